@@ -1,0 +1,12 @@
+"""Flax modules: what has parameters, and what one rank of a mesh computes with them."""
+
+from ladder_jax.nn.attention import Cache as Cache
+from ladder_jax.nn.embedding import cross_entropy as cross_entropy
+from ladder_jax.nn.transformer import Definition as Definition
+from ladder_jax.nn.transformer import Params as Params
+from ladder_jax.nn.transformer import Transformer as Transformer
+from ladder_jax.nn.transformer import compiled_logits as compiled_logits
+from ladder_jax.nn.transformer import define as define
+from ladder_jax.nn.transformer import hidden as hidden
+from ladder_jax.nn.transformer import initialize as initialize
+from ladder_jax.nn.transformer import logits as logits

@@ -1,0 +1,66 @@
+"""One Transformer layer: two sublayers, (norm, attention) and (norm, MLP), wired by the topology's steps."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ladder_jax.config import ModelConfig
+from ladder_jax.nn import kernels
+from ladder_jax.nn.attention import Attention, Cache
+from ladder_jax.nn.mlp import MLP
+from ladder_jax.nn.norm import RMSNorm
+from ladder_jax.nn.parameter import Normal, Sizes
+from ladder_jax.residual import State, Step, Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What every layer of one forward pass shares: see Attention.__call__ for table, first_rank and lengths."""
+
+    axes: tuple[str, ...]
+    dtype: jnp.dtype
+    kernel: kernels.Kernel
+    table: tuple[jax.Array, jax.Array]
+    first_rank: jax.Array
+    lengths: jax.Array | None = None
+
+
+class Layer(nnx.Module):
+    def __init__(self, sizes: Sizes, *, topology: Topology):
+        config: ModelConfig = sizes.config
+        # As in the paper: the residual stream's writers shrink with the number of writers.
+        out_init = Normal(0.02 / math.sqrt(2 * config.num_layers))
+        self.attention_norm = RMSNorm(sizes)
+        self.attention = Attention(sizes, out_init=out_init)
+        if not topology.shared_norm:
+            self.mlp_norm = RMSNorm(sizes)
+        self.mlp = MLP(sizes, out_init=out_init)
+
+    def __call__(
+        self, state: State, cache: Cache | None, *, steps: tuple[Step, ...], call: Call
+    ) -> tuple[State, Cache | None]:
+        mlp_norm = getattr(self, "mlp_norm", self.attention_norm)
+
+        def attention(x):
+            nonlocal cache
+            normed = self.attention_norm(x, dtype=call.dtype)
+            partial, cache = self.attention(
+                normed,
+                table=call.table,
+                kernel=call.kernel,
+                first_rank=call.first_rank,
+                cache=cache,
+                lengths=call.lengths,
+            )
+            return partial
+
+        def mlp(x):
+            return self.mlp(mlp_norm(x, dtype=call.dtype), first_rank=call.first_rank)
+
+        for step in steps:
+            with jax.named_scope("attention" if step.sublayers == (0,) else "mlp" if step.sublayers == (1,) else "joint"):
+                state = step(state, (attention, mlp), axes=call.axes)
+        return state, cache

@@ -1,0 +1,103 @@
+"""The loop over layers: unrolled, or a `lax.scan` over every run of layers that do the same."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax.config import Loop, Remat
+from ladder_jax.residual import REDUCED, State, Step
+
+MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
+
+# (state, one layer's parameters, its cache, its steps) -> (state, cache)
+Body = Callable[[State, Any, Any, tuple[Step, ...]], tuple[State, Any]]
+
+
+def run(
+    body: Body,
+    state: State,
+    *,
+    params: Any,
+    caches: Any,
+    steps: tuple[tuple[Step, ...], ...],
+    loop: Loop,
+    remat: Remat,
+    axes: tuple[str, ...],
+    dtype: jnp.dtype,
+) -> tuple[State, Any]:
+    """The state after all layers, and the caches in the form in which they came.
+
+    params: stacked [L, ...], or (unrolled only) a tuple with each layer's own arrays.
+    caches: likewise, or None.
+    dtype: of a sublayer's output.
+    """
+    if loop is Loop.UNROLLED:
+        runs = [(layer, 1, 1) for layer in range(len(steps))]
+    else:
+        runs = runs_of(steps)
+    updated = []
+    for start, period, repeats in runs:
+        stop = start + period * repeats
+        if repeats == 1:
+            for layer in range(start, stop):
+                step_body = remat_body(body, steps=steps[layer], remat=remat)
+                state, cache = step_body(state, _layer(params, layer), _layer(caches, layer))
+                updated.append(cache)
+            continue
+
+        def turn(state, slices, kinds=steps[start : start + period]):
+            these, below = slices, []
+            for index, kind in enumerate(kinds):
+                step_body = remat_body(body, steps=kind, remat=remat)
+                state, cache = step_body(state, *(_layer(tree, index) for tree in these))
+                below.append(cache)
+            return state, _stack(below)
+
+        fold = lambda a: a[start:stop].reshape(repeats, period, *a.shape[1:])
+        state = steps[start][0].fill(state, axes=axes, dtype=dtype)
+        state, below = jax.lax.scan(turn, state, jax.tree.map(fold, (params, caches)))
+        below = jax.tree.map(lambda a: a.reshape(period * repeats, *a.shape[2:]), below)
+        updated.extend(_layer(below, index) for index in range(period * repeats)) if len(runs) > 1 else None
+    if caches is None:
+        return state, None
+    if isinstance(caches, tuple):
+        return state, tuple(updated)
+    return state, (below if len(runs) == 1 else _stack(updated))
+
+
+def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
+    """(start, period, repeats) of runs of layers: greedily the longest, then the shortest period."""
+    runs, start = [], 0
+    while start < len(steps):
+        best = (1, 1)
+        for period in range(1, MAX_PERIOD + 1):
+            repeats, pattern = 1, steps[start : start + period]
+            while steps[start + repeats * period : start + (repeats + 1) * period] == pattern:
+                repeats += 1
+            if repeats > 1 and repeats * period > best[0] * best[1]:
+                best = (period, repeats)
+        runs.append((start, *best))
+        start += best[0] * best[1]
+    return runs
+
+
+def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat) -> Callable:
+    body = functools.partial(body, steps=steps)
+    if remat is Remat.NONE:
+        return body
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(REDUCED)
+    if remat is Remat.SAVE_MATMULS:
+        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
+    return jax.checkpoint(body, policy=policy)
+
+
+def _layer(tree: Any, index: int) -> Any:
+    return tree[index] if isinstance(tree, tuple) else jax.tree.map(lambda a: a[index], tree)
+
+
+def _stack(trees: list) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -1,0 +1,34 @@
+"""The feed-forward sublayer: SwiGLU (https://arxiv.org/abs/2002.05202)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ladder_jax.config import Biases
+from ladder_jax.nn.parameter import Initializer, Normal, Sizes, declare, zeros
+
+
+class MLP(nnx.Module):
+    """silu(x gate) * (x up), then down. Under tensor parallelism F is split: down gives a partial sum."""
+
+    def __init__(self, sizes: Sizes, *, out_init: Initializer):
+        self.gate = declare("DF", sizes=sizes, init=Normal(0.02))
+        self.up = declare("DF", sizes=sizes, init=Normal(0.02))
+        self.down = declare("FD", sizes=sizes, init=out_init)
+        if sizes.config.biases is Biases.ALL:
+            self.gate_bias = declare("F", sizes=sizes, init=zeros)
+            self.up_bias = declare("F", sizes=sizes, init=zeros)
+            self.down_bias = declare("D", sizes=sizes, init=zeros)
+
+    def __call__(self, x_BTD: jax.Array, *, first_rank: jax.Array) -> jax.Array:
+        """A rank's partial sum [B, T, D]; `first_rank` is True on the one rank that adds the output bias."""
+        dtype = x_BTD.dtype
+        gate = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate[...].astype(dtype))
+        up = jnp.einsum("BTD,DF->BTF", x_BTD, self.up[...].astype(dtype))
+        if hasattr(self, "gate_bias"):
+            gate = gate + self.gate_bias[...].astype(dtype)[None, None, :]
+            up = up + self.up_bias[...].astype(dtype)[None, None, :]
+        out = jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down[...].astype(dtype))
+        if hasattr(self, "down_bias"):
+            out = out + jnp.where(first_rank, self.down_bias[...], 0).astype(dtype)[None, None, :]
+        return out

@@ -1,0 +1,115 @@
+"""A parameter is declared once; shapes, shardings, initial values and stored names all follow from it.
+
+Dimensions are single letters: V vocabulary, D model, N query heads, K key/value heads, H head size,
+F feed-forward, L layers. Which mesh axis splits which letter is `parallel.Layout`'s business.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ladder_jax.config import ModelConfig
+from ladder_jax.parallel import Layout
+
+Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32 values
+
+
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    stddev: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return self.stddev * jax.random.normal(key, shape, jnp.float32)
+
+
+def ones(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.ones(shape, jnp.float32)
+
+
+def zeros(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.zeros(shape, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The size of every named dimension of a model over `ranks` tensor-parallel ranks.
+
+    stacked: a module declared with these sizes stands for all layers, its parameters led by L.
+    """
+
+    config: ModelConfig
+    ranks: int = 1
+    stacked: bool = False
+
+    def __getitem__(self, dim: str) -> int:
+        config = self.config
+        return {
+            "V": padded_vocabulary(config.vocab_size, ranks=self.ranks),
+            "D": config.d_model,
+            "N": config.num_heads,
+            "K": config.num_kv_heads,
+            "H": config.head_dim,
+            "F": config.d_ff,
+            "L": config.num_layers,
+        }[dim]
+
+
+def padded_vocabulary(size: int, *, ranks: int) -> int:
+    """The stored vocabulary: each rank's share is a multiple of 128, a TPU's lane width."""
+    multiple = 128 * ranks
+    return -(-size // multiple) * multiple
+
+
+def declare(dims: str, *, sizes: Sizes, init: Initializer) -> nnx.Param:
+    """A float32 parameter without a value yet: `declare("DNH", sizes=sizes, init=Normal(0.02))`."""
+    dims = "L" + dims if sizes.stacked else dims
+    shape = tuple(sizes[dim] for dim in dims)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
+
+
+def dims_of(module: nnx.Module) -> dict:
+    """The nested dict of the parameters' dimensions, such as {"embedding": {"table": "VD"}, ...}."""
+    return nnx.to_pure_dict(jax.tree.map(lambda p: p.dims, nnx.state(module), is_leaf=_is_param))
+
+
+def abstract(module: nnx.Module, *, layout: Layout) -> dict:
+    """The parameters as ShapeDtypeStructs with their shardings, by their stored names."""
+    shapes = nnx.to_pure_dict(nnx.state(module))
+    place = lambda shape, dims: jax.ShapeDtypeStruct(
+        shape.shape, shape.dtype, sharding=layout.sharding(dims)
+    )
+    return jax.tree.map(place, shapes, dims_of(module))
+
+
+def initial_values(module: nnx.Module, *, layout: Layout, seed: int, vocab_size: int) -> dict:
+    """Initial parameters, made in place on their devices.
+
+    Each array's key is folded from the seed, its name and its layer: neither the mesh nor how
+    layers are stored changes a value. The rows that pad the vocabulary are zero, and stay zero.
+    """
+    shardings = jax.tree.map(lambda a: a.sharding, abstract(module, layout=layout))
+    root = jax.random.key(seed, impl="threefry2x32")
+
+    def value(path, param):
+        name = "/".join(key.key for key in path)
+        key = jax.random.fold_in(root, zlib.crc32(name.encode()))
+        shape, dims = param.get_raw_value().shape, param.dims
+        if dims.startswith("L"):
+            keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
+            return jax.vmap(lambda k: param.init(k, shape[1:]))(keys)
+        if dims.startswith("V"):
+            real = param.init(key, (vocab_size, *shape[1:]))
+            return jnp.pad(real, ((0, shape[0] - vocab_size), (0, 0)))
+        return param.init(key, shape)
+
+    params = nnx.state(module).to_pure_dict(extract_fn=lambda p: p)
+    make = lambda: jax.tree_util.tree_map_with_path(value, params, is_leaf=_is_param)
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def _is_param(leaf: object) -> bool:
+    return isinstance(leaf, nnx.Variable)

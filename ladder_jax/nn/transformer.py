@@ -1,0 +1,185 @@
+"""The model: what parameters it has, and its forward pass on one rank of a mesh."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from ladder_jax import residual
+from ladder_jax.config import Loop, ModelConfig, Remat
+from ladder_jax.errors import UserError
+from ladder_jax.nn import kernels, loop, parameter, rotary
+from ladder_jax.nn.embedding import Embedding
+from ladder_jax.nn.layer import Call, Layer
+from ladder_jax.nn.norm import RMSNorm
+from ladder_jax.parallel import Layout, layout, make_mesh, on_mesh, over_ranks, rank, vary, with_ranks
+
+Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
+
+
+class Transformer(nnx.Module):
+    """A Llama-family decoder over a mesh: `Transformer(preset("tiny"), mesh=make_mesh(tensor=4))`.
+
+    Its attributes are Flax modules (`model.layers.attention.query`), each parameter of which is a
+    global array laid out over the mesh; the layers' parameters are stacked, [L, ...].
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, mesh: Mesh | None = None, seed: int = 0, params: Params | None = None
+    ):
+        """`mesh` (axes data, fsdp, tensor) is one device by default. `params` replaces initial values.
+
+        Raises UserError where the model cannot be split over the mesh.
+        """
+        mesh = make_mesh() if mesh is None else mesh
+        config = with_ranks(config, tensor=mesh.shape["tensor"])
+        self.definition = define(config, mesh=mesh)
+        modules = declare(config, ranks=self.definition.layout.ranks)
+        for name, module in modules.items():
+            setattr(self, name, module)
+        nnx.update(self, initialize(self.definition, seed=seed) if params is None else params)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.definition.config
+
+    @property
+    def params(self) -> Params:
+        """The plain nested dict of arrays that compiled functions take."""
+        return nnx.to_pure_dict(nnx.state(self))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp."""
+        tokens = jnp.asarray(tokens, jnp.int32)
+        if tokens.ndim != 2 or tokens.shape[0] % self.definition.layout.batch_ranks:
+            raise UserError(
+                f"tokens must be [B, T] with B divisible by {self.definition.layout.batch_ranks}, not {tokens.shape}"
+            )
+        return compiled_logits(self.definition)(self.params, tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """Everything about a model but its values: hashable, so compiled functions can be kept by it."""
+
+    config: ModelConfig
+    layout: Layout
+
+    @functools.cached_property
+    def topology(self) -> residual.Topology:
+        return residual.of_model(self.config)
+
+    @functools.cached_property
+    def dims(self) -> Params:
+        """The dimensions of every parameter, such as {"embedding": {"table": "VD"}, ...}."""
+        return {name: parameter.dims_of(module) for name, module in self._modules.items()}
+
+    @functools.cached_property
+    def abstract(self) -> Params:
+        """Shape, dtype and sharding of every parameter (jax.ShapeDtypeStruct)."""
+        return {name: parameter.abstract(m, layout=self.layout) for name, m in self._modules.items()}
+
+    @functools.cached_property
+    def _modules(self) -> dict[str, nnx.Module]:
+        return declare(self.config, ranks=self.layout.ranks)
+
+    @functools.cached_property
+    def _graphs(self) -> dict[str, nnx.GraphDef]:
+        return {name: nnx.split(module)[0] for name, module in self._modules.items()}
+
+    def bind(self, name: str, params: Params) -> Any:
+        """The module called `name` over a rank's arrays; only while tracing. "layers" binds one layer."""
+        return nnx.merge(self._graphs[name], params)
+
+
+def define(config: ModelConfig, *, mesh: Mesh) -> Definition:
+    return Definition(config, layout(config, mesh=mesh))
+
+
+def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:
+    """The model's modules, their parameters declared and without values."""
+    sizes = parameter.Sizes(config, ranks)
+    stacked = parameter.Sizes(config, ranks, stacked=True)
+    modules = {
+        "embedding": Embedding(sizes),
+        "layers": Layer(stacked, topology=residual.of_model(config)),
+        "final_norm": RMSNorm(sizes),
+    }
+    return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
+
+
+def initialize(definition: Definition, *, seed: int) -> Params:
+    """Initial parameters, the same for every mesh and loop form."""
+    return parameter.initial_values(
+        definition._modules, layout=definition.layout, seed=seed, vocab_size=definition.config.vocab_size
+    )
+
+
+def hidden(
+    definition: Definition,
+    params: Params,
+    tokens: jax.Array,
+    *,
+    loop_form: Loop = Loop.SCAN,
+    remat: Remat = Remat.NONE,
+    caches: Any = None,
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
+
+    Without `lengths` the tokens stand at positions 0..T-1; with `lengths` [B], T is 1 and row b's
+    token stands at position lengths[b] (see Attention.__call__).
+    """
+    config, topology, axes = definition.config, definition.topology, definition.layout.tensor
+    dtype = jnp.dtype(config.dtype.value)
+    positions = jnp.arange(tokens.shape[1])[None, :] if lengths is None else lengths[:, None]
+    call = Call(
+        axes=axes,
+        dtype=dtype,
+        kernel=kernels.choose(config, mesh=definition.layout.mesh),
+        table=rotary.tables(positions, config=config),
+        first_rank=rank(axes) == 0,
+        lengths=lengths,
+    )
+
+    def body(state, layer, cache, steps):
+        return definition.bind("layers", layer)(state, cache, steps=steps, call=call)
+
+    x = definition.bind("embedding", params["embedding"]).lookup(tokens, axes=axes, dtype=dtype)
+    state = residual.begin(x.astype(config.residual_dtype.value), topology=topology, axes=axes)
+    state, caches = loop.run(
+        body,
+        state,
+        params=params["layers"],
+        caches=caches,
+        steps=topology.layers,
+        loop=loop_form,
+        remat=remat,
+        axes=axes,
+        dtype=dtype,
+    )
+    x = vary(residual.flush(state, axes=axes), axes)
+    return definition.bind("final_norm", params["final_norm"])(x, dtype=dtype), caches
+
+
+def logits(definition: Definition, params: Params, x: jax.Array) -> jax.Array:
+    """On one rank: its share [B, T, V/ranks] of the float32 logits of a normed stream [B, T, D]."""
+    name = "embedding" if definition.config.tie_embeddings else "head"
+    return definition.bind(name, params[name]).logits(x, axes=definition.layout.tensor)
+
+
+@functools.cache
+def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> jax.stages.Wrapped:
+    """A compiled (params, tokens [B, T]) -> logits [B, T, V], the whole model in one shard_map."""
+
+    def local(params, tokens):
+        return logits(definition, params, hidden(definition, params, tokens, loop_form=loop_form)[0])
+
+    dims = ((definition.dims, "BT"), "BTV")
+    ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
+    meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
+    return jax.jit(lambda params, tokens: meshed(params, tokens)[..., : definition.config.vocab_size])

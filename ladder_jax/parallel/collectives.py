@@ -1,0 +1,63 @@
+"""The few collectives that the library uses, by name. Valid inside `on_mesh` and `over_ranks`."""
+
+from collections.abc import Callable
+
+import jax
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+EMULATED = "emulated_rank"
+"""The axis of ranks that one device computes together: a `vmap`, not a mesh axis (see `over_ranks`)."""
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes over which `x` may differ, by its type."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`x`, equal on all ranks of `axes`, as a value that may differ between them.
+
+    Costs nothing forward. Its transpose is the all-reduce of the gradient over the axes that
+    were added, so where it is called decides where a backward pass communicates.
+    """
+    missing = tuple(axis for axis in axes if axis != EMULATED and axis not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum of every rank's `x`, on every rank."""
+    return _emulated_sum(x) if axes == (EMULATED,) else lax.psum(x, axes)
+
+
+def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The largest of every rank's `x`, elementwise, on every rank. Not differentiable."""
+    return _emulated_max(x) if axes == (EMULATED,) else lax.pmax(x, axes)
+
+
+def rank(axes: tuple[str, ...]) -> jax.Array:
+    """This rank's index along `axes`, a scalar."""
+    return lax.axis_index(axes)
+
+
+def ranks(axes: tuple[str, ...]) -> int:
+    return lax.axis_size(axes)
+
+
+def _emulated(reduce: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """A reduction over the vmapped ranks. jax's own do not work on such an axis under `check_vma`."""
+
+    @custom_vmap
+    def collective(x):
+        return x  # traced for its type only
+
+    @collective.def_vmap
+    def rule(axis_size, in_batched, x):
+        (batched,) = in_batched
+        return reduce(x if batched else x[None].repeat(axis_size, axis=0)), False
+
+    return collective
+
+
+_emulated_sum = _emulated(lambda x: x.sum(axis=0))
+_emulated_max = _emulated(lambda x: x.max(axis=0))
