@@ -93,14 +93,14 @@ class Delayed:
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> State:
         launched = (*state.sums, _launch(state.partial, axes)) if self.lag else ()
         stream = _add(state.residual, launched[: self.lag - self.skip])
-        entered = vary(stream, axes)
+        entered, residual = vary(stream, axes), state.residual
+        if self.keep:
+            entered, residual = _await_backward(entered, residual, axes)
         if self.fresh:
             entered = _add(entered, (state.partial,))
         partial = _compute(entered, self.sublayers, sublayers)
         if self.skip:
-            partial, residual, launched = _await(partial, state.residual, launched, axes)
-        else:
-            residual = state.residual
+            partial, launched = _await(partial, launched, axes)
         if self.keep == 0:
             return State(_add(residual, (*launched, _launch(partial, axes))))
         added = self.lag + 1 - self.keep
@@ -257,20 +257,41 @@ def _compute(x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer]
     return sum(rest, first)
 
 
-def _await(partial, residual, launched, axes):
-    """Tie this step's output to the newest all-reduce in flight: the next one cannot join it.
+def _await(partial, launched, axes):
+    """Tie a step's output to the newest all-reduce in flight, so that the next one cannot join it.
 
-    The first step has none in flight and ties the residual instead, without which the backward
-    pass would merge the two sublayers that both read x_0. One rank has nothing to hide.
+    One rank has nothing to hide, and in the first step nothing is in flight.
     """
     *older, newest = launched
-    if ranks(axes) == 1:
-        return partial, residual, launched
-    if newest is None:
-        partial, residual = lax.optimization_barrier((partial, residual))
-    else:
-        partial, newest = lax.optimization_barrier((partial, newest))
-    return partial, residual, (*older, newest)
+    if newest is None or ranks(axes) == 1:
+        return partial, launched
+    partial, newest = _tie_forward(partial, newest)
+    return partial, (*older, newest)
+
+
+def _await_backward(entered, residual, axes):
+    """The same for the backward pass, where the step's input has an all-reduce in flight.
+
+    The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the
+    later step's, reduced meanwhile.
+    """
+    return (entered, residual) if ranks(axes) == 1 else _tie_backward(entered, residual)
+
+
+@jax.custom_vjp
+def _tie_forward(a, b):
+    return lax.optimization_barrier((a, b))
+
+
+@jax.custom_vjp
+def _tie_backward(a, b):
+    return a, b
+
+
+_tie_forward.defvjp(lambda a, b: (_tie_forward(a, b), None), lambda _, cotangents: cotangents)
+_tie_backward.defvjp(
+    lambda a, b: ((a, b), None), lambda _, cotangents: tuple(lax.optimization_barrier(cotangents))
+)
 
 
 def _add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:

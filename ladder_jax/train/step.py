@@ -1,0 +1,108 @@
+"""One training step: gradients inside the shard_map, optimizer outside of it, in one compiled function."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ladder_jax import nn
+from ladder_jax.config import Loop, Remat, TrainConfig
+from ladder_jax.nn import Definition, Params
+from ladder_jax.parallel import Layout, all_reduce, on_mesh, over_ranks, vary
+from ladder_jax.parallel.collectives import EMULATED
+from ladder_jax.train import optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """params: float32 master weights; optimizer: optax's state; step: how many updates were made."""
+
+    params: Params
+    optimizer: optax.OptState
+    step: jax.Array
+
+
+def initial_state(definition: Definition, *, config: TrainConfig, params: Params | None = None) -> TrainState:
+    """The state before the first step; each moment of the optimizer lies where its parameter lies."""
+    params = nn.initialize(definition, seed=config.seed) if params is None else params
+    start = jax.jit(lambda p: (optimizer.adamw(config, definition=definition).init(p), jnp.int32(0)))
+    shardings = jax.eval_shape(start, params)
+    place = {"mu": definition.abstract, "nu": definition.abstract}
+    replicated = definition.layout.sharding("")
+    moments = {k: jax.tree.map(lambda a: a.sharding, v) for k, v in place.items()}
+    out = jax.tree.map(lambda _: replicated, shardings)
+    out = (optax.tree.set(out[0], **moments), out[1])
+    return TrainState(params, *jax.jit(start, out_shardings=out)(params))
+
+
+def train_step(
+    definition: Definition, *, config: TrainConfig
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+    """A compiled (state, tokens [B, T+1]) -> (state, metrics); the old state's buffers are reused.
+
+    metrics: loss (nats a token), gradient_norm (before clipping), learning_rate.
+    """
+    gradients = loss_and_gradients(definition, loop=config.loop, remat=config.remat)
+    adamw, schedule = optimizer.adamw(config, definition=definition), optimizer.schedule(config)
+
+    def step(state: TrainState, tokens: jax.Array):
+        loss, grads = gradients(state.params, tokens)
+        updates, moments = adamw.update(grads, state.optimizer, state.params)
+        rate = schedule(state.step)
+        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        metrics = {"loss": loss, "gradient_norm": optax.global_norm(grads), "learning_rate": rate}
+        return TrainState(params, moments, state.step + 1), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def loss_and_gradients(
+    definition: Definition, *, loop: Loop = Loop.SCAN, remat: Remat = Remat.NONE
+) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
+    """A (params, tokens [B, T+1]) -> (mean loss in nats a token, float32 gradients), to be compiled."""
+    layout = definition.layout
+
+    def local(params, tokens):
+        # From here on every rank owns its copy of what is replicated: gradients stay local, in
+        # float32, until the one reduction below; none is left for the layer loop to communicate.
+        own = jax.tree.map(lambda p: vary(p, layout.all_axes), params)
+        total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
+        mean = lambda p: all_reduce(_loss_sum(definition, p, tokens, loop, remat), layout.batch) / total
+        loss, grads = jax.value_and_grad(mean)(own)
+        return loss, jax.tree.map(lambda g, dims: _reduce_gradient(g, dims, layout), grads, definition.dims)
+
+    return on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=("", definition.dims))
+
+
+def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Params, jax.Array], jax.Array]:
+    """A compiled (params, tokens [B, T+1]) -> mean loss in nats a token, for evaluation."""
+    layout = definition.layout
+
+    def local(params, tokens):
+        total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
+        return all_reduce(_loss_sum(definition, params, tokens, loop, Remat.NONE), layout.batch) / total
+
+    return jax.jit(on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=""))
+
+
+def _loss_sum(definition: Definition, params: Params, tokens: jax.Array, loop: Loop, remat: Remat) -> jax.Array:
+    """The summed loss of this batch shard, equal on its tensor ranks."""
+
+    def local(params: Any, tokens: jax.Array) -> jax.Array:
+        x, _ = nn.hidden(definition, params, tokens[:, :-1], loop_form=loop, remat=remat)
+        logits = nn.logits(definition, params, x)
+        return nn.cross_entropy(logits, tokens[:, 1:], axes=definition.layout.tensor).sum()
+
+    return over_ranks(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")(params, tokens)
+
+
+def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
+    """Sum over every axis on which the parameter is replicated: data, and for some the tensor ranks."""
+    sharded = [axis for part in layout.spec(dims) if part for axis in ((part,) if isinstance(part, str) else part)]
+    axes = tuple(axis for axis in layout.all_axes if axis not in sharded and axis != EMULATED)
+    return all_reduce(gradient, axes)
