@@ -75,6 +75,13 @@ def settings(name: str) -> dict:
     return dict(_SHAPES[name])
 
 
+def recipe(name: str) -> dict:
+    """The training settings that a preset's name stands for, beside its shape: empty for the paper's recipe."""
+    if name != "tiny":
+        return {}
+    return dict(steps=300, batch=16, sequence=128, learning_rate=4e-3, warmup_steps=30, checkpoint_every=100)
+
+
 def preset(name: str, **changes) -> ModelConfig:
     """The model configuration called `name`, with any field changed: `preset("tiny", residual="standard")`."""
     return ModelConfig(**{**settings(name), **changes})

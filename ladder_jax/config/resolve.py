@@ -24,7 +24,7 @@ def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
         if isinstance(tree["run"], dict):
             tree["run"].setdefault("name", path.stem)
     elif source in presets.NAMES:
-        tree = {"model": {"preset": source}, "run": {"name": source}}
+        tree = {"model": {"preset": source}, "train": presets.recipe(source), "run": {"name": source}}
     else:
         raise unknown("configuration (not a .yaml or .json file)", source, presets.NAMES)
     for override in overrides:

@@ -1,10 +1,7 @@
 """The few collectives that the library uses, by name. Valid inside `on_mesh` and `over_ranks`."""
 
-from collections.abc import Callable
-
 import jax
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 EMULATED = "emulated_rank"
 """The axis of ranks that one device computes together: a `vmap`, not a mesh axis (see `over_ranks`)."""
@@ -27,12 +24,12 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The sum of every rank's `x`, on every rank."""
-    return _emulated_sum(x) if axes == (EMULATED,) else lax.psum(x, axes)
+    return lax.psum(x, axes)
 
 
 def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The largest of every rank's `x`, elementwise, on every rank. Not differentiable."""
-    return _emulated_max(x) if axes == (EMULATED,) else lax.pmax(x, axes)
+    return lax.pmax(x, axes)
 
 
 def rank(axes: tuple[str, ...]) -> jax.Array:
@@ -42,22 +39,3 @@ def rank(axes: tuple[str, ...]) -> jax.Array:
 
 def ranks(axes: tuple[str, ...]) -> int:
     return lax.axis_size(axes)
-
-
-def _emulated(reduce: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """A reduction over the vmapped ranks. jax's own do not work on such an axis under `check_vma`."""
-
-    @custom_vmap
-    def collective(x):
-        return x  # traced for its type only
-
-    @collective.def_vmap
-    def rule(axis_size, in_batched, x):
-        (batched,) = in_batched
-        return reduce(x if batched else x[None].repeat(axis_size, axis=0)), False
-
-    return collective
-
-
-_emulated_sum = _emulated(lambda x: x.sum(axis=0))
-_emulated_max = _emulated(lambda x: x.max(axis=0))

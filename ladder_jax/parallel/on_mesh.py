@@ -10,18 +10,22 @@ from ladder_jax.parallel.collectives import EMULATED
 from ladder_jax.parallel.mesh import Layout
 
 SHARDED = "NFVK"  # the dimensions that tensor parallelism splits
-REPLICATED = ""  # as dims: equal on every rank, whatever its shape
 Dims = Any  # a pytree prefix of strings such as "BTV"
 
 
 def on_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) -> Callable:
     """`jax.shard_map` over the whole mesh, fully manual and type-checked, by dimension names.
 
-    `fn` sees one rank's shards; a dimension named R is the ranks of an emulation and stays whole.
+    `fn` sees one rank's shards. Only an emulation is not type-checked: jax has no varying types for
+    the collectives of a `vmap`.
     """
     specs = lambda dims: jax.tree.map(layout.spec, dims)
     return jax.shard_map(
-        fn, mesh=layout.mesh, in_specs=specs(in_dims), out_specs=specs(out_dims), check_vma=True
+        fn,
+        mesh=layout.mesh,
+        in_specs=specs(in_dims),
+        out_specs=specs(out_dims),
+        check_vma=not layout.emulated,
     )
 
 
@@ -54,13 +58,13 @@ def _align(dims: Dims, tree: Any) -> tuple[Any, Any]:
 
 
 def _position(dims: str) -> int | None:
-    found = [index for index, dim in enumerate(dims) if dim in SHARDED + "R"]
+    found = [index for index, dim in enumerate(dims) if dim in SHARDED]
     return found[0] if found else None
 
 
 def _split(array: jax.Array, dims: str, ranks: int) -> jax.Array:
     position = _position(dims)
-    if position is None or dims[position] == "R":
+    if position is None:
         return array
     if dims[position] == "K" and array.shape[position] < ranks:  # several ranks share a head
         array = jnp.repeat(array, ranks // array.shape[position], axis=position)
@@ -71,7 +75,7 @@ def _split(array: jax.Array, dims: str, ranks: int) -> jax.Array:
 
 def _join(array: jax.Array, dims: str) -> jax.Array:
     position = _position(dims)
-    if position is None or dims[position] == "R":
+    if position is None:
         return array
     array = jnp.moveaxis(array, 0, position)
     return array.reshape(*array.shape[:position], -1, *array.shape[position + 2 :])

@@ -72,9 +72,9 @@ def loss_and_gradients(
         # float32, until the one reduction below; none is left for the layer loop to communicate.
         own = jax.tree.map(lambda p: vary(p, layout.all_axes), params)
         total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
-        mean = lambda p: all_reduce(_loss_sum(definition, p, tokens, loop, remat), layout.batch) / total
-        loss, grads = jax.value_and_grad(mean)(own)
-        return loss, jax.tree.map(lambda g, dims: _reduce_gradient(g, dims, layout), grads, definition.dims)
+        share = lambda p: _loss_sum(definition, p, tokens, loop, remat) / total
+        loss, grads = jax.value_and_grad(share)(own)
+        return all_reduce(loss, layout.batch), jax.tree.map(lambda g, dims: _reduce_gradient(g, dims, layout), grads, definition.dims)
 
     return on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=("", definition.dims))
 

@@ -1,0 +1,115 @@
+# Works with GNU make 3.81 (macOS) and newer, and any POSIX shell.
+#   make demo ARGS='...'    adds arguments to the command of demo, test, test-oldest or smoke-oldest
+#   make demo PYTHON=...    makes .venv with that Python (PYTHON_OLDEST: .venv-oldest); after `make clean` if there is one
+
+.PHONY: help venv demo test test-oldest smoke-oldest find-oldest clean gone
+.NOTPARALLEL:
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1:/p' Makefile | awk -F: '{ printf "make %-14s%s\n", $$1, $$2 }'
+
+venv: .venv/.installed  ## the virtual environment .venv, with everything the demo and the tests need
+
+demo: .venv/.installed  ## train a Ladder and a Standard on 8 simulated devices, then generate
+	@.venv/bin/python -m experiments.demo $(ARGS)
+
+test: .venv/.installed  ## the tests
+	@.venv/bin/python -m pytest -q $(ARGS)
+
+test-oldest: .venv-oldest/.installed  ## the tests on the oldest Python and jax they are run with
+	@.venv-oldest/bin/python -m pytest -q $(ARGS)
+
+smoke-oldest: .venv-oldest/.installed  ## a few of them on those
+	@.venv-oldest/bin/python -m pytest -q tests/test_smoke.py $(ARGS)
+
+find-oldest:
+	@eval "$$SETUP"; find_python '$(PYTHON_OLDEST)' 3.13
+
+clean:  ## remove the virtual environments and what the tools left behind
+	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache
+	find ladder_jax tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The virtual environments. `.installed` is written last, so that an interrupted installation is begun anew; and one
+# whose Python has gone (pyenv uninstall) is made again.
+LOST = $(shell test -x $(1)/bin/python || echo gone)
+
+.venv/.installed: requirements.txt pyproject.toml $(call LOST,.venv)
+	@eval "$$SETUP"; make_venv .venv '$(PYTHON)' 4
+
+.venv-oldest/.installed: requirements.txt pyproject.toml $(call LOST,.venv-oldest)
+	@eval "$$SETUP"; make_venv .venv-oldest '$(PYTHON_OLDEST)' 3.13 jax==0.11.2 jaxlib==0.11.2
+
+# A Python counts if it runs (a pyenv shim may not), is a release in the range, and can make a virtual environment
+# (Debian's may lack ensurepip). It prints its path.
+define USABLE
+import sys, venv, ensurepip
+below = tuple(map(int, sys.argv[1].split(".")))
+if sys.version_info.releaselevel != "final" or not (3, 12) <= sys.version_info < below:
+    sys.exit(1)
+print(sys.executable)
+endef
+export USABLE
+
+# find_python OVERRIDE BELOW prints the path of the first usable Python, >= 3.12 and < BELOW, or fails with one line.
+# make_venv FOLDER OVERRIDE BELOW [REQUIREMENT ...] makes or updates a virtual environment.
+define SETUP
+set -e
+
+first_usable() {
+    while IFS= read -r candidate; do
+        "$$candidate" -c "$$USABLE" "$$below" </dev/null 2>/dev/null && break
+    done
+    return 0
+}
+
+on_path_and_pyenv() {
+    printf '%s\n' python3.13 python3.12 python3
+    versions=$${PYENV_ROOT:-$$HOME/.pyenv}/versions
+    ls "$$versions" 2>/dev/null | sort -t . -k 1,1nr -k 2,2nr -k 3,3nr | while IFS= read -r name; do
+        printf '%s\n' "$$versions/$$name/bin/python"
+    done
+}
+
+from_uv() {
+    command -v uv >/dev/null || return 0
+    uv python find --system ">=3.12,<$$below" 2>/dev/null && return
+    uv python install ">=3.12,<3.14,<$$below" >&2 && uv python find --system ">=3.12,<$$below"
+}
+
+find_python() {
+    below=$$2
+    case $$below in
+        4) wanted="Python >= 3.12" variable=PYTHON ;;
+        *) wanted="Python 3.12" variable=PYTHON_OLDEST ;;
+    esac
+    if [ -n "$$1" ]; then
+        python=$$(printf '%s\n' "$$1" | first_usable)
+        missing="$$variable=$$1 does not run, or is not a $$wanted with venv and ensurepip"
+    else
+        python=$$(on_path_and_pyenv | first_usable)
+        [ -n "$$python" ] || python=$$(from_uv | first_usable)
+        missing="No $$wanted with venv and ensurepip on the PATH, in pyenv or from uv: install one, or name it by $$variable=..."
+    fi
+    [ -n "$$python" ] || { echo "$$missing" >&2; return 1; }
+    printf '%s\n' "$$python"
+}
+
+make_venv() {
+    venv=$$1 override=$$2 below=$$3
+    shift 3
+    if [ ! -e "$$venv/.installing" ] && "$$venv/bin/python" -c "import pip; $$USABLE" "$$below" >/dev/null 2>&1; then
+        echo "$$venv: updating what is installed"
+        touch "$$venv/.installing"
+    else
+        python=$$(find_python "$$override" "$$below")
+        echo "$$venv: making it with $$("$$python" -V) ($$python) and installing: a few minutes the first time"
+        rm -rf "$$venv"
+        mkdir "$$venv"
+        touch "$$venv/.installing"
+        "$$python" -m venv "$$venv"
+    fi
+    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable .
+    mv "$$venv/.installing" "$$venv/.installed"
+}
+endef
+export SETUP

@@ -1,0 +1,140 @@
+"""`ladder-jax <verb>`: one thin function a verb."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from ladder_jax.errors import UserError, unknown
+
+SIMULATION_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+
+
+class Parser(argparse.ArgumentParser):
+    """Argparse whose mistakes are one line, with the nearest match."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        # First of all, so that a misspelt option is not reported as a missing one.
+        known = [option for action in self._actions for option in action.option_strings]
+        for word in args if self._subparsers is None else ():
+            name = word.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in known):
+                raise unknown("option", name, [option for option in known if option.startswith("--")])
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str):
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit status: 0, 2 for the user's mistakes, 130 when interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
+            raise unknown("verb", argv[0], VERBS)
+        args = _parser().parse_args(argv)
+        prepare_devices(getattr(args, "cpu_devices", None))
+        VERBS[args.verb](args)
+    except UserError as error:
+        print(f"ladder-jax: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ladder-jax: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `ladder-jax generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0
+
+
+def _parser() -> Parser:
+    from ladder_jax import __version__
+
+    parser = Parser(prog="ladder-jax", description="Ladder Residual: tensor parallelism that does not wait for the wire.")
+    parser.add_argument("--version", action="version", version=f"ladder_jax {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+
+    def verb(name: str, summary: str, example: str) -> Parser:
+        sub = verbs.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.add_argument("--cpu-devices", type=int, metavar="N", help="simulate N devices on the CPU")
+        return sub
+
+    doctor = verb("doctor", "Say what this machine has, and what is missing.", "ladder-jax doctor --json")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+
+    train = verb(
+        "train",
+        "Train a model, or go on where the run's last checkpoint stands.",
+        "ladder-jax train tiny --cpu-devices 8 mesh.data=2 mesh.tensor=4 data.path=book.txt run.dir=runs/book",
+    )
+    train.add_argument("config", metavar="CONFIG", help="a YAML or JSON file, or a preset's name")
+    train.add_argument("overrides", nargs="*", metavar="path.to.field=value", help="settings that replace the file's")
+
+    generate = verb(
+        "generate",
+        "Continue a prompt with a trained checkpoint.",
+        'ladder-jax generate runs/tiny --prompt "def main(" --temperature 0.8 --seed 1',
+    )
+    generate.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or one checkpoint in it")
+    generate.add_argument("--prompt", required=True, help="text to continue")
+    generate.add_argument("--max-new-tokens", type=int, metavar="N", help="how many tokens to add (default 128)")
+    generate.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (the default)")
+    generate.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text (default 0)")
+    generate.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel devices (default: as trained, if there are as many)")
+    return parser
+
+
+def prepare_devices(cpu_devices: int | None) -> None:
+    """Simulated devices must be asked for before jax starts. Many on few cores need patience to meet."""
+    if cpu_devices is not None:
+        if cpu_devices < 1:
+            raise UserError(f"--cpu-devices must be positive, not {cpu_devices}")
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
+    if os.environ.get("JAX_NUM_CPU_DEVICES") and SIMULATION_TIMEOUT.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SIMULATION_TIMEOUT}".strip()
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from ladder_jax import doctor
+
+    report = doctor.examine()
+    print(json.dumps(report.as_dict()) if args.json else report.as_text())
+
+
+def _train(args: argparse.Namespace) -> None:
+    from ladder_jax import config, train
+
+    settings = config.load(args.config, overrides=args.overrides)
+    result = train.run(settings, say=lambda line: print(line, file=sys.stderr, flush=True))
+    print(
+        f"trained {result.parameters:,} parameters for {result.steps} steps:"
+        f" held-out loss {result.validation_loss:.4f} nats a byte (the text's bigram entropy: {result.bigram_entropy:.4f})"
+    )
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from ladder_jax import checkpoint, config, decode, nn, parallel
+    from ladder_jax.data import text
+
+    saved = checkpoint.open_checkpoint(args.checkpoint)
+    asked = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
+    settings = dataclasses.replace(saved.config.decode, **{k: v for k, v in asked.items() if v is not None})
+    prompt = list(args.prompt.encode("utf-8", errors="surrogateescape"))
+    decode.check_prompts([prompt], vocab_size=saved.config.model.vocab_size)
+    mesh = parallel.make_mesh(tensor=args.tensor or decode.default_tensor(saved.config))
+    definition = nn.define(saved.config.model, mesh=mesh)
+    generator = decode.Generator.of(definition, saved.params(definition), loop=settings.loop)
+    tokens = generator.tokens([prompt], config=settings)[0]
+    print(args.prompt + text.decode(tokens))
+
+
+VERBS = {"doctor": _doctor, "train": _train, "generate": _generate}

@@ -1,0 +1,67 @@
+"""Text as bytes: a file, a folder, or the source of Python's own library."""
+
+import pathlib
+import sysconfig
+
+import numpy as np
+
+from ladder_jax.config import DataConfig
+from ladder_jax.errors import UserError
+
+STDLIB = "stdlib"
+
+
+def load(config: DataConfig) -> np.ndarray:
+    """The text's bytes, uint8 [n], at most `data.max_bytes` of them. Raises UserError for none.
+
+    Of a folder, every file that is UTF-8 text counts, in the order of their paths.
+    """
+    if config.path == STDLIB:
+        root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+        files = [p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts and "test" not in p.parts]
+    else:
+        root = pathlib.Path(config.path).expanduser()
+        if not root.exists():
+            raise UserError(f"data.path={config.path!r} does not exist (a text file, a folder, or {STDLIB!r})")
+        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+    parts, size = [], 0
+    for file in files:
+        if size >= config.max_bytes:
+            break
+        part = _read(file, lenient=file != root)
+        parts.append(part)
+        size += len(part)
+    text = b"\n".join(part for part in parts if part)[: config.max_bytes]
+    if not text.strip():
+        raise UserError(f"data.path={config.path!r} holds no text")
+    return np.frombuffer(text, np.uint8)
+
+
+def _read(file: pathlib.Path, *, lenient: bool) -> bytes:
+    """A file's bytes; of a folder's files those that are not text give nothing."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        if lenient:
+            return b""
+        raise UserError(f"data.path={str(file)!r} is not UTF-8 text") from None
+    return content
+
+
+def bigram_entropy(text: np.ndarray) -> float:
+    """Entropy of a byte given the one before it, in nats a byte: what counting pairs can reach at best."""
+    pairs = np.bincount(text[:-1].astype(np.int64) * 256 + text[1:], minlength=65536).reshape(256, 256)
+    first = pairs.sum(axis=1, keepdims=True)
+    joint = pairs / pairs.sum()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        conditional = np.where(pairs > 0, np.log(pairs / first), 0.0)
+    return float(-(joint * conditional).sum())
+
+
+def decode(tokens: np.ndarray) -> str:
+    """Byte tokens as text; what is not UTF-8 becomes a replacement character."""
+    return bytes(int(t) for t in tokens if t < 256).decode("utf-8", errors="replace")

@@ -1,0 +1,8 @@
+"""Inference: the key/value cache, compiled prefill and decode steps, sampling, generation."""
+
+from ladder_jax.decode.generate import Generator as Generator
+from ladder_jax.decode.generate import check_prompts as check_prompts
+from ladder_jax.decode.generate import default_tensor as default_tensor
+from ladder_jax.decode.steps import decode as decode
+from ladder_jax.decode.steps import decode_many as decode_many
+from ladder_jax.decode.steps import prefill as prefill

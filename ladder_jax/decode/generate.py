@@ -1,0 +1,81 @@
+"""Text from a model: byte-level prompts of different lengths in one batch, streamed in chunks."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ladder_jax.config import DecodeConfig, Loop, RunConfig
+from ladder_jax.decode import cache, steps
+from ladder_jax.errors import UserError
+from ladder_jax.nn import Definition, Params
+
+CHUNK = 16  # tokens a compiled call: one host round trip for as many
+BUCKET = 32  # prompt and cache lengths are rounded up to a multiple, so that few shapes are compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Generator:
+    """Generates with fixed parameters: `Generator.of(definition, params).tokens([[1, 2]], config=...)`."""
+
+    definition: Definition
+    params: Params
+    loop: Loop
+
+    @classmethod
+    def of(cls, definition: Definition, params: Params, *, loop: Loop = Loop.UNROLLED) -> "Generator":
+        """`params` as trained and stored, stacked."""
+        return cls(definition, cache.unstack(params) if loop is Loop.UNROLLED else params, loop)
+
+    def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:
+        """New tokens [prompts, max_new_tokens]; the same seed gives the same tokens."""
+        return np.concatenate(list(self.stream(prompts, config=config)), axis=1)
+
+    def stream(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> Iterator[np.ndarray]:
+        """New tokens as they come, in chunks [prompts, up to CHUNK]."""
+        check_prompts(prompts, vocab_size=self.definition.config.vocab_size)
+        batch_ranks = self.definition.layout.batch_ranks
+        rows = list(prompts) + [prompts[0]] * (-len(prompts) % batch_ranks)
+        lengths = np.array([len(row) for row in rows], np.int32)
+        padded = np.zeros((len(rows), _round_up(lengths.max())), np.int32)
+        for row, prompt in zip(padded, rows, strict=True):
+            row[: len(prompt)] = prompt
+        capacity = _round_up(lengths.max() + config.max_new_tokens + CHUNK)
+
+        prefill = steps.prefill(self.definition, capacity=int(capacity), loop=self.loop)
+        decode = steps.decode_many(self.definition, count=CHUNK, loop=self.loop)
+        temperature = jnp.float32(config.temperature)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(config.seed), jnp.arange(len(rows)))
+
+        logits, caches = prefill(self.params, padded, lengths)
+        token = steps.sample_first(self.definition)(logits, temperature, keys, lengths)
+        yield np.asarray(token)[: len(prompts), None]
+        made = 1
+        while made < config.max_new_tokens:
+            new, caches = decode(self.params, caches, token, lengths, temperature, keys)
+            token, lengths = new[:, -1], lengths + CHUNK
+            take = min(CHUNK, config.max_new_tokens - made)
+            yield np.asarray(new)[: len(prompts), :take]
+            made += take
+
+
+def default_tensor(config: RunConfig) -> int:
+    """As many tensor-parallel devices as the model was trained on, if this machine has them; else one."""
+    return config.mesh.tensor if config.mesh.tensor <= len(jax.devices()) else 1
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
+    if not prompts:
+        raise UserError("there is no prompt")
+    for prompt in prompts:
+        if not len(prompt):
+            raise UserError("the prompt is empty; generation needs at least one token to start from")
+        worst = max(prompt)
+        if worst >= vocab_size or min(prompt) < 0:
+            raise UserError(f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}")
+
+
+def _round_up(length: int) -> int:
+    return -(-int(length) // BUCKET) * BUCKET

@@ -1,0 +1,108 @@
+"""Compiled prefill and decode: one shard_map each, caches updated in place."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax import nn
+from ladder_jax.config import Loop
+from ladder_jax.decode import cache, sampling
+from ladder_jax.nn import Definition
+from ladder_jax.parallel import on_mesh, over_ranks, vary
+
+
+@functools.cache
+def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED) -> jax.stages.Wrapped:
+    """A compiled (params, tokens [B, T], lengths [B]) -> (logits [B, V] after each row's last token, caches).
+
+    Rows are right-padded; what lies beyond a row's length does not matter. The caches hold `capacity`
+    positions a row. With an unrolled loop `params` are `cache.unstack`ed.
+    """
+
+    def local(params, tokens, lengths):
+        caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
+        caches = jax.tree.map(lambda c: vary(c, definition.layout.all_axes), caches)
+        x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches)
+        logits = nn.logits(definition, params, sampling.pick_last(x, lengths))
+        return logits[:, 0], caches
+
+    return _compile(definition, local, loop=loop, in_dims=("BT", "B"), out_dims=("BV", _caches(definition, loop)))
+
+
+@functools.cache
+def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED) -> jax.stages.Wrapped:
+    """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches), one position a row.
+
+    Row b's token is written at position lengths[b]. The caches passed in are consumed.
+    """
+
+    def local(params, caches, tokens, lengths):
+        return _one(definition, params, caches, tokens, lengths, loop)
+
+    dims = _caches(definition, loop)
+    return _compile(definition, local, loop=loop, in_dims=(dims, "B", "B"), out_dims=("BV", dims), donate=1)
+
+
+@functools.cache
+def sample_first(definition: Definition) -> jax.stages.Wrapped:
+    """A compiled (logits [B, V], temperature, keys [B], positions [B]) -> tokens [B]."""
+    vocab = definition.config.vocab_size
+    axes = definition.layout.tensor
+
+    def local(logits, temperature, keys, positions):
+        return sampling.sample(
+            logits, temperature=temperature, keys=keys, positions=positions, vocab_size=vocab, axes=axes
+        )
+
+    in_dims, layout = ("BV", "", "B", "B"), definition.layout
+    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims="B")
+    return jax.jit(on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims="B"))
+
+
+@functools.cache
+def decode_many(definition: Definition, *, count: int, loop: Loop = Loop.UNROLLED) -> jax.stages.Wrapped:
+    """A compiled (params, caches, tokens, lengths, temperature, keys) -> (new tokens [B, count], caches).
+
+    The token loop runs on the devices: `count` decode steps and samples without the host.
+    """
+    config, axes = definition.config, definition.layout.tensor
+
+    def local(params, caches, tokens, lengths, temperature, keys):
+        def turn(carry, _):
+            caches, tokens, lengths = carry
+            logits, caches = _one(definition, params, caches, tokens, lengths, loop)
+            lengths = lengths + 1
+            tokens = sampling.sample(
+                logits, temperature=temperature, keys=keys, positions=lengths, vocab_size=config.vocab_size, axes=axes
+            )
+            return (caches, tokens, lengths), tokens
+
+        (caches, _, _), new = jax.lax.scan(turn, (caches, tokens, lengths), length=count)
+        return new.T, caches
+
+    dims = _caches(definition, loop)
+    in_dims = (dims, "B", "B", "", "B")
+    return _compile(definition, local, loop=loop, in_dims=in_dims, out_dims=("BT", dims), donate=1)
+
+
+def _one(definition: Definition, params: Any, caches: Any, tokens: jax.Array, lengths: jax.Array, loop: Loop):
+    x, caches = nn.hidden(
+        definition, params, tokens[:, None], loop_form=loop, caches=caches, lengths=lengths
+    )
+    return nn.logits(definition, params, x)[:, 0], caches
+
+
+def _caches(definition: Definition, loop: Loop) -> Any:
+    return cache.dims(definition, loop=loop)
+
+
+def _compile(definition: Definition, local: Any, *, loop: Loop, in_dims: tuple, out_dims: Any, donate: int | None = None):
+    params = cache.unstacked_dims(definition) if loop is Loop.UNROLLED else definition.dims
+    in_dims, layout = (params, *in_dims), definition.layout
+    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    return jax.jit(
+        on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims),
+        donate_argnums=() if donate is None else donate,
+    )

@@ -1,0 +1,58 @@
+"""What this machine has: versions, devices, which ahead-of-time targets compile, and what is missing."""
+
+import concurrent.futures
+import dataclasses
+import importlib.metadata
+import platform
+import sys
+
+OPTIONAL = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """packages: versions, None where not installed; targets: "ok", or the reason and its cure."""
+
+    python: str
+    system: str
+    packages: dict[str, str | None]
+    devices: list[str]
+    targets: dict[str, str]
+
+    def as_dict(self) -> dict:
+        top = {name: self.packages[name] for name in ("jax", "jaxlib", "flax")}
+        return {"python": self.python, **top, **dataclasses.asdict(self)}
+
+    def as_text(self) -> str:
+        lines = [f"python    {self.python} on {self.system}"]
+        lines += [f"{name:<20} {version or 'not installed'}" for name, version in self.packages.items()]
+        lines += ["", f"devices   {len(self.devices)}: {', '.join(sorted(set(self.devices)))}"]
+        if set(self.devices) == {"cpu"} and len(self.devices) == 1:
+            lines += ["          --cpu-devices 8 or JAX_NUM_CPU_DEVICES=8 simulates eight"]
+        lines += ["", "compiles ahead of time for"]
+        lines += [f"  {name:<12} {reason}" for name, reason in self.targets.items()]
+        return "\n".join(lines)
+
+
+def examine() -> Report:
+    import jax
+
+    from ladder_jax.schedule import targets
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        reasons = list(pool.map(targets.missing, targets.TARGETS))
+    return Report(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}, {sys.implementation.name}",
+        packages={name: _version(name) for name in (*REQUIRED, *OPTIONAL)},
+        devices=[device.device_kind for device in jax.devices()],
+        targets={t.name: reason or "ok" for t, reason in zip(targets.TARGETS, reasons, strict=True)},
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
