@@ -12,12 +12,14 @@ from ladder_jax.config import Dtype, ModelConfig
 class Kernel(enum.Enum):
     XLA = "xla"  # everywhere; scores in memory
     CUDNN = "cudnn"  # flash attention on NVIDIA GPUs
-    SPLASH = "splash"  # flash attention on TPUs, for whole blocks; decode steps use XLA
+    SPLASH = "splash"  # flash attention on TPUs, for whole blocks; a decode step's one query uses XLA
 
 
 def choose(config: ModelConfig, *, mesh: Mesh) -> Kernel:
     """The kernel for the mesh's devices (which need not be this machine's: ahead-of-time compilation)."""
     device = mesh.devices.flat[0]
+    if device.platform == "tpu":
+        return Kernel.SPLASH
     low_precision = config.dtype is Dtype.BFLOAT16
     if device.platform in ("gpu", "cuda") and low_precision and config.head_dim % 8 == 0:
         # cuDNN asks the driver while it is traced, so it needs a GPU on this very machine.
@@ -31,13 +33,16 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array, *, kernel: Kernel
 
     query [B, T, N, H], key and value [B, T, K, H] with K dividing N; the result is as query.
     """
-    return jax.nn.dot_product_attention(
-        query, key, value, is_causal=True, implementation=kernel.value
-    )
+    if kernel is Kernel.SPLASH:
+        from ladder_jax.nn import splash  # Pallas is for TPUs only, and slow to import
+
+        return splash.causal(query, key, value)
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel.value)
 
 
 def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, *, kernel: Kernel) -> jax.Array:
     """Attention of one position a row (query [B, 1, N, H]) to the first `lengths` [B] of the cache [B, S, K, H]."""
+    implementation = "xla" if kernel is Kernel.SPLASH else kernel.value
     return jax.nn.dot_product_attention(
-        query, key, value, key_value_seq_lengths=lengths.astype(jnp.int32), implementation=kernel.value
+        query, key, value, key_value_seq_lengths=lengths.astype(jnp.int32), implementation=implementation
     )

@@ -10,10 +10,8 @@ from ladder_jax.train.folder import read_metrics
 
 def table(runs: Mapping[str, pathlib.Path], *, baseline: float | None = None, rows: int = 10) -> Table:
     """About `rows` evenly spaced steps of each run's training loss; `baseline` is named in the title."""
-    title = "training loss, nats a byte"
-    if baseline is not None:
-        title += f" (bigram entropy of the text: {baseline:.3f})"
-    shown = Table("step", *runs, title=title)
+    caption = None if baseline is None else f"bigram entropy of the text: {baseline:.3f}"
+    shown = Table("step", *runs, title="training loss, nats a byte", caption=caption, min_width=40)
     losses = {name: _losses(path) for name, path in runs.items()}
     steps = sorted(set.union(*(set(curve) for curve in losses.values())))
     every = max(1, len(steps) // rows)

@@ -1,0 +1,127 @@
+"""What the numerical tests share: every topology, a small model, random parameters, float32 bounds."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from ladder_jax import nn, parallel
+from ladder_jax.config import Dtype, ModelConfig
+from tests import reference
+
+# name of the test: (model.residual, model.ladder_layers, the reference's kind, number and layers)
+TOPOLOGIES = {
+    "standard": ("standard", None, "standard", 1, None),
+    "ladder": ("ladder", None, "ladder", 1, None),
+    "ladder-2": ("ladder-2", None, "ladder", 2, None),
+    "ladder-3": ("ladder-3", None, "ladder", 3, None),
+    "ladder-fresh": ("ladder-fresh", None, "fresh", 1, None),
+    "parallel": ("parallel", None, "parallel", 1, None),
+    "parallel-shared-norm": ("parallel-shared-norm", None, "parallel", 1, None),
+    "parallel-ladder": ("parallel-ladder", None, "parallel-ladder", 1, None),
+    "desync-2": ("desync-2", None, "desync", 2, None),
+    "desync-3": ("desync-3", None, "desync", 3, None),
+    "no-communication": ("no-communication", None, "none", 1, None),
+    "hybrid-last-2": ("ladder", "2", "ladder", 1, (2, 3)),
+    "hybrid-list": ("ladder", "0,2", "ladder", 1, (0, 2)),
+    "hybrid-delay-2": ("ladder-2", "2", "ladder", 2, (2, 3)),
+    "hybrid-delay-3-first": ("ladder-3", "0,1", "ladder", 3, (0, 1)),
+    "hybrid-fresh": ("ladder-fresh", "1,3", "fresh", 1, (1, 3)),
+    "hybrid-parallel-ladder": ("parallel-ladder", "2", "parallel-ladder", 1, (2, 3)),
+}
+DEPEND_ON_RANKS = [name for name, case in TOPOLOGIES.items() if case[2] in ("fresh", "desync")]
+
+
+def model(name: str = "standard", **changes) -> ModelConfig:
+    """Four small layers in float32: 8 heads, 4 key/value heads, and a vocabulary that nothing divides."""
+    residual, ladder_layers, *_ = TOPOLOGIES[name]
+    settings = dict(
+        num_layers=4,
+        d_model=32,
+        num_heads=8,
+        num_kv_heads=4,
+        d_ff=48,
+        vocab_size=251,
+        dtype=Dtype.FLOAT32,
+        residual_dtype=Dtype.FLOAT32,
+        residual=residual,
+        ladder_layers=ladder_layers,
+    )
+    return ModelConfig(**{**settings, **changes})
+
+
+def shape(name: str, config: ModelConfig, *, ranks: int) -> reference.Shape:
+    _, _, kind, number, ladder = TOPOLOGIES[name]
+    scaling = config.rope_scaling
+    return reference.Shape(
+        layers=config.num_layers,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        vocab=config.vocab_size,
+        kind=kind,
+        number=number,
+        ladder=ladder,
+        # Where the function does not depend on them, the reference computes on one rank.
+        ranks=ranks if kind in ("fresh", "desync", "none") else 1,
+        theta=config.rope_theta,
+        eps=config.norm_eps,
+        llama3=None
+        if scaling is None
+        else (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context),
+    )
+
+
+def parameters(definition: nn.Definition, *, seed: int = 0):
+    """Random values large enough that every sublayer moves the logits: NumPy, by stored names."""
+    rng = np.random.default_rng(seed)
+
+    def value(leaf, dims):
+        kind = dims.removeprefix("L")
+        if kind in ("D", "H"):
+            return (1 + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
+        fan_in = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "VD": 1}.get(kind)
+        sizes = leaf.shape[len(dims) - len(kind) :]
+        scale = 0.3 if fan_in is None else 1.3 / np.sqrt(np.prod([sizes[i] for i in np.atleast_1d(fan_in)]))
+        array = (scale * rng.standard_normal(leaf.shape)).astype(np.float32)
+        if kind == "VD":
+            array[definition.config.vocab_size :] = 0
+        return array
+
+    return jax.tree.map(value, definition.abstract, definition.dims)
+
+
+def tokens(shape_BT=(4, 10), *, vocab: int = 251, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab, shape_BT).astype(np.int32)
+
+
+def define(name: str, *, data: int = 1, tensor: int = 1, ranks: int | None = None, **changes) -> nn.Definition:
+    """A definition on data x tensor devices; `ranks` emulates that many on one."""
+    config = model(name, **changes)
+    if name in DEPEND_ON_RANKS:
+        config = dataclasses.replace(config, ranks=ranks or tensor)
+    return nn.define(config, mesh=parallel.make_mesh(data=data, tensor=tensor))
+
+
+def place(params, definition: nn.Definition):
+    return jax.device_put(params, jax.tree.map(lambda a: a.sharding, definition.abstract))
+
+
+UNIT_ROUNDOFF = 2.0**-24  # of float32
+
+
+def bound(config: ModelConfig, *, passes: int = 1) -> float:
+    """The relative error that float32 rounding may cause, against the largest value.
+
+    A sum of n rounded terms errs by about sqrt(n) unit roundoffs (Higham & Mary 2019, probabilistic
+    analysis), n at most the longest contraction; errors of the 2L sublayers, the embedding's and the
+    head's add up, each through a norm, a matmul, an activation or softmax, and a matmul: 4 roundings
+    of that kind. A backward pass doubles the chain (`passes=2`).
+    """
+    longest = max(config.d_model, config.d_ff, config.num_heads * config.head_dim)
+    return passes * 4 * (2 * config.num_layers + 2) * longest**0.5 * UNIT_ROUNDOFF
+
+
+def error(actual, expected) -> float:
+    """The largest deviation, relative to the largest value."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-30))

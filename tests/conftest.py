@@ -1,0 +1,40 @@
+"""Eight simulated devices, strict jax settings, and compilations shared between tests and runs."""
+
+import os
+import pathlib
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+).strip()
+# Inherited by the processes that tests start; keyed by jax's own version and the program.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def run_cli(tmp_path_factory):
+    """Runs `ladder-jax` in a process of its own, as a user would; returns the CompletedProcess."""
+    import subprocess
+    import sys
+
+    def run(*args, cwd=None, timeout=300, check_status=None, **environment):
+        done = subprocess.run(
+            [sys.executable, "-m", "ladder_jax", *map(str, args)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=cwd or tmp_path_factory.mktemp("cwd"),
+            env={**os.environ, **environment},
+        )
+        if check_status is not None:
+            assert done.returncode == check_status, (done.returncode, done.stdout, done.stderr)
+        return done
+
+    return run

@@ -1,0 +1,161 @@
+"""A dense Transformer written from the recurrences, in float64, sharing no code with the package.
+
+Ranks are plain Python lists: `partials` computes each rank's share of a sublayer from that rank's
+own input. Arrays follow the stored parameters: {"layers": {"attention": {"query": [L, D, N, H]}}}.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the reference needs to know of a model; `kind` and `ladder` say which layers are what."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    kind: str  # standard, ladder, fresh, parallel, parallel-ladder, desync, none
+    number: int = 1  # the delay, or the desync's period
+    ladder: tuple[int, ...] | None = None  # None: all layers
+    ranks: int = 1
+    theta: float = 10_000.0
+    eps: float = 1e-5
+    llama3: tuple[float, float, float, float] | None = None  # factor, low, high, context
+
+
+def rms(x, scale, eps):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def rope(x, shape):
+    """x [B, T, heads, H], by complex rotation of the pairs (i, i + H/2)."""
+    half = x.shape[-1] // 2
+    freq = shape.theta ** (-2.0 * np.arange(half) / x.shape[-1])
+    if shape.llama3:
+        factor, low, high, context = shape.llama3
+        out = []
+        for f in freq:
+            wavelength = 2 * np.pi / f
+            if wavelength < context / high:
+                out.append(f)
+            elif wavelength > context / low:
+                out.append(f / factor)
+            else:
+                smooth = (context / wavelength - low) / (high - low)
+                out.append((1 - smooth) * f / factor + smooth * f)
+        freq = np.array(out)
+    turn = jnp.exp(1j * np.arange(x.shape[1])[:, None] * freq[None, :])[None, :, None, :]
+    z = (x[..., :half] + 1j * x[..., half:]) * turn
+    return jnp.concatenate([z.real, z.imag], -1)
+
+
+def attention(p, x, shape, rank):
+    """The partial sum of one rank: its query heads, and the key/value heads that those share."""
+    mine = range(rank * shape.heads // shape.ranks, (rank + 1) * shape.heads // shape.ranks)
+    group = shape.heads // shape.kv_heads
+    total = 0.0
+    for n in mine:
+        q = x @ p["query"][:, n] + p.get("query_bias", np.zeros((shape.heads, 1)))[n]
+        k = x @ p["key"][:, n // group] + p.get("key_bias", np.zeros((shape.kv_heads, 1)))[n // group]
+        v = x @ p["value"][:, n // group] + p.get("value_bias", np.zeros((shape.kv_heads, 1)))[n // group]
+        if "query_norm" in p:
+            q, k = rms(q, p["query_norm"]["scale"], shape.eps), rms(k, p["key_norm"]["scale"], shape.eps)
+        q, k = rope(q[:, :, None], shape)[:, :, 0], rope(k[:, :, None], shape)[:, :, 0]
+        scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])
+        scores = jnp.where(np.tri(x.shape[1], dtype=bool)[None], scores, -1e30)
+        scores = jnp.exp(scores - scores.max(-1, keepdims=True))
+        total = total + (scores / scores.sum(-1, keepdims=True)) @ v @ p["out"][n]
+    return total + (p["out_bias"] if rank == 0 and "out_bias" in p else 0.0)
+
+
+def mlp(p, x, shape, rank):
+    size = p["gate"].shape[1] // shape.ranks
+    cut = slice(rank * size, (rank + 1) * size)
+    g = x @ p["gate"][:, cut] + (p["gate_bias"][cut] if "gate_bias" in p else 0.0)
+    u = x @ p["up"][:, cut] + (p["up_bias"][cut] if "up_bias" in p else 0.0)
+    out = (g / (1 + jnp.exp(-g)) * u) @ p["down"][cut]
+    return out + (p["down_bias"] if rank == 0 and "down_bias" in p else 0.0)
+
+
+def streams(params, tokens, shape):
+    """The final residual stream of every rank, [B, T, D] each (all equal where ranks communicate)."""
+    ranks = range(shape.ranks)
+    layer = lambda l: jax.tree.map(lambda a: a[l], params["layers"])
+
+    def partials(i, inputs):
+        """h_i (1-based) on each rank's own input."""
+        p = layer((i - 1) // 2)
+        if i % 2:
+            return [attention(p["attention"], rms(x, p["attention_norm"]["scale"], shape.eps), shape, r)
+                    for r, x in zip(ranks, inputs)]  # fmt: skip
+        norm = p.get("mlp_norm", p["attention_norm"])
+        return [mlp(p["mlp"], rms(x, norm["scale"], shape.eps), shape, r) for r, x in zip(ranks, inputs)]
+
+    x0 = params["embedding"]["table"][tokens]
+    last = 2 * shape.layers
+    same = lambda x: [x] * shape.ranks
+
+    if shape.kind == "none":
+        local = same(x0)
+        for i in range(1, last + 1):
+            local = [x + p for x, p in zip(local, partials(i, local))]
+        return local
+
+    if shape.kind == "desync":
+        local = same(x0)
+        for i in range(1, last + 1):
+            p = partials(i, local)
+            if i % shape.number == 0 or i == last:
+                local = same(sum(local) / shape.ranks + sum(p))
+            else:
+                local = [a + b for a, b in zip(local, p)]
+        return local
+
+    xs, newest = [x0], None  # xs[i] is x_i; newest: the ranks' partials of h_{i-1}
+    for l in range(shape.layers):
+        chosen = shape.ladder is None or l in shape.ladder
+        i = 2 * l + 1
+        if chosen and shape.kind in ("parallel", "parallel-ladder"):
+            y = xs[max(0, i - 1 - (0 if shape.kind == "parallel" else 2))]
+            a, m = partials(i, same(y)), partials(i + 1, same(y))
+            xs += [None, xs[i - 1] + sum(a) + sum(m)]
+            continue
+        for i in (i, i + 1):
+            delay = 0 if not chosen else {"ladder": shape.number, "fresh": 1}.get(shape.kind, 0)
+            inputs = same(xs[max(0, i - 1 - delay)])
+            if chosen and shape.kind == "fresh" and i > 1:
+                inputs = [x + p for x, p in zip(inputs, newest)]
+            newest = partials(i, inputs)
+            xs.append(xs[i - 1] + sum(newest))
+    return same(xs[-1])
+
+
+def logits(params, tokens, shape):
+    """[B, T, vocab]; each rank scores its share of the (padded) table with its own stream."""
+    table = params["head"]["table"] if "head" in params else params["embedding"]["table"]
+    size = table.shape[0] // shape.ranks
+    normed = [rms(x, params["final_norm"]["scale"], shape.eps) for x in streams(params, tokens, shape)]
+    parts = [x @ table[r * size : (r + 1) * size].T for r, x in enumerate(normed)]
+    return jnp.concatenate(parts, -1)[..., : shape.vocab]
+
+
+def loss(params, tokens, shape):
+    """Mean nats a token of tokens[:, 1:] given tokens[:, :-1]."""
+    scores = logits(params, tokens[:, :-1], shape)
+    scores = scores - scores.max(-1, keepdims=True)
+    picked = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
+    return (jnp.log(jnp.exp(scores).sum(-1)) - picked).mean()
+
+
+def evaluate(function, params, tokens, shape, *, gradient=False):
+    """`function` in float64 on NumPy arrays; with `gradient`, its value and its gradient."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):  # plain NumPy broadcasting
+        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
+        call = jax.value_and_grad(function) if gradient else function
+        out = jax.jit(lambda p: call(p, np.asarray(tokens), shape))(wide)
+        return jax.tree.map(np.asarray, out)

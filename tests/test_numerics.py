@@ -1,0 +1,141 @@
+"""Every topology, mesh and loop form against the dense float64 reference: values and gradients."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax import nn, train
+from ladder_jax.config import Biases, Loop, Remat, RopeScaling
+from tests import cases, reference
+
+
+@functools.cache
+def dense_logits(name: str, ranks: int) -> np.ndarray:
+    definition = cases.define(name, tensor=ranks)
+    shape = cases.shape(name, definition.config, ranks=ranks)
+    return reference.evaluate(reference.logits, cases.parameters(definition), cases.tokens(), shape)
+
+
+@functools.cache
+def dense_gradients(name: str, ranks: int):
+    definition = cases.define(name, tensor=ranks)
+    shape = cases.shape(name, definition.config, ranks=ranks)
+    return reference.evaluate(reference.loss, cases.parameters(definition), cases.tokens(), shape, gradient=True)
+
+
+def logits(definition, *, loop, params=None):
+    params = cases.parameters(definition) if params is None else params
+    return np.asarray(nn.compiled_logits(definition, loop_form=loop)(cases.place(params, definition), cases.tokens()))
+
+
+def check_gradients(definition, *, loop, expected, remat=Remat.NONE):
+    params = cases.place(cases.parameters(definition), definition)
+    compute = jax.jit(train.loss_and_gradients(definition, loop=loop, remat=remat))
+    loss, grads = compute(params, cases.tokens())
+    limit = cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected[0]) < limit
+    errors = jax.tree.map(cases.error, grads, expected[1])
+    assert max(jax.tree.leaves(errors)) < limit, errors
+
+
+@pytest.mark.parametrize("loop", Loop)
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", cases.TOPOLOGIES)
+def test_forward(name, tensor, loop):
+    definition = cases.define(name, tensor=tensor)
+    assert cases.error(logits(definition, loop=loop), dense_logits(name, tensor)) < cases.bound(definition.config)
+
+
+@pytest.mark.parametrize("loop", Loop)
+@pytest.mark.parametrize("mesh", [(1, 1), (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", cases.TOPOLOGIES)
+def test_gradients(name, mesh, loop):
+    definition = cases.define(name, data=mesh[0], tensor=mesh[1])
+    check_gradients(definition, loop=loop, expected=dense_gradients(name, mesh[1]))
+
+
+@pytest.mark.parametrize("name", cases.DEPEND_ON_RANKS)
+def test_one_device_emulates_the_ranks(name):
+    definition = cases.define(name, tensor=1, ranks=4)
+    limit = cases.bound(definition.config)
+    for loop in Loop:
+        assert cases.error(logits(definition, loop=loop), dense_logits(name, 4)) < limit
+    assert cases.error(logits(definition, loop=Loop.SCAN), dense_logits(name, 2)) > 100 * limit
+    check_gradients(definition, loop=Loop.SCAN, expected=dense_gradients(name, 4))
+
+
+@pytest.mark.parametrize("remat", [Remat.FULL, Remat.SAVE_MATMULS])
+@pytest.mark.parametrize("loop", Loop)
+@pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2", "ladder-fresh", "desync-2"])
+def test_recomputation_changes_no_gradient(name, loop, remat):
+    definition = cases.define(name, data=2, tensor=4)
+    check_gradients(definition, loop=loop, remat=remat, expected=dense_gradients(name, 4))
+
+
+def test_the_bound_tells_topologies_apart():
+    """Every two different topologies differ by far more than the bound: a wrong one would be noticed."""
+    limit = cases.bound(cases.model())
+    names = [name for name in cases.TOPOLOGIES if name != "parallel-shared-norm"]  # other parameters
+    for index, a in enumerate(names):
+        for b in names[:index]:
+            assert cases.error(dense_logits(a, 4), dense_logits(b, 4)) > 100 * limit, (a, b)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(tie_embeddings=True),
+        dict(biases=Biases.QKV),
+        dict(biases=Biases.ALL),
+        dict(qk_norm=True),
+        dict(num_kv_heads=1),
+        dict(num_kv_heads=8),
+        dict(num_kv_heads=2, head_dim=6),
+        dict(rope_theta=500_000.0, rope_scaling=RopeScaling(factor=8.0, original_context=16)),
+        dict(vocab_size=1000),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_llama_family(changes, tensor):
+    """Everything that members of the family differ in, over more ranks than key/value heads too."""
+    definition = cases.define("ladder", tensor=tensor, **changes)
+    shape = cases.shape("ladder", definition.config, ranks=1)
+    params = cases.parameters(definition)
+    expected = reference.evaluate(reference.loss, params, cases.tokens(), shape, gradient=True)
+    check_gradients(definition, loop=Loop.SCAN, expected=expected)
+
+
+@pytest.mark.parametrize("name", ["ladder-fresh", "desync-2"])
+def test_ranks_that_share_a_head_have_their_own_inputs(name):
+    definition = cases.define(name, tensor=8, num_kv_heads=2, biases=Biases.ALL)
+    shape = cases.shape(name, definition.config, ranks=8)
+    params = cases.parameters(definition)
+    expected = reference.evaluate(reference.loss, params, cases.tokens(), shape, gradient=True)
+    check_gradients(definition, loop=Loop.SCAN, expected=expected)
+
+
+def test_initial_values_are_the_same_everywhere():
+    meshes = [dict(), dict(tensor=4), dict(data=2, tensor=4), dict(tensor=8)]
+    values = [nn.initialize(cases.define("ladder", **mesh), seed=7) for mesh in meshes]
+    for other in values[1:]:
+        for a, b in zip(jax.tree.leaves(values[0]), jax.tree.leaves(other), strict=True):
+            rows = 251 if a.ndim == 2 and a.shape[0] >= 251 else a.shape[0]  # without the padding
+            np.testing.assert_array_equal(np.asarray(a)[:rows], np.asarray(b)[:rows])
+    again = nn.initialize(cases.define("ladder"), seed=8)
+    assert not np.array_equal(again["layers"]["mlp"]["up"], values[0]["layers"]["mlp"]["up"])
+    layers = np.asarray(values[0]["layers"]["mlp"]["up"])
+    assert not np.array_equal(layers[0], layers[1])
+    assert abs(layers.std() / 0.02 - 1) < 0.05
+    assert abs(np.asarray(values[0]["layers"]["mlp"]["down"]).std() / (0.02 / np.sqrt(8)) - 1) < 0.05
+
+
+def test_bfloat16_stays_close_to_float32():
+    """bfloat16 compute errs by its own rounding, 2**16 times float32's, and no more."""
+    from ladder_jax.config import Dtype
+
+    definition = cases.define("ladder", tensor=4, dtype=Dtype.BFLOAT16)
+    limit = cases.bound(definition.config) * 2**16
+    assert limit > cases.error(logits(definition, loop=Loop.SCAN), dense_logits("ladder", 1)) > 0
