@@ -93,7 +93,7 @@ class Delayed:
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> State:
         launched = (*state.sums, _launch(state.partial, axes)) if self.lag else ()
         stream = _add(state.residual, launched[: self.lag - self.skip])
-        entered, residual = vary(stream, axes), state.residual
+        entered, residual = _enter(stream, axes), state.residual
         if self.keep:
             entered, residual = _await_backward(entered, residual, axes)
         if self.fresh:
@@ -130,7 +130,7 @@ class Desynced:
     sync: bool
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> State:
-        local = vary(state.residual, axes) if state.local is None else state.local
+        local = _enter(state.residual, axes) if state.local is None else state.local
         partial = _compute(local, self.sublayers, sublayers)
         if self.sync:
             if state.partial is not None:
@@ -248,8 +248,21 @@ def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     return _add(state.residual, (*state.sums, _launch(state.partial, axes)))
 
 
+# The two places where a topology communicates, named so that a compiled program can be searched for
+# them: forward (and nothing backward), and backward (and nothing forward).
+LAUNCH, ENTER = "launch_sublayer_output", "enter_sublayer_input"
+
+
 def _launch(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
-    return None if partial is None else checkpoint_name(all_reduce(partial, axes), REDUCED)
+    if partial is None:
+        return None
+    with jax.named_scope(LAUNCH):
+        return checkpoint_name(all_reduce(partial, axes), REDUCED)
+
+
+def _enter(stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    with jax.named_scope(ENTER):
+        return vary(stream, axes)
 
 
 def _compute(x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer]) -> jax.Array:

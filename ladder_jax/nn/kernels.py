@@ -1,12 +1,14 @@
 """Attention kernels: which one a device has, and one signature for all of them."""
 
 import enum
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ladder_jax.config import Dtype, ModelConfig
+from ladder_jax.nn.unchecked import differentiable, unchecked
 
 
 class Kernel(enum.Enum):
@@ -37,12 +39,18 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array, *, kernel: Kernel
         from ladder_jax.nn import splash  # Pallas is for TPUs only, and slow to import
 
         return splash.causal(query, key, value)
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel.value)
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel.value)
+    return (differentiable(attend) if kernel is Kernel.CUDNN else attend)(query, key, value)
 
 
 def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, *, kernel: Kernel) -> jax.Array:
     """Attention of one position a row (query [B, 1, N, H]) to the first `lengths` [B] of the cache [B, S, K, H]."""
     implementation = "xla" if kernel is Kernel.SPLASH else kernel.value
-    return jax.nn.dot_product_attention(
-        query, key, value, key_value_seq_lengths=lengths.astype(jnp.int32), implementation=implementation
-    )
+
+    def attend(query, key, value, lengths):
+        return jax.nn.dot_product_attention(
+            query, key, value, key_value_seq_lengths=lengths, implementation=implementation
+        )
+
+    call = unchecked(attend) if kernel is Kernel.CUDNN else attend
+    return call(query, key, value, lengths.astype(jnp.int32))

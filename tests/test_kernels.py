@@ -1,0 +1,85 @@
+"""The attention kernels of accelerators, as far as a CPU can tell: types, values, gradients, choice."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ladder_jax import parallel
+from ladder_jax.nn import kernels, splash
+from ladder_jax.nn.unchecked import differentiable, unchecked
+from tests import cases
+
+
+def attention(query, key, value):
+    """Causal attention in float64 NumPy: query [B, T, N, H], key and value [B, T, K, H]."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    group = query.shape[2] // key.shape[2]
+    key, value = (np.repeat(x, group, axis=2) for x in (key, value))
+    scores = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
+    scores = np.where(np.tri(query.shape[1], dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), value)
+
+
+def inputs(length=100, head_dim=16, heads=8, kv_heads=4, batch=2):
+    rng = np.random.default_rng(0)
+    shapes = [(batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads)]
+    return [rng.standard_normal(s).astype(np.float32) for s in shapes]
+
+
+def on_mesh(function):
+    mesh = parallel.make_mesh(data=2, tensor=4)
+    spec = P("data", None, "tensor", None)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True))
+
+
+def gradients(attend):
+    weigh = lambda q, k, v: jnp.sum(attend(q, k, v) * jnp.cos(jnp.arange(q.shape[-1]))[None, None, None])
+    return jax.grad(weigh, argnums=(0, 1, 2))
+
+
+SPLASH = functools.partial(splash.causal, interpret=True)
+XLA = functools.partial(kernels.causal, kernel=kernels.Kernel.XLA)
+# cuDNN needs a GPU to be traced; what surrounds it is tested on the kernel that a CPU has.
+LIKE_CUDNN = differentiable(XLA)
+
+
+@pytest.mark.parametrize("attend", [SPLASH, XLA, LIKE_CUDNN], ids=["splash", "xla", "as cudnn is called"])
+def test_causal_attention(attend):
+    args = inputs()
+    limit = 16 * np.sqrt(100) * cases.UNIT_ROUNDOFF  # a softmax and two sums of at most 100 terms
+    assert cases.error(on_mesh(attend)(*args), attention(*args)) < limit
+    for ours, dense in zip(on_mesh(gradients(attend))(*args), on_mesh(gradients(XLA))(*args), strict=True):
+        assert cases.error(ours, dense) < 2 * limit
+
+
+def test_decode_attends_to_each_rows_length_only():
+    query, key, value = inputs()
+    lengths = np.array([7, 100], np.int32)
+    attend = functools.partial(kernels.decode, kernel=kernels.Kernel.XLA)
+    for call in (attend, unchecked(attend)):
+        mesh = parallel.make_mesh(data=2, tensor=4)
+        spec = P("data", None, "tensor", None)
+        local = jax.shard_map(call, mesh=mesh, in_specs=(spec, spec, spec, P("data")), out_specs=spec)
+        out = np.asarray(jax.jit(local)(query[:, :1], key, value, lengths))
+        for row, length in enumerate(lengths):
+            padded = np.concatenate([np.zeros((length - 1, 8, 16)), query[row, :1]])[None]
+            expected = attention(padded, key[row : row + 1, :length], value[row : row + 1, :length])[0, -1]
+            assert cases.error(out[row, 0], expected) < 16 * 10 * cases.UNIT_ROUNDOFF
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    platform: str
+
+
+@pytest.mark.parametrize("platform, kernel", [("cpu", "xla"), ("tpu", "splash"), ("cuda", "xla")])
+def test_the_kernel_follows_the_meshs_devices(platform, kernel):
+    """Not this machine's backend: a program may be compiled ahead of time. cuDNN needs its GPU here."""
+    mesh = type("Mesh", (), {"devices": np.array([Device(platform)])})
+    assert kernels.choose(cases.model(), mesh=mesh) is kernels.Kernel(kernel)
