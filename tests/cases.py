@@ -82,10 +82,11 @@ def parameters(definition: nn.Definition, *, seed: int = 0):
         fan_in = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "VD": 1}.get(kind)
         sizes = leaf.shape[len(dims) - len(kind) :]
         scale = 0.3 if fan_in is None else 1.3 / np.sqrt(np.prod([sizes[i] for i in np.atleast_1d(fan_in)]))
-        array = (scale * rng.standard_normal(leaf.shape)).astype(np.float32)
-        if kind == "VD":
-            array[definition.config.vocab_size :] = 0
-        return array
+        if kind == "VD":  # drawn without the padding, which depends on the mesh
+            real = definition.config.vocab_size
+            rows = scale * rng.standard_normal((real, leaf.shape[1]))
+            return np.pad(rows, ((0, leaf.shape[0] - real), (0, 0))).astype(np.float32)
+        return (scale * rng.standard_normal(leaf.shape)).astype(np.float32)
 
     return jax.tree.map(value, definition.abstract, definition.dims)
 

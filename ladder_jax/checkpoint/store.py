@@ -136,5 +136,7 @@ def _check_shapes(stored: Any, like: Any, folder: pathlib.Path) -> None:
             raise UserError(f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}")
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    while error.__cause__:  # the innermost says what is wrong with which file
+        error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -5,12 +5,15 @@ F feed-forward, L layers. Which mesh axis splits which letter is `parallel.Layou
 """
 
 import dataclasses
+import functools
+import statistics
 import zlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
+from flax import nnx, traverse_util
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.parallel import Layout
@@ -20,10 +23,23 @@ Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) 
 
 @dataclasses.dataclass(frozen=True)
 class Normal:
+    """Normal values by looking 16 random bits up in a table of quantiles.
+
+    No arithmetic, so nothing rounds differently where a mesh gives an array another shape or where
+    another compiler vectorises: the values are bit-identical on every mesh and backend.
+    """
+
     stddev: float
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return self.stddev * jax.random.normal(key, shape, jnp.float32)
+        table = jnp.asarray(self.stddev * _quantiles(), jnp.float32)
+        return jnp.take(table, jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32))
+
+
+@functools.cache
+def _quantiles() -> np.ndarray:
+    inverse, count = statistics.NormalDist().inv_cdf, 2**16
+    return np.array([inverse((index + 0.5) / count) for index in range(count)])
 
 
 def ones(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -71,22 +87,30 @@ def declare(dims: str, *, sizes: Sizes, init: Initializer) -> nnx.Param:
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
 
 
+def declared(module: nnx.Module) -> dict:
+    """The module's parameters as a nested dict, by the names that checkpoints store."""
+    return traverse_util.unflatten_dict(dict(nnx.to_flat_state(nnx.state(module))))
+
+
 def dims_of(module: nnx.Module) -> dict:
     """The nested dict of the parameters' dimensions, such as {"embedding": {"table": "VD"}, ...}."""
-    return nnx.to_pure_dict(jax.tree.map(lambda p: p.dims, nnx.state(module), is_leaf=_is_param))
+    return jax.tree.map(lambda param: param.dims, declared(module), is_leaf=_is_param)
 
 
 def abstract(module: nnx.Module, *, layout: Layout) -> dict:
     """The parameters as ShapeDtypeStructs with their shardings, by their stored names."""
-    shapes = nnx.to_pure_dict(nnx.state(module))
-    place = lambda shape, dims: jax.ShapeDtypeStruct(
-        shape.shape, shape.dtype, sharding=layout.sharding(dims)
-    )
-    return jax.tree.map(place, shapes, dims_of(module))
+
+    def place(param):
+        shape = param.get_raw_value()
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=layout.sharding(param.dims))
+
+    return jax.tree.map(place, declared(module), is_leaf=_is_param)
 
 
-def initial_values(module: nnx.Module, *, layout: Layout, seed: int, vocab_size: int) -> dict:
-    """Initial parameters, made in place on their devices.
+def initial_values(
+    module: nnx.Module, *, name: str, layout: Layout, seed: int, vocab_size: int
+) -> dict:
+    """Initial parameters of the module called `name`, made in place on their devices.
 
     Each array's key is folded from the seed, its name and its layer: neither the mesh nor how
     layers are stored changes a value. The rows that pad the vocabulary are zero, and stay zero.
@@ -95,8 +119,8 @@ def initial_values(module: nnx.Module, *, layout: Layout, seed: int, vocab_size:
     root = jax.random.key(seed, impl="threefry2x32")
 
     def value(path, param):
-        name = "/".join(key.key for key in path)
-        key = jax.random.fold_in(root, zlib.crc32(name.encode()))
+        stored = "/".join((name, *(key.key for key in path)))
+        key = jax.random.fold_in(root, zlib.crc32(stored.encode()))
         shape, dims = param.get_raw_value().shape, param.dims
         if dims.startswith("L"):
             keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
@@ -106,8 +130,7 @@ def initial_values(module: nnx.Module, *, layout: Layout, seed: int, vocab_size:
             return jnp.pad(real, ((0, shape[0] - vocab_size), (0, 0)))
         return param.init(key, shape)
 
-    params = nnx.state(module).to_pure_dict(extract_fn=lambda p: p)
-    make = lambda: jax.tree_util.tree_map_with_path(value, params, is_leaf=_is_param)
+    make = lambda: jax.tree_util.tree_map_with_path(value, declared(module), is_leaf=_is_param)
     return jax.jit(make, out_shardings=shardings)()
 
 

@@ -76,20 +76,20 @@ class Definition:
     @functools.cached_property
     def dims(self) -> Params:
         """The dimensions of every parameter, such as {"embedding": {"table": "VD"}, ...}."""
-        return {name: parameter.dims_of(module) for name, module in self._modules.items()}
+        return {name: parameter.dims_of(module) for name, module in self.modules.items()}
 
     @functools.cached_property
     def abstract(self) -> Params:
         """Shape, dtype and sharding of every parameter (jax.ShapeDtypeStruct)."""
-        return {name: parameter.abstract(m, layout=self.layout) for name, m in self._modules.items()}
+        return {name: parameter.abstract(m, layout=self.layout) for name, m in self.modules.items()}
 
     @functools.cached_property
-    def _modules(self) -> dict[str, nnx.Module]:
+    def modules(self) -> dict[str, nnx.Module]:
         return declare(self.config, ranks=self.layout.ranks)
 
     @functools.cached_property
     def _graphs(self) -> dict[str, nnx.GraphDef]:
-        return {name: nnx.split(module)[0] for name, module in self._modules.items()}
+        return {name: nnx.split(module)[0] for name, module in self.modules.items()}
 
     def bind(self, name: str, params: Params) -> Any:
         """The module called `name` over a rank's arrays; only while tracing. "layers" binds one layer."""
@@ -114,9 +114,9 @@ def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:
 
 def initialize(definition: Definition, *, seed: int) -> Params:
     """Initial parameters, the same for every mesh and loop form."""
-    return parameter.initial_values(
-        definition._modules, layout=definition.layout, seed=seed, vocab_size=definition.config.vocab_size
-    )
+    settings = dict(layout=definition.layout, seed=seed, vocab_size=definition.config.vocab_size)
+    modules = definition.modules.items()
+    return {name: parameter.initial_values(module, name=name, **settings) for name, module in modules}
 
 
 def hidden(

@@ -55,7 +55,7 @@ def train_step(
         updates, moments = adamw.update(grads, state.optimizer, state.params)
         rate = schedule(state.step)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-        metrics = {"loss": loss, "gradient_norm": optax.global_norm(grads), "learning_rate": rate}
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
         return TrainState(params, moments, state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0)

@@ -1,0 +1,130 @@
+"""The command line as a user meets it: processes, exit statuses, one line for a mistake."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=12",
+        "train.batch=4", "train.sequence=32", "train.warmup_steps=2", "train.checkpoint_every=6", "mesh.tensor=4"]  # fmt: skip
+
+
+def is_one_line(done):
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("ladder-jax: "), done.stderr
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def trained(run_cli, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 400)
+    done = run_cli("train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", cwd=folder, check_status=0)
+    assert "held-out loss" in done.stdout and "bigram entropy" in done.stdout
+    assert "step 12/12" in done.stderr
+    return folder / "out"
+
+
+def test_generate(run_cli, trained):
+    ask = ["generate", trained, "--prompt", "the cat", "--max-new-tokens", "20"]
+    greedy = run_cli(*ask, check_status=0).stdout
+    assert greedy.startswith("the cat") and len(greedy) > len("the cat") + 5
+    warm = [run_cli(*ask, "--temperature", "1.5", "--seed", seed, check_status=0).stdout for seed in (1, 1, 2)]
+    assert warm[0] == warm[1] != warm[2]
+    one_device = run_cli(*ask, "--tensor", "1", check_status=0).stdout
+    assert one_device == greedy
+    step = run_cli("generate", trained / "checkpoints" / "6", *ask[2:], check_status=0).stdout
+    assert step.startswith("the cat")
+
+
+def test_training_again_says_that_it_resumes(run_cli, trained):
+    done = run_cli("train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", cwd=trained.parent, check_status=0)
+    assert "resuming" in done.stderr and "from step 12" in done.stderr
+
+
+def test_a_prompt_outside_the_vocabulary(run_cli, trained, tmp_path):
+    """A checkpoint whose vocabulary is smaller than the prompt's bytes."""
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    for meta in copy.glob("checkpoints/*/meta/metadata"):
+        stored = json.loads(meta.read_text())
+        stored["config"]["model"]["vocab_size"] = 120
+        meta.write_text(json.dumps(stored))
+    line = is_one_line(run_cli("generate", copy, "--prompt", "zebra", check_status=2))
+    assert "token 122, outside the model's vocabulary of 120" in line
+
+
+@pytest.mark.parametrize("how", ["truncated", "removed"])
+def test_damaged_checkpoints(run_cli, trained, tmp_path, how):
+    """Every file that holds the parameters' values, one after the other."""
+    params = trained / "checkpoints" / "12" / "params"
+    expected = run_cli("generate", trained, "--prompt", "the", "--max-new-tokens", "4", check_status=0).stdout
+    files = sorted(f for f in params.rglob("*") if f.is_file() and ("ocdbt" in str(f) or f.parent.name == "d"))
+    refused = 0
+    for index, file in enumerate(files):
+        copy = tmp_path / str(index)
+        shutil.copytree(trained, copy)
+        target = copy / file.relative_to(trained)
+        if how == "removed":
+            target.unlink()
+        else:
+            target.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        done = run_cli("generate", copy, "--prompt", "the", "--max-new-tokens", "4")
+        if done.returncode:
+            assert "is damaged or incomplete" in is_one_line(done)
+            refused += 1
+        else:  # a copy that reading does not need
+            assert done.stdout == expected
+    assert refused >= 2
+
+
+MISTAKES = {
+    ("trian", "tiny"): "unknown verb 'trian'; did you mean 'train'?",
+    ("train", "tinny"): "did you mean 'tiny'?",
+    ("train", "nowhere.yaml"): "cannot read configuration 'nowhere.yaml'",
+    ("train", "tiny", "model.num_layer=2"): "did you mean 'model.num_layers'?",
+    ("train", "tiny", "model.num_heads=3"): "does not divide model.d_model",
+    ("train", "tiny", "mesh.tensor=8", "mesh.data=2"): "needs 16 devices, but this machine has 8",
+    ("train", "tiny", "--cpu-devices", "0"): "--cpu-devices must be positive",
+    ("train", "tiny", "data.path=nowhere.txt"): "data.path='nowhere.txt' does not exist",
+    ("train", "tiny", "model.vocab_size=100"): "too small for bytes",
+    ("train",): "required: CONFIG",
+    ("generate", "nowhere", "--prompt", "x"): "there is no checkpoint at",
+    ("generate", "nowhere", "--promt", "x"): "unknown option '--promt'; did you mean '--prompt'?",
+    ("generate", "nowhere", "--prompt", "x", "--max-new-tokens", "many"): "invalid int value: 'many'",
+    ("doctor", "--jsn"): "did you mean '--json'?",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
+def test_mistakes(run_cli, arguments, tmp_path):
+    done = run_cli(*arguments, cwd=tmp_path, check_status=2)
+    assert MISTAKES[arguments] in is_one_line(done)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_empty_prompt(run_cli, trained):
+    assert "the prompt is empty" in is_one_line(run_cli("generate", trained, "--prompt", "", check_status=2))
+
+
+@pytest.mark.parametrize("verb", ["train", "generate", "doctor"])
+def test_help_has_an_example(run_cli, verb):
+    done = run_cli(verb, "--help", check_status=0)
+    assert f"example:\n  ladder-jax {verb}" in done.stdout
+
+
+def test_doctor(run_cli):
+    report = json.loads(run_cli("doctor", "--json", check_status=0).stdout)
+    import flax
+    import jax
+    import jaxlib
+
+    assert (report["jax"], report["jaxlib"], report["flax"]) == (jax.__version__, jaxlib.__version__, flax.__version__)
+    assert report["devices"] == ["cpu"] * 8
+    assert set(report["targets"]) == {"v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8", "cpu:8"}
+    assert report["targets"]["cpu:8"] == "ok"
+    assert all(reason == "ok" or "pip install" in reason or "cannot" in reason for reason in report["targets"].values())
+    text = run_cli("doctor", check_status=0).stdout
+    assert jax.__version__ in text and "compiles ahead of time for" in text

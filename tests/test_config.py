@@ -1,0 +1,111 @@
+"""Presets, files, overrides, and one line for every mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ladder_jax import config
+from ladder_jax.config import presets
+from ladder_jax.errors import UserError
+
+
+@pytest.mark.parametrize("name", presets.NAMES)
+def test_presets_survive_being_written_down(name):
+    loaded = config.load(name)
+    assert loaded.run.name == name
+    assert config.from_dict(json.loads(json.dumps(config.to_dict(loaded)))) == loaded
+
+
+# Parameters as their authors count them, in millions (tied embeddings once).
+@pytest.mark.parametrize(
+    "name, millions",
+    [("smollm2-135m", 134.515), ("llama-3.2-1b", 1235.8), ("llama-3.2-3b", 3212.7), ("llama-3-8b", 8030.3),
+     ("llama-3-70b", 70553.7), ("codellama-34b", 33744.0)],
+)  # fmt: skip
+def test_presets_have_the_published_sizes(name, millions):
+    c = config.preset(name)
+    attention = 2 * c.d_model * (c.num_heads + c.num_kv_heads) * c.head_dim
+    layer = attention + 3 * c.d_model * c.d_ff + 2 * c.d_model
+    tables = (1 if c.tie_embeddings else 2) * c.vocab_size * c.d_model
+    assert (c.num_layers * layer + tables + c.d_model) / 1e6 == pytest.approx(millions, rel=1e-4)
+
+
+def test_overrides_and_files(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("model:\n  preset: tiny\n  residual: standard\ntrain:\n  learning_rate: 3e-4\n  remat: none\n")
+    loaded = config.load(str(file), overrides=["model.num_layers=6", "model.rope_scaling.factor=4", "run.name=x"])
+    assert (loaded.model.num_layers, loaded.model.residual, loaded.model.d_model) == (6, "standard", 128)
+    assert loaded.model.rope_scaling == config.RopeScaling(factor=4.0)
+    assert loaded.train.learning_rate == 3e-4 and loaded.run.name == "x"
+    as_json = tmp_path / "mine.json"
+    as_json.write_text(json.dumps(config.to_dict(loaded)))
+    assert config.load(str(as_json)) == loaded
+
+
+@pytest.mark.parametrize("given, which", [("2", "2"), ("0,2", "0,2"), ("[0, 2]", "0,2,"), ("all", "all"), ("'1,'", "1,")])
+def test_ladder_layers_as_a_user_writes_them(given, which):
+    assert config.load("tiny", overrides=[f"model.ladder_layers={given}"]).model.ladder_layers == which
+
+
+MISTAKES = [
+    ("model.num_layer=4", "unknown setting 'model.num_layer'; did you mean 'model.num_layers'?"),
+    ("modle.num_layers=4", "unknown setting 'modle'; did you mean 'model'?"),
+    ("model.num_layers=four", 'model.num_layers must be of type int, not "four"'),
+    ("model.num_layers=2.5", "model.num_layers must be of type int, not 2.5"),
+    ("model.num_layers=true", "model.num_layers must be of type int, not true"),
+    ("model.num_layers=0", "model.num_layers must be positive, not 0"),
+    ("model.num_layers=", "model.num_layers must be of type int, not null"),
+    ("model.num_heads=7", "model.num_heads=7 does not divide model.d_model=128"),
+    ("model.num_kv_heads=3", "model.num_kv_heads=3 does not divide model.num_heads=8"),
+    ("mesh.tensor=3", "model.num_heads=8 is not divisible by mesh.tensor=3"),
+    ("mesh.data=3", "train.batch=16 is not divisible by the mesh's data x fsdp = 3"),
+    ("mesh.fsdp=2", "mesh.fsdp=2 is not supported yet"),
+    ("model.residual=lader", "unknown residual 'lader'; did you mean 'ladder'?"),
+    ("model.preset=tinny", "unknown preset 'tinny'; did you mean 'tiny'?"),
+    ("model.ladder_layers=9", "ladder_layers='9' is not a number of layers"),
+    ("model.ranks=4", "model.ranks belongs to ladder-fresh and desync-n"),
+    ("train.remat=ful", "unknown value for train.remat: 'ful'; did you mean 'full'?"),
+    ("train.learning_rate=-1", "train.learning_rate must be positive"),
+    ("train.learning_rate=.nan", "train.learning_rate must be a number"),
+    ("model=3", "model must be a section"),
+    ("model.d_ff", "not of the form path.to.field=value"),
+    ("train.seed=-1", "train.seed must be between"),
+]
+
+
+@pytest.mark.parametrize("override, message", MISTAKES)
+def test_mistakes_are_one_line(override, message):
+    with pytest.raises(UserError) as caught:
+        config.load("tiny", overrides=[override])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [("model: [", "is not YAML"), ("- 1", "must hold sections"), ("\x00", "is not YAML"), (None, "cannot read")],
+)
+def test_unreadable_files(tmp_path, content, message):
+    file = tmp_path / "c.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UserError, match=message):
+        config.load(str(file))
+
+
+def test_configuration_needs_no_jax():
+    code = "import sys, ladder_jax, ladder_jax.config; assert 'jax' not in sys.modules, 'jax was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_import_is_light():
+    """Our own share of `python -X importtime -c "import ladder_jax"`: under 50 ms, the best of a few tries."""
+    best = float("inf")
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", "import ladder_jax"], capture_output=True, text=True, check=True
+        )
+        (line,) = [line for line in done.stderr.splitlines() if line.endswith("| ladder_jax")]
+        best = min(best, int(line.split("|")[1]) / 1000)
+    assert best < 50

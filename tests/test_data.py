@@ -1,0 +1,64 @@
+"""Text and batches."""
+
+import sysconfig
+
+import numpy as np
+import pytest
+
+from ladder_jax.config import DataConfig, TrainConfig
+from ladder_jax.data import batches, text
+
+
+def test_the_standard_library_is_on_every_machine():
+    content = text.load(DataConfig(max_bytes=2_000_000))
+    assert len(content) == 2_000_000 and content.dtype == np.uint8
+    first = open(sysconfig.get_paths()["stdlib"] + "/__future__.py", "rb").read()
+    assert first in content.tobytes()
+
+
+def test_a_folder_is_its_text_files_in_order(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "sub" / "c").write_text("third ü")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    assert text.load(DataConfig(path=str(tmp_path))).tobytes().decode() == "first\nsecond\nthird ü"
+
+
+def test_bigram_entropy():
+    rng = np.random.default_rng(0)
+    assert text.bigram_entropy(np.tile(np.uint8([1, 2, 3]), 1000)) == pytest.approx(0, abs=1e-12)
+    uniform = rng.integers(0, 4, 400_000).astype(np.uint8)
+    assert text.bigram_entropy(uniform) == pytest.approx(np.log(4), abs=1e-3)
+    # A chain that stays with probability 0.9: the entropy of that coin.
+    chain = np.cumsum(rng.random(400_000) > 0.9).astype(np.uint8) % 2
+    coin = -(0.9 * np.log(0.9) + 0.1 * np.log(0.1))
+    assert text.bigram_entropy(chain) == pytest.approx(coin, abs=5e-3)
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    content = np.arange(1001).astype(np.uint8)
+    config = TrainConfig(batch=5, sequence=10, seed=3)
+    dataset = batches.training(content, config=config)
+    assert dataset[0].shape == (5, 11) and dataset[0].dtype == np.int32
+    np.testing.assert_array_equal(dataset[7], batches.training(content, config=config)[7])
+    other = batches.training(content, config=TrainConfig(batch=5, sequence=10, seed=4))
+    assert not np.array_equal(other[0], dataset[0])
+    # 100 windows of 10 predicted tokens: 20 batches see each once, and the next epoch another order.
+    epoch = np.concatenate([dataset[step] for step in range(20)])
+    starts = np.arange(100) * 10
+    expected = {tuple(content[s : s + 11].tolist()) for s in starts}
+    assert {tuple(row.tolist()) for row in epoch} == expected
+    assert not np.array_equal(dataset[20], dataset[0])
+
+
+def test_held_out_text_is_the_end():
+    content = np.arange(200).astype(np.uint8)
+    head, tail = batches.split(content, config=DataConfig(validation_fraction=0.25))
+    assert len(head) == 150 and tail[0] == 150
+    (batch,) = batches.held_out(tail, config=TrainConfig(batch=16, sequence=10, evaluation_batches=3))
+    np.testing.assert_array_equal(batch[0], np.arange(150, 161))
+
+
+def test_bytes_that_are_no_text_are_shown_as_such():
+    assert text.decode(np.array([72, 105, 0xFF, 300])) == "Hi\ufffd"

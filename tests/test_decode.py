@@ -1,0 +1,132 @@
+"""Prefill, decode, sampling and generation against the full forward pass and NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ladder_jax import decode, nn
+from ladder_jax.config import DecodeConfig, Loop
+from ladder_jax.decode import cache, generate, sampling, steps
+from ladder_jax.errors import UserError
+from tests import cases
+
+LENGTHS = np.array([1, 4, 6, 3], np.int32)
+NEW = 3
+
+
+@pytest.mark.parametrize("loop", Loop)
+@pytest.mark.parametrize("mesh", [(2, 4), (1, 8), (1, 1)], ids=str)
+@pytest.mark.parametrize("name", cases.TOPOLOGIES)
+def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
+    """Token by token, with prompts of different lengths in one batch and rubbish beyond their ends."""
+    if mesh == (1, 1) and loop is Loop.SCAN and name not in cases.DEPEND_ON_RANKS:
+        mesh = (4, 2)  # one device with a scan is kept for the emulated ranks
+    emulated = mesh == (1, 1) and name in cases.DEPEND_ON_RANKS
+    definition = cases.define(name, data=mesh[0], tensor=mesh[1], ranks=4 if emulated else None)
+    params = cases.place(cases.parameters(definition), definition)
+    tokens, rows = cases.tokens(), np.arange(4)
+    full = np.asarray(nn.compiled_logits(definition)(params, tokens))
+    prompts = np.where(np.arange(8)[None] < LENGTHS[:, None], tokens[:, :8], 99)
+
+    stored = cache.unstack(params) if loop is Loop.UNROLLED else params
+    logits, caches = decode.prefill(definition, capacity=12, loop=loop)(stored, prompts, LENGTHS)
+    limit, lengths = 2 * cases.bound(definition.config), LENGTHS.copy()
+    assert cases.error(np.asarray(logits)[:, :251], full[rows, lengths - 1]) < limit
+    for _ in range(NEW):
+        step = decode.decode(definition, loop=loop)
+        logits, caches = step(stored, caches, tokens[rows, lengths], lengths)
+        assert cases.error(np.asarray(logits)[:, :251], full[rows, lengths]) < limit
+        lengths += 1
+    assert np.isneginf(np.asarray(logits)[:, 251:]).all()
+
+
+def test_prefill_and_decode_with_shared_heads():
+    definition = cases.define("ladder", tensor=8, num_kv_heads=2)
+    params = cases.place(cases.parameters(definition), definition)
+    tokens, lengths = cases.tokens(), np.array([5, 5, 2, 7], np.int32)
+    full = np.asarray(nn.compiled_logits(definition)(params, tokens))
+    stored = cache.unstack(params)
+    _, caches = decode.prefill(definition, capacity=12)(stored, tokens[:, :8], lengths)
+    logits, _ = decode.decode(definition)(stored, caches, tokens[np.arange(4), lengths], lengths)
+    expected = full[np.arange(4), lengths]
+    assert cases.error(np.asarray(logits)[:, :251], expected) < 2 * cases.bound(definition.config)
+
+
+def generator(name="ladder", **mesh):
+    definition = cases.define(name, **mesh)
+    return decode.Generator.of(definition, cases.place(cases.parameters(definition), definition))
+
+
+PROMPTS = [[1, 2, 3], [200], list(range(40))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_seed_gives_the_same_tokens_on_every_mesh(temperature):
+    config = DecodeConfig(max_new_tokens=20, temperature=temperature, seed=5)
+    expected = generator().tokens(PROMPTS, config=config)
+    assert expected.shape == (3, 20) and expected.max() < 251
+    for mesh in (dict(tensor=4), dict(data=2, tensor=4)):
+        np.testing.assert_array_equal(generator(**mesh).tokens(PROMPTS, config=config), expected)
+    if temperature:
+        other = dataclasses.replace(config, seed=6)
+        assert not np.array_equal(generator().tokens(PROMPTS, config=other), expected)
+
+
+def test_greedy_generation_is_the_argmax_of_the_full_pass():
+    """Every token of every row, from the logits of a pass over all that came before it."""
+    ours = generator(tensor=4)
+    new = ours.tokens(PROMPTS, config=DecodeConfig(max_new_tokens=18))
+    definition = cases.define("ladder", tensor=4)
+    params = cases.place(cases.parameters(definition), definition)
+    for prompt, row in zip(PROMPTS, new, strict=True):
+        sequence = np.array([prompt + list(row)], np.int32)
+        logits = np.asarray(nn.compiled_logits(definition)(params, sequence))[0]
+        np.testing.assert_array_equal(logits[len(prompt) - 1 : -1].argmax(-1), row)
+
+
+def test_streamed_chunks_are_the_same_tokens():
+    ours = generator()
+    config = DecodeConfig(max_new_tokens=generate.CHUNK + 3, temperature=0.5)
+    chunks = list(ours.stream(PROMPTS, config=config))
+    assert [chunk.shape[1] for chunk in chunks] == [1, generate.CHUNK, 2]
+    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), ours.tokens(PROMPTS, config=config))
+
+
+def test_sampling_has_the_softmaxs_distribution():
+    definition = cases.define("standard", data=2, tensor=4)
+    logits = np.random.default_rng(0).standard_normal(251).astype(np.float32)
+    padded = np.concatenate([logits, np.full(512 - 251, -np.inf, np.float32)])
+    draws, temperature = 20_000, 0.7
+    keys = jax.random.split(jax.random.key(0), draws)
+    tokens = steps.sample_first(definition)(
+        np.tile(padded, (draws, 1)), jnp.float32(temperature), keys, np.zeros(draws, np.int32)
+    )
+    counts = np.bincount(np.asarray(tokens), minlength=251)
+    p = np.exp(logits.astype(np.float64) / temperature)
+    p /= p.sum()
+    chi_squared = ((counts - draws * p) ** 2 / (draws * p)).sum()
+    assert abs(chi_squared - 250) < 5 * np.sqrt(2 * 250)  # five standard deviations of its distribution
+
+
+def test_argmax_takes_the_first_of_equals():
+    definition = cases.define("standard", tensor=8)
+    scores = np.zeros((3, 1024), np.float32)
+    scores[0, [3, 700]] = 1
+    scores[1, [900, 901]] = 1
+    axes = definition.layout.tensor
+    from ladder_jax.parallel import on_mesh
+
+    pick = on_mesh(lambda s: sampling.argmax(s, axes=axes), layout=definition.layout, in_dims=("BV",), out_dims="B")
+    np.testing.assert_array_equal(jax.jit(pick)(scores), [3, 900, 0])
+
+
+@pytest.mark.parametrize(
+    "prompts, message",
+    [([], "no prompt"), ([[]], "prompt is empty"), ([[1, 251]], "token 251, outside"), ([[-1]], "outside")],
+)
+def test_impossible_prompts(prompts, message):
+    with pytest.raises(UserError, match=message):
+        generator().tokens(prompts, config=DecodeConfig())

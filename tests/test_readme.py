@@ -1,0 +1,39 @@
+"""The README's first snippet runs, as it stands there, and so does the package's front door."""
+
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import ladder_jax
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def test_the_first_snippet():
+    text = (ROOT / "README.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.S)[:1]
+    assert len([line for line in snippet.splitlines() if line.strip()]) <= 14
+    scope = {}
+    exec(compile(snippet, "README.md", "exec"), scope)  # noqa: S102
+    assert scope["logits"].shape == (2, 16, 256) and scope["logits"].dtype == np.float32
+    assert np.isfinite(np.asarray(scope["logits"])).all()
+
+
+def test_public_names():
+    for name in ladder_jax.__all__:
+        assert getattr(ladder_jax, name) is not None and name in dir(ladder_jax)
+    with pytest.raises(AttributeError, match="no attribute 'Transfomer'"):
+        ladder_jax.Transfomer  # noqa: B018
+
+
+def test_a_model_shows_its_shardings():
+    model = ladder_jax.Transformer(ladder_jax.preset("tiny"), mesh=ladder_jax.make_mesh(data=2, tensor=4))
+    query = model.layers.attention.query
+    assert query[...].shape == (4, 128, 8, 16)
+    assert query[...].sharding.spec == jax.sharding.PartitionSpec(None, None, "tensor", None)
+    assert {shard.data.shape for shard in query[...].addressable_shards} == {(4, 128, 2, 16)}
+    with pytest.raises(ladder_jax.errors.UserError, match="divisible by 2"):
+        model(np.zeros((3, 4), np.int32))

@@ -1,0 +1,182 @@
+"""The topologies as values, the identities between them, and residual.py in somebody else's model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from ladder_jax import nn, parallel, residual
+from ladder_jax.config import Loop
+from ladder_jax.errors import UserError
+from ladder_jax.nn.loop import runs_of
+from tests import cases
+
+
+def topology(name, layers=None):
+    return residual.topology(name, num_layers=4, ladder_layers=layers)
+
+
+def test_most_topologies_are_a_list_of_delays():
+    assert topology("standard").delays == (0,) * 8
+    assert topology("ladder").delays == (1,) * 8
+    assert topology("ladder-3").delays == (3,) * 8
+    assert topology("parallel").delays == (0, 1) * 4
+    assert topology("parallel-ladder").delays == (2, 3) * 4
+    assert topology("ladder", "1").delays == (0,) * 6 + (1,) * 2
+    assert topology("ladder", "0,3").delays == (1, 1, 0, 0, 0, 0, 1, 1)
+
+
+def test_equal_functions_are_equal_values():
+    assert topology("ladder") == topology("ladder-1") == topology("ladder", "all") == topology("ladder", "4")
+    assert topology("standard") == topology("ladder", "0") == topology("parallel-ladder", "0")
+    assert hash(topology("ladder")) == hash(topology("ladder-1"))
+    assert topology("ladder") != topology("ladder-2")
+
+
+def test_a_standard_layer_before_a_ladder_layer_leaves_its_mlp_pending():
+    layers = topology("ladder", "2").layers
+    assert [[step.keep for step in layer] for layer in layers] == [[0, 0], [0, 1], [1, 1], [1, 1]]
+    assert layers[0] == topology("standard").layers[0] and layers[2] == topology("ladder").layers[0]
+
+
+def test_a_standard_layer_after_a_ladder_layer_waits_for_everything():
+    layers = topology("ladder", "0,").layers
+    assert [step.keep for step in layers[0]] == [1, 0]
+    assert layers[1:] == topology("standard").layers[1:]
+
+
+@pytest.mark.parametrize(
+    "name, layers, runs",
+    [
+        ("ladder", None, [(0, 1, 4)]),
+        ("standard", None, [(0, 1, 4)]),
+        ("ladder-3", None, [(0, 1, 4)]),
+        ("desync-2", None, [(0, 1, 4)]),
+        ("ladder", "2", [(0, 1, 1), (1, 1, 1), (2, 1, 2)]),
+        ("desync-4", None, [(0, 2, 2)]),
+    ],
+)
+def test_a_scan_covers_every_run_of_equal_layers(name, layers, runs):
+    assert runs_of(topology(name, layers).layers) == runs
+
+
+def test_unknown_names_and_layers():
+    for name in ("laddder", "ladder-0", "desync", "ladder--1", "desync-0", ""):
+        with pytest.raises(UserError, match="unknown residual"):
+            topology(name)
+    with pytest.raises(UserError, match="did you mean 'ladder-fresh'"):
+        topology("ladder-frehs")
+    for which in ("5", "4,", "0,0", "x", "", "-1,", "1,x"):
+        with pytest.raises(UserError, match="ladder_layers"):
+            topology("ladder", which)
+
+
+def outputs(name, *, tensor=1, ranks=None, change=lambda params: params, **changes):
+    definition = cases.define(name, tensor=tensor, ranks=ranks, **changes)
+    params = change(cases.parameters(definition))
+    return np.asarray(nn.compiled_logits(definition)(cases.place(params, definition), cases.tokens()))
+
+
+LIMIT = 2 * cases.bound(cases.model())
+
+
+def test_fresh_ladder_and_desync_at_one_rank_are_standard():
+    for name in ("ladder-fresh", "desync-2", "desync-3", "no-communication"):
+        assert cases.error(outputs(name), outputs("standard")) < LIMIT
+
+
+@pytest.mark.parametrize("silent", ["attention", "mlp"])
+def test_a_delay_over_silent_sublayers_is_a_shorter_delay(silent):
+    """With every other sublayer zero, skipping it changes nothing: delay 1 is standard, delay 3 is delay 2."""
+
+    def mute(params):
+        out = {"attention": "out", "mlp": "down"}[silent]
+        params["layers"][silent][out][:] = 0
+        return params
+
+    assert cases.error(outputs("ladder", change=mute), outputs("standard", change=mute)) < LIMIT
+    assert cases.error(outputs("ladder-3", change=mute), outputs("ladder-2", change=mute)) < LIMIT
+    assert cases.error(outputs("ladder-2", change=mute), outputs("ladder", change=mute)) > 100 * LIMIT
+    assert cases.error(outputs("parallel", change=mute), outputs("standard", change=mute)) < LIMIT
+
+
+def test_one_layer():
+    """In one layer everything late reads the embedding: ladder of any delay and parallel agree."""
+    one = dict(num_layers=1)
+    parallel_form = outputs("parallel", **one)
+    for name in ("ladder", "ladder-2", "ladder-3", "parallel-ladder"):
+        assert cases.error(outputs(name, **one), parallel_form) < LIMIT
+    assert cases.error(outputs("standard", **one), parallel_form) > 100 * LIMIT
+
+
+def test_the_papers_identity():
+    """Ladder's MLP of layer l reads what Parallel's layer l reads; its attention reads that less MLP l-1.
+
+    So silent MLPs but the last make a Ladder's logits those of Parallel, and a Standard's not.
+    """
+
+    def only_last_mlp(params):
+        params["layers"]["mlp"]["down"][:-1] = 0
+        return params
+
+    ladder, standard = (outputs(n, change=only_last_mlp) for n in ("ladder", "standard"))
+    assert cases.error(outputs("parallel", change=only_last_mlp), ladder) < LIMIT
+    assert cases.error(standard, ladder) > 100 * LIMIT
+
+
+def test_both_loop_forms_and_ranks_of_a_mesh_change_nothing_but_rounding():
+    definition = cases.define("ladder", tensor=4)
+    params = cases.place(cases.parameters(definition), definition)
+    scan, unrolled = (np.asarray(nn.compiled_logits(definition, loop_form=f)(params, cases.tokens())) for f in Loop)
+    assert cases.error(scan, unrolled) < LIMIT
+
+
+class Block(nnx.Module):
+    """A user's own layer: two plain matmuls, each rank holding a slice of the hidden dimension."""
+
+    def __init__(self, width, hidden, rngs):
+        init = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), shape) / shape[0] ** 0.5)
+        self.a, self.b, self.c, self.d = init(width, hidden), init(hidden, width), init(width, hidden), init(hidden, width)
+
+    def attention(self, x):
+        return jnp.tanh(x @ self.a[...]) @ self.b[...]
+
+    def mlp(self, x):
+        return jax.nn.relu(x @ self.c[...]) @ self.d[...]
+
+
+@pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2", "parallel-ladder"])
+def test_the_docstrings_example_runs_in_a_users_model(name):
+    """The lines between the docstring's code marks are executed as they stand there."""
+    code = residual.__doc__.split("    from ladder_jax import residual\n")[1].split("\n`block.attention`")[0]
+    rngs = nnx.Rngs(0)
+    blocks = [Block(8, 16, rngs) for _ in range(3)]
+    graphs, params = zip(*(nnx.split(block) for block in blocks))
+    column, row = P(None, "tensor"), P("tensor", None)
+    specs = tuple(type(p)({"a": column, "b": row, "c": column, "d": row}) for p in params)
+
+    def local(params, x):
+        scope = {"residual": residual, "x": x, "blocks": [nnx.merge(g, p) for g, p in zip(graphs, params)]}
+        lines = code.replace('"ladder"', repr(name))
+        exec("\n".join(line[4:] for line in lines.splitlines()), scope)  # noqa: S102
+        return scope["x"]
+
+    def run(tensor):
+        mesh = parallel.make_mesh(tensor=tensor)
+        x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
+        pure = tuple(nnx.to_pure_dict(p) for p in params)
+        specs_pure = tuple(nnx.to_pure_dict(s) for s in specs)
+        return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs_pure, P()), out_specs=P()))(pure, x))
+
+    xs = [np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32).astype(np.float64)]
+    weights = [{k: np.asarray(v, np.float64) for k, v in nnx.to_pure_dict(p).items()} for p in params]
+    attention = lambda w, x: np.tanh(x @ w["a"]) @ w["b"]
+    mlp = lambda w, x: np.maximum(x @ w["c"], 0) @ w["d"]
+    delays = {"standard": (0, 0), "ladder": (1, 1), "ladder-2": (2, 2), "parallel-ladder": (2, 3)}[name]
+    for w in weights:
+        for function, delay in zip((attention, mlp), delays):
+            xs.append(xs[-1] + function(w, xs[max(0, len(xs) - 1 - delay)]))
+    for tensor in (1, 4):
+        assert cases.error(run(tensor), xs[-1]) < 6 * 4 * 4 * cases.UNIT_ROUNDOFF

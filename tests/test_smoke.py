@@ -1,0 +1,30 @@
+"""A minute that tells whether the package works at all: train, resume, generate, on a mesh."""
+
+import numpy as np
+
+import ladder_jax
+
+
+def test_train_resume_generate(run_cli, tmp_path):
+    (tmp_path / "book.txt").write_text("in the beginning was the word, and the word was short.\n" * 300)
+    arguments = ["train", "tiny", "model.num_layers=2", "train.batch=4", "train.sequence=32", "train.steps=20",
+                 "train.checkpoint_every=10", "data.path=book.txt", "run.dir=out", "mesh.data=2", "mesh.tensor=4"]  # fmt: skip
+    first = run_cli(*arguments, cwd=tmp_path, check_status=0)
+    assert "held-out loss" in first.stdout
+    assert "resuming" in run_cli(*arguments, cwd=tmp_path, check_status=0).stderr
+    text = run_cli("generate", "out", "--prompt", "in the", "--max-new-tokens", "8", cwd=tmp_path, check_status=0)
+    assert text.stdout.startswith("in the") and len(text.stdout) > 8
+
+
+def test_ladder_on_a_mesh_equals_ladder_on_one_device():
+    config = ladder_jax.preset("tiny", residual="ladder")
+    tokens = np.arange(32).reshape(2, 16)
+    one, eight = (
+        np.asarray(ladder_jax.Transformer(config, mesh=mesh, seed=0)(tokens))
+        for mesh in (ladder_jax.make_mesh(), ladder_jax.make_mesh(data=2, tensor=4))
+    )
+    assert np.abs(one - eight).max() < 0.02 * np.abs(one).max() + 0.02  # bfloat16
+
+
+def test_doctor(run_cli):
+    assert "jax" in run_cli("doctor", check_status=0).stdout

@@ -1,0 +1,205 @@
+"""Steps, the recipe, and whole runs: killed, resumed, refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from ladder_jax import config, train
+from ladder_jax.config import Loop, TrainConfig
+from ladder_jax.errors import UserError
+from ladder_jax.train import folder, optimizer
+from tests import cases, reference
+
+RECIPE = TrainConfig(steps=100, batch=4, sequence=9, warmup_steps=10, clip_norm=0.05, learning_rate=1e-2)
+
+
+def dense_step(params, tokens, shape, recipe):
+    """One AdamW step from zero moments, in float64: clip by the global norm, decay what is a matrix."""
+    loss, grads = reference.evaluate(reference.loss, params, tokens, shape, gradient=True)
+    norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g * min(1, recipe.clip_norm / norm), grads)
+    rate = recipe.learning_rate / recipe.warmup_steps
+
+    def update(path, p, g):
+        mean, square = (1 - recipe.beta1) * g, (1 - recipe.beta2) * g**2
+        step = mean / (1 - recipe.beta1) / (np.sqrt(square / (1 - recipe.beta2)) + recipe.eps)
+        decay = 0 if "norm" in str(path) else recipe.weight_decay
+        return p - rate * (step + decay * p)
+
+    return loss, norm, jax.tree_util.tree_map_with_path(update, params, grads)
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(tensor=8), dict(data=2, tensor=4)], ids=str)
+def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh):
+    definition = cases.define("ladder", **mesh)
+    params, tokens = cases.parameters(definition), cases.tokens((4, 10))
+    expected_loss, norm, expected = dense_step(params, tokens, cases.shape("ladder", definition.config, ranks=1), RECIPE)
+    assert norm > 2 * RECIPE.clip_norm  # it does clip
+    state = train.initial_state(definition, config=RECIPE, params=cases.place(params, definition))
+    state, metrics = train.train_step(definition, config=RECIPE)(state, tokens)
+    limit = cases.bound(definition.config, passes=2)
+    assert cases.error(metrics["loss"], expected_loss) < limit
+    assert cases.error(metrics["gradient_norm"], norm) < limit
+    assert float(metrics["learning_rate"]) == pytest.approx(RECIPE.learning_rate / RECIPE.warmup_steps)
+    # Adam's first step is about the gradient's sign: where a gradient is near 0 rounding decides it,
+    # so compare all but the few entries whose sign could differ.
+    for (path, new), old, wanted in zip(
+        jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(params), jax.tree.leaves(expected), strict=True
+    ):
+        off = np.abs(np.asarray(new) - wanted) > 1e-3 * RECIPE.learning_rate / RECIPE.warmup_steps + 1e-6 * np.abs(old)
+        assert off.mean() < 1e-2, (path, off.mean())
+    assert int(state.step) == 1
+
+
+def test_both_loop_forms_train_alike():
+    definition = cases.define("ladder", data=2, tensor=4)
+    losses = []
+    for loop in Loop:
+        recipe = TrainConfig(steps=10, batch=4, sequence=9, warmup_steps=1, loop=loop)
+        state = train.initial_state(definition, config=recipe)
+        step = train.train_step(definition, config=recipe)
+        for _ in range(3):
+            state, metrics = step(state, cases.tokens((4, 10)))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_old_states_buffers_are_reused():
+    definition = cases.define("ladder", tensor=4)
+    state = train.initial_state(definition, config=RECIPE)
+    old = jax.tree.leaves(state)
+    train.train_step(definition, config=RECIPE)(state, cases.tokens((4, 10)))
+    assert all(leaf.is_deleted() for leaf in old)
+
+
+def test_the_papers_schedule():
+    recipe = TrainConfig()
+    rate = optimizer.schedule(recipe)
+    assert float(rate(1_999)) == pytest.approx(3e-4) and float(rate(999)) == pytest.approx(1.5e-4)
+    halfway = 2_000 + (25_000 - 2_000) // 2
+    assert float(rate(halfway)) == pytest.approx(3e-4 * 0.55, rel=1e-3)
+    assert float(rate(25_000)) == pytest.approx(3e-5)
+    assert float(optimizer.schedule(TrainConfig(steps=5, warmup_steps=10))(4)) == pytest.approx(3e-4)
+
+
+def test_what_is_not_a_matrix_is_not_decayed():
+    definition = cases.define("ladder", biases=config.Biases.ALL, qk_norm=True)
+    adamw = optimizer.adamw(RECIPE, definition=definition)
+    params = jax.tree.map(lambda a: np.ones(a.shape, np.float32), definition.abstract)
+    zero = jax.tree.map(np.zeros_like, params)
+    updates, _ = adamw.update(zero, adamw.init(params), params)
+    decayed = {"/".join(k.key for k in p): bool(np.any(u)) for p, u in jax.tree_util.tree_leaves_with_path(updates)}
+    assert {n.rsplit("/", 1)[-1] for n, d in decayed.items() if d} == {
+        "table", "query", "key", "value", "out", "gate", "up", "down",
+    }  # fmt: skip
+    assert optax.tree.norm(zero) == 0
+
+
+TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=30",
+        "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=10", "train.warmup_steps=5",
+        "mesh.data=2", "mesh.tensor=4"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "book.txt"
+    path.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000)))
+    return path
+
+
+def settings(book, directory, *more):
+    return config.load("tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(book, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    result = train.run(settings(book, directory), say=lambda line: None)
+    return directory, result
+
+
+def test_a_run_leaves_what_it_promises(uninterrupted):
+    directory, result = uninterrupted
+    stored = json.loads((directory / "config.json").read_text())
+    assert stored["model"]["residual"] == "ladder" and stored["mesh"] == {"data": 2, "fsdp": 1, "tensor": 4}
+    rows = folder.read_metrics(directory)
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert list(rows[0])[:4] == ["step", "loss", "tokens", "tokens_per_second"]
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1 and rows[-1]["tokens"] == 30 * 4 * 32
+    assert sorted(int(p.name) for p in (directory / "checkpoints").iterdir()) == [10, 20, 30]
+    assert result.steps == 30 and 0 < result.validation_loss < 6
+
+
+def test_a_killed_run_resumes_exactly(book, tmp_path, uninterrupted):
+    """SIGKILL in the middle, twice; the losses are bit-identical and no step stands twice."""
+    directory = tmp_path / "run"
+    arguments = [*TINY, f"data.path={book}", f"run.dir={directory}"]
+    command = [sys.executable, "-m", "ladder_jax", "train", "tiny", *arguments]
+    for kill_after in (6, 17):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.time() + 240
+        while time.time() < deadline and process.poll() is None:
+            if len(folder.read_metrics(directory)) >= kill_after:
+                break
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = folder.read_metrics(directory), folder.read_metrics(uninterrupted[0])
+    assert [(r["step"], r["loss"]) for r in ours] == [(r["step"], r["loss"]) for r in theirs]
+
+
+def test_a_finished_run_is_only_evaluated(uninterrupted, book):
+    directory, result = uninterrupted
+    before = (directory / "metrics.jsonl").read_text()
+    again = train.run(settings(book, directory), say=lambda line: None)
+    assert again == result and (directory / "metrics.jsonl").read_text() == before
+
+
+def test_resuming_on_another_mesh(uninterrupted, book):
+    directory, result = uninterrupted
+    again = train.run(settings(book, directory, "mesh.data=1", "mesh.tensor=8"), say=lambda line: None)
+    assert again.validation_loss == pytest.approx(result.validation_loss, rel=1e-5)
+
+
+def test_a_changed_configuration_is_refused(uninterrupted, book):
+    directory, _ = uninterrupted
+    before = sorted(p.stat().st_mtime_ns for p in directory.rglob("*"))
+    with pytest.raises(UserError, match="train.learning_rate was 0.004, now 0.1"):
+        train.run(settings(book, directory, "train.learning_rate=0.1"))
+    assert sorted(p.stat().st_mtime_ns for p in directory.rglob("*")) == before
+
+
+def test_a_folder_of_something_else_is_left_alone(book, tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="is not empty and holds no config.json"):
+        train.run(settings(book, tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: None, "does not exist"),
+        (lambda p: p.write_text(""), "holds no text"),
+        (lambda p: p.write_text(" \n"), "holds no text"),
+        (lambda p: p.write_bytes(b"\xff\xfe\x00binary"), "is not UTF-8 text"),
+        (lambda p: p.write_text("too short"), "fewer than train.sequence"),
+        (lambda p: p.mkdir(), "holds no text"),
+    ],
+    ids=["missing", "empty", "blank", "binary", "short", "empty folder"],
+)
+def test_text_that_cannot_be_trained_on(tmp_path, make, message):
+    make(tmp_path / "text")
+    with pytest.raises(UserError, match=message):
+        train.run(settings(tmp_path / "text", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
