@@ -1,5 +1,6 @@
 """Text and batches."""
 
+import pathlib
 import sysconfig
 
 import numpy as np
@@ -12,7 +13,7 @@ from ladder_jax.data import batches, text
 def test_the_standard_library_is_on_every_machine():
     content = text.load(DataConfig(max_bytes=2_000_000))
     assert len(content) == 2_000_000 and content.dtype == np.uint8
-    first = open(sysconfig.get_paths()["stdlib"] + "/__future__.py", "rb").read()
+    first = (pathlib.Path(sysconfig.get_paths()["stdlib"]) / "__future__.py").read_bytes()
     assert first in content.tobytes()
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import sys
@@ -43,13 +42,13 @@ def missing(target: Target) -> str | None:
     if target.platform == "cpu":
         return None
     if target.platform == "tpu":
-        if importlib.util.find_spec("libtpu") is None:
+        if _version("libtpu") is None:
             return "libtpu is not installed: pip install 'ladder-jax[tpu]'"
         return _probe_tpu(target)
-    if not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (13, 12)):
+    version = _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
+    if version is None:
         plugins = f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
         return f"the CUDA plugin is not installed: pip install --no-deps {plugins}"
-    version = next(v for n in (13, 12) if (v := _version(f"jax-cuda{n}-plugin")))
     if version != jax.__version__:
         return f"jax-cuda plugin {version} does not match jax {jax.__version__}: install the same version"
     return None
