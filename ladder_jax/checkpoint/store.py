@@ -41,8 +41,8 @@ class Checkpoint:
     def _restore(self, item: str, like: Any) -> Any:
         try:
             handler, folder = ocp.PyTreeCheckpointHandler(), self.path / item
-            _check_shapes(handler.metadata(folder).tree, like, folder)
             _check_readable(folder, like)
+            _check_shapes(handler.metadata(folder).tree, like, folder)
             # Not strict: the vocabulary's zero padding depends on the mesh. All else was compared.
             place = lambda a: ocp.ArrayRestoreArgs(
                 sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False
