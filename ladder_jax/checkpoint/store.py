@@ -138,8 +138,9 @@ def _check_readable(folder: pathlib.Path, like: Any) -> None:
     if missing := {name.replace("/", ".") for name in _shapes(like)} - {key.partition("/")[0] for key in stored}:
         raise ValueError(f"{sorted(missing)[0]} is not there")
     for keys in itertools.batched(stored, 16):
-        for read in [store.read(key) for key in keys]:
-            read.result()
+        for key, read in [(key, store.read(key)) for key in keys]:
+            if not read.result().value:
+                raise ValueError(f"the data of {key.partition('/')[0]} is not there")
 
 
 def _check_shapes(stored: Any, like: Any, folder: pathlib.Path) -> None:
