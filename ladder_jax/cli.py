@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     from ladder_jax import __version__
 
-    parser = Parser(prog="ladder-jax", description="Ladder Residual: tensor parallelism that does not wait for the wire.")
+    parser = Parser(
+        prog="ladder-jax", description="Ladder Residual: tensor parallelism that does not wait for the wire."
+    )
     parser.add_argument("--version", action="version", version=f"ladder_jax {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
 
@@ -88,7 +90,9 @@ def _parser() -> Parser:
     generate.add_argument("--max-new-tokens", type=int, metavar="N", help="how many tokens to add (default 128)")
     generate.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (the default)")
     generate.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text (default 0)")
-    generate.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel devices (default: as trained, if there are as many)")
+    generate.add_argument(
+        "--tensor", type=int, metavar="N", help="tensor-parallel devices (default: as trained, if there are as many)"
+    )
     return parser
 
 
@@ -99,7 +103,9 @@ def prepare_devices(cpu_devices: int | None) -> None:
             raise UserError(f"--cpu-devices must be positive, not {cpu_devices}")
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
-    if os.environ.get("JAX_NUM_CPU_DEVICES") and SIMULATION_TIMEOUT.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+    if os.environ.get("JAX_NUM_CPU_DEVICES") and SIMULATION_TIMEOUT.split("=")[0] not in os.environ.get(
+        "XLA_FLAGS", ""
+    ):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SIMULATION_TIMEOUT}".strip()
 
 
@@ -117,12 +123,13 @@ def _train(args: argparse.Namespace) -> None:
     result = train.run(settings, say=lambda line: print(line, file=sys.stderr, flush=True))
     print(
         f"trained {result.parameters:,} parameters for {result.steps} steps:"
-        f" held-out loss {result.validation_loss:.4f} nats a byte (the text's bigram entropy: {result.bigram_entropy:.4f})"
+        f" held-out loss {result.validation_loss:.4f} nats a byte"
+        f" (the text's bigram entropy: {result.bigram_entropy:.4f})"
     )
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from ladder_jax import checkpoint, config, decode, nn, parallel
+    from ladder_jax import checkpoint, decode, nn, parallel
     from ladder_jax.data import text
 
     saved = checkpoint.open_checkpoint(args.checkpoint)

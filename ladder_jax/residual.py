@@ -18,8 +18,11 @@ all-reduced while h_i computes. As code this is software pipelining over a small
 and `flush` adds what is left after the last sublayer. Two things make the overlap survive the
 compiler. The partial is carried *un-reduced*, so that in a `lax.scan` an all-reduce and the compute
 that hides it stand in one loop body. And the barrier chains consecutive all-reduces, which are
-independent otherwise and would be merged into one with nothing left to hide it; its transpose does
-the same for the backward pass.
+independent otherwise and would be merged into one with nothing left to hide it.
+
+The backward pass is the same pipeline the other way round: there a sublayer's *input* has the
+gradient that must be reduced. It has a barrier of its own, and the forward barrier none in it: the
+transpose of either would make one direction wait for what the other only has to keep apart.
 
 A sublayer never communicates; the topology owns every collective. For a model of your own, inside
 `jax.shard_map` over an axis named "tensor" (`x` is [B, T, D], equal on all ranks of that axis):
@@ -52,6 +55,10 @@ from ladder_jax.parallel.collectives import all_reduce, ranks, vary, varying
 
 REDUCED = "reduced"
 """The checkpoint name of every reduced sum: a remat policy that does not save it reduces again."""
+
+# The two places where a topology communicates, named so that a compiled program can be searched for
+# them: the outputs, forward, and (the gradients of) the inputs, backward.
+LAUNCH, ENTER = "launch_sublayer_output", "enter_sublayer_input"
 
 Sublayer = Callable[[jax.Array], jax.Array]
 
@@ -248,11 +255,6 @@ def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     return _add(state.residual, (*state.sums, _launch(state.partial, axes)))
 
 
-# The two places where a topology communicates, named so that a compiled program can be searched for
-# them: forward (and nothing backward), and backward (and nothing forward).
-LAUNCH, ENTER = "launch_sublayer_output", "enter_sublayer_input"
-
-
 def _launch(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
     if partial is None:
         return None
@@ -302,9 +304,7 @@ def _tie_backward(a, b):
 
 
 _tie_forward.defvjp(lambda a, b: (_tie_forward(a, b), None), lambda _, cotangents: cotangents)
-_tie_backward.defvjp(
-    lambda a, b: ((a, b), None), lambda _, cotangents: tuple(lax.optimization_barrier(cotangents))
-)
+_tie_backward.defvjp(lambda a, b: ((a, b), None), lambda _, cotangents: tuple(lax.optimization_barrier(cotangents)))
 
 
 def _add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:

@@ -119,13 +119,13 @@ def streams(params, tokens, shape):
     xs, newest = [x0], None  # xs[i] is x_i; newest: the ranks' partials of h_{i-1}
     for l in range(shape.layers):
         chosen = shape.ladder is None or l in shape.ladder
-        i = 2 * l + 1
+        first = 2 * l + 1
         if chosen and shape.kind in ("parallel", "parallel-ladder"):
-            y = xs[max(0, i - 1 - (0 if shape.kind == "parallel" else 2))]
-            a, m = partials(i, same(y)), partials(i + 1, same(y))
-            xs += [None, xs[i - 1] + sum(a) + sum(m)]
+            y = xs[max(0, first - 1 - (0 if shape.kind == "parallel" else 2))]
+            a, m = partials(first, same(y)), partials(first + 1, same(y))
+            xs += [None, xs[first - 1] + sum(a) + sum(m)]
             continue
-        for i in (i, i + 1):
+        for i in (first, first + 1):
             delay = 0 if not chosen else {"ladder": shape.number, "fresh": 1}.get(shape.kind, 0)
             inputs = same(xs[max(0, i - 1 - delay)])
             if chosen and shape.kind == "fresh" and i > 1:

@@ -80,8 +80,6 @@ def test_plain_names_and_a_format_version(saved):
     assert not any("value" == part for name in tree for part in eval(name)[1:-1])  # no framework's wrapper
 
 
-
-
 @pytest.mark.parametrize(
     "damage, message",
     [

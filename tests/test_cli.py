@@ -6,8 +6,18 @@ import shutil
 
 import pytest
 
-TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=12",
-        "train.batch=4", "train.sequence=32", "train.warmup_steps=2", "train.checkpoint_every=6", "mesh.tensor=4"]  # fmt: skip
+TINY = [
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.d_ff=32",
+    "model.dtype=float32",
+    "train.steps=12",
+    "train.batch=4",
+    "train.sequence=32",
+    "train.warmup_steps=2",
+    "train.checkpoint_every=6",
+    "mesh.tensor=4",
+]
 
 
 def is_one_line(done):

@@ -44,7 +44,9 @@ def test_overrides_and_files(tmp_path):
     assert config.load(str(as_json)) == loaded
 
 
-@pytest.mark.parametrize("given, which", [("2", "2"), ("0,2", "0,2"), ("[0, 2]", "0,2,"), ("all", "all"), ("'1,'", "1,")])
+@pytest.mark.parametrize(
+    "given, which", [("2", "2"), ("0,2", "0,2"), ("[0, 2]", "0,2,"), ("all", "all"), ("'1,'", "1,")]
+)
 def test_ladder_layers_as_a_user_writes_them(given, which):
     assert config.load("tiny", overrides=[f"model.ladder_layers={given}"]).model.ladder_layers == which
 

@@ -138,7 +138,12 @@ class Block(nnx.Module):
 
     def __init__(self, width, hidden, rngs):
         init = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), shape) / shape[0] ** 0.5)
-        self.a, self.b, self.c, self.d = init(width, hidden), init(hidden, width), init(width, hidden), init(hidden, width)
+        self.a, self.b, self.c, self.d = (
+            init(width, hidden),
+            init(hidden, width),
+            init(width, hidden),
+            init(hidden, width),
+        )
 
     def attention(self, x):
         return jnp.tanh(x @ self.a[...]) @ self.b[...]

@@ -7,8 +7,19 @@ import ladder_jax
 
 def test_train_resume_generate(run_cli, tmp_path):
     (tmp_path / "book.txt").write_text("in the beginning was the word, and the word was short.\n" * 300)
-    arguments = ["train", "tiny", "model.num_layers=2", "train.batch=4", "train.sequence=32", "train.steps=20",
-                 "train.checkpoint_every=10", "data.path=book.txt", "run.dir=out", "mesh.data=2", "mesh.tensor=4"]  # fmt: skip
+    arguments = [
+        "train",
+        "tiny",
+        "model.num_layers=2",
+        "train.batch=4",
+        "train.sequence=32",
+        "train.steps=20",
+        "train.checkpoint_every=10",
+        "data.path=book.txt",
+        "run.dir=out",
+        "mesh.data=2",
+        "mesh.tensor=4",
+    ]
     first = run_cli(*arguments, cwd=tmp_path, check_status=0)
     assert "held-out loss" in first.stdout
     assert "resuming" in run_cli(*arguments, cwd=tmp_path, check_status=0).stderr

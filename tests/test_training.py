@@ -41,7 +41,9 @@ def dense_step(params, tokens, shape, recipe):
 def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh):
     definition = cases.define("ladder", **mesh)
     params, tokens = cases.parameters(definition), cases.tokens((4, 10))
-    expected_loss, norm, expected = dense_step(params, tokens, cases.shape("ladder", definition.config, ranks=1), RECIPE)
+    expected_loss, norm, expected = dense_step(
+        params, tokens, cases.shape("ladder", definition.config, ranks=1), RECIPE
+    )
     assert norm > 2 * RECIPE.clip_norm  # it does clip
     state = train.initial_state(definition, config=RECIPE, params=cases.place(params, definition))
     state, metrics = train.train_step(definition, config=RECIPE)(state, tokens)
@@ -52,7 +54,10 @@ def test_a_step_is_adamw_with_the_norm_of_all_shards(mesh):
     # Adam's first step is about the gradient's sign: where a gradient is near 0 rounding decides it,
     # so compare all but the few entries whose sign could differ.
     for (path, new), old, wanted in zip(
-        jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(params), jax.tree.leaves(expected), strict=True
+        jax.tree_util.tree_leaves_with_path(state.params),
+        jax.tree.leaves(params),
+        jax.tree.leaves(expected),
+        strict=True,
     ):
         off = np.abs(np.asarray(new) - wanted) > 1e-3 * RECIPE.learning_rate / RECIPE.warmup_steps + 1e-6 * np.abs(old)
         assert off.mean() < 1e-2, (path, off.mean())

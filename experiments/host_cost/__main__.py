@@ -11,7 +11,6 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments import measure
 from ladder_jax import decode, nn, parallel, train

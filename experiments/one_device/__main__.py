@@ -1,6 +1,6 @@
 """What a Ladder costs where there is nothing to hide: one device, the step time against Standard's.
 
-    python -m experiments.one_device [--d-model 1024] [--layers 4] [--sequence 512] [--pairs 30] [--out FILE]
+python -m experiments.one_device [--d-model 1024] [--layers 4] [--sequence 512] [--pairs 30] [--out FILE]
 """
 
 import argparse

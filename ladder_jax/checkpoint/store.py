@@ -131,9 +131,7 @@ def _check_readable(folder: pathlib.Path, like: Any) -> None:
     It costs a second read, from the page cache as a rule. Where Orbax meets a bad value itself, it
     abandons the reads in flight, and their complaints bury the one line that the user needs.
     """
-    store = tensorstore.KvStore.open(
-        {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
-    ).result()
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
     stored = [key.decode() for key in store.list().result()]
     if missing := {name.replace("/", ".") for name in _shapes(like)} - {key.partition("/")[0] for key in stored}:
         raise ValueError(f"{sorted(missing)[0]} is not there")

@@ -45,12 +45,8 @@ _SHAPES = {
     "ladder-1b": _from_scratch(40, 1536, 24, 4096),
     "ladder-1.55b": _from_scratch(52, 1536, 24, 4096),
     "ladder-3b": _from_scratch(40, 2304, 36, 9216),
-    "llama-3.2-1b": _llama3(
-        16, 2048, 32, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)
-    ),
-    "llama-3.2-3b": _llama3(
-        28, 3072, 24, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)
-    ),
+    "llama-3.2-1b": _llama3(16, 2048, 32, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
+    "llama-3.2-3b": _llama3(28, 3072, 24, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
     "llama-3-8b": _llama3(32, 4096, 32, 8, 14336),
     "codellama-34b": dict(
         num_layers=48,

@@ -46,5 +46,3 @@ def argmax(scores_BV: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
 def pick_last(x_BTD: jax.Array, lengths: jax.Array) -> jax.Array:
     """The stream at each row's last position, [B, 1, D]."""
     return jnp.take_along_axis(x_BTD, (lengths - 1)[:, None, None], axis=1)
-
-

@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ladder_jax import nn
 from ladder_jax.config import Loop
@@ -88,9 +87,7 @@ def decode_many(definition: Definition, *, count: int, loop: Loop = Loop.UNROLLE
 
 
 def _one(definition: Definition, params: Any, caches: Any, tokens: jax.Array, lengths: jax.Array, loop: Loop):
-    x, caches = nn.hidden(
-        definition, params, tokens[:, None], loop_form=loop, caches=caches, lengths=lengths
-    )
+    x, caches = nn.hidden(definition, params, tokens[:, None], loop_form=loop, caches=caches, lengths=lengths)
     return nn.logits(definition, params, x)[:, 0], caches
 
 
@@ -98,7 +95,9 @@ def _caches(definition: Definition, loop: Loop) -> Any:
     return cache.dims(definition, loop=loop)
 
 
-def _compile(definition: Definition, local: Any, *, loop: Loop, in_dims: tuple, out_dims: Any, donate: int | None = None):
+def _compile(
+    definition: Definition, local: Any, *, loop: Loop, in_dims: tuple, out_dims: Any, donate: int | None = None
+):
     params = cache.unstacked_dims(definition) if loop is Loop.UNROLLED else definition.dims
     in_dims, layout = (params, *in_dims), definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)

@@ -61,6 +61,8 @@ class Layer(nnx.Module):
             return self.mlp(mlp_norm(x, dtype=call.dtype), first_rank=call.first_rank)
 
         for step in steps:
-            with jax.named_scope("attention" if step.sublayers == (0,) else "mlp" if step.sublayers == (1,) else "joint"):
+            with jax.named_scope(
+                "attention" if step.sublayers == (0,) else "mlp" if step.sublayers == (1,) else "joint"
+            ):
                 state = step(state, (attention, mlp), axes=call.axes)
         return state, cache

@@ -107,9 +107,7 @@ def abstract(module: nnx.Module, *, layout: Layout) -> dict:
     return jax.tree.map(place, declared(module), is_leaf=_is_param)
 
 
-def initial_values(
-    module: nnx.Module, *, name: str, layout: Layout, seed: int, vocab_size: int
-) -> dict:
+def initial_values(module: nnx.Module, *, name: str, layout: Layout, seed: int, vocab_size: int) -> dict:
     """Initial parameters of the module called `name`, made in place on their devices.
 
     Each array's key is folded from the seed, its name and its layer: neither the mesh nor how

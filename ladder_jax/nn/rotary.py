@@ -26,9 +26,7 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 def tables(positions: jax.Array, *, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines [B, T, H/2], float32, for `positions` [B, T]; made once for all layers."""
-    angles = positions[:, :, None].astype(jnp.float32) * jnp.asarray(
-        frequencies(config)[None, None, :], jnp.float32
-    )
+    angles = positions[:, :, None].astype(jnp.float32) * jnp.asarray(frequencies(config)[None, None, :], jnp.float32)
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -28,9 +28,7 @@ class Transformer(nnx.Module):
     global array laid out over the mesh; the layers' parameters are stacked, [L, ...].
     """
 
-    def __init__(
-        self, config: ModelConfig, *, mesh: Mesh | None = None, seed: int = 0, params: Params | None = None
-    ):
+    def __init__(self, config: ModelConfig, *, mesh: Mesh | None = None, seed: int = 0, params: Params | None = None):
         """`mesh` (axes data, fsdp, tensor) is one device by default. `params` replaces initial values.
 
         Raises UserError where the model cannot be split over the mesh.

@@ -16,9 +16,7 @@ from ladder_jax.parallel.collectives import EMULATED
 AXES = ("data", "fsdp", "tensor")
 
 
-def make_mesh(
-    *, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the axes data x fsdp x tensor over the first devices (or the given ones).
 
     Raises UserError where it is larger than the devices at hand.
@@ -34,9 +32,7 @@ def make_mesh(
             f" but this machine has {len(devices)}{hint}"
         )
     # jax.make_mesh may reorder devices to match the interconnect: what a real mesh needs.
-    return jax.make_mesh(
-        (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: config.size]
-    )
+    return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: config.size])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,7 +74,9 @@ def loss_and_gradients(
         total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
         share = lambda p: _loss_sum(definition, p, tokens, loop, remat) / total
         loss, grads = jax.value_and_grad(share)(own)
-        return all_reduce(loss, layout.batch), jax.tree.map(lambda g, dims: _reduce_gradient(g, dims, layout), grads, definition.dims)
+        return all_reduce(loss, layout.batch), jax.tree.map(
+            lambda g, dims: _reduce_gradient(g, dims, layout), grads, definition.dims
+        )
 
     return on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=("", definition.dims))
 
