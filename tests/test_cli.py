@@ -34,6 +34,9 @@ def trained(run_cli, tmp_path_factory):
     done = run_cli("train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", cwd=folder, check_status=0)
     assert "held-out loss" in done.stdout and "bigram entropy" in done.stdout
     assert "step 12/12" in done.stderr
+    # The resolved configuration, and where it runs.
+    assert "residual=ladder" in done.stderr and "learning_rate=0.004" in done.stderr and "tensor=4" in done.stderr
+    assert "on 4 of 8 devices (cpu)" in done.stderr
     return folder / "out"
 
 

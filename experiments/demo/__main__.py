@@ -2,7 +2,8 @@
 
     python -m experiments.demo [path.to.field=value ...]      # data.path=book.txt, train.steps=400, ...
 
-A second call goes on where a killed one stopped; a finished one shows its results again.
+A second call goes on where a killed one stopped; a finished one shows its results again. Both runs and
+the picture go to runs/demo; another text or shape needs that folder out of the way.
 """
 
 import os

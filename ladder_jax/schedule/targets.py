@@ -43,7 +43,7 @@ def missing(target: Target) -> str | None:
         return None
     if target.platform == "tpu":
         if _version("libtpu") is None:
-            return "libtpu is not installed: pip install 'ladder-jax[tpu]'"
+            return f"libtpu is not installed: pip install 'jax[tpu]=={jax.__version__}'"
         return _probe_tpu(target)
     version = _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
     if version is None:

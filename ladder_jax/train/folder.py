@@ -41,6 +41,12 @@ def check(config: RunConfig, folder: pathlib.Path) -> None:
         )
 
 
+def describe(config: RunConfig) -> str:
+    """The resolved configuration, a line a section."""
+    sections = ((name, _flat(section)) for name, section in to_dict(config).items())
+    return "\n".join(f"{name}: {' '.join(f'{k}={v}' for k, v in flat.items())}" for name, flat in sections)
+
+
 def write_config(config: RunConfig, folder: pathlib.Path) -> None:
     write_atomically(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
 

@@ -53,6 +53,8 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print) -> Result:
     dataset = batches.training(train_text, config=config.train)
     held_out = batches.held_out(held_out_text, config=config.train)
     definition = nn.define(config.model, mesh=mesh)
+    say(folder.describe(config))
+    say(f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {place}")
 
     state = initial_state(definition, config=config.train)
     if saved := steps(place / "checkpoints"):
