@@ -53,7 +53,7 @@ def test_restored_on_another_mesh(saved, mesh):
     )
     assert cases.error(here, there) < 2 * cases.bound(definition.config)
     state = train.initial_state(definition, config=RECIPE)
-    moments = checkpoint.optimizer(definition, optimizer.to_dict(state.optimizer))
+    moments = checkpoint.optimizer(optimizer.to_dict(state.optimizer))
     assert int(moments["count"]) == 1 and np.asarray(moments["mu"]["layers"]["mlp"]["up"]).any()
 
 

@@ -34,7 +34,7 @@ class Checkpoint:
         """Parameters as `definition` lays them out. Raises UserError for a damaged checkpoint."""
         return self._restore("params", definition.abstract)
 
-    def optimizer(self, definition: Definition, like: Params) -> Params:
+    def optimizer(self, like: Params) -> Params:
         """The optimizer's dict; `like` gives shapes and shardings."""
         return self._restore("optimizer", like)
 

@@ -18,7 +18,7 @@ from ladder_jax.nn import Definition
 from ladder_jax.parallel import make_mesh, with_ranks
 from ladder_jax.train import folder, optimizer
 from ladder_jax.train.progress import Progress
-from ladder_jax.train.step import TrainState, initial_state, mean_loss, train_step
+from ladder_jax.train.step import TrainState, abstract_state, initial_state, mean_loss, train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +56,11 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print) -> Result:
     say(folder.describe(config))
     say(f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {place}")
 
-    state = initial_state(definition, config=config.train)
     if saved := steps(place / "checkpoints"):
-        state = _restored(definition, state, open_checkpoint(place / "checkpoints" / str(saved[-1])))
+        state = _restored(config, definition, open_checkpoint(place / "checkpoints" / str(saved[-1])))
         say(f"resuming {place} from step {saved[-1]}")
+    else:
+        state = initial_state(definition, config=config.train)
     place.mkdir(parents=True, exist_ok=True)
     folder.write_config(config, place)
     folder.rewind_metrics(place, step=int(state.step))
@@ -120,14 +121,13 @@ def _steps(config, definition: Definition, state: TrainState, dataset, store: St
     return state
 
 
-def _restored(definition: Definition, state: TrainState, checkpoint) -> TrainState:
-    params = checkpoint.params(definition)
-    moments = checkpoint.optimizer(definition, optimizer.to_dict(state.optimizer))
-    replicated = definition.layout.sharding("")
+def _restored(config: RunConfig, definition: Definition, checkpoint) -> TrainState:
+    shapes = abstract_state(definition, config=config.train)
+    moments = checkpoint.optimizer(optimizer.to_dict(shapes.optimizer))
     return TrainState(
-        params,
-        optimizer.from_dict(moments, like=state.optimizer),
-        jax.device_put(np.int32(checkpoint.step), replicated),
+        checkpoint.params(definition),
+        optimizer.from_dict(moments, like=shapes.optimizer),
+        jax.device_put(np.int32(checkpoint.step), shapes.step.sharding),
     )
 
 

@@ -27,17 +27,22 @@ class TrainState:
     step: jax.Array
 
 
+def abstract_state(definition: Definition, *, config: TrainConfig) -> TrainState:
+    """Shapes, dtypes and shardings; each moment of the optimizer lies where its parameter lies."""
+    params, replicated = definition.abstract, definition.layout.sharding("")
+    here = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated)
+    moments = jax.eval_shape(optimizer.adamw(config, definition=definition).init, params)
+    moments = optax.tree.set(jax.tree.map(here, moments), mu=params, nu=params)
+    return TrainState(params, moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated))
+
+
 def initial_state(definition: Definition, *, config: TrainConfig, params: Params | None = None) -> TrainState:
-    """The state before the first step; each moment of the optimizer lies where its parameter lies."""
+    """The state before the first step, on its devices; `params` replaces the initial values."""
     params = nn.initialize(definition, seed=config.seed) if params is None else params
-    start = jax.jit(lambda p: (optimizer.adamw(config, definition=definition).init(p), jnp.int32(0)))
-    shardings = jax.eval_shape(start, params)
-    place = {"mu": definition.abstract, "nu": definition.abstract}
-    replicated = definition.layout.sharding("")
-    moments = {k: jax.tree.map(lambda a: a.sharding, v) for k, v in place.items()}
-    out = jax.tree.map(lambda _: replicated, shardings)
-    out = (optax.tree.set(out[0], **moments), out[1])
-    return TrainState(params, *jax.jit(start, out_shardings=out)(params))
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_state(definition, config=config))
+    init = optimizer.adamw(config, definition=definition).init
+    make = jax.jit(lambda p: (init(p), jnp.int32(0)), out_shardings=(shardings.optimizer, shardings.step))
+    return TrainState(params, *make(params))
 
 
 def train_step(
