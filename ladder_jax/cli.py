@@ -22,7 +22,14 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if name.startswith("--") and not any(option.startswith(name) for option in known):
                 raise unknown("option", name, [option for option in known if option.startswith("--")])
-        return super().parse_known_args(args, namespace)
+        namespace, rest = super().parse_known_args(args, namespace)
+        # Argparse ends a list of positionals at the first option; a user may go on after it.
+        for action in self._actions:
+            if action.nargs == "*" and not action.option_strings:
+                more = [word for word in rest if not word.startswith("-")]
+                setattr(namespace, action.dest, [*getattr(namespace, action.dest), *more])
+                rest = [word for word in rest if word not in more]
+        return namespace, rest
 
     def error(self, message: str):
         raise UserError(f"{message} (see {self.prog} --help)")

@@ -57,6 +57,12 @@ def test_training_again_says_that_it_resumes(run_cli, trained):
     assert "resuming" in done.stderr and "from step 12" in done.stderr
 
 
+def test_overrides_may_stand_around_an_option(run_cli, tmp_path):
+    """As in the README; the mistake at the end shows that the last of them was read."""
+    around = ["train", "tiny", "mesh.data=2", "--cpu-devices", "8", "mesh.tensor=4", "data.path=nowhere"]
+    assert "data.path='nowhere' does not exist" in is_one_line(run_cli(*around, cwd=tmp_path, check_status=2))
+
+
 def test_a_prompt_outside_the_vocabulary(run_cli, trained, tmp_path):
     """A checkpoint whose vocabulary is smaller than the prompt's bytes."""
     copy = tmp_path / "run"
