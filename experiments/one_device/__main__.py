@@ -1,6 +1,6 @@
 """What a Ladder costs where there is nothing to hide: one device, the step time against Standard's.
 
-python -m experiments.one_device [--d-model 1024] [--layers 4] [--sequence 512] [--pairs 30] [--out FILE]
+python -m experiments.one_device [--d-model 1024] [--layers 4] [--sequence 512] [--pairs 30] [--loop scan] [--out FILE]
 """
 
 import argparse
@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import measure
 from ladder_jax import nn, parallel, train
-from ladder_jax.config import ModelConfig
+from ladder_jax.config import Dtype, Loop, ModelConfig
 
 
 def main() -> None:
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--loop", type=Loop, default=Loop.SCAN, help="scan or unrolled")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).with_name("results.json"))
     args = parser.parse_args()
 
@@ -35,7 +36,10 @@ def main() -> None:
             row |= {f"{name}_{key.replace(' ', '_')}": cost[key] for name, (_, cost) in compiled.items()}
         rows.append(row)
     shape = {"d_model": args.d_model, "layers": args.layers, "sequence": args.sequence, "batch": args.batch}
-    measure.report({**shape, "pairs": args.pairs, "first": "ladder", "second": "standard", "rows": rows}, file=args.out)
+    measure.report(
+        {**shape, "loop": args.loop.value, "pairs": args.pairs, "first": "ladder", "second": "standard", "rows": rows},
+        file=args.out,
+    )
 
 
 def program(residual: str, phase: str, dtype: str, args):
@@ -48,24 +52,18 @@ def program(residual: str, phase: str, dtype: str, args):
         d_ff=args.d_model * 8 // 3 // 128 * 128,
         vocab_size=4096,
         residual=residual,
-        dtype=nn_dtype(dtype),
-        residual_dtype=nn_dtype(dtype),
+        dtype=Dtype(dtype),
+        residual_dtype=Dtype(dtype),
     )
     definition = nn.define(config, mesh=parallel.make_mesh())
     params = nn.initialize(definition, seed=0)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 4096, (args.batch, args.sequence + 1)), jnp.int32)
     if phase == "train":
-        function = jax.jit(train.loss_and_gradients(definition))
+        function = jax.jit(train.loss_and_gradients(definition, loop=args.loop))
     else:
-        function = train.mean_loss(definition)
+        function = train.mean_loss(definition, loop=args.loop)
     compiled = function.lower(params, tokens).compile()
     return lambda: compiled(params, tokens), compiled.cost_analysis()
-
-
-def nn_dtype(name: str):
-    from ladder_jax.config import Dtype
-
-    return Dtype(name)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,11 @@ def sample(
         whole = jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
         return jnp.take(whole, jnp.clip(start + jnp.arange(size), 0, vocab_size - 1))
 
-    warm = logits_BV / jnp.where(temperature > 0, temperature, 1.0) + jax.vmap(noise)(keys, positions)
-    return argmax(jnp.where(temperature > 0, warm, logits_BV), axes=axes)
+    def warm():
+        return logits_BV / temperature + jax.vmap(noise)(keys, positions)
+
+    # A branch, not a choice of two results: greedy decoding draws no noise.
+    return argmax(jax.lax.cond(temperature > 0, warm, lambda: logits_BV), axes=axes)
 
 
 def argmax(scores_BV: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:

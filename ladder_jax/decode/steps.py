@@ -27,7 +27,9 @@ def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED
         logits = nn.logits(definition, params, sampling.pick_last(x, lengths))
         return logits[:, 0], caches
 
-    return _compile(definition, local, loop=loop, in_dims=("BT", "B"), out_dims=("BV", _caches(definition, loop)))
+    return _compile(
+        definition, local, loop=loop, in_dims=("BT", "B"), out_dims=("BV", cache.dims(definition, loop=loop))
+    )
 
 
 @functools.cache
@@ -40,7 +42,7 @@ def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED) -> jax.stages.
     def local(params, caches, tokens, lengths):
         return _one(definition, params, caches, tokens, lengths, loop)
 
-    dims = _caches(definition, loop)
+    dims = cache.dims(definition, loop=loop)
     return _compile(definition, local, loop=loop, in_dims=(dims, "B", "B"), out_dims=("BV", dims), donate=1)
 
 
@@ -81,7 +83,7 @@ def decode_many(definition: Definition, *, count: int, loop: Loop = Loop.UNROLLE
         (caches, _, _), new = jax.lax.scan(turn, (caches, tokens, lengths), length=count)
         return new.T, caches
 
-    dims = _caches(definition, loop)
+    dims = cache.dims(definition, loop=loop)
     in_dims = (dims, "B", "B", "", "B")
     return _compile(definition, local, loop=loop, in_dims=in_dims, out_dims=("BT", dims), donate=1)
 
@@ -89,10 +91,6 @@ def decode_many(definition: Definition, *, count: int, loop: Loop = Loop.UNROLLE
 def _one(definition: Definition, params: Any, caches: Any, tokens: jax.Array, lengths: jax.Array, loop: Loop):
     x, caches = nn.hidden(definition, params, tokens[:, None], loop_form=loop, caches=caches, lengths=lengths)
     return nn.logits(definition, params, x)[:, 0], caches
-
-
-def _caches(definition: Definition, loop: Loop) -> Any:
-    return cache.dims(definition, loop=loop)
 
 
 def _compile(
