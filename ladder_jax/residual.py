@@ -102,7 +102,7 @@ class Delayed:
         stream = _add(state.residual, launched[: self.lag - self.skip])
         entered, residual = _enter(stream, axes), state.residual
         if self.keep:
-            entered, residual = _await_backward(entered, residual, axes)
+            entered, residual, launched = _await_backward(entered, residual, launched, axes)
         if self.fresh:
             entered = _add(entered, (state.partial,))
         partial = _compute(entered, self.sublayers, sublayers)
@@ -280,31 +280,37 @@ def _await(partial, launched, axes):
     *older, newest = launched
     if newest is None or ranks(axes) == 1:
         return partial, launched
-    partial, newest = _tie_forward(partial, newest)
+    partial, newest = _tie_forward((partial, newest))
     return partial, (*older, newest)
 
 
-def _await_backward(entered, residual, axes):
+def _await_backward(entered, residual, launched, axes):
     """The same for the backward pass, where the step's input has an all-reduce in flight.
 
     The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the
-    later step's, reduced meanwhile.
+    later step's, reduced meanwhile; and that of the newest output is where the earlier step begins,
+    which must not run ahead of this one: it is what the next reduction is to hide under.
     """
-    return (entered, residual) if ranks(axes) == 1 else _tie_backward(entered, residual)
+    if ranks(axes) == 1:
+        return entered, residual, launched
+    if not launched or launched[-1] is None:
+        return (*_tie_backward((entered, residual)), launched)
+    entered, residual, newest = _tie_backward((entered, residual, launched[-1]))
+    return entered, residual, (*launched[:-1], newest)
 
 
 @jax.custom_vjp
-def _tie_forward(a, b):
-    return lax.optimization_barrier((a, b))
+def _tie_forward(arrays):
+    return lax.optimization_barrier(arrays)
 
 
 @jax.custom_vjp
-def _tie_backward(a, b):
-    return a, b
+def _tie_backward(arrays):
+    return arrays
 
 
-_tie_forward.defvjp(lambda a, b: (_tie_forward(a, b), None), lambda _, cotangents: cotangents)
-_tie_backward.defvjp(lambda a, b: ((a, b), None), lambda _, cotangents: tuple(lax.optimization_barrier(cotangents)))
+_tie_forward.defvjp(lambda arrays: (_tie_forward(arrays), None), lambda _, cotangents: (cotangents,))
+_tie_backward.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))
 
 
 def _add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:

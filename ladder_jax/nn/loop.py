@@ -38,6 +38,9 @@ def run(
         runs = [(layer, 1, 1) for layer in range(len(steps))]
     else:
         runs = runs_of(steps)
+    form = type(caches)
+    layers = functools.partial(_split, count=len(steps))
+    params, caches = (layers(params), layers(caches)) if loop is Loop.UNROLLED else (params, caches)
     updated = []
     for start, period, repeats in runs:
         stop = start + period * repeats
@@ -63,7 +66,7 @@ def run(
         updated.extend(_layer(below, index) for index in range(period * repeats)) if len(runs) > 1 else None
     if caches is None:
         return state, None
-    if isinstance(caches, tuple):
+    if form is tuple:
         return state, tuple(updated)
     return state, (below if len(runs) == 1 else _stack(updated))
 
@@ -93,6 +96,15 @@ def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat) -> Callable
     if remat is Remat.SAVE_MATMULS:
         policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
     return jax.checkpoint(body, policy=policy)
+
+
+def _split(tree: Any, *, count: int) -> Any:
+    """Each layer's own arrays. `lax.split`, because its transpose is one concatenation, where that of
+    indexing is a sum of `count` arrays, each as large as the stack."""
+    if isinstance(tree, tuple) or tree is None:
+        return tree
+    parts = jax.tree.map(lambda a: jax.lax.split(a, (1,) * count), tree)
+    return tuple(jax.tree.map(lambda a, p: p[i][0], tree, parts) for i in range(count))
 
 
 def _layer(tree: Any, index: int) -> Any:
