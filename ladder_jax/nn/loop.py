@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.config import Loop, Remat
+from ladder_jax.parallel.collectives import vary, varying
 from ladder_jax.residual import REDUCED, State, Step
 
 MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
@@ -99,12 +100,31 @@ def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat) -> Callable
 
 
 def _split(tree: Any, *, count: int) -> Any:
-    """Each layer's own arrays. `lax.split`, because its transpose is one concatenation, where that of
-    indexing is a sum of `count` arrays, each as large as the stack."""
     if isinstance(tree, tuple) or tree is None:
         return tree
-    parts = jax.tree.map(lambda a: jax.lax.split(a, (1,) * count), tree)
-    return tuple(jax.tree.map(lambda a, p: p[i][0], tree, parts) for i in range(count))
+    return _unstack(tree)
+
+
+@jax.custom_vjp
+def _unstack(tree: Any) -> tuple:
+    """Each layer's own arrays. The gradients are written into the stack in place, one by one, where the
+    transpose of indexing sums as many arrays as there are layers, each as large as the stack."""
+    count = jax.tree.leaves(tree)[0].shape[0]
+    return tuple(jax.tree.map(lambda a: a[i], tree) for i in range(count))
+
+
+def _restack(_, gradients: tuple) -> tuple:
+    def write(*layers):
+        axes = tuple(frozenset.union(*map(varying, layers)))
+        stack = vary(jnp.zeros((len(layers), *layers[0].shape), layers[0].dtype), axes)
+        for index in reversed(range(len(layers))):
+            stack = jax.lax.dynamic_update_index_in_dim(stack, layers[index], index, 0)
+        return stack
+
+    return (jax.tree.map(write, *gradients),)
+
+
+_unstack.defvjp(lambda tree: (_unstack(tree), None), _restack)
 
 
 def _layer(tree: Any, index: int) -> Any:
