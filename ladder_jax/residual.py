@@ -51,14 +51,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import ModelConfig, residual_names
-from ladder_jax.parallel.collectives import all_reduce, ranks, vary, varying
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, all_reduce, ranks, vary, varying
+from ladder_jax.parallel.options import Overlap
 
 REDUCED = "reduced"
 """The checkpoint name of every reduced sum: a remat policy that does not save it reduces again."""
-
-# The two places where a topology communicates, named so that a compiled program can be searched for
-# them: the outputs, forward, and (the gradients of) the inputs, backward.
-LAUNCH, ENTER = "launch_sublayer_output", "enter_sublayer_input"
 
 Sublayer = Callable[[jax.Array], jax.Array]
 
@@ -98,7 +95,7 @@ class Delayed:
     fresh: bool = False
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> State:
-        launched = (*state.sums, _launch(state.partial, axes)) if self.lag else ()
+        launched = (*state.sums, _launch(state.partial, axes, PREVIOUS)) if self.lag else ()
         stream = _add(state.residual, launched[: self.lag - self.skip])
         entered, residual = _enter(stream, axes), state.residual
         if self.keep:
@@ -195,6 +192,11 @@ class Topology:
         return len(self.joint)
 
     @property
+    def overlap(self) -> Overlap:
+        """Whether some all-reduce has a sublayer to hide under: what the compiler's best options depend on."""
+        return Overlap.HIDES if any(getattr(s, "skip", 0) for layer in self.layers for s in layer) else Overlap.WAITS
+
+    @property
     def layers(self) -> tuple[tuple[Step, ...], ...]:
         """For each layer, the steps that compute it: two, or one where attention and MLP are joint."""
         if self.communication is Communication.NONE:
@@ -252,13 +254,13 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
 
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     """The final residual stream [B, T, D]: everything still pending is reduced and added."""
-    return _add(state.residual, (*state.sums, _launch(state.partial, axes)))
+    return _add(state.residual, (*state.sums, _launch(state.partial, axes, PREVIOUS)))
 
 
-def _launch(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
+def _launch(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
     if partial is None:
         return None
-    with jax.named_scope(LAUNCH):
+    with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
         return checkpoint_name(all_reduce(partial, axes), REDUCED)
 
 

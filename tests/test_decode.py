@@ -9,7 +9,7 @@ import pytest
 
 from ladder_jax import decode, nn
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import cache, generate, sampling, steps
+from ladder_jax.decode import generate, sampling, steps, weights
 from ladder_jax.errors import UserError
 from tests import cases
 
@@ -31,7 +31,7 @@ def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
     full = np.asarray(nn.compiled_logits(definition)(params, tokens))
     prompts = np.where(np.arange(8)[None] < LENGTHS[:, None], tokens[:, :8], 99)
 
-    stored = cache.unstack(params) if loop is Loop.UNROLLED else params
+    stored = weights.prepare(definition, params, loop=loop)
     logits, caches = decode.prefill(definition, capacity=12, loop=loop)(stored, prompts, LENGTHS)
     limit, lengths = 2 * cases.bound(definition.config), LENGTHS.copy()
     assert cases.error(np.asarray(logits)[:, :251], full[rows, lengths - 1]) < limit
@@ -48,7 +48,7 @@ def test_prefill_and_decode_with_shared_heads():
     params = cases.place(cases.parameters(definition), definition)
     tokens, lengths = cases.tokens(), np.array([5, 5, 2, 7], np.int32)
     full = np.asarray(nn.compiled_logits(definition)(params, tokens))
-    stored = cache.unstack(params)
+    stored = weights.prepare(definition, params, loop=Loop.UNROLLED)
     _, caches = decode.prefill(definition, capacity=12)(stored, tokens[:, :8], lengths)
     logits, _ = decode.decode(definition)(stored, caches, tokens[np.arange(4), lengths], lengths)
     expected = full[np.arange(4), lengths]

@@ -8,7 +8,7 @@ import pytest
 
 from ladder_jax import nn, train
 from ladder_jax.config import Loop, Remat
-from ladder_jax.residual import ENTER, LAUNCH
+from ladder_jax.parallel.collectives import ENTER, LAUNCH
 from tests import cases
 
 NUM_LAYERS = 4

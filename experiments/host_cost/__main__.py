@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from experiments import measure
 from ladder_jax import decode, nn, parallel, train
-from ladder_jax.config import Dtype, ModelConfig, TrainConfig
-from ladder_jax.decode import cache
+from ladder_jax.config import Dtype, Loop, ModelConfig, TrainConfig
+from ladder_jax.decode import weights
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     recipe = TrainConfig(steps=10, batch=1, sequence=4)
     state = train.initial_state(definition, config=recipe, params=params)
     tokens, lengths = jnp.zeros((1, 4), jnp.int32), jnp.full((1,), 4, jnp.int32)
-    unstacked = cache.unstack(params)
+    unstacked = weights.prepare(definition, params, loop=Loop.UNROLLED)
     _, caches = decode.prefill(definition, capacity=8)(unstacked, tokens, lengths)
 
     steps = {

@@ -31,13 +31,10 @@ def _zeros(shape: tuple[int, ...], dtype: str) -> Cache:
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def unstack(params: dict) -> dict:
-    """Parameters with each layer's own arrays, which an unrolled loop reads without slicing a stack."""
-    count = jax.tree.leaves(params["layers"])[0].shape[0]
-    split = jax.jit(lambda stacked: tuple(jax.tree.map(lambda a: a[i], stacked) for i in range(count)))
-    return {**params, "layers": split(params["layers"])}
-
-
-def unstacked_dims(definition: Definition) -> dict:
-    per_layer = jax.tree.map(lambda d: d.removeprefix("L"), definition.dims["layers"])
-    return {**definition.dims, "layers": (per_layer,) * definition.config.num_layers}
+def abstract(definition: Definition, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
+    """Shapes, dtypes and shardings of all ranks' caches of `rows` rows in all, to compile for."""
+    config, layout = definition.config, definition.layout
+    lead = (config.num_layers,) if loop is Loop.SCAN else ()
+    shape = (*lead, rows, capacity, max(config.num_kv_heads, layout.ranks), config.head_dim)
+    place = lambda d: jax.ShapeDtypeStruct(shape, config.dtype.value, sharding=layout.sharding(d))
+    return jax.tree.map(place, dims(definition, loop=loop))

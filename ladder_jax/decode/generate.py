@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Loop, RunConfig
-from ladder_jax.decode import cache, steps
+from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params
 
@@ -26,8 +26,8 @@ class Generator:
 
     @classmethod
     def of(cls, definition: Definition, params: Params, *, loop: Loop = Loop.UNROLLED) -> "Generator":
-        """`params` as trained and stored, stacked."""
-        return cls(definition, cache.unstack(params) if loop is Loop.UNROLLED else params, loop)
+        """`params` as trained and stored: float32, stacked."""
+        return cls(definition, weights.prepare(definition, params, loop=loop), loop)
 
     def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:
         """New tokens [prompts, max_new_tokens]; the same seed gives the same tokens."""

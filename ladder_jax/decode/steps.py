@@ -7,17 +7,17 @@ import jax
 
 from ladder_jax import nn
 from ladder_jax.config import Loop
-from ladder_jax.decode import cache, sampling
+from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.nn import Definition
-from ladder_jax.parallel import on_mesh, over_ranks, vary
+from ladder_jax.parallel import Compiled, Size, on_mesh, over_ranks, vary
 
 
 @functools.cache
-def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED) -> jax.stages.Wrapped:
+def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED) -> Compiled:
     """A compiled (params, tokens [B, T], lengths [B]) -> (logits [B, V] after each row's last token, caches).
 
     Rows are right-padded; what lies beyond a row's length does not matter. The caches hold `capacity`
-    positions a row. With an unrolled loop `params` are `cache.unstack`ed.
+    positions a row. `params` are `weights.prepare`d.
     """
 
     def local(params, tokens, lengths):
@@ -27,13 +27,12 @@ def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED
         logits = nn.logits(definition, params, sampling.pick_last(x, lengths))
         return logits[:, 0], caches
 
-    return _compile(
-        definition, local, loop=loop, in_dims=("BT", "B"), out_dims=("BV", cache.dims(definition, loop=loop))
-    )
+    out_dims = ("BV", cache.dims(definition, loop=loop))
+    return _compile(definition, local, size=Size.LARGE, loop=loop, in_dims=("BT", "B"), out_dims=out_dims)
 
 
 @functools.cache
-def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED) -> jax.stages.Wrapped:
+def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED) -> Compiled:
     """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches), one position a row.
 
     Row b's token is written at position lengths[b]. The caches passed in are consumed.
@@ -43,7 +42,8 @@ def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED) -> jax.stages.
         return _one(definition, params, caches, tokens, lengths, loop)
 
     dims = cache.dims(definition, loop=loop)
-    return _compile(definition, local, loop=loop, in_dims=(dims, "B", "B"), out_dims=("BV", dims), donate=1)
+    in_dims, out_dims = (dims, "B", "B"), ("BV", dims)
+    return _compile(definition, local, size=Size.SMALL, loop=loop, in_dims=in_dims, out_dims=out_dims, donate=(1,))
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def sample_first(definition: Definition) -> jax.stages.Wrapped:
 
 
 @functools.cache
-def decode_many(definition: Definition, *, count: int, loop: Loop = Loop.UNROLLED) -> jax.stages.Wrapped:
+def decode_many(definition: Definition, *, count: int, loop: Loop = Loop.UNROLLED) -> Compiled:
     """A compiled (params, caches, tokens, lengths, temperature, keys) -> (new tokens [B, count], caches).
 
     The token loop runs on the devices: `count` decode steps and samples without the host.
@@ -84,8 +84,8 @@ def decode_many(definition: Definition, *, count: int, loop: Loop = Loop.UNROLLE
         return new.T, caches
 
     dims = cache.dims(definition, loop=loop)
-    in_dims = (dims, "B", "B", "", "B")
-    return _compile(definition, local, loop=loop, in_dims=in_dims, out_dims=("BT", dims), donate=1)
+    in_dims, out_dims = (dims, "B", "B", "", "B"), ("BT", dims)
+    return _compile(definition, local, size=Size.SMALL, loop=loop, in_dims=in_dims, out_dims=out_dims, donate=(1,))
 
 
 def _one(definition: Definition, params: Any, caches: Any, tokens: jax.Array, lengths: jax.Array, loop: Loop):
@@ -94,12 +94,17 @@ def _one(definition: Definition, params: Any, caches: Any, tokens: jax.Array, le
 
 
 def _compile(
-    definition: Definition, local: Any, *, loop: Loop, in_dims: tuple, out_dims: Any, donate: int | None = None
-):
-    params = cache.unstacked_dims(definition) if loop is Loop.UNROLLED else definition.dims
-    in_dims, layout = (params, *in_dims), definition.layout
+    definition: Definition,
+    local: Any,
+    *,
+    size: Size,
+    loop: Loop,
+    in_dims: tuple,
+    out_dims: Any,
+    donate: tuple[int, ...] = (),
+) -> Compiled:
+    in_dims, layout = (weights.dims(definition, loop=loop), *in_dims), definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return jax.jit(
-        on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims),
-        donate_argnums=() if donate is None else donate,
-    )
+    meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    traits = definition.traits(size=size, loop=loop)
+    return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate)

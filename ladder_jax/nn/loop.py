@@ -48,7 +48,8 @@ def run(
         if repeats == 1:
             for layer in range(start, stop):
                 step_body = remat_body(body, steps=steps[layer], remat=remat)
-                state, cache = step_body(state, _layer(params, layer), _layer(caches, layer))
+                with jax.named_scope(f"layer_{layer}"):  # which the schedule's report reads
+                    state, cache = step_body(state, _layer(params, layer), _layer(caches, layer))
                 updated.append(cache)
             continue
 
@@ -62,7 +63,8 @@ def run(
 
         fold = lambda a: a[start:stop].reshape(repeats, period, *a.shape[1:])
         state = steps[start][0].fill(state, axes=axes, dtype=dtype)
-        state, below = jax.lax.scan(turn, state, jax.tree.map(fold, (params, caches)))
+        with jax.named_scope(f"layers_{start}_to_{stop - 1}"):
+            state, below = jax.lax.scan(turn, state, jax.tree.map(fold, (params, caches)))
         below = jax.tree.map(lambda a: a.reshape(period * repeats, *a.shape[2:]), below)
         updated.extend(_layer(below, index) for index in range(period * repeats)) if len(runs) > 1 else None
     if caches is None:

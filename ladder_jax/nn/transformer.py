@@ -16,7 +16,19 @@ from ladder_jax.nn import kernels, loop, parameter, rotary
 from ladder_jax.nn.embedding import Embedding
 from ladder_jax.nn.layer import Call, Layer
 from ladder_jax.nn.norm import RMSNorm
-from ladder_jax.parallel import Layout, layout, make_mesh, on_mesh, over_ranks, rank, vary, with_ranks
+from ladder_jax.parallel import (
+    Compiled,
+    Layout,
+    Size,
+    Traits,
+    layout,
+    make_mesh,
+    on_mesh,
+    over_ranks,
+    rank,
+    vary,
+    with_ranks,
+)
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
 
@@ -70,6 +82,10 @@ class Definition:
     @functools.cached_property
     def topology(self) -> residual.Topology:
         return residual.of_model(self.config)
+
+    def traits(self, *, size: Size, loop: Loop) -> Traits:
+        """What the compiler's options for a program of this model depend on."""
+        return Traits(self.topology.overlap, size, loop)
 
     @functools.cached_property
     def dims(self) -> Params:
@@ -171,7 +187,7 @@ def logits(definition: Definition, params: Params, x: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> jax.stages.Wrapped:
+def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> Compiled:
     """A compiled (params, tokens [B, T]) -> logits [B, T, V], the whole model in one shard_map."""
 
     def local(params, tokens):
@@ -180,4 +196,5 @@ def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> j
     dims = ((definition.dims, "BT"), "BTV")
     ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
     meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
-    return jax.jit(lambda params, tokens: meshed(params, tokens)[..., : definition.config.vocab_size])
+    stripped = lambda params, tokens: meshed(params, tokens)[..., : definition.config.vocab_size]
+    return Compiled(stripped, mesh=definition.layout.mesh, traits=definition.traits(size=Size.LARGE, loop=loop_form))

@@ -6,6 +6,11 @@ from jax import lax
 EMULATED = "emulated_rank"
 """The axis of ranks that one device computes together: a `vmap`, not a mesh axis (see `over_ranks`)."""
 
+# The two places where a topology communicates, named so that a compiled program can be searched for
+# them: the outputs, forward, and (the gradients of) the inputs, backward. PREVIOUS stands inside
+# LAUNCH where the output reduced is not the step's own but that of the sublayer before it.
+LAUNCH, ENTER, PREVIOUS = "launch_sublayer_output", "enter_sublayer_input", "previous"
+
 
 def varying(x: jax.Array) -> frozenset[str]:
     """The mesh axes over which `x` may differ, by its type."""

@@ -1,4 +1,10 @@
-"""Ahead-of-time compilation for hardware that is not here."""
+"""Ahead-of-time compilation for hardware that is not here, and what the schedules say about communication."""
 
+from ladder_jax.schedule.audit import assert_hidden as assert_hidden
+from ladder_jax.schedule.audit import audit as audit
+from ladder_jax.schedule.report import Report as Report
 from ladder_jax.schedule.targets import TARGETS as TARGETS
 from ladder_jax.schedule.targets import Target as Target
+from ladder_jax.schedule.targets import devices as devices
+from ladder_jax.schedule.targets import make_mesh as make_mesh
+from ladder_jax.schedule.targets import parse as parse

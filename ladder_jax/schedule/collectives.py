@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 
 from ladder_jax.schedule import hlo
-from ladder_jax.schedule.cost import Costs
+from ladder_jax.schedule.cost import Costs, Flops
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 KINDS = (
@@ -43,8 +43,9 @@ class Collective:
     axes: mesh axes that it spans, such as ("tensor",); empty where the program does not name them.
     executions: how often it runs in one execution of the program.
     issued, awaited: positions of its start and its done in `computation`; equal if it is synchronous.
-    flops, cycles, kernels: of the instructions between them: those of matrix products, the compiler's
-        estimate (None where it gives none), and how many opaque kernels there are besides.
+    operations, flops, cycles, kernels: of the instructions between them: how many compute, the FLOPs of
+        matrix products by sublayer, the compiler's estimate of their time (None where it gives none),
+        and how many opaque kernels there are among them.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Collective:
     issued: int
     awaited: int
     operations: int
-    flops: int
+    flops: Flops
     cycles: int | None
     kernels: int
 
@@ -105,7 +106,6 @@ class _Form:
 
 def _forms(computation: Computation, program: Program) -> Iterator[_Form]:
     instructions = computation.instructions
-    position = {instruction.name: index for index, instruction in enumerate(instructions)}
     for index, instruction in enumerate(instructions):
         if instruction.opcode in CONTROL_FLOW:
             continue
@@ -122,7 +122,6 @@ def _forms(computation: Computation, program: Program) -> Iterator[_Form]:
                 yield _Form(*inner, index, _chained(instructions, index, inner[0], program))
             elif instruction.opcode == "fusion" and "chain_id=" not in inner[0].attributes:
                 yield _Form(*inner, index, index)
-        del position[instruction.name]
 
 
 def _inside(instruction: Instruction, program: Program) -> tuple[Instruction, Computation] | None:
@@ -192,7 +191,7 @@ def _measure(form: _Form, computation: Computation, program: Program, costs: Cos
         issued=form.issued,
         awaited=form.awaited,
         operations=sum(i.opcode in ("fusion", "dot", "convolution", "custom-call") for i in window),
-        flops=sum(costs.matmul_flops(i, within=computation) for i in window),
+        flops=sum((costs.matmul_flops(i, within=computation) for i in window), Flops()),
         cycles=sum(known) if known or (not window and costs.total_cycles()) else None,
         kernels=sum(i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window),
     )

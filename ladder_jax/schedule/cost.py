@@ -1,5 +1,6 @@
 """What an instruction of a program costs: matmul FLOPs by its shapes, time by the compiler's own estimate."""
 
+import collections
 import functools
 import math
 import re
@@ -7,6 +8,14 @@ import re
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 GARBAGE_CYCLES = 2**62  # libtpu writes 2^63 - 1 where it has no estimate
+
+Flops = collections.Counter  # by sublayer: "attention", "mlp", "joint" (both), "" for what is in none
+SUBLAYER = re.compile(r"(?<![\w])(attention|mlp|joint)(?![\w])")
+
+
+def sublayer_of(op_name: str) -> str:
+    """The last of those named scopes in it, or ""."""
+    return (SUBLAYER.findall(op_name) or [""])[-1]
 
 
 class Costs:
@@ -17,15 +26,21 @@ class Costs:
         self._flops = functools.cache(self._computation_flops)
         self._cycles = functools.cache(self._computation_cycles)
 
-    def matmul_flops(self, instruction: Instruction, *, within: Computation) -> int:
-        """2 x multiply-adds of the matrix products in it; a kernel (custom call) has none that can be read."""
-        if instruction.opcode == "dot":
-            return _dot(instruction, within)
-        if instruction.opcode == "convolution":
-            return _convolution(instruction, within)
+    def matmul_flops(self, instruction: Instruction, *, within: Computation) -> Flops:
+        """2 x multiply-adds of the matrix products in it, by the sublayer whose named scope they stand in.
+
+        A kernel (custom call) has none that can be read.
+        """
+        count = _COUNTERS.get(instruction.opcode)
         if instruction.opcode == "custom-call" and "__cublas" in instruction.attributes:
-            return _gemm(instruction, within)
-        return self._trips(instruction, within) * sum(map(self._flops, instruction.calls))
+            count = _gemm
+        if count:
+            return Flops({sublayer_of(instruction.op_name): count(instruction, within)})
+        total, trips = Flops(), self._trips(instruction, within)
+        for name in instruction.calls:
+            for sublayer, flops in self._flops(name).items():
+                total[sublayer] += trips * flops
+        return total
 
     def cycles(self, instruction: Instruction, *, within: Computation) -> int | None:
         """The compiler's estimate for one execution; None where it gives none."""
@@ -63,9 +78,9 @@ class Costs:
     def _trips(self, instruction: Instruction, within: Computation) -> int:
         return trip_count(instruction, within=within, program=self._program) if instruction.opcode == "while" else 1
 
-    def _computation_flops(self, name: str) -> int:
+    def _computation_flops(self, name: str) -> Flops:
         computation = self._program.computations[name]
-        return sum(self.matmul_flops(i, within=computation) for i in computation.instructions)
+        return sum((self.matmul_flops(i, within=computation) for i in computation.instructions), Flops())
 
     def _computation_cycles(self, name: str) -> int | None:
         computation = self._program.computations[name]
@@ -132,7 +147,9 @@ def _convolution(conv: Instruction, within: Computation) -> int:
     return 2 * others * positions
 
 
-def _valid_positions(*, size: int, kernel: int, out: int, stride: int, low: int, dilate: int, kernel_dilate: int) -> int:
+def _valid_positions(
+    *, size: int, kernel: int, out: int, stride: int, low: int, dilate: int, kernel_dilate: int
+) -> int:
     """How many (output, kernel) index pairs of one dimension meet a real element of the input."""
     count = 0
     for o in range(out):
@@ -140,3 +157,6 @@ def _valid_positions(*, size: int, kernel: int, out: int, stride: int, low: int,
             at = o * stride + k * kernel_dilate - low
             count += at >= 0 and at % dilate == 0 and at // dilate < size
     return count
+
+
+_COUNTERS = {"dot": _dot, "convolution": _convolution}

@@ -89,7 +89,7 @@ def _steps(config, definition: Definition, state: TrainState, dataset, store: St
     sharding = definition.layout.sharding("BT")
     say("compiling the training step")
     example = jax.ShapeDtypeStruct((train.batch, train.sequence + 1), np.int32, sharding=sharding)
-    step_fn = train_step(definition, config=train).lower(state, example).compile()
+    step_fn = train_step(definition, config=train).compile(state, example)
     tokens_a_step = train.batch * train.sequence
 
     with Progress(total=last, start=first, say=say) as progress:

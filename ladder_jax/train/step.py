@@ -12,7 +12,7 @@ import optax
 from ladder_jax import nn
 from ladder_jax.config import Loop, Remat, TrainConfig
 from ladder_jax.nn import Definition, Params
-from ladder_jax.parallel import Layout, all_reduce, on_mesh, over_ranks, vary
+from ladder_jax.parallel import Compiled, Layout, Size, all_reduce, on_mesh, over_ranks, vary
 from ladder_jax.parallel.collectives import EMULATED
 from ladder_jax.train import optimizer
 
@@ -45,9 +45,7 @@ def initial_state(definition: Definition, *, config: TrainConfig, params: Params
     return TrainState(params, *make(params))
 
 
-def train_step(
-    definition: Definition, *, config: TrainConfig
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
     """A compiled (state, tokens [B, T+1]) -> (state, metrics); the old state's buffers are reused.
 
     metrics: loss (nats a token), gradient_norm (before clipping), learning_rate.
@@ -63,7 +61,8 @@ def train_step(
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
         return TrainState(params, moments, state.step + 1), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    traits = definition.traits(size=Size.LARGE, loop=config.loop)
+    return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
 
 
 def loss_and_gradients(
@@ -94,7 +93,8 @@ def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Pa
         total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
         return all_reduce(_loss_sum(definition, params, tokens, loop, Remat.NONE), layout.batch) / total
 
-    return jax.jit(on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=""))
+    meshed = on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims="")
+    return Compiled(meshed, mesh=layout.mesh, traits=definition.traits(size=Size.LARGE, loop=loop))
 
 
 def _loss_sum(definition: Definition, params: Params, tokens: jax.Array, loop: Loop, remat: Remat) -> jax.Array:

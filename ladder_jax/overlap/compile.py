@@ -1,0 +1,94 @@
+"""Compile a request's program in a subprocess, once: the records are kept (see `record.folder`)."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from ladder_jax.errors import UserError
+from ladder_jax.overlap import record
+from ladder_jax.overlap.record import Record
+from ladder_jax.overlap.request import Request
+from ladder_jax.schedule import targets
+
+PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+def compiled(request: Request) -> Record:
+    """What the compiler says of the request's program. Raises UserError where it cannot compile it."""
+    if reason := targets.not_installed(request.target):
+        raise UserError(f"target {request.target.name}: {reason}")
+    folder = record.folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{_key(request)}.json.gz"
+    found = record.read(path)
+    if found is None:
+        _run_worker(request, path)
+        found = record.read(path)
+    return found
+
+
+def _run_worker(request: Request, path: pathlib.Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        source, said = pathlib.Path(scratch, "request.json"), pathlib.Path(scratch, "stderr")
+        source.write_text(json.dumps(request.as_dict()))
+        command = [sys.executable, "-m", "ladder_jax.overlap.worker", str(source), str(path)]
+        with said.open("wb") as noise, _progress(request):
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=noise, env=_environment(request))
+            try:
+                answer, _ = process.communicate()
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+        if process.returncode == 2 and answer.strip():
+            raise UserError(json.loads(answer.splitlines()[-1])["error"])
+        if process.returncode < 0:
+            name = signal.Signals(-process.returncode).name
+            hint = ": out of memory?" if name == "SIGKILL" else ""
+            raise UserError(f"the compiler for {request.target.name} was ended by {name}{hint}")
+        if process.returncode or not path.exists():
+            raise RuntimeError(f"compiling failed with status {process.returncode}:\n{said.read_text()[-4000:]}")
+
+
+def _environment(request: Request) -> dict[str, str]:
+    flags = os.environ.get("XLA_FLAGS", "")
+    if request.target.platform == "cuda":
+        flags += " --xla_gpu_autotune_level=0"  # autotuning runs kernels, and there is no GPU to run them
+    found = {**os.environ, **targets.ENVIRONMENT, "XLA_FLAGS": flags.strip()}
+    if request.target.platform == "cpu":
+        found["JAX_NUM_CPU_DEVICES"] = request.target.shape
+    return found
+
+
+def _key(request: Request) -> str:
+    """Changes with the request, the compilers and this library's own source."""
+    digest = hashlib.sha256(json.dumps(request.as_dict(), sort_keys=True).encode())
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+    root = pathlib.Path(__file__).parent.parent
+    for path in sorted(root.rglob("*.py")):
+        if path.parent.name not in ("schedule", "data", "checkpoint") and path.name != "cli.py":
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _progress(request: Request) -> Iterator[None]:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    what = f"compiling {request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
+    started = time.monotonic()
+    with console.status(f"{what} (a minute or more)") if console.is_terminal else contextlib.nullcontext():
+        yield
+    console.print(f"{what}: {time.monotonic() - started:.0f} s", style="dim", highlight=False)

@@ -1,0 +1,59 @@
+"""The library's own programs, train step, prefill and decode step, as they are compiled for a request."""
+
+import contextlib
+import importlib.metadata
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax import decode, nn, schedule, train
+from ladder_jax.config import TrainConfig
+from ladder_jax.decode import cache, weights
+from ladder_jax.errors import UserError
+from ladder_jax.overlap.request import Phase, Request
+from ladder_jax.parallel import Compiled, make_mesh
+
+
+def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
+    """The program and the shapes of its arguments, placed on the target's devices."""
+    found = schedule.devices(request.target)
+    if len(found) < request.tensor:
+        raise UserError(f"--tensor {request.tensor} is more than the {len(found)} devices of {request.target.name}")
+    definition = nn.define(request.config, mesh=make_mesh(tensor=request.tensor, devices=found))
+
+    def tokens(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)]))
+
+    rows, loop = request.batch, request.loop
+    if request.phase is Phase.TRAIN:
+        config = TrainConfig(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
+        state = train.abstract_state(definition, config=config)
+        return train.train_step(definition, config=config), (state, tokens(rows, request.prompt_length + 1))
+    params = weights.abstract(definition, loop=loop)
+    if request.phase is Phase.PREFILL:
+        step = decode.prefill(definition, capacity=request.prompt_length, loop=loop)
+        return step, (params, tokens(rows, request.prompt_length), tokens(rows))
+    caches = cache.abstract(definition, rows=rows, capacity=request.context, loop=loop)
+    return decode.decode(definition, loop=loop), (params, caches, tokens(rows), tokens(rows))
+
+
+def compiler(request: Request) -> str:
+    """The compiler's name and version."""
+    packages = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "cpu": ("jaxlib",)}
+    for package in packages[request.target.platform]:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{package} {importlib.metadata.version(package)}"
+    return "unknown"
+
+
+def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
+    """What one device must read in a decode step: its share of the weights once, less the embedding's rows
+    that no token asks for, and of the caches once."""
+    if request.phase is not Phase.DECODE:
+        return None
+    params, caches, *_ = arguments
+    if "head" in params:
+        params = {name: value for name, value in params.items() if name != "embedding"}
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves((params, caches)))

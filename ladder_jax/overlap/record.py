@@ -1,0 +1,68 @@
+"""What a compiler said about a program, and the store of it: compiling again would say the same."""
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import os
+import pathlib
+import tempfile
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """hlo: the scheduled program. Bytes are those of one device; bytes_accessed None where unknown.
+
+    options: compiler options in force; notices: what was dropped or given up, and why.
+    bytes_minimum: weights and cache read once (decode), None for other phases.
+    """
+
+    hlo: str
+    jax: str
+    compiler: str
+    options: dict
+    notices: tuple[str, ...]
+    seconds: float
+    bytes_accessed: float | None
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    code_bytes: int
+    bytes_minimum: int | None
+
+    @property
+    def bytes_per_device(self) -> int:
+        """At the peak: arguments, temporaries, and the outputs that do not reuse an argument's memory."""
+        outputs = self.output_bytes - self.alias_bytes
+        return self.argument_bytes + self.temporary_bytes + outputs + self.code_bytes
+
+
+def folder() -> pathlib.Path:
+    """LADDER_JAX_CACHE, or ladder_jax in the user's cache folder."""
+    default = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ladder_jax"
+    return pathlib.Path(os.environ.get("LADDER_JAX_CACHE") or default) / "schedules"
+
+
+def read(path: str | os.PathLike) -> Record | None:
+    """The record at `path`; None where there is none, or none that this version can read."""
+    try:
+        with gzip.open(path, "rt") as file:
+            values = json.load(file)
+        return Record(**{**values, "notices": tuple(values["notices"])})
+    except (OSError, EOFError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write(path: str | os.PathLike, record: Record) -> None:
+    """Atomically: a killed process leaves no half of a record."""
+    path = pathlib.Path(path)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as raw, gzip.open(raw, "wt", compresslevel=5) as file:
+            json.dump(dataclasses.asdict(record), file)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise

@@ -1,0 +1,116 @@
+"""What `ladder-jax overlap` was asked, checked and with its defaults; imports no jax."""
+
+import dataclasses
+import enum
+
+from ladder_jax.config import Loop, ModelConfig, Remat, preset, residual_names
+from ladder_jax.config.schema import MeshConfig, check_fits_mesh
+from ladder_jax.errors import UserError
+from ladder_jax.schedule import targets
+from ladder_jax.schedule.targets import Target
+
+
+class Phase(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    TRAIN = "train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A program to compile. batch: rows on one data shard; context: filled positions of the cache (decode)."""
+
+    target: Target
+    model: str
+    residual: str
+    ladder_layers: str | None
+    phase: Phase
+    loop: Loop
+    layers: int
+    tensor: int
+    batch: int
+    prompt_length: int
+    context: int
+    remat: Remat = Remat.NONE
+
+    @property
+    def config(self) -> ModelConfig:
+        changes = dict(num_layers=self.layers, residual=self.residual, ladder_layers=self.ladder_layers)
+        if residual_names.parse(self.residual).depends_on_ranks:
+            changes["ranks"] = self.tensor
+        return preset(self.model, **changes)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one device's share of the program computes at once."""
+        return self.batch if self.phase is Phase.DECODE else self.batch * self.prompt_length
+
+    def as_dict(self) -> dict:
+        return {
+            "target": self.target.name,
+            **{f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "target"},
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "Request":
+        enums = {"phase": Phase, "loop": Loop, "remat": Remat}
+        read = {name: enums[name](value) if name in enums else value for name, value in values.items()}
+        return cls(**{**read, "target": targets.parse(values["target"])})
+
+
+def make(
+    *,
+    target: str,
+    model: str,
+    residual: str,
+    phase: Phase,
+    ladder_layers: str | None = None,
+    loop: Loop | None = None,
+    layers: int | None = None,
+    tensor: int | None = None,
+    batch: int | None = None,
+    prompt_length: int | None = None,
+    context: int | None = None,
+    remat: Remat = Remat.NONE,
+) -> Request:
+    """A checked request; raises UserError for what cannot be."""
+    parsed = targets.parse(target)
+    shape = preset(model)
+    count = parsed.count
+    named = dict(layers=layers, tensor=tensor, batch=batch, prompt_length=prompt_length, context=context)
+    for name, value in named.items():
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
+    tensor = count if tensor is None else tensor
+    if tensor > count:
+        raise UserError(f"--tensor {tensor} is more than the {count} devices of {parsed.name}")
+    request = Request(
+        target=parsed,
+        model=model,
+        residual=residual,
+        ladder_layers=ladder_layers,
+        phase=phase,
+        loop=loop or (Loop.SCAN if phase is Phase.TRAIN else Loop.UNROLLED),
+        layers=layers or shape.num_layers,
+        tensor=tensor,
+        batch=batch or (16 if phase is Phase.DECODE else 1),
+        prompt_length=prompt_length or 1024,
+        context=context or 2048,
+        remat=remat,
+    )
+    check_fits_mesh(request.config, MeshConfig(tensor=tensor))
+    return request
+
+
+def sublayer_flops(request: Request) -> dict[str, float]:
+    """Matmul FLOPs of one sublayer, forward, on one device: its projections (see `schedule.report.read`)."""
+    config, tokens, ranks = request.config, request.tokens, request.tensor
+    queries = config.num_heads // ranks * config.head_dim
+    keys = max(1, config.num_kv_heads // ranks) * config.head_dim
+    attention = 2 * tokens * config.d_model * (2 * queries + 2 * keys)
+    mlp = 2 * tokens * config.d_model * 3 * config.d_ff // ranks
+    return {"attention": attention, "mlp": mlp, "joint": attention + mlp}
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, enum.Enum) else value

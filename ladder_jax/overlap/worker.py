@@ -1,0 +1,84 @@
+"""Compiles one program in a process of its own: its environment is set before jax is imported, and it may be killed.
+
+    python -m ladder_jax.overlap.worker REQUEST.json RESULT
+
+A user's mistake is one JSON line on standard output, {"error": ...}, and exit status 2 (standard error is full of
+what compilers say to themselves); the result is written whole or not at all.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+
+from ladder_jax.errors import UserError
+from ladder_jax.overlap.request import Request
+
+
+def main(source: str, destination: str) -> int:
+    import jax
+
+    from ladder_jax.overlap import programs, record
+
+    notices: list[str] = []
+    logging.getLogger("ladder_jax").addHandler(_Collect(notices))
+    with open(source) as file:
+        request = Request.from_dict(json.load(file))
+    try:
+        started = time.perf_counter()
+        function, arguments = programs.program(request)
+        compiled = function.compile(*arguments)
+    except UserError as error:
+        return _refuse(str(error))
+    except jax.errors.JaxRuntimeError as error:
+        return _refuse(f"the compiler for {request.target.name} fails: {str(error).splitlines()[0][:400]}")
+    costs, memory = _costs(compiled), compiled.memory_analysis()
+    record.write(
+        destination,
+        record.Record(
+            hlo=compiled.as_text(),
+            jax=jax.__version__,
+            compiler=programs.compiler(request),
+            options=function.options,
+            notices=tuple(notices),
+            seconds=time.perf_counter() - started,
+            bytes_accessed=costs.get("bytes accessed"),
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            temporary_bytes=memory.temp_size_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes,
+            bytes_minimum=programs.bytes_minimum(request, arguments),
+        ),
+    )
+    return 0
+
+
+def _refuse(message: str) -> int:
+    print(json.dumps({"error": message}))
+    return 2
+
+
+def _costs(compiled) -> dict:
+    """Empty where the compiler has no analysis (NVIDIA, ahead of time)."""
+    try:
+        return compiled.cost_analysis() or {}
+    except (NotImplementedError, RuntimeError):
+        return {}
+
+
+class _Collect(logging.Handler):
+    def __init__(self, notices: list[str]):
+        super().__init__()
+        self._notices = notices
+
+    def emit(self, entry: logging.LogRecord) -> None:
+        self._notices.append(entry.getMessage())
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a compiler's threads may hang as the interpreter ends

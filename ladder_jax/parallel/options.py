@@ -1,0 +1,202 @@
+"""Compiler options that make all-reduces asynchronous, by kind of device: the one table, used by all that compiles.
+
+Read from schedules compiled with jax 0.12.0.1, libtpu 0.0.50.1 and the CUDA 13 plugin; `ladder-jax overlap`
+repeats the reading, and `make audit` fails when a new compiler behaves otherwise.
+"""
+
+import dataclasses
+import enum
+import functools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ladder_jax.config import Loop
+
+logger = logging.getLogger("ladder_jax")
+
+
+class Overlap(enum.Enum):
+    """Whether a program's reductions have something to hide under: what serves one kind harms the other."""
+
+    HIDES = "hides"  # ladder kinds
+    WAITS = "waits"  # standard, parallel, desync: the fastest reduction is best, asynchronous or not
+
+
+class Size(enum.Enum):
+    """How much one of its reductions carries."""
+
+    LARGE = "large"  # blocks of tokens: prefill and training
+    SMALL = "small"  # one token a row: decode, a few KiB to a few MiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What the options of a program depend on, beside the device."""
+
+    overlap: Overlap
+    size: Size
+    loop: Loop
+
+
+class When(enum.Enum):
+    ALWAYS = "always"
+    RESCUE = "rescue"  # only after the compiler has failed without it
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A compiler option, for which programs it is set, and where that is known from (`why`)."""
+
+    name: str
+    value: bool | int | str
+    why: str
+    overlap: tuple[Overlap, ...] = (Overlap.HIDES,)
+    sizes: tuple[Size, ...] = tuple(Size)
+    loops: tuple[Loop, ...] = tuple(Loop)
+    when: When = When.ALWAYS
+
+
+_OFFLOAD = Option(
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+    True,
+    "synchronous on the TensorCore without it; the SparseCore reduces beside it (schedules of v5p and v6e)",
+)
+_OFFLOAD_SMALL = Option(
+    "xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes",
+    0,
+    "below 64 KiB the compiler keeps an all-reduce on the TensorCore, synchronous (a batch-1 decode's 16 KiB)",
+    sizes=(Size.SMALL,),
+)
+
+TABLE: dict[str, tuple[Option, ...]] = {
+    "TPU v5 lite": (
+        Option(
+            "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+            True,
+            "fuses the steps of an all-reduce with the matmuls beside it; v5e has no SparseCore",
+        ),
+        Option(
+            "xla_enable_async_all_reduce",
+            True,
+            "needed together with the fusion; a hard error on v5p and v6e, which once gave NaN (jax#38741)",
+        ),
+        Option(
+            "xla_tpu_scoped_vmem_limit_kib",
+            65536,
+            "room for that fusion: without it half of a scanned decode's all-reduces stay synchronous, and a scanned"
+            " training step takes 8 % more estimated cycles",
+            loops=(Loop.SCAN,),
+        ),
+        Option(
+            "xla_tpu_scoped_vmem_limit_kib",
+            65536,
+            "over 2x2 chips (tensor 4) an unrolled prefill fails to compile without it; else it costs a decode 30 %",
+            loops=(Loop.UNROLLED,),
+            when=When.RESCUE,
+        ),
+    ),
+    "TPU v5": (_OFFLOAD, _OFFLOAD_SMALL),
+    "TPU v6 lite": (_OFFLOAD, _OFFLOAD_SMALL),
+    "TPU7x": (_OFFLOAD_SMALL,),  # all-reduces run on the SparseCore by default
+    "NVIDIA": (
+        Option(
+            "xla_gpu_enable_latency_hiding_scheduler",
+            True,
+            "the default on an H100 or B200, but not on every spec (an A100-like one)",
+            overlap=tuple(Overlap),
+        ),
+        Option(
+            "xla_gpu_experimental_use_collective_kernels",
+            "",
+            "an all-reduce of at most 4 MiB is a Triton kernel by default: fast, and never overlapped; this gives NCCL",
+            sizes=(Size.SMALL,),
+        ),
+    ),
+}
+
+
+def options_for(device_kind: str, traits: Traits, *, when: When = When.ALWAYS) -> dict[str, Any]:
+    """The table's options for a kind of device (`jax.Device.device_kind`); none for a CPU, which hides nothing."""
+    rows = TABLE["NVIDIA"] if device_kind.startswith("NVIDIA") else TABLE.get(device_kind, ())
+    return {
+        row.name: row.value
+        for row in rows
+        if row.when is when and traits.overlap in row.overlap and traits.size in row.sizes and traits.loop in row.loops
+    }
+
+
+def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> dict[str, Any]:
+    """What to hand to `jax.jit(..., compiler_options=...)` for a program on `mesh`.
+
+    An option that the installed compiler does not know is dropped, with a notice.
+    """
+    device = mesh.devices.flat[0]
+    wanted = options_for(device.device_kind, traits, when=when)
+    return {name: value for name, value in wanted.items() if _known(name, value, device)}
+
+
+class Compiled:
+    """`jax.jit(fn)` with the options of its mesh; where the compiler fails on them, with others and a notice.
+
+    v5e's are fragile: what its fusions of reductions and matmuls need may not fit the vector memory.
+    `options` are those in force.
+    """
+
+    def __init__(self, fn: Callable, *, mesh: Mesh, traits: Traits, **jit: Any):
+        best = compile_options(mesh, traits=traits)
+        rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
+        self.__wrapped__ = fn
+        self._jit = functools.partial(jax.jit, fn, **jit)
+        self._left = [*([{**best, **rescue}] if rescue else []), *([{}] if best else [])]
+        self.options = best
+        self._jitted = self._jit(compiler_options=best)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._try(lambda: self._jitted(*args))
+
+    def compile(self, *args: Any) -> jax.stages.Compiled:
+        """Ahead of time, for arguments or their shapes."""
+        return self._try(lambda: self._jitted.lower(*args).compile())
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        return self._jitted.lower(*args)
+
+    def _try(self, run: Callable) -> Any:
+        while True:
+            try:
+                return run()
+            except jax.errors.JaxRuntimeError as error:
+                if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
+                    raise
+                failed, self.options = self.options, self._left.pop(0)
+                logger.warning(
+                    "the compiler fails with %s; now with %s: %s",
+                    ", ".join(failed),
+                    ", ".join(self.options) or "no options, so reductions are synchronous",
+                    str(error).splitlines()[0][:160],
+                )
+                self._jitted = self._jit(compiler_options=self.options)
+
+
+# The compiler's two words for it. It runs out before a program starts, so no donated buffer is lost.
+_OUT_OF_VECTOR_MEMORY = re.compile(r"vmem|alternate memory", re.IGNORECASE)
+
+
+@functools.cache
+def _known(name: str, value: bool | int | str, device: jax.Device) -> bool:
+    """Asks the compiler, with the smallest program: an unknown option is an error."""
+    here = jax.sharding.SingleDeviceSharding(device)
+    probe = jax.jit(lambda x: x, compiler_options={name: value})
+    try:
+        probe.lower(jax.ShapeDtypeStruct((), "float32", sharding=here)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        logger.warning("the compiler for %s does not know %s: dropped", device.device_kind, name)
+        return False
+    return True

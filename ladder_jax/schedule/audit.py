@@ -1,0 +1,54 @@
+"""Audit a compiled function, yours or the library's; and a check for test suites."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ladder_jax.schedule import hlo, report
+from ladder_jax.schedule.report import Report, Status
+
+
+def audit(fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] | None = None) -> Report:
+    """What the compiler made of the reductions of a program.
+
+        jitted = jax.jit(jax.shard_map(fn, ...), compiler_options=parallel.compile_options(mesh, traits=...))
+        schedule.audit(jitted, x, w)                      # or their jax.ShapeDtypeStructs with shardings
+        schedule.audit(jitted.lower(x, w).compile())      # the same
+        schedule.audit(compiled.as_text())                # the same
+
+    With arguments on `schedule.make_mesh("v5p:2x2x2", tensor=8)` it is compiled for that hardware, which
+    need not be here. Every all-reduce and reduce-scatter is judged, whatever its axis, each window
+    against the program's matmul FLOPs divided by their number; a function built on
+    `ladder_jax.residual` whose sublayers' FLOPs are given (see `report.read`) only by those that its
+    topology launched.
+    """
+    if isinstance(fn_or_compiled, str):
+        text = fn_or_compiled
+    elif hasattr(fn_or_compiled, "as_text") and not hasattr(fn_or_compiled, "compile"):
+        text = fn_or_compiled.as_text()
+    else:
+        jitted = fn_or_compiled if hasattr(fn_or_compiled, "lower") else jax.jit(fn_or_compiled)
+        lowered = jitted if hasattr(jitted, "as_text") else jitted.lower(*args)
+        text = lowered.compile().as_text()
+    return report.read(hlo.parse(text), sublayer_flops=sublayer_flops)
+
+
+def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings: Any) -> Report:
+    """Raises AssertionError, naming them, if more than `exposed` reductions are not hidden, or any is merged.
+
+    One is: after the last there is nothing left to compute. Arguments as in `audit`; returns its report.
+    """
+    found = audit(fn_or_compiled, *args, **settings)
+    if found.all_reduces == 0:
+        raise AssertionError("the program has no reduction to hide")
+    if found.exposed > exposed or found.merged:
+        named = [
+            f"{r.collective.name} ({r.count} x {r.collective.bytes:,} bytes): {r.status.value}"
+            for r in found.reductions
+            if r.status is not Status.HIDDEN
+        ]
+        raise AssertionError(
+            f"{found.exposed} of {found.all_reduces} reductions are not hidden, {exposed} allowed: " + "; ".join(named)
+        )
+    return found

@@ -1,0 +1,170 @@
+"""What a program's schedule says about its sublayers' reductions: hidden, exposed or merged, and how well hidden."""
+
+import dataclasses
+import enum
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS
+from ladder_jax.schedule import collectives
+from ladder_jax.schedule.collectives import Collective
+from ladder_jax.schedule.cost import Costs, sublayer_of
+from ladder_jax.schedule.hlo import Program
+
+ENOUGH = 0.1
+"""A reduction counts as hidden if its window holds this share of a sublayer's matmul FLOPs.
+
+XLA issues a collective as late as it believes is enough, so one matmul of a sublayer is often all there is.
+"""
+
+
+class Status(enum.Enum):
+    HIDDEN = "hidden"
+    EXPOSED = "asynchronous, too little inside"
+    SYNCHRONOUS = "synchronous"
+    MERGED = "merged with another"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A sublayer's all-reduce over the tensor axis, or one of a user's program.
+
+    layer: "3", or "0-79" for a loop over them; "" where the program does not say.
+    sublayer: whose output is reduced forward, the gradient of whose input backward.
+    backward: it stands in the backward pass.
+    window: matmul FLOPs in its window, in sublayers: each matmul is measured against the sublayer it
+        belongs to (backward, against twice that: gradients of inputs and of weights).
+    """
+
+    collective: Collective
+    layer: str
+    sublayer: str
+    backward: bool
+    window: float
+
+    @property
+    def count(self) -> int:
+        """Reductions in one execution of the program."""
+        return self.collective.executions * self.collective.operands
+
+    @property
+    def status(self) -> Status:
+        if self.collective.operands > 1:
+            return Status.MERGED
+        if self.collective.synchronous:
+            return Status.SYNCHRONOUS
+        return Status.HIDDEN if self.window >= ENOUGH else Status.EXPOSED
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """reductions: what was asked about; others: the embedding's, the loss's, the gradients' and so on.
+
+    step_cycles: the compiler's estimate of the whole program's compute; hidden_cycles: of the compute
+    inside the windows of hidden reductions. None where it gives none (GPU, CPU).
+    """
+
+    reductions: tuple[Reduction, ...]
+    others: tuple[Collective, ...]
+    step_cycles: int | None
+    hidden_cycles: int | None
+
+    @property
+    def all_reduces(self) -> int:
+        return sum(r.count for r in self.reductions)
+
+    @property
+    def asynchronous(self) -> int:
+        return sum(r.count for r in self.reductions if not r.collective.synchronous)
+
+    @property
+    def hidden(self) -> int:
+        return self._count(Status.HIDDEN)
+
+    @property
+    def merged(self) -> int:
+        return self._count(Status.MERGED)
+
+    @property
+    def exposed(self) -> int:
+        return self.all_reduces - self.hidden
+
+    @property
+    def window_flops_fraction(self) -> dict[str, float] | None:
+        """Of the hidden ones: how much of a sublayer's matmul FLOPs each window holds."""
+        windows = [r.window for r in self.reductions if r.status is Status.HIDDEN for _ in range(r.count)]
+        return {"least": min(windows), "median": statistics.median(windows)} if windows else None
+
+    @property
+    def hidden_time_fraction(self) -> float | None:
+        """The share of the step's estimated compute time during which a hidden reduction is in flight."""
+        return self.hidden_cycles / self.step_cycles if self.step_cycles else None
+
+    def _count(self, status: Status) -> int:
+        return sum(r.count for r in self.reductions if r.status is status)
+
+
+def read(program: Program, *, sublayer_flops: Mapping[str, float] | None = None) -> Report:
+    """The report of a scheduled program.
+
+    sublayer_flops: matmul FLOPs, forward on one device, of one "attention", "mlp" and "joint" (both).
+        With it, only the reductions that a residual topology launched are judged. Without it every
+        all-reduce and reduce-scatter is, against the program's matmul FLOPs divided by their number.
+    """
+    if not program.scheduled:
+        raise ValueError("the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()")
+    costs = Costs(program)
+    found = collectives.find(program, costs=costs)
+    judged = [c for c in found if _of_topology(c) if c.kind in ("all-reduce", "reduce-scatter")]
+    if sublayer_flops is None:
+        judged = [c for c in found if c.kind in ("all-reduce", "reduce-scatter")]
+    scale = sublayer_flops or {}
+    entry = program.entry
+    total = sum(sum(costs.matmul_flops(i, within=entry).values()) for i in entry.instructions)
+    mean = total / max(1, sum(c.executions * c.operands for c in judged))
+    reductions = tuple(_reduction(c, scale, scale.get("attention", mean)) for c in judged)
+    return Report(
+        reductions=reductions,
+        others=tuple(c for c in found if c not in judged),
+        step_cycles=costs.total_cycles(),
+        hidden_cycles=_hidden_cycles(reductions, program, costs) if costs.total_cycles() else None,
+    )
+
+
+def _of_topology(collective: Collective) -> bool:
+    return LAUNCH in collective.op_name or ENTER in collective.op_name
+
+
+def _reduction(collective: Collective, scale: Mapping[str, float], mean: float) -> Reduction:
+    name = collective.op_name
+    backward = "transpose(" in name
+    window = sum(flops / scale.get(sublayer, mean) for sublayer, flops in collective.flops.items())
+    layer, sublayer = owner(name)
+    return Reduction(collective, layer, sublayer, backward, window / 2 if backward and scale else window)
+
+
+def owner(op_name: str) -> tuple[str, str]:
+    """(layer, sublayer) of the output (forward) or input (backward) that the operation called so reduces."""
+    layers = re.findall(r"layers?_(\d+)(?:_to_(\d+))?", op_name)
+    first, last = layers[-1] if layers else ("", "")
+    layer, sublayer = (f"{first}-{last}" if last else first), sublayer_of(op_name)
+    if f"{LAUNCH}/{PREVIOUS}" not in op_name:
+        return layer, sublayer
+    if sublayer == "mlp":
+        return layer, "attention"
+    if not sublayer:
+        return "last", ""
+    before = "joint" if sublayer == "joint" else "mlp"
+    return (layer if last else str(int(first) - 1) if first else ""), before
+
+
+def _hidden_cycles(reductions: Sequence[Reduction], program: Program, costs: Costs) -> int:
+    """Each instruction once, however many windows it stands in."""
+    total = 0
+    for name, computation in program.computations.items():
+        windows = [r.collective for r in reductions if r.collective.computation == name and r.status is Status.HIDDEN]
+        inside = {index for c in windows for index in range(c.issued + 1, c.awaited)}
+        cycles = [costs.cycles(computation.instructions[index], within=computation) or 0 for index in inside]
+        total += costs.trips(name) * sum(cycles)
+    return total
