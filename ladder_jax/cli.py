@@ -100,6 +100,32 @@ def _parser() -> Parser:
     generate.add_argument(
         "--tensor", type=int, metavar="N", help="tensor-parallel devices (default: as trained, if there are as many)"
     )
+
+    overlap = verb(
+        "overlap",
+        "Compile for a target that need not be here, and say how much of the communication is hidden.",
+        "ladder-jax overlap --model llama-3-70b --target v5p:2x2x2 --phase decode --residual ladder --layers 4",
+    )
+    overlap.add_argument("--model", required=True, metavar="PRESET", help="a model preset, such as llama-3-70b")
+    overlap.add_argument("--target", required=True, help="v5e:2x4, v5p:2x2x2, v6e:2x4, tpu7x:2x2x1, h100:8, b200:8")
+    overlap.add_argument("--phase", required=True, metavar="PHASE", help="prefill, decode or train")
+    overlap.add_argument("--residual", required=True, metavar="NAME", help="standard, ladder, ladder-fresh, ...")
+    overlap.add_argument("--ladder-layers", metavar="WHICH", help="a hybrid: N (the last N layers), i,j or all")
+    overlap.add_argument("--loop", help="scan or unrolled (default: unrolled; scan for train)")
+    overlap.add_argument("--remat", help="for train: none (the default), full or save-matmuls")
+    for option, letter, text in (
+        ("layers", "N", "layers (default: the preset's)"),
+        ("tensor", "N", "tensor-parallel devices (default: all of the target's)"),
+        ("batch", "B", "rows (default: 16 for decode, else 1)"),
+        ("prompt-length", "P", "tokens a row in prefill and train (default 1024)"),
+        ("context", "S", "cache positions a row in decode (default 2048)"),
+    ):
+        overlap.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+    overlap.add_argument("--json", action="store_true", help="print one JSON object")
+    overlap.add_argument(
+        "--plot", metavar="FILE", help="draw two layers' timeline, Standard above NAME (PNG, SVG, PDF)"
+    )
+    overlap.add_argument("--trace", metavar="FILE", help="write the timelines for https://ui.perfetto.dev")
     return parser
 
 
@@ -151,4 +177,10 @@ def _generate(args: argparse.Namespace) -> None:
     print(args.prompt + text.decode(tokens))
 
 
-VERBS = {"doctor": _doctor, "train": _train, "generate": _generate}
+def _overlap(args: argparse.Namespace) -> None:
+    from ladder_jax.overlap import command
+
+    command.run(vars(args))
+
+
+VERBS = {"doctor": _doctor, "train": _train, "generate": _generate, "overlap": _overlap}

@@ -38,7 +38,8 @@ CONTROL_FLOW = ("while", "call", "conditional")
 class Collective:
     """One collective of the program, where it stands in the schedule.
 
-    operands: how many arrays it carries; an all-reduce of several is a merged one.
+    operands: how many arrays it carries; an all-reduce of several is a merged one. The compiler for
+        NVIDIA GPUs joins them into one flat array instead, and those are counted too.
     bytes: of those arrays, on one device.
     axes: mesh axes that it spans, such as ("tensor",); empty where the program does not name them.
     executions: how often it runs in one execution of the program.
@@ -183,7 +184,7 @@ def _measure(form: _Form, computation: Computation, program: Program, costs: Cos
         name=computation.instructions[form.issued].name,
         kind=collective.opcode.removesuffix("-start"),
         op_name=collective.op_name,
-        operands=len(collective.operands),
+        operands=max(len(collective.operands), _joined(collective, holder, program)),
         bytes=hlo.size_in_bytes(payload),
         axes=_axes(collective),
         computation=computation.name,
@@ -195,6 +196,19 @@ def _measure(form: _Form, computation: Computation, program: Program, costs: Cos
         cycles=sum(known) if known or (not window and costs.total_cycles()) else None,
         kernels=sum(i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window),
     )
+
+
+def _joined(collective: Instruction, holder: Computation, program: Program) -> int:
+    """How many arrays were concatenated into the flat one that `collective` carries; 1 if none were."""
+    name, *others = collective.operands
+    source = holder.by_name[name]
+    if others or len(source.arrays) != 1 or len(source.arrays[0][1]) != 1:
+        return 1
+    while source.opcode == "bitcast":
+        source = holder.by_name[source.operands[0]]
+    if source.opcode == "fusion":
+        source = program.computations[source.calls[0]].instructions[-1]
+    return len(source.operands) if source.opcode == "concatenate" else 1
 
 
 def _axes(collective: Instruction) -> tuple[str, ...]:

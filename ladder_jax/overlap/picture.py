@@ -1,0 +1,121 @@
+"""Two consecutive layers as the device would run them, Standard above the asked topology: a plot, and a trace."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Sequence
+
+from ladder_jax.config import Loop
+from ladder_jax.errors import UserError
+from ladder_jax.overlap import compile as compiling
+from ladder_jax.overlap.request import Request
+from ladder_jax.schedule import hlo, timeline
+from ladder_jax.schedule.cost import sublayer_of
+from ladder_jax.schedule.hardware import HARDWARE
+from ladder_jax.schedule.timeline import Bar
+
+DRAWN = 4  # layers of the unrolled program that is drawn; all but the outermost are alike
+COLOURS = {"attention": "#4c78a8", "mlp": "#72b7b2", "joint": "#4c78a8", "": "#bab0ac"}
+WIRE, WAIT = "#e45756", "#f7d4d4"
+
+
+def timelines(request: Request) -> dict[str, list[Bar]]:
+    """For Standard and for the request's topology, the program of DRAWN unrolled layers played through."""
+    if request.target.kind not in HARDWARE:
+        raise UserError(f"{request.target.kind} hides nothing, so there is no timeline: choose a TPU or GPU target")
+    drawn = dataclasses.replace(request, layers=min(DRAWN, request.layers), loop=Loop.UNROLLED, ladder_layers=None)
+    if drawn.layers < 3:
+        raise UserError("a timeline shows two consecutive layers that are not the last: it needs --layers 3 or more")
+    found = {}
+    for name in dict.fromkeys(("standard", request.residual)):
+        record = compiling.compiled(dataclasses.replace(drawn, residual=name))
+        program = hlo.parse(record.hlo)
+        found[name] = timeline.play(program, hardware=HARDWARE[request.target.kind], ranks=request.tensor)
+    return found
+
+
+def plot(request: Request, *, file: str) -> None:
+    """Draw layers 1 and 2 (of 0, 1, 2, 3), forward; the format is that of the file's ending."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    panels = {name: _two_layers(bars) for name, bars in timelines(request).items()}
+    longest = max(bar.stop for bars in panels.values() for bar in bars)
+    unit, scale = ("µs", 1e6) if longest < 5e-3 else ("ms", 1e3)
+    figure, axes = plt.subplots(len(panels), 1, figsize=(11, 2.1 * len(panels) + 0.9), sharex=True, squeeze=False)
+    for axis, (name, bars) in zip(axes[:, 0], panels.items()):
+        end = max(bar.stop for bar in bars)
+        axis.barh(1, end * scale, color=WAIT, height=0.62)
+        for bar in bars:
+            colour = WIRE if bar.wire else COLOURS[sublayer_of(bar.op_name)]
+            width = (bar.stop - bar.start) * scale
+            axis.barh(0 if bar.wire else 1, width, left=bar.start * scale, color=colour, height=0.62, ec="w", lw=0.3)
+        busy = sum(bar.stop - bar.start for bar in bars if not bar.wire)
+        axis.set_title(
+            f"{name}: two layers in {end * scale:.0f} {unit}, waiting {max(0.0, end - busy) / end:.0%}",
+            loc="left",
+            fontsize=10,
+        )
+        axis.set_yticks([0, 1], ["communication", "compute"])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel(unit)
+    names = {"attention": "attention", "mlp": "MLP", "": "other"}
+    legend = [Patch(color=COLOURS[key], label=label) for key, label in names.items()]
+    legend += [Patch(color=WIRE, label="all-reduce"), Patch(color=WAIT, label="waiting for the wire")]
+    figure.legend(handles=legend, loc="lower right", ncols=5, fontsize=8, frameon=False)
+    what = f"{request.model}, {request.phase.value}, tensor {request.tensor} on {request.target.name}"
+    figure.suptitle(
+        f"{what}: compiled schedule, times estimated from published speeds, without latency",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    _atomically(file, lambda path: figure.savefig(path, dpi=150), suffix=pathlib.Path(file).suffix or ".png")
+    plt.close(figure)
+
+
+def trace(request: Request, *, file: str) -> None:
+    """Chrome's trace format, for https://ui.perfetto.dev: a process a topology, a thread a row."""
+    events = []
+    for process, (name, bars) in enumerate(timelines(request).items()):
+        events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
+        for thread, row in enumerate(("compute", "communication")):
+            events.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": row}})
+        for bar in bars:
+            place = {"ph": "X", "pid": process, "tid": int(bar.wire), "ts": bar.start * 1e6}
+            kind = "all-reduce" if bar.wire else sublayer_of(bar.op_name) or "other"
+            length = (bar.stop - bar.start) * 1e6
+            events.append({**place, "dur": length, "name": bar.name, "cat": kind, "args": {"op_name": bar.op_name}})
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
+    _atomically(file, lambda path: pathlib.Path(path).write_text(text), suffix=".json")
+
+
+def _two_layers(bars: Sequence[Bar]) -> list[Bar]:
+    """The forward bars of layers 1 and 2, and whatever runs meanwhile, from time zero."""
+    inside = [b for b in bars if not b.wire and re.search(r"layer_[12]\b", b.op_name) and "transpose(" not in b.op_name]
+    start = min(bar.start for bar in inside)
+    last = max(bar.stop for bar in inside)
+    stop = min((b.start for b in bars if not b.wire and "layer_3" in b.op_name and b.start >= last), default=last)
+    kept = [bar for bar in bars if bar.stop > start and bar.start < stop]
+    cut = lambda at: min(max(at, start), stop) - start
+    return [dataclasses.replace(bar, start=cut(bar.start), stop=cut(bar.stop)) for bar in kept]
+
+
+def _atomically(file: str, write, *, suffix: str) -> None:
+    path = pathlib.Path(file)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-", suffix=suffix)
+    os.close(handle)
+    try:
+        write(partial)
+        os.chmod(partial, 0o644)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise

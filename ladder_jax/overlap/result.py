@@ -1,0 +1,153 @@
+"""The answer of `ladder-jax overlap`: as JSON and as text."""
+
+import dataclasses
+from collections import Counter
+
+from ladder_jax.config import Loop
+from ladder_jax.overlap import request as requests
+from ladder_jax.overlap.record import Record
+from ladder_jax.overlap.request import Phase, Request
+from ladder_jax.schedule import hlo, report
+from ladder_jax.schedule.report import Reduction, Report, Status
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    request: Request
+    record: Record
+    report: Report
+
+    def as_dict(self) -> dict:
+        """The JSON object: counts as `schedule.report` defines them, bytes those of one device."""
+        asked = {name: value for name, value in self.request.as_dict().items() if _belongs(name, self.request)}
+        found = self.report
+        return {
+            **asked,
+            **{name: getattr(found, name) for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")},
+            "window_flops_fraction": found.window_flops_fraction,
+            "hidden_time_fraction": found.hidden_time_fraction,
+            "step_cycles": found.step_cycles,
+            "hidden_cycles": found.hidden_cycles,
+            "bytes_accessed": self._bytes_accessed,
+            "bytes_minimum": self.record.bytes_minimum,
+            "bytes_per_device": self.record.bytes_per_device,
+            "device_memory": self.request.target.memory,
+            "fits": self.fits,
+            "verdict": self.verdict,
+            "compiler_options": self.record.options,
+            "notices": list(self.record.notices),
+            "jax": self.record.jax,
+            "compiler": self.record.compiler,
+        }
+
+    @property
+    def fits(self) -> bool | None:
+        memory = self.request.target.memory
+        return None if memory is None else self.record.bytes_per_device <= memory
+
+    @property
+    def _bytes_accessed(self) -> float | None:
+        """None for a scan too: the compiler counts a loop's body once, however often it turns."""
+        return None if self.request.loop is Loop.SCAN else self.record.bytes_accessed
+
+    @property
+    def verdict(self) -> str:
+        found = self.report
+        if not found.all_reduces:
+            return "no all-reduces: no sublayer of this program communicates"
+        line = f"{found.hidden} of {found.all_reduces} all-reduces hidden"
+        left = [r for r in found.reductions if r.status is not Status.HIDDEN]
+        if not left:
+            return line
+        if found.merged:
+            return f"{line}; {found.merged} were merged by the compiler, which leaves nothing to hide them"
+        if found.hidden == 0:
+            waits = {Status.SYNCHRONOUS: "synchronous"}
+            kinds = ", ".join(sorted({waits.get(r.status, "awaited where it is issued") for r in left}))
+            return f"{line}: each is {kinds}"
+        if len(left) == 1 and left[0].layer == "last":
+            return f"{line}; the last has nothing left to hide under"
+        counts = Counter()
+        for reduction in left:
+            counts[reduction.status] += reduction.count
+        return f"{line}; exposed: " + ", ".join(f"{count} {status.value}" for status, count in counts.items())
+
+    def as_text(self) -> list:
+        """Lines and tables, to be printed by rich."""
+        request, record = self.request, self.record
+        what = f"{request.model}, {request.residual}, {request.phase.value}, {request.layers} layers"
+        lines = [self.verdict, f"{what}, tensor {request.tensor}, {request.loop.value}, on {request.target.name}", ""]
+        memory = f"{record.bytes_per_device / 2**30:.1f} GiB a device"
+        if self.fits is not None:
+            room = request.target.memory / 2**30
+            memory += f", of {room:.0f}: it fits" if self.fits else f", more than its {room:.0f}: it does NOT fit"
+        parts = [("arguments", record.argument_bytes), ("temporaries", record.temporary_bytes)]
+        split = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts)
+        tail = ["", f"memory    {memory} ({split})"]
+        if self._bytes_accessed and record.bytes_minimum:
+            ratio = self._bytes_accessed / record.bytes_minimum
+            tail.append(f"reads     {self._bytes_accessed / 2**30:.2f} GiB, {ratio:.2f} x the weights and cache once")
+        if self.report.hidden_time_fraction is not None:
+            share = f"{self.report.hidden_time_fraction:.0%} of the step's estimated compute"
+            tail.append(f"time      a hidden reduction is in flight during {share}")
+        tail.append(f"compiler  {record.compiler}, jax {record.jax}, {record.seconds:.0f} s")
+        tail.append("options   " + (", ".join(f"{k}={v}" for k, v in record.options.items()) or "none"))
+        tail += [f"notice    {notice}" for notice in record.notices]
+        if request.target.platform == "cuda" and request.phase is not Phase.DECODE:
+            tail.append("notice    attention is XLA's here: cuDNN's cannot be compiled without a GPU")
+        return [*lines, _table(self.report), *tail]
+
+
+def read(request: Request, record: Record) -> Result:
+    flops = requests.sublayer_flops(request)
+    return Result(request, record, report.read(hlo.parse(record.hlo), sublayer_flops=flops))
+
+
+def _belongs(name: str, request: Request) -> bool:
+    """Whether a setting matters to the phase."""
+    elsewhere = {
+        "prompt_length": request.phase is not Phase.DECODE,
+        "context": request.phase is Phase.DECODE,
+        "remat": request.phase is Phase.TRAIN,
+        "ladder_layers": request.ladder_layers is not None,
+    }
+    return elsewhere.get(name, True)
+
+
+def _table(found: Report):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("reduction", "layers", "bytes", "count", "status", "sublayers inside", "cycles inside"):
+        table.add_column(name, justify="left" if name in ("reduction", "layers", "status") else "right")
+    groups: dict[tuple, list[Reduction]] = {}
+    for reduction in found.reductions:
+        direction = "gradient of the input of" if reduction.backward else "output of"
+        name = f"{direction} {reduction.sublayer}" if reduction.sublayer else "last output"
+        groups.setdefault((name, reduction.collective.bytes, reduction.status), []).append(reduction)
+    for (name, size, status), members in groups.items():
+        cycles = [r.collective.cycles for r in members if r.collective.cycles is not None]
+        table.add_row(
+            name,
+            _layers([r.layer for r in members]),
+            f"{size:,}",
+            str(sum(r.count for r in members)),
+            status.value,
+            _range([r.window for r in members], "{:.2f}"),
+            _range(cycles, "{:,}") if cycles else "-",
+        )
+    return table
+
+
+def _layers(names: list[str]) -> str:
+    numbers = sorted({int(name) for name in names if name.isdigit()})
+    if len(numbers) != len(set(names)) or len(numbers) < 3:
+        return ", ".join(dict.fromkeys(names))
+    steps = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if steps else f"{len(numbers)} layers of {numbers[0]}-{numbers[-1]}"
+
+
+def _range(values: list, form: str) -> str:
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} - {high}"

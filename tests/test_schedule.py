@@ -1,0 +1,209 @@
+"""The schedule's reader against what real compilers wrote (tests/hlo), and against its own possible mistakes."""
+
+import pathlib
+
+import pytest
+
+from ladder_jax import schedule
+from ladder_jax.schedule import collectives, cost, hlo, report, timeline
+from ladder_jax.schedule.hardware import HARDWARE
+from ladder_jax.schedule.report import Status
+
+FOLDER = pathlib.Path(__file__).parent / "hlo"
+T, D, F, RANKS, SUBLAYERS = 512, 2048, 16384, 8, 6  # of tests/hlo/generate.py
+SUBLAYER = 2 * 2 * T * D * F / RANKS  # FLOPs: two matmuls, 2 a multiply-add
+
+
+def text(name):
+    return (FOLDER / f"{name}.hlo").read_text()
+
+
+def parsed(name):
+    return hlo.parse(text(name))
+
+
+UNROLLED = ["h100-unrolled", "tpu7x-unrolled", "v5p-unrolled", "v5e-unrolled"]
+
+
+@pytest.mark.parametrize("name", UNROLLED)
+def test_an_unrolled_ladder_hides_all_but_the_last(name):
+    found = schedule.audit(text(name))
+    assert (found.all_reduces, found.hidden, found.merged, found.exposed) == (SUBLAYERS, SUBLAYERS - 1, 0, 1)
+    assert found.reductions[-1].status is not Status.HIDDEN
+    assert {r.collective.bytes for r in found.reductions} == {T * D * 2}
+    assert {r.collective.axes for r in found.reductions} == {("tensor",)}
+    assert 0.4 < found.window_flops_fraction["least"] <= found.window_flops_fraction["median"] <= 2
+    assert (found.hidden_time_fraction is None) == name.startswith("h100")
+    if found.hidden_time_fraction is not None:
+        assert 0.3 < found.hidden_time_fraction < 1
+    assert schedule.assert_hidden(text(name)).hidden == found.hidden
+
+
+@pytest.mark.parametrize("name", ["h100-scan", "tpu7x-scan"])
+def test_a_scan_counts_by_its_turns(name):
+    found = schedule.audit(text(name))
+    inside = [r for r in found.reductions if r.collective.executions > 1]
+    assert [r.count for r in inside] == [3, 3] and all(r.status is Status.HIDDEN for r in inside)
+    assert (found.all_reduces, found.hidden) == (7, 6)  # the last one's output is reduced after the loop
+
+
+def test_small_reductions_of_a_gpu():
+    found = schedule.audit(text("h100-small"))
+    assert {r.collective.bytes for r in found.reductions} == {16 * D * 2}
+
+
+@pytest.mark.parametrize("name", [*UNROLLED, "h100-scan", "tpu7x-scan", "h100-standard", "tpu7x-standard"])
+def test_flops_are_those_of_the_model(name):
+    """However the compiler writes a matmul: dot, cuBLAS call, convolution, in fusions and loops."""
+    program = parsed(name)
+    costs = cost.Costs(program)
+    entry = program.entry
+    total = sum(sum(costs.matmul_flops(i, within=entry).values()) for i in entry.instructions)
+    assert total == SUBLAYERS * SUBLAYER
+
+
+@pytest.mark.parametrize("name", ["h100-standard", "tpu7x-standard"])
+def test_standard_hides_nothing(name):
+    found = schedule.audit(text(name))
+    assert (found.all_reduces, found.hidden, found.window_flops_fraction) == (SUBLAYERS, 0, None)
+    with pytest.raises(AssertionError, match="6 of 6 reductions are not hidden, 1 allowed: .+ bytes"):
+        schedule.assert_hidden(text(name))
+
+
+@pytest.mark.parametrize("name", ["h100-naive", "tpu7x-naive"])
+def test_merged_pairs_are_reported(name):
+    """As an all-reduce of two operands (TPU), or of one flat array joined of two (NVIDIA)."""
+    found = schedule.audit(text(name))
+    assert (found.all_reduces, found.merged, found.hidden) == (SUBLAYERS, SUBLAYERS, 0)
+    with pytest.raises(AssertionError, match="merged with another"):
+        schedule.assert_hidden(text(name), exposed=SUBLAYERS)
+
+
+def test_synchronous_reductions_are_reported():
+    found = schedule.audit(text("v5p-sync"))
+    assert {r.status for r in found.reductions} == {Status.SYNCHRONOUS}
+    assert (found.all_reduces, found.asynchronous, found.hidden) == (SUBLAYERS, 0, 0)
+
+
+def test_a_tiny_matmul_is_not_enough():
+    (only,) = schedule.audit(text("h100-tiny")).reductions
+    assert sum(only.collective.flops.values()) > 0
+    assert not only.collective.synchronous and only.status is Status.EXPOSED
+
+
+WINDOW = """HloModule window, is_scheduled=true
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%a, %b)
+}
+
+ENTRY %main (x: bf16[512,2048], w: bf16[2048,2048]) -> bf16[512,2048] {
+  %x = bf16[512,2048]{1,0} parameter(0)
+  %w = bf16[2048,2048]{1,0} parameter(1)
+  %before = bf16[512,2048]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %all-reduce-start = bf16[512,2048]{1,0} all-reduce-start(%before), replica_groups=mesh['tensor'=8] {'tensor'}, \
+to_apply=%add
+BETWEEN
+  %all-reduce-done = bf16[512,2048]{1,0} all-reduce-done(%all-reduce-start)
+  %after = bf16[512,2048]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %out = bf16[512,2048]{1,0} add(%all-reduce-done, %after)
+}
+"""
+COPIES = """  %copy-start = (bf16[2048,2048]{1,0}, bf16[2048,2048]{1,0}, u32[]) copy-start(%w)
+  %copy-done = bf16[2048,2048]{1,0} copy-done(%copy-start)
+  %copy = bf16[512,2048]{0,1} copy(%x)"""
+MATMUL = "  %between = bf16[512,2048]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+@pytest.mark.parametrize(
+    "between, status", [(COPIES, Status.EXPOSED), ("", Status.EXPOSED), (MATMUL, Status.HIDDEN)], ids=str
+)
+def test_only_compute_hides(between, status):
+    (only,) = schedule.audit(WINDOW.replace("BETWEEN", between)).reductions
+    assert only.status is status
+
+
+def test_what_is_not_a_schedule_is_refused():
+    with pytest.raises(ValueError, match="not the text of an HLO module"):
+        schedule.audit("module @jit_f {}")
+    with pytest.raises(ValueError, match="has not been scheduled"):
+        schedule.audit(WINDOW.replace(", is_scheduled=true", "").replace("BETWEEN", ""))
+    with pytest.raises(ValueError, match="never awaits"):
+        schedule.audit(WINDOW.replace("BETWEEN", "").replace("all-reduce-done(", "copy("))
+    with pytest.raises(AssertionError, match="no reduction"):
+        schedule.assert_hidden(WINDOW.replace("BETWEEN", "").replace("all-reduce-", "copy-"))
+
+
+def test_a_loop_of_unknown_length_is_refused():
+    """Rather than counted once."""
+    with pytest.raises(ValueError, match="cannot tell how often the loop"):
+        schedule.audit(text("tpu7x-scan").replace("direction=LT", "direction=NE"))
+
+
+def test_convolutions_count_only_real_positions():
+    """A batched matmul [8, 128, 64] x [8, 64, 32], as a TPU compiler writes it: batch as a strided window."""
+    line = (
+        "%c = f32[8,128,32]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf"
+    )
+    body = f"""HloModule c, is_scheduled=true
+
+ENTRY %main (a: f32[8,128,64], b: f32[8,64,32]) -> f32[8,128,32] {{
+  %a = f32[8,128,64]{{2,1,0}} parameter(0)
+  %b = f32[8,64,32]{{2,1,0}} parameter(1)
+  ROOT {line}
+}}
+"""
+    program = hlo.parse(body)
+    root = program.entry.instructions[-1]
+    assert sum(cost.Costs(program).matmul_flops(root, within=program.entry).values()) == 2 * 8 * 128 * 64 * 32
+
+
+def test_garbage_estimates_are_skipped():
+    one = text("tpu7x-unrolled").replace('"estimated_cycles":"', '"estimated_cycles":"9223372036854775807', 1)
+    before, after = schedule.audit(text("tpu7x-unrolled")), schedule.audit(one)
+    assert 0 < after.step_cycles <= before.step_cycles
+
+
+@pytest.mark.parametrize(
+    "op_name, owner",
+    [
+        ("jit(f)/layer_3/mlp/launch_sublayer_output/previous/psum", ("3", "attention")),
+        ("jit(f)/layer_3/attention/launch_sublayer_output/previous/psum", ("2", "mlp")),
+        ("jit(f)/layer_3/joint/launch_sublayer_output/previous/psum", ("2", "joint")),
+        ("jit(f)/layer_3/mlp/launch_sublayer_output/psum", ("3", "mlp")),
+        ("jit(f)/layers_0_to_79/while/body/attention/launch_sublayer_output/previous/psum", ("0-79", "mlp")),
+        ("jit(f)/transpose(jvp(layer_1))/attention/enter_sublayer_input/psum", ("1", "attention")),
+        ("jit(f)/launch_sublayer_output/previous/psum", ("last", "")),
+        ("jit(f)/jit(_splash_attention)/psum", ("", "")),
+    ],
+)
+def test_owner(op_name, owner):
+    assert report.owner(op_name) == owner
+
+
+def test_a_timeline_waits_only_for_what_is_exposed():
+    """Standard waits for every reduction; Ladder for the last, where the wire is fast enough."""
+    waits = {}
+    for name in ("standard", "unrolled"):
+        program = parsed(f"tpu7x-{name}")
+        bars = timeline.play(program, hardware=HARDWARE["tpu7x"], ranks=RANKS)
+        compute, wire = [b for b in bars if not b.wire], [b for b in bars if b.wire]
+        assert len(wire) == SUBLAYERS
+        assert all(earlier.stop <= later.start + 1e-12 for earlier, later in zip(compute, compute[1:], strict=False))
+        waits[name] = max(b.stop for b in bars) - sum(b.stop - b.start for b in compute)
+        one = wire[0].stop - wire[0].start
+        assert one == pytest.approx(2 * 7 / 8 * T * D * 2 / HARDWARE["tpu7x"].link)
+    assert waits["standard"] > 5 * one and waits["unrolled"] < 1.5 * one
+
+
+def test_a_timeline_turns_loops():
+    bars = timeline.play(parsed("tpu7x-scan"), hardware=HARDWARE["tpu7x"], ranks=RANKS)
+    assert sorted(b.turn for b in bars if b.wire) == [0, 0, 0, 1, 1, 2, 2]
+
+
+def test_collectives_name_their_kind():
+    program = parsed("h100-scan")
+    found = collectives.find(program, costs=cost.Costs(program))
+    assert {c.kind for c in found} == {"all-reduce"}
