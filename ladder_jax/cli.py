@@ -113,6 +113,7 @@ def _parser() -> Parser:
     overlap.add_argument("--ladder-layers", metavar="WHICH", help="a hybrid: N (the last N layers), i,j or all")
     overlap.add_argument("--loop", help="scan or unrolled (default: unrolled; scan for train)")
     overlap.add_argument("--remat", help="for train: none (the default), full or save-matmuls")
+    overlap.add_argument("--launch", help="for decode: chained (the default), or explicit: by name, with jax 0.12")
     for option, letter, text in (
         ("layers", "N", "layers (default: the preset's)"),
         ("tensor", "N", "tensor-parallel devices (default: all of the target's)"),

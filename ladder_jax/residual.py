@@ -50,7 +50,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ladder_jax.config import ModelConfig, residual_names
+from ladder_jax.config import Launch, ModelConfig, residual_names
+from ladder_jax.parallel import explicit
 from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, all_reduce, ranks, vary, varying
 from ladder_jax.parallel.options import Overlap
 
@@ -94,16 +95,26 @@ class Delayed:
     keep: int
     fresh: bool = False
 
-    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> State:
-        launched = (*state.sums, _launch(state.partial, axes, PREVIOUS)) if self.lag else ()
+    def __call__(
+        self,
+        state: State,
+        sublayers: Sequence[Sublayer],
+        *,
+        axes: tuple[str, ...],
+        launch: Launch = Launch.CHAINED,
+    ) -> State:
+        by_name = launch is Launch.EXPLICIT and self.skip > 0
+        launched = (*state.sums, (_start if by_name else _launch)(state.partial, axes, PREVIOUS)) if self.lag else ()
         stream = _add(state.residual, launched[: self.lag - self.skip])
         entered, residual = _enter(stream, axes), state.residual
-        if self.keep:
+        if self.keep and not by_name:
             entered, residual, launched = _await_backward(entered, residual, launched, axes)
         if self.fresh:
             entered = _add(entered, (state.partial,))
         partial = _compute(entered, self.sublayers, sublayers)
-        if self.skip:
+        if by_name and launched[-1] is not None:
+            launched = (*launched[:-1], launched[-1].done())
+        elif self.skip:
             partial, launched = _await(partial, launched, axes)
         if self.keep == 0:
             return State(_add(residual, (*launched, _launch(partial, axes))))
@@ -133,7 +144,7 @@ class Desynced:
     phase: int  # sublayers since the last all-reduce
     sync: bool
 
-    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> State:
+    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
         local = _enter(state.residual, axes) if state.local is None else state.local
         partial = _compute(local, self.sublayers, sublayers)
         if self.sync:
@@ -153,7 +164,7 @@ class Silent:
 
     sublayers: tuple[int, ...]
 
-    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> State:
+    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
         return State(_add(state.residual, (_compute(state.residual, self.sublayers, sublayers),)))
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
@@ -262,6 +273,13 @@ def _launch(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -
         return None
     with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
         return checkpoint_name(all_reduce(partial, axes), REDUCED)
+
+
+def _start(partial: jax.Array | None, axes: tuple[str, ...], scope: str):
+    if partial is None:
+        return None
+    with jax.named_scope(f"{LAUNCH}/{scope}"):
+        return explicit.start(partial, axes)
 
 
 def _enter(stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:

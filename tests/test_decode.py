@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ladder_jax import decode, nn
-from ladder_jax.config import DecodeConfig, Loop
+from ladder_jax import decode, nn, parallel
+from ladder_jax.config import DecodeConfig, Launch, Loop
 from ladder_jax.decode import generate, sampling, steps, weights
 from ladder_jax.errors import UserError
+from ladder_jax.parallel import explicit
 from tests import cases
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
@@ -130,3 +131,39 @@ def test_argmax_takes_the_first_of_equals():
 def test_impossible_prompts(prompts, message):
     with pytest.raises(UserError, match=message):
         generator().tokens(prompts, config=DecodeConfig())
+
+
+class Started:
+    """A collective launched by name, as XLA has them for GPUs only: here it is made when it is awaited."""
+
+    def __init__(self, x, axes):
+        self._made = lambda: parallel.all_reduce(x, axes)
+
+    def done(self):
+        return self._made()
+
+
+@pytest.mark.parametrize(
+    "name", ["ladder", "ladder-2", "ladder-fresh", "parallel-ladder", "hybrid-delay-2", "standard"]
+)
+def test_launching_by_name_computes_the_same(name, monkeypatch):
+    """What the topologies do with it; `make audit` compiles it for a GPU, where its values have not been seen yet."""
+    monkeypatch.setattr(explicit, "check", lambda mesh: None)
+    monkeypatch.setattr(explicit, "_parts", lambda: (Started, lambda fn, enforce: fn))
+    definition = cases.define(name, tensor=8)
+    params = cases.place(cases.parameters(definition), definition)
+    stored = weights.prepare(definition, params, loop=Loop.UNROLLED)
+    tokens, rows = cases.tokens(), np.arange(4)
+    first = {}
+    for launch in Launch:
+        _, caches = decode.prefill(definition, capacity=12)(stored, tokens[:, :8], LENGTHS)
+        step = steps.decode.__wrapped__(definition, launch=launch)
+        logits, _ = step(stored, caches, tokens[rows, LENGTHS], LENGTHS)
+        first[launch] = np.asarray(logits)[:, :251]
+    assert cases.error(first[Launch.EXPLICIT], first[Launch.CHAINED]) < cases.bound(definition.config)
+
+
+def test_launching_by_name_where_it_cannot_be():
+    definition = cases.define("ladder", tensor=8)
+    with pytest.raises(UserError, match="launch 'explicit' is for NVIDIA GPUs, and this mesh is of cpu"):
+        decode.decode(definition, launch=Launch.EXPLICIT)

@@ -9,6 +9,7 @@ from ladder_jax.config.schema import Biases as Biases
 from ladder_jax.config.schema import DataConfig as DataConfig
 from ladder_jax.config.schema import DecodeConfig as DecodeConfig
 from ladder_jax.config.schema import Dtype as Dtype
+from ladder_jax.config.schema import Launch as Launch
 from ladder_jax.config.schema import Loop as Loop
 from ladder_jax.config.schema import MeshConfig as MeshConfig
 from ladder_jax.config.schema import ModelConfig as ModelConfig

@@ -27,6 +27,13 @@ class Loop(enum.Enum):
     UNROLLED = "unrolled"
 
 
+class Launch(enum.Enum):
+    """How a reduction is launched beside compute and awaited after it."""
+
+    CHAINED = "chained"  # by barriers that the compiler must respect; differentiable, everywhere
+    EXPLICIT = "explicit"  # by name (see parallel/explicit.py); decoding on GPUs
+
+
 class Remat(enum.Enum):
     """What the backward pass keeps. The reduced sums are kept under every policy (see residual.py)."""
 
@@ -167,6 +174,7 @@ class DecodeConfig:
     temperature: float = 0.0  # 0: greedy
     seed: int = 0
     loop: Loop = Loop.UNROLLED
+    launch: Launch = Launch.CHAINED
 
     def __post_init__(self):
         check_positive(self, "decode", "max_new_tokens")

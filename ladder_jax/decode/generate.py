@@ -45,7 +45,7 @@ class Generator:
         capacity = _round_up(lengths.max() + config.max_new_tokens + CHUNK)
 
         prefill = steps.prefill(self.definition, capacity=int(capacity), loop=self.loop)
-        decode = steps.decode_many(self.definition, count=CHUNK, loop=self.loop)
+        decode = steps.decode_many(self.definition, count=CHUNK, loop=self.loop, launch=config.launch)
         temperature = jnp.float32(config.temperature)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(config.seed), jnp.arange(len(rows)))
 

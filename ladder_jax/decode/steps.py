@@ -1,15 +1,17 @@
 """Compiled prefill and decode: one shard_map each, caches updated in place."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from ladder_jax import nn
-from ladder_jax.config import Loop
+from ladder_jax.config import Launch, Loop
 from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.nn import Definition
-from ladder_jax.parallel import Compiled, Size, on_mesh, over_ranks, vary
+from ladder_jax.parallel import Compiled, Overlap, Size, Traits, explicit, on_mesh, over_ranks, vary
 
 
 @functools.cache
@@ -28,22 +30,25 @@ def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED
         return logits[:, 0], caches
 
     out_dims = ("BV", cache.dims(definition, loop=loop))
-    return _compile(definition, local, size=Size.LARGE, loop=loop, in_dims=("BT", "B"), out_dims=out_dims)
+    traits = definition.traits(size=Size.LARGE, loop=loop)
+    return _compile(definition, local, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
 
 
 @functools.cache
-def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED) -> Compiled:
+def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED, launch: Launch = Launch.CHAINED) -> Compiled:
     """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches), one position a row.
 
-    Row b's token is written at position lengths[b]. The caches passed in are consumed.
+    Row b's token is written at position lengths[b]. The caches passed in are consumed. Raises UserError
+    where `launch` is by name and this jax cannot.
     """
 
     def local(params, caches, tokens, lengths):
-        return _one(definition, params, caches, tokens, lengths, loop)
+        return one(params, caches, tokens, lengths)
 
-    dims = cache.dims(definition, loop=loop)
+    one, dims = _one(definition, loop=loop, launch=launch), cache.dims(definition, loop=loop)
     in_dims, out_dims = (dims, "B", "B"), ("BV", dims)
-    return _compile(definition, local, size=Size.SMALL, loop=loop, in_dims=in_dims, out_dims=out_dims, donate=(1,))
+    traits = _decode_traits(definition, loop=loop, launch=launch)
+    return _compile(definition, local, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
 
 
 @functools.cache
@@ -63,7 +68,9 @@ def sample_first(definition: Definition) -> jax.stages.Wrapped:
 
 
 @functools.cache
-def decode_many(definition: Definition, *, count: int, loop: Loop = Loop.UNROLLED) -> Compiled:
+def decode_many(
+    definition: Definition, *, count: int, loop: Loop = Loop.UNROLLED, launch: Launch = Launch.CHAINED
+) -> Compiled:
     """A compiled (params, caches, tokens, lengths, temperature, keys) -> (new tokens [B, count], caches).
 
     The token loop runs on the devices: `count` decode steps and samples without the host.
@@ -73,7 +80,7 @@ def decode_many(definition: Definition, *, count: int, loop: Loop = Loop.UNROLLE
     def local(params, caches, tokens, lengths, temperature, keys):
         def turn(carry, _):
             caches, tokens, lengths = carry
-            logits, caches = _one(definition, params, caches, tokens, lengths, loop)
+            logits, caches = one(params, caches, tokens, lengths)
             lengths = lengths + 1
             tokens = sampling.sample(
                 logits, temperature=temperature, keys=keys, positions=lengths, vocab_size=config.vocab_size, axes=axes
@@ -83,28 +90,37 @@ def decode_many(definition: Definition, *, count: int, loop: Loop = Loop.UNROLLE
         (caches, _, _), new = jax.lax.scan(turn, (caches, tokens, lengths), length=count)
         return new.T, caches
 
-    dims = cache.dims(definition, loop=loop)
+    one, dims = _one(definition, loop=loop, launch=launch), cache.dims(definition, loop=loop)
     in_dims, out_dims = (dims, "B", "B", "", "B"), ("BT", dims)
-    return _compile(definition, local, size=Size.SMALL, loop=loop, in_dims=in_dims, out_dims=out_dims, donate=(1,))
+    traits = _decode_traits(definition, loop=loop, launch=launch)
+    return _compile(definition, local, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
 
 
-def _one(definition: Definition, params: Any, caches: Any, tokens: jax.Array, lengths: jax.Array, loop: Loop):
-    x, caches = nn.hidden(definition, params, tokens[:, None], loop_form=loop, caches=caches, lengths=lengths)
-    return nn.logits(definition, params, x)[:, 0], caches
+def _one(definition: Definition, *, loop: Loop, launch: Launch) -> Callable:
+    """On one rank: (params, caches, tokens, lengths) -> (logits, caches)."""
+    if definition.layout.ranks == 1 or definition.layout.emulated:
+        launch = Launch.CHAINED  # nothing to launch
+    if launch is Launch.EXPLICIT:
+        explicit.check(definition.layout.mesh)
+
+    def one(params, caches, tokens, lengths):
+        settings = dict(loop_form=loop, caches=caches, lengths=lengths, launch=launch)
+        x, caches = nn.hidden(definition, params, tokens[:, None], **settings)
+        return nn.logits(definition, params, x)[:, 0], caches
+
+    return one
+
+
+def _decode_traits(definition: Definition, *, loop: Loop, launch: Launch) -> Traits:
+    """What is launched by name needs no option to be overlapped, only the fastest reduction."""
+    traits = definition.traits(size=Size.SMALL, loop=loop)
+    return dataclasses.replace(traits, overlap=Overlap.WAITS) if launch is Launch.EXPLICIT else traits
 
 
 def _compile(
-    definition: Definition,
-    local: Any,
-    *,
-    size: Size,
-    loop: Loop,
-    in_dims: tuple,
-    out_dims: Any,
-    donate: tuple[int, ...] = (),
+    definition: Definition, local: Callable, *, traits: Traits, in_dims: tuple, out_dims: Any, donate: tuple = ()
 ) -> Compiled:
-    in_dims, layout = (weights.dims(definition, loop=loop), *in_dims), definition.layout
+    in_dims, layout = (weights.dims(definition, loop=traits.loop), *in_dims), definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    traits = definition.traits(size=size, loop=loop)
     return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate)

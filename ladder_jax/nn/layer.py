@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ladder_jax.config import ModelConfig
+from ladder_jax.config import Launch, ModelConfig
 from ladder_jax.nn import kernels
 from ladder_jax.nn.attention import Attention, Cache
 from ladder_jax.nn.mlp import MLP
@@ -26,6 +26,7 @@ class Call:
     table: tuple[jax.Array, jax.Array]
     first_rank: jax.Array
     lengths: jax.Array | None = None
+    launch: Launch = Launch.CHAINED
 
 
 class Layer(nnx.Module):
@@ -64,5 +65,5 @@ class Layer(nnx.Module):
             with jax.named_scope(
                 "attention" if step.sublayers == (0,) else "mlp" if step.sublayers == (1,) else "joint"
             ):
-                state = step(state, (attention, mlp), axes=call.axes)
+                state = step(state, (attention, mlp), axes=call.axes, launch=call.launch)
         return state, cache

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ladder_jax import residual
-from ladder_jax.config import Loop, ModelConfig, Remat
+from ladder_jax.config import Launch, Loop, ModelConfig, Remat
 from ladder_jax.errors import UserError
 from ladder_jax.nn import kernels, loop, parameter, rotary
 from ladder_jax.nn.embedding import Embedding
@@ -21,6 +21,7 @@ from ladder_jax.parallel import (
     Layout,
     Size,
     Traits,
+    explicit,
     layout,
     make_mesh,
     on_mesh,
@@ -142,6 +143,7 @@ def hidden(
     remat: Remat = Remat.NONE,
     caches: Any = None,
     lengths: jax.Array | None = None,
+    launch: Launch = Launch.CHAINED,
 ) -> tuple[jax.Array, Any]:
     """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
 
@@ -158,6 +160,7 @@ def hidden(
         table=rotary.tables(positions, config=config),
         first_rank=rank(axes) == 0,
         lengths=lengths,
+        launch=launch,
     )
 
     def body(state, layer, cache, steps):
@@ -165,17 +168,23 @@ def hidden(
 
     x = definition.bind("embedding", params["embedding"]).lookup(tokens, axes=axes, dtype=dtype)
     state = residual.begin(x.astype(config.residual_dtype.value), topology=topology, axes=axes)
-    state, caches = loop.run(
-        body,
-        state,
-        params=params["layers"],
-        caches=caches,
-        steps=topology.layers,
-        loop=loop_form,
-        remat=remat,
-        axes=axes,
-        dtype=dtype,
-    )
+
+    def layers(state, params, caches):
+        return loop.run(
+            body,
+            state,
+            params=params,
+            caches=caches,
+            steps=topology.layers,
+            loop=loop_form,
+            remat=remat,
+            axes=axes,
+            dtype=dtype,
+        )
+
+    # Only the layers: XLA's common-subexpression pass aborts on ordered code around them (jax 0.12.0.1).
+    run_layers = explicit.ordered(layers) if launch is Launch.EXPLICIT else layers
+    state, caches = run_layers(state, params["layers"], caches)
     x = vary(residual.flush(state, axes=axes), axes)
     return definition.bind("final_norm", params["final_norm"])(x, dtype=dtype), caches
 

@@ -4,7 +4,7 @@ import enum
 import json
 import pathlib
 
-from ladder_jax.config import Loop, Remat
+from ladder_jax.config import Launch, Loop, Remat
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture, result
@@ -26,6 +26,7 @@ def run(args: dict) -> None:
         ladder_layers=args["ladder_layers"],
         loop=_member(Loop, "loop", args["loop"]) if args["loop"] else None,
         remat=_member(Remat, "remat", args["remat"]) if args["remat"] else Remat.NONE,
+        launch=_member(Launch, "launch", args["launch"]) if args["launch"] else Launch.CHAINED,
         **{name: args[name] for name in ("layers", "tensor", "batch", "prompt_length", "context")},
     )
     answer = result.read(request, compiling.compiled(request))

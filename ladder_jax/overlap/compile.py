@@ -19,6 +19,7 @@ from ladder_jax.overlap.record import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
 
+SOURCES = ("config", "decode", "nn", "overlap/programs.py", "overlap/worker.py", "parallel", "residual.py", "train")
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
@@ -76,8 +77,8 @@ def _key(request: Request) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
     root = pathlib.Path(__file__).parent.parent
-    for path in sorted(root.rglob("*.py")):
-        if path.parent.name not in ("schedule", "data", "checkpoint") and path.name != "cli.py":
+    for part in SOURCES:
+        for path in sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
 

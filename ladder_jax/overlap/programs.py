@@ -36,7 +36,8 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
         step = decode.prefill(definition, capacity=request.prompt_length, loop=loop)
         return step, (params, tokens(rows, request.prompt_length), tokens(rows))
     caches = cache.abstract(definition, rows=rows, capacity=request.context, loop=loop)
-    return decode.decode(definition, loop=loop), (params, caches, tokens(rows), tokens(rows))
+    step = decode.decode(definition, loop=loop, launch=request.launch)
+    return step, (params, caches, tokens(rows), tokens(rows))
 
 
 def compiler(request: Request) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ladder_jax.config import Loop, ModelConfig, Remat, preset, residual_names
+from ladder_jax.config import Launch, Loop, ModelConfig, Remat, preset, residual_names
 from ladder_jax.config.schema import MeshConfig, check_fits_mesh
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import targets
@@ -32,6 +32,7 @@ class Request:
     prompt_length: int
     context: int
     remat: Remat = Remat.NONE
+    launch: Launch = Launch.CHAINED
 
     @property
     def config(self) -> ModelConfig:
@@ -53,7 +54,7 @@ class Request:
 
     @classmethod
     def from_dict(cls, values: dict) -> "Request":
-        enums = {"phase": Phase, "loop": Loop, "remat": Remat}
+        enums = {"phase": Phase, "loop": Loop, "remat": Remat, "launch": Launch}
         read = {name: enums[name](value) if name in enums else value for name, value in values.items()}
         return cls(**{**read, "target": targets.parse(values["target"])})
 
@@ -72,6 +73,7 @@ def make(
     prompt_length: int | None = None,
     context: int | None = None,
     remat: Remat = Remat.NONE,
+    launch: Launch = Launch.CHAINED,
 ) -> Request:
     """A checked request; raises UserError for what cannot be."""
     parsed = targets.parse(target)
@@ -97,7 +99,10 @@ def make(
         prompt_length=prompt_length or 1024,
         context=context or 2048,
         remat=remat,
+        launch=launch,
     )
+    if launch is Launch.EXPLICIT and phase is not Phase.DECODE:
+        raise UserError(f"--launch explicit is for decode (it has no gradient), not for {phase.value}")
     check_fits_mesh(request.config, MeshConfig(tensor=tensor))
     return request
 
