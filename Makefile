@@ -2,7 +2,7 @@
 #   make demo ARGS='...'    adds arguments to the command of demo, test, test-oldest or smoke-oldest
 #   make demo PYTHON=...    makes .venv with that Python (PYTHON_OLDEST: .venv-oldest); after `make clean` if there is one
 
-.PHONY: help venv demo test test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo test audit test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list
@@ -15,6 +15,9 @@ demo: .venv/.installed  ## train a Ladder and a Standard on 8 simulated devices,
 
 test: .venv/.installed  ## the tests
 	@.venv/bin/python -m pytest -q $(ARGS)
+
+audit: .venv/.compilers  ## what the compilers for TPUs and GPUs make of the programs (no accelerator needed)
+	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m audit tests/audit $(ARGS)
 
 test-oldest: .venv-oldest/.installed  ## the tests on the oldest Python and jax they are run with
 	@.venv-oldest/bin/python -m pytest -q $(ARGS)
@@ -35,6 +38,15 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 
 .venv/.installed: requirements.txt pyproject.toml $(call LOST,.venv)
 	@eval "$$SETUP"; make_venv .venv '$(PYTHON)' 4
+
+# libtpu, and of the CUDA wheels the two that compile; without these two the GPU targets are skipped.
+.venv/.compilers: .venv/.installed
+	@echo ".venv: installing the compilers for TPUs and GPUs"
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@version=$$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))'); \
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || echo "no CUDA plugin here: GPU targets are skipped"
+	@touch .venv/.compilers
 
 .venv-oldest/.installed: requirements.txt pyproject.toml $(call LOST,.venv-oldest)
 	@eval "$$SETUP"; make_venv .venv-oldest '$(PYTHON_OLDEST)' 3.13 jax==0.11.2 jaxlib==0.11.2

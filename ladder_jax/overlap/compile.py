@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import record
 from ladder_jax.overlap.record import Record
-from ladder_jax.overlap.request import Request
+from ladder_jax.overlap.request import Phase, Request
 from ladder_jax.schedule import targets
 
-SOURCES = ("config", "decode", "nn", "overlap/programs.py", "overlap/worker.py", "parallel", "residual.py", "train")
+SOURCES = ("config", "nn", "overlap/programs.py", "overlap/worker.py", "parallel", "residual.py")
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
@@ -77,7 +77,7 @@ def _key(request: Request) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
     root = pathlib.Path(__file__).parent.parent
-    for part in SOURCES:
+    for part in (*SOURCES, "train" if request.phase is Phase.TRAIN else "decode"):
         for path in sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:32]

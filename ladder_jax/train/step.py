@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.config import Loop, Remat, TrainConfig
@@ -78,6 +79,7 @@ def loss_and_gradients(
         total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
         share = lambda p: _loss_sum(definition, p, tokens, loop, remat) / total
         loss, grads = jax.value_and_grad(share)(own)
+        grads = _after_backward(grads, definition)
         return all_reduce(loss, layout.batch), jax.tree.map(
             lambda g, dims: _reduce_gradient(g, dims, layout), grads, definition.dims
         )
@@ -106,6 +108,22 @@ def _loss_sum(definition: Definition, params: Params, tokens: jax.Array, loop: L
         return nn.cross_entropy(logits, tokens[:, 1:], axes=definition.layout.tensor).sum()
 
     return over_ranks(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")(params, tokens)
+
+
+def _after_backward(gradients: Params, definition: Definition) -> Params:
+    """Gradients that ranks of the tensor axes must sum (norm gains and the like), held back to the end.
+
+    Left alone, a compiler may merge their reductions with the last sublayer's, over the same ranks; so
+    they are tied to the embedding's gradient, which comes after it.
+    """
+    leaves, tree = jax.tree.flatten(gradients)
+    first = jax.tree.leaves(gradients["embedding"])[0]
+    layout, dims = definition.layout, jax.tree.leaves(definition.dims)
+    if layout.ranks == 1:
+        return gradients
+    held = [leaf is first or not any(layout.spec(d)) for leaf, d in zip(leaves, dims)]
+    tied = iter(lax.optimization_barrier([leaf for leaf, hold in zip(leaves, held) if hold]))
+    return tree.unflatten([next(tied) if hold else leaf for leaf, hold in zip(leaves, held)])
 
 
 def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:

@@ -1,0 +1,97 @@
+"""How much of the communication is hidden: every target, phase and loop; Ladder, Standard and none at all.
+
+    python -m experiments.overlap
+
+Compiles ahead of time (jax[tpu] and the CUDA plugin, no accelerator), two programs at once; what was
+compiled before is read from the cache, so an interrupted run goes on where it stood. Programs have 4
+layers of Llama-3-70B over 8 devices; decode batch 16 at context 2048, prefill and train 1 x 1024.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import pathlib
+
+from ladder_jax.config import Loop
+from ladder_jax.errors import UserError
+from ladder_jax.overlap import compile as compiling
+from ladder_jax.overlap import request as requests
+from ladder_jax.overlap import result
+from ladder_jax.overlap.request import Phase, Request
+
+TARGETS = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8")
+RESIDUALS = ("ladder", "standard", "no-communication")
+HERE = pathlib.Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", default=TARGETS)
+    parser.add_argument("--phases", nargs="+", default=[phase.value for phase in Phase])
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
+    args = parser.parse_args()
+
+    asked = [
+        requests.make(target=target, model="llama-3-70b", residual="ladder", phase=Phase(phase), loop=loop, layers=4)
+        for phase in args.phases
+        for loop in Loop
+        for target in args.targets
+    ]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        rows = [row for row in pool.map(measure, asked)]
+    args.out.write_text(json.dumps({"model": "llama-3-70b", "layers": 4, "tensor": 8, "rows": rows}, indent=1) + "\n")
+    print(table(rows))
+
+
+def measure(request: Request) -> dict:
+    """The Ladder's counts, and each topology's estimated compute."""
+    found = {}
+    for residual in RESIDUALS:
+        one = dataclasses.replace(request, residual=residual)
+        try:
+            found[residual] = result.read(one, compiling.compiled(one))
+        except UserError as error:
+            return {"target": request.target.name, "phase": request.phase.value, "error": str(error)}
+    counts = {name: found["ladder"].as_dict()[name] for name in KEYS}
+    cycles = {name: answer.report.step_cycles for name, answer in found.items()}
+    standard = {f"standard_{name}": found["standard"].as_dict()[name] for name in ("all_reduces", "hidden")}
+    return {**counts, **standard, "cycles": cycles}
+
+
+KEYS = (
+    "target phase loop all_reduces asynchronous hidden merged window_flops_fraction hidden_time_fraction"
+    " bytes_per_device compiler jax compiler_options notices"
+).split()
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown, a row a program."""
+    lines = [
+        "| target | phase, loop | hidden | least, median window | hidden time | Standard hides"
+        " | cycles over Standard | over none |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "error" in row:
+            lines.append(f"| {row['target']} | {row['phase']} | {row['error']} | | | | | |")
+            continue
+        window, cycles = row["window_flops_fraction"], row["cycles"]
+        share = row["hidden_time_fraction"]
+        ratio = lambda name: f"{cycles['ladder'] / cycles[name]:.3f}" if cycles["ladder"] else "-"
+        cells = [
+            row["target"],
+            f"{row['phase']}, {row['loop']}",
+            f"{row['hidden']} of {row['all_reduces']}",
+            f"{window['least']:.2f}, {window['median']:.2f}" if window else "-",
+            f"{share:.0%}" if share is not None else "-",
+            f"{row['standard_hidden']} of {row['standard_all_reduces']}",
+            ratio("standard"),
+            ratio("no-communication"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""What the compilers for TPUs and GPUs make of the library's programs: `make audit`.
+
+4 layers of Llama-3-70B over 8 devices; decode batch 16 at context 2048, prefill and train 1 x 1024. Every
+program is compiled in a process of its own, two at a time, and kept: a second run reads what the first compiled.
+"""
+
+import concurrent.futures
+import dataclasses
+
+import pytest
+
+from ladder_jax.config import Launch, Loop, Remat
+from ladder_jax.overlap import compile as compiling
+from ladder_jax.overlap import request as requests
+from ladder_jax.overlap import result
+from ladder_jax.overlap.request import Phase
+from ladder_jax.schedule import targets
+from ladder_jax.schedule.report import Status
+
+pytestmark = pytest.mark.audit
+
+LAYERS = 4
+TPUS = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
+GPUS = ("h100:8", "b200:8")
+ALL = TPUS + GPUS
+SERVING = (Phase.PREFILL, Phase.DECODE)
+
+
+def case(target, phase, residual="ladder", loop=Loop.UNROLLED, **more):
+    settings = dict(target=target, phase=phase, residual=residual, loop=loop, **more)
+    words = (residual, phase.value, loop.value, *(f"{k}={getattr(v, 'value', v)}" for k, v in more.items()), target)
+    return pytest.param(requests.make(model="llama-3-70b", layers=LAYERS, **settings), id="-".join(words))
+
+
+UNROLLED = [case(target, phase) for phase in SERVING for target in ALL]
+SCANNED = [case(target, phase, loop=Loop.SCAN) for phase in SERVING for target in ALL]
+STANDARD = [case(target, phase, "standard") for phase in SERVING for target in ALL]
+REMAT = (Remat.NONE, Remat.FULL)
+TRAIN = [case(target, Phase.TRAIN, remat=remat) for remat in REMAT for target in ALL]
+TRAIN_SCANNED = [case(target, Phase.TRAIN, loop=Loop.SCAN, remat=remat) for remat in REMAT for target in ALL]
+TRAIN_STANDARD = [case(target, Phase.TRAIN, "standard", Loop.SCAN) for target in ("tpu7x:2x2x1", "h100:8")]
+OTHERS = {"ladder-2": 6, "parallel-ladder": LAYERS - 1}  # hidden: all but the last two; all but the last of one a layer
+KINDS = [case(target, Phase.DECODE, name) for name in OTHERS for target in ALL]
+FRESH = [case(target, Phase.DECODE, "ladder-fresh", Loop.SCAN) for target in ALL]
+# Twice the length of each run of ladder layers, less one if it starts at layer 0: nothing is pending there.
+HYBRIDS = {"2": 4, "0,1": 3, "0,3": 3}
+HYBRID = [case(target, Phase.DECODE, ladder_layers=which) for which in HYBRIDS for target in ("v5p:2x2x2", "h100:8")]
+BATCH_1 = [case(target, Phase.DECODE, batch=1) for target in ("v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")]
+EXPLICIT = [case(target, Phase.DECODE, launch=Launch.EXPLICIT) for target in GPUS]
+RESCUED = [case("v5e:2x2", Phase.PREFILL)]
+CASES = sum(
+    (
+        UNROLLED, SCANNED, STANDARD, KINDS, FRESH, HYBRID, BATCH_1, EXPLICIT, RESCUED,
+        TRAIN_SCANNED, TRAIN_STANDARD, TRAIN,
+    ),
+    [],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """Compiles all cases beside the tests, in their order; a function that waits for one's answer."""
+    wanted = [values[0] for values in (param.values for param in CASES) if not absent(values[0])]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        records = {one: pool.submit(compiling.compiled, one) for one in wanted}
+
+        def wait(request):
+            if reason := absent(request):
+                pytest.skip(reason)
+            return result.read(request, records[request].result())
+
+        yield wait
+        pool.shutdown(cancel_futures=True)
+
+
+def absent(request):
+    """TPU targets are always compiled for; GPU targets where the plugin is installed."""
+    return request.target.platform == "cuda" and targets.not_installed(request.target)
+
+
+def check(answer, *, hidden, all_reduces):
+    found = answer.report
+    assert (found.all_reduces, found.merged) == (all_reduces, 0), answer.verdict
+    assert found.hidden >= hidden, answer.verdict
+
+
+@pytest.mark.parametrize("request_", UNROLLED)
+def test_unrolled_ladder_hides_all_but_the_last(request_, compiled):
+    check(compiled(request_), hidden=2 * LAYERS - 1, all_reduces=2 * LAYERS)
+
+
+@pytest.mark.parametrize("request_", SCANNED + FRESH)
+def test_scanned_ladder_hides_all_of_the_body(request_, compiled):
+    answer = compiled(request_)
+    check(answer, hidden=2 * LAYERS, all_reduces=2 * LAYERS + 1)  # the first turn reduces zeros
+    body = [r for r in answer.report.reductions if r.collective.executions > 1]
+    assert len(body) == 2 and all(r.status is Status.HIDDEN for r in body)
+
+
+@pytest.mark.parametrize("request_", STANDARD)
+def test_standard_hides_nothing(request_, compiled):
+    """The control."""
+    found = compiled(request_).report
+    assert (found.all_reduces, found.hidden) == (2 * LAYERS, 0)
+
+
+@pytest.mark.parametrize("request_", TRAIN_STANDARD)
+def test_standard_hides_nothing_forward(request_, compiled):
+    forward = [r for r in compiled(request_).report.reductions if not r.backward]
+    assert sum(r.count for r in forward) == 2 * LAYERS
+    assert not any(r.status is Status.HIDDEN for r in forward)
+
+
+@pytest.mark.parametrize("request_", TRAIN)
+def test_training_unrolled(request_, compiled):
+    least = {"v5e": 13, "h100": 12, "b200": 12}.get(request_.target.kind, 14)
+    check(compiled(request_), hidden=least, all_reduces=4 * LAYERS)
+
+
+@pytest.mark.parametrize("request_", TRAIN_SCANNED)
+def test_training_scanned(request_, compiled):
+    least = {"v5e": 13, "h100": 12, "b200": 12}.get(request_.target.kind, 14)
+    check(compiled(request_), hidden=least, all_reduces=4 * LAYERS + 1)
+
+
+@pytest.mark.parametrize("request_", KINDS)
+def test_other_kinds(request_, compiled):
+    joint = request_.residual == "parallel-ladder"
+    check(compiled(request_), hidden=OTHERS[request_.residual], all_reduces=LAYERS if joint else 2 * LAYERS)
+
+
+@pytest.mark.parametrize("request_", HYBRID)
+def test_hybrids_hide_the_ladder_layers(request_, compiled):
+    check(compiled(request_), hidden=HYBRIDS[request_.ladder_layers], all_reduces=2 * LAYERS)
+
+
+@pytest.mark.parametrize("request_", BATCH_1 + EXPLICIT)
+def test_small_reductions(request_, compiled):
+    """16 KiB on TPUs; on GPUs the fast kernel, launched by name."""
+    check(compiled(request_), hidden=2 * LAYERS - 1, all_reduces=2 * LAYERS)
+
+
+@pytest.mark.parametrize("request_", RESCUED)
+def test_options_that_fail_to_compile_are_replaced(request_, compiled):
+    answer = compiled(request_)
+    check(answer, hidden=2 * LAYERS - 1, all_reduces=2 * LAYERS)
+    assert any("the compiler fails with" in notice for notice in answer.record.notices)
+    assert "xla_tpu_scoped_vmem_limit_kib" in answer.record.options
+
+
+def test_the_cache_is_used(compiled, monkeypatch):
+    request = UNROLLED[0].values[0]
+    compiled(request)
+    monkeypatch.setattr(compiling, "_run_worker", None)
+    assert compiling.compiled(request).hlo
+    with pytest.raises(TypeError):
+        compiling.compiled(dataclasses.replace(request, batch=request.batch + 1))

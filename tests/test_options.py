@@ -1,0 +1,147 @@
+"""Compiler options by device kind: which, what an older compiler does with them, and what happens when they fail."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ladder_jax import decode, nn, parallel, train
+from ladder_jax.config import Loop, TrainConfig
+from ladder_jax.parallel import Compiled, Overlap, Size, Traits, options
+from ladder_jax.parallel.options import TABLE, When, options_for
+from tests import cases
+
+ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Size, Loop)]
+V5E, V5P, TPU7X, H100 = "TPU v5 lite", "TPU v5", "TPU7x", "NVIDIA H100 80GB HBM3"
+
+
+def test_every_option_says_where_it_is_known_from():
+    for rows in TABLE.values():
+        assert all(len(row.why) > 20 and row.overlap and row.sizes and row.loops for row in rows)
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_no_two_rows_set_one_option(kind):
+    for traits in ALL_TRAITS:
+        rows = [
+            row.name
+            for row in TABLE[kind]
+            if traits.overlap in row.overlap and traits.size in row.sizes and traits.loop in row.loops
+        ]
+        assert len(rows) == len(set(rows))
+
+
+def test_each_kind_of_program_has_its_own():
+    hides = lambda size, loop=Loop.UNROLLED: Traits(Overlap.HIDES, size, loop)
+    waits = Traits(Overlap.WAITS, Size.SMALL, Loop.UNROLLED)
+    kernels = "xla_gpu_experimental_use_collective_kernels"
+    assert options_for(H100, hides(Size.SMALL))[kernels] == ""
+    assert kernels not in options_for(H100, hides(Size.LARGE)) and kernels not in options_for(H100, waits)
+    assert options_for(H100, waits) == {"xla_gpu_enable_latency_hiding_scheduler": True}
+    assert options_for(V5P, waits) == {}  # small ones are fastest on the TensorCore
+    assert "xla_tpu_enable_sparse_core_collective_offload_all_reduce" in options_for(V5P, hides(Size.LARGE))
+    assert options_for(TPU7X, hides(Size.LARGE)) == {}
+    assert "xla_tpu_scoped_vmem_limit_kib" in options_for(V5E, hides(Size.LARGE, Loop.SCAN))
+    assert "xla_tpu_scoped_vmem_limit_kib" not in options_for(V5E, hides(Size.LARGE))
+    assert "xla_tpu_scoped_vmem_limit_kib" in options_for(V5E, hides(Size.LARGE), when=When.RESCUE)
+    assert all(options_for("cpu", traits) == {} for traits in ALL_TRAITS)
+
+
+def test_what_a_topology_needs():
+    waiting = {"standard", "parallel", "parallel-shared-norm", "no-communication"}
+    for name in cases.TOPOLOGIES:
+        found = cases.define(name, tensor=4).topology.overlap
+        assert found is (Overlap.WAITS if name in waiting or name.startswith("desync") else Overlap.HIDES), name
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Gives the CPU a table of its own."""
+
+    def put(*rows):
+        monkeypatch.setitem(TABLE, jax.devices()[0].device_kind, rows)
+        return Traits(Overlap.HIDES, Size.LARGE, Loop.SCAN)
+
+    return put
+
+
+def option(name, value, **more):
+    return options.Option(name, value, "for this test, and nowhere else", **more)
+
+
+def test_unknown_options_are_dropped_with_a_notice(on_cpu, caplog):
+    traits = on_cpu(option("xla_no_such_option", True), option("xla_cpu_enable_fast_math", False))
+    found = parallel.compile_options(parallel.make_mesh(), traits=traits)
+    assert found == {"xla_cpu_enable_fast_math": False}
+    assert "does not know xla_no_such_option: dropped" in caplog.text
+
+
+def test_an_option_with_a_wrong_value_is_an_error(on_cpu):
+    traits = on_cpu(option("xla_cpu_enable_fast_math", "perhaps"))
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        parallel.compile_options(parallel.make_mesh(), traits=traits)
+
+
+class Failing:
+    """A jitted function that a compiler refuses with some options."""
+
+    def __init__(self, monkeypatch, message, good):
+        self.tried = []
+
+        def jit(fn, compiler_options, **_):
+            def call(*args):
+                self.tried.append(compiler_options)
+                if compiler_options != good:
+                    raise jax.errors.JaxRuntimeError(message)
+                return fn(*args)
+
+            return call
+
+        monkeypatch.setattr(jax, "jit", jit)
+
+
+OUT_OF_MEMORY = (
+    "FAILED_PRECONDITION: the value requires allocation in the alternate memory, which could not be satisfied"
+)
+
+
+@pytest.mark.parametrize("good", [{"a": 1, "b": 2}, {}], ids=str)
+def test_failing_options_fall_back_with_a_notice(good, monkeypatch, caplog):
+    monkeypatch.setattr(
+        options, "compile_options", lambda mesh, traits, when=When.ALWAYS: {"a": 1} if when is When.ALWAYS else {"b": 2}
+    )
+    failing = Failing(monkeypatch, OUT_OF_MEMORY, good)
+    compiled = Compiled(lambda x: x + 1, mesh=None, traits=ALL_TRAITS[0])
+    assert compiled(1) == 2 and compiled.options == good
+    expected = [{"a": 1}, {"a": 1, "b": 2}, {}]
+    assert failing.tried == expected[: expected.index(good) + 1]
+    assert "the compiler fails with a; now with a, b" in caplog.text
+    assert ("no options, so reductions are synchronous" in caplog.text) == (good == {})
+    assert compiled(2) == 3 and failing.tried[-2:] == [good, good]  # and does not try again
+
+
+def test_other_failures_are_not_hidden(monkeypatch):
+    monkeypatch.setattr(options, "compile_options", lambda mesh, traits, when=When.ALWAYS: {"a": 1})
+    failing = Failing(monkeypatch, "INTERNAL: something else", {})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        Compiled(lambda x: x, mesh=None, traits=ALL_TRAITS[0])(1)
+    assert len(failing.tried) == 1
+
+
+def test_train_and_decode_hand_them_over(on_cpu):
+    on_cpu(option("xla_cpu_enable_fast_math", False))
+    options._known.cache_clear()
+    definition = cases.define("ladder", tensor=2, num_kv_heads=2)
+    programs = [
+        train.train_step(definition, config=TrainConfig(steps=1, batch=1, sequence=4)),
+        train.mean_loss(definition),
+        nn.compiled_logits.__wrapped__(definition),
+        decode.prefill.__wrapped__(definition, capacity=8),
+        decode.decode.__wrapped__(definition),
+        decode.decode_many.__wrapped__(definition, count=2),
+    ]
+    assert all(program.options == {"xla_cpu_enable_fast_math": False} for program in programs)
+    standard = cases.define("standard", tensor=2, num_kv_heads=2)
+    assert decode.decode.__wrapped__(standard).options == {}
+    assert float(Compiled(jnp.sin, mesh=parallel.make_mesh(), traits=ALL_TRAITS[0])(jnp.float32(0))) == 0

@@ -1,0 +1,266 @@
+"""`ladder-jax overlap` as a user meets it: answers, files, mistakes, what is kept. CPU is the target; `make audit` has
+the others."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ladder_jax.config import Launch, Loop
+from ladder_jax.errors import UserError
+from ladder_jax.overlap import command, picture, record, result
+from ladder_jax.overlap import compile as compiling
+from ladder_jax.overlap import request as requests
+from ladder_jax.overlap.request import Phase
+from ladder_jax.schedule import hlo, report, targets, timeline
+from ladder_jax.schedule.hardware import HARDWARE
+from tests.test_schedule import text
+
+ASKED = "--model tiny --target cpu:8 --phase decode --residual ladder --batch 2 --context 32".split()
+KEYS = """target model residual phase loop layers tensor all_reduces asynchronous hidden merged exposed
+window_flops_fraction hidden_time_fraction bytes_accessed bytes_minimum bytes_per_device jax compiler""".split()
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("kept")
+
+
+def test_json(run_cli, kept):
+    done = run_cli("overlap", *ASKED, "--json", LADDER_JAX_CACHE=str(kept), check_status=0)
+    found = json.loads(done.stdout)
+    assert set(KEYS) <= set(found) and len(done.stdout.splitlines()) == 1
+    counts = {name: found[name] for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")}
+    assert counts == {"all_reduces": 8, "asynchronous": 0, "hidden": 0, "merged": 0, "exposed": 8}
+    assert (found["target"], found["loop"], found["layers"], found["tensor"]) == ("cpu:8", "unrolled", 4, 8)
+    assert found["hidden_time_fraction"] is None and found["window_flops_fraction"] is None
+    heads, layers, cache = 8, 4, 4 * 2 * 2 * 32 * 1 * 16 * 2  # a rank holds one head of 16, bfloat16, keys and values
+    d, ff, v = 128, 352 // heads, 128  # the head's 256 rows are padded to 128 a rank
+    weights = layers * (2 * d * 16 + 2 * d * 16 + 3 * d * ff) * 2 + (2 * layers + 1) * d * 4 + v * d * 2
+    assert found["bytes_minimum"] == weights + cache
+    assert found["bytes_per_device"] > weights + cache
+
+
+def test_text_begins_with_the_verdict(run_cli, kept):
+    done = run_cli("overlap", *ASKED, LADDER_JAX_CACHE=str(kept), check_status=0)
+    assert done.stdout.splitlines()[0] == "0 of 8 all-reduces hidden: each is synchronous"
+    assert "output of attention" in done.stdout and "memory" in done.stdout
+    assert os.listdir(kept) == ["schedules"] and len(os.listdir(kept / "schedules")) == 1  # one program, kept
+
+
+@pytest.mark.parametrize(
+    "phase, loop, count", [("prefill", "scan", 9), ("train", "scan", 17), ("train", "unrolled", 16)]
+)
+def test_phases(run_cli, kept, phase, loop, count):
+    args = f"--model tiny --target cpu:8 --phase {phase} --residual ladder --prompt-length 16 --loop {loop} --json"
+    done = run_cli("overlap", *args.split(), LADDER_JAX_CACHE=str(kept), check_status=0)
+    found = json.loads(done.stdout)
+    assert (found["all_reduces"], found["merged"]) == (count, 0)
+    assert (found["bytes_accessed"] is None) == (loop == "scan")
+
+
+MISTAKES = {
+    "--target v5q:2x2": "unknown target 'v5q:2x2'; did you mean 'v5p:2x2x2'? (allowed: v5e:2x4,",
+    "--target v5p:8": "target 'v5p:8' has no size that v5p is made in: write it as in v5p:2x2x2",
+    "--target h100:eight": "target 'h100:eight' has no size that h100 is made in: write it as in h100:8",
+    "--model tiney": "unknown preset 'tiney'; did you mean 'tiny'?",
+    "--phase dekode": "unknown --phase 'dekode'; did you mean 'decode'? (allowed: prefill, decode, train)",
+    "--residual lader": "unknown residual 'lader'; did you mean 'ladder'?",
+    "--loop scn": "unknown --loop 'scn'; did you mean 'scan'? (allowed: scan, unrolled)",
+    "--launch by-name": "unknown --launch 'by-name' (allowed: chained, explicit)",
+    "--phase train --launch explicit": "--launch explicit is for decode (it has no gradient), not for train",
+    "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3",
+    "--tensor 16": "--tensor 16 is more than the 8 devices of cpu:8",
+    "--layers 0": "--layers must be positive, not 0",
+    "--batch -1": "--batch must be positive, not -1",
+    "--ladder-layers 9": "ladder_layers='9' is not a number of layers",
+    "--residual standard --ladder-layers 2": "model.ladder_layers needs a ladder kind",
+    "--plot picture.gif": "--plot picture.gif: the file must end in .png or .svg or .pdf",
+    "--plot nowhere/picture.png": "--plot nowhere/picture.png: there is no folder nowhere",
+    "--trace trace.txt": "--trace trace.txt: the file must end in .json",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_are_one_line_and_compile_nothing(words, monkeypatch, capsys, tmp_path):
+    from ladder_jax import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiling, "compiled", None)
+    assert cli.main(["overlap", *ASKED, *words.split()]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert MISTAKES[words] in said.err
+    assert os.listdir(tmp_path) == []
+
+
+def test_mistakes_found_by_the_compiler_process(run_cli, kept, tmp_path):
+    done = run_cli("overlap", *ASKED, "--launch", "explicit", LADDER_JAX_CACHE=str(kept), check_status=2, cwd=tmp_path)
+    assert done.stderr.splitlines()[-1].startswith("ladder-jax: launch 'explicit' is for NVIDIA GPUs")
+    assert "Traceback" not in done.stderr and os.listdir(tmp_path) == []
+    done = run_cli("overlap", *ASKED, "--plot", "a.png", LADDER_JAX_CACHE=str(kept), check_status=2, cwd=tmp_path)
+    assert "cpu hides nothing" in done.stderr and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "target, installs",
+    [("v5p:2x2x2", "libtpu is not installed: pip install 'jax[tpu]=="), ("h100:8", "pip install --no-deps jax-cuda13")],
+)
+def test_a_missing_compiler_says_what_to_install(target, installs, monkeypatch, capsys):
+    from ladder_jax import cli
+
+    found = targets._version
+    monkeypatch.setattr(targets, "_version", lambda package: found(package) if package == "jax" else None)
+    assert cli.main(["overlap", *ASKED, "--target", target, "--tensor", "8"]) == 2
+    said = capsys.readouterr().err
+    assert f"target {target}: " in said and installs in said and len(said.splitlines()) == 1
+
+
+def test_a_killed_compiler_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiling.sys, "executable", "/bin/sh")
+    request = ask()
+    real = subprocess.Popen
+    kill = lambda command, **settings: real(["/bin/sh", "-c", "kill -9 $$"], **settings)
+    monkeypatch.setattr(compiling.subprocess, "Popen", kill)
+    with pytest.raises(UserError, match=r"the compiler for cpu:8 was ended by SIGKILL: out of memory\?"):
+        compiling.compiled(request)
+    assert os.listdir(tmp_path / "schedules") == []
+
+
+def test_an_interrupt_ends_the_compiler_too(tmp_path):
+    """Ctrl-C, while it compiles: nothing of it goes on, and nothing is left."""
+    words = "--model tiny --target cpu:8 --phase train --residual ladder --layers 24 --loop unrolled".split()
+    command_ = [sys.executable, "-m", "ladder_jax", "overlap", *words]
+    environment = {**os.environ, "LADDER_JAX_CACHE": str(tmp_path), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command_, env=environment, start_new_session=True, stderr=subprocess.PIPE)
+    children = lambda: subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    deadline = time.monotonic() + 60
+    while not children() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (worker,) = children()
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said.decode().splitlines()[-1] == "ladder-jax: interrupted"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(worker), 0)
+    assert os.listdir(tmp_path) == ["schedules"] and os.listdir(tmp_path / "schedules") == []
+
+
+def ask(**changes):
+    settings = dict(target="cpu:8", model="tiny", residual="ladder", phase=Phase.DECODE, batch=2, context=32)
+    return requests.make(**{**settings, **changes})
+
+
+def test_requests_survive_the_way_to_the_compiler():
+    one = ask(residual="ladder-fresh", ladder_layers="2", loop=Loop.SCAN, launch=Launch.EXPLICIT)
+    assert requests.Request.from_dict(json.loads(json.dumps(one.as_dict()))) == one
+    assert one.config.ranks == 8
+
+
+def test_defaults():
+    serving = requests.make(target="v5p:4x4x4", model="llama-3.1-405b", residual="ladder", phase=Phase.DECODE)
+    assert (serving.tensor, serving.layers, serving.batch, serving.context) == (64, 126, 16, 2048)
+    training = requests.make(target="tpu7x:2x2x1", model="llama-3-70b", residual="ladder", phase=Phase.TRAIN)
+    assert (training.tensor, training.loop, training.batch, training.prompt_length) == (8, Loop.SCAN, 1, 1024)
+    assert serving.loop is Loop.UNROLLED
+
+
+def test_sublayer_flops_are_the_presets():
+    one = requests.make(target="v5p:2x2x2", model="llama-3-70b", residual="ladder", phase=Phase.PREFILL)
+    flops = requests.sublayer_flops(one)
+    assert flops["mlp"] == 2 * 1024 * 8192 * 28672 * 3 / 8
+    assert flops["attention"] == 2 * 1024 * 8192 * (8192 + 8192 + 1024 + 1024) / 8
+    assert flops["joint"] == flops["attention"] + flops["mlp"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"not gzip", None], ids=["empty", "garbage", "truncated"])
+def test_a_damaged_record_is_compiled_again(damage, tmp_path):
+    path = tmp_path / "one.json.gz"
+    record.write(path, RECORD)
+    assert record.read(path) == RECORD
+    path.write_bytes(path.read_bytes()[:-20] if damage is None else damage)
+    assert record.read(path) is None
+
+
+RECORD = record.Record(
+    hlo=text("tpu7x-unrolled"), jax="1", compiler="c", options={"a": True}, notices=("n",), seconds=1.0,
+    bytes_accessed=30.0, argument_bytes=10 * 2**30, output_bytes=5, alias_bytes=4, temporary_bytes=3, code_bytes=2,
+    bytes_minimum=20,
+)  # fmt: skip
+
+
+def test_what_a_user_reads():
+    request = requests.make(target="v5e:2x4", model="llama-3-70b", residual="ladder", phase=Phase.DECODE)
+    answer = result.Result(request, RECORD, report.read(hlo.parse(RECORD.hlo)))
+    lines = "\n".join(part for part in answer.as_text() if isinstance(part, str))
+    assert answer.verdict == "5 of 6 all-reduces hidden; the last has nothing left to hide under"
+    assert "of 16: it fits" in lines and "1.50 x the weights and cache once" in lines and "notice    n" in lines
+    assert answer.as_dict()["bytes_per_device"] == 10 * 2**30 + 5 - 4 + 3 + 2
+    assert answer.as_dict()["fits"] is True
+
+
+def verdict_of(name):
+    request = requests.make(target="v5e:2x4", model="llama-3-70b", residual="ladder", phase=Phase.DECODE)
+    return result.Result(request, RECORD, report.read(hlo.parse(text(name)))).verdict
+
+
+def test_verdicts():
+    assert verdict_of("tpu7x-standard") == "0 of 6 all-reduces hidden: each is awaited where it is issued"
+    assert verdict_of("h100-standard") == "0 of 6 all-reduces hidden: each is synchronous"
+    assert verdict_of("tpu7x-naive").startswith("0 of 6 all-reduces hidden; 6 were merged by the compiler")
+    assert verdict_of("v5e-unrolled") == "5 of 6 all-reduces hidden; the last has nothing left to hide under"
+    assert verdict_of("tpu7x-scan") == "6 of 7 all-reduces hidden; the last has nothing left to hide under"
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Timelines of the fixtures, with their steps named as layers."""
+
+    def play(request):
+        found = {}
+        for name, fixture in (("standard", "tpu7x-standard"), ("ladder", "tpu7x-unrolled")):
+            bars = timeline.play(hlo.parse(text(fixture)), hardware=HARDWARE["tpu7x"], ranks=8)
+            step = max(b.stop for b in bars) / 4
+            named = lambda bar: f"jit(f)/layer_{min(3, int(bar.start / step))}/mlp/dot_general"
+            found[name] = [timeline.dataclasses.replace(bar, op_name=named(bar)) for bar in bars]
+        return found
+
+    monkeypatch.setattr(picture, "timelines", play)
+    return requests.make(target="tpu7x:2x2x1", model="llama-3-70b", residual="ladder", phase=Phase.PREFILL)
+
+
+@pytest.mark.parametrize("ending, begin", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_plot(ending, begin, played, tmp_path):
+    file = tmp_path / f"picture.{ending}"
+    picture.plot(played, file=str(file))
+    assert file.read_bytes().startswith(begin) and os.listdir(tmp_path) == [file.name]
+
+
+def test_trace(played, tmp_path):
+    file = tmp_path / "trace.json"
+    picture.trace(played, file=str(file))
+    events = json.loads(file.read_text())["traceEvents"]
+    rows = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert rows == {(pid, row) for pid in (0, 1) for row in ("compute", "communication")}
+    assert sum(e["ph"] == "X" and e["tid"] == 1 for e in events) == 12
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_a_failed_plot_leaves_nothing(played, monkeypatch, tmp_path):
+    import matplotlib.figure
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        picture.plot(played, file=str(tmp_path / "picture.png"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_target_names_are_those_of_the_help(run_cli):
+    said = run_cli("overlap", "--help", check_status=0).stdout
+    assert all(target.name in said for target in targets.TARGETS if target.kind != "cpu")
+    assert "example:" in said and command.PICTURES
