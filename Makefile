@@ -17,7 +17,7 @@ test: .venv/.installed  ## the tests
 	@.venv/bin/python -m pytest -q $(ARGS)
 
 audit: .venv/.compilers  ## what the compilers for TPUs and GPUs make of the programs (no accelerator needed)
-	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m audit tests/audit $(ARGS)
+	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m audit $(ARGS)
 
 test-oldest: .venv-oldest/.installed  ## the tests on the oldest Python and jax they are run with
 	@.venv-oldest/bin/python -m pytest -q $(ARGS)

@@ -14,6 +14,7 @@ _HOMES = {
     "make_mesh": "parallel",
     "Transformer": "nn",
     "residual": "residual",
+    "schedule": "schedule",
 }
 
 __all__ = list(_HOMES)

@@ -1,7 +1,10 @@
 """The README's first snippet runs, as it stands there, and so does the package's front door."""
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -20,6 +23,17 @@ def test_the_first_snippet():
     exec(compile(snippet, "README.md", "exec"), scope)  # noqa: S102
     assert scope["logits"].shape == (2, 16, 256) and scope["logits"].dtype == np.float32
     assert np.isfinite(np.asarray(scope["logits"])).all()
+
+
+@pytest.mark.audit
+def test_the_snippet_that_audits(tmp_path):
+    """In a process of its own, as in a notebook: nothing is set before jax is imported."""
+    text = (ROOT / "README.md").read_text()
+    _, snippet = re.findall(r"```python\n(.*?)```", text, re.S)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
+    command = [sys.executable, "-c", snippet]
+    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines()[-1] == "7 of 8", done.stderr[-2000:]
 
 
 def test_public_names():

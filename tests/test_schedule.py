@@ -2,10 +2,15 @@
 
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from ladder_jax import schedule
-from ladder_jax.schedule import collectives, cost, hlo, report, timeline
+from ladder_jax import parallel, schedule
+from ladder_jax.config import Loop
+from ladder_jax.errors import UserError
+from ladder_jax.schedule import collectives, cost, hlo, report, targets, timeline
 from ladder_jax.schedule.hardware import HARDWARE
 from ladder_jax.schedule.report import Status
 
@@ -207,3 +212,39 @@ def test_collectives_name_their_kind():
     program = parsed("h100-scan")
     found = collectives.find(program, costs=cost.Costs(program))
     assert {c.kind for c in found} == {"all-reduce"}
+
+
+def test_functions_of_a_user():
+    """Jitted with its arguments, lowered, compiled, or plain; here for the CPU, which hides nothing."""
+    mesh = parallel.make_mesh(tensor=8)
+
+    def local(x, w):
+        return parallel.all_reduce(x @ w, ("tensor",))
+
+    meshed = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "tensor"), P("tensor", None)), out_specs=P())
+    x, w = jnp.ones((64, 512)), jnp.ones((512, 64))
+    jitted = jax.jit(meshed)
+    traits = parallel.Traits(parallel.Overlap.HIDES, parallel.Size.LARGE, Loop.SCAN)
+    ours = parallel.Compiled(meshed, mesh=mesh, traits=traits)
+    lowered = jitted.lower(x, w)
+    for asked in [(jitted, x, w), (meshed, x, w), (ours, x, w), (lowered,), (lowered.compile(),)]:
+        found = schedule.audit(*asked)
+        (only,) = found.reductions
+        assert only.status is Status.SYNCHRONOUS and only.collective.bytes == 64 * 64 * 4
+        assert only.collective.axes == ("tensor",) and (only.layer, only.sublayer) == ("", "")
+    assert schedule.assert_hidden(jitted, x, w, exposed=1).exposed == 1
+    with pytest.raises(AssertionError, match="1 of 1 reductions are not hidden, 0 allowed"):
+        schedule.assert_hidden(jitted, x, w, exposed=0)
+
+
+def test_meshes_of_targets():
+    mesh = schedule.make_mesh("cpu:8", tensor=4, data=2)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 4}
+    with pytest.raises(UserError, match="cpu:8 has 8 devices, too few for data 2 x tensor 8"):
+        schedule.make_mesh("cpu:8", tensor=8, data=2)
+    with pytest.raises(UserError, match="needs JAX_NUM_CPU_DEVICES=16"):
+        schedule.make_mesh("cpu:16")
+    with pytest.raises(UserError, match="12 GPUs do not fill hosts of 8"):
+        targets._hosts(12)
+    assert [targets._hosts(n) for n in (1, 4, 8, 16)] == ["1x1x1", "1x1x4", "1x1x8", "1x2x8"]
+    assert [targets.parse(name).count for name in ("tpu7x:2x2x1", "v5p:4x4x4", "h100:8")] == [8, 64, 8]

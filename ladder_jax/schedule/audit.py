@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from ladder_jax import parallel
 from ladder_jax.schedule import hlo, report
 from ladder_jax.schedule.report import Report, Status
 
@@ -23,14 +24,7 @@ def audit(fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] |
     `ladder_jax.residual` whose sublayers' FLOPs are given (see `report.read`) only by those that its
     topology launched.
     """
-    if isinstance(fn_or_compiled, str):
-        text = fn_or_compiled
-    elif hasattr(fn_or_compiled, "as_text") and not hasattr(fn_or_compiled, "compile"):
-        text = fn_or_compiled.as_text()
-    else:
-        jitted = fn_or_compiled if hasattr(fn_or_compiled, "lower") else jax.jit(fn_or_compiled)
-        lowered = jitted if hasattr(jitted, "as_text") else jitted.lower(*args)
-        text = lowered.compile().as_text()
+    text = fn_or_compiled if isinstance(fn_or_compiled, str) else _compiled(fn_or_compiled, args).as_text()
     return report.read(hlo.parse(text), sublayer_flops=sublayer_flops)
 
 
@@ -52,3 +46,14 @@ def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings:
             f"{found.exposed} of {found.all_reduces} reductions are not hidden, {exposed} allowed: " + "; ".join(named)
         )
     return found
+
+
+def _compiled(program: Any, args: tuple) -> jax.stages.Compiled:
+    if isinstance(program, jax.stages.Compiled):
+        return program
+    if isinstance(program, jax.stages.Lowered):
+        return program.compile()
+    if isinstance(program, parallel.Compiled):
+        return program.compile(*args)
+    jitted = program if hasattr(program, "lower") else jax.jit(program)
+    return jitted.lower(*args).compile()
