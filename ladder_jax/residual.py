@@ -22,7 +22,21 @@ independent otherwise and would be merged into one with nothing left to hide it.
 
 The backward pass is the same pipeline the other way round: there a sublayer's *input* has the
 gradient that must be reduced. It has a barrier of its own, and the forward barrier none in it: the
-transpose of either would make one direction wait for what the other only has to keep apart.
+transpose of either would make one direction wait for what the other only has to keep apart. What
+each direction does was chosen by compiled schedules (`ladder-jax overlap`, experiments/overlap):
+
+    direction   all-reduce of           launched         barrier over               because otherwise
+    forward,    a sublayer's output,    in the next      own output, newest sum     the two of a layer are merged;
+    prefill,    carried un-reduced      step, or turn                               a scan's last one cannot leave
+    decode                              of the scan                                 its turn, and is exposed
+    backward    the gradient of a       in its own       that gradient, those of    XLA runs the earlier sublayer
+                sublayer's input        step; a scan's   the residual and of the    first and leaves nothing under
+                                        last hides       newest output              this one (so it did on v5p)
+                                        under weight
+                                        gradients
+
+Both loop forms use the same steps. Carrying the backward's gradient un-reduced too was not needed:
+in a scan's body both of its all-reduces are hidden on every target.
 
 A sublayer never communicates; the topology owns every collective. For a model of your own, inside
 `jax.shard_map` over an axis named "tensor" (`x` is [B, T, D], equal on all ranks of that axis):

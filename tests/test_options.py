@@ -8,7 +8,7 @@ import pytest
 
 from ladder_jax import decode, nn, parallel, train
 from ladder_jax.config import Loop, TrainConfig
-from ladder_jax.parallel import Compiled, Overlap, Size, Traits, options
+from ladder_jax.parallel import Compiled, Overlap, Size, Traits, compiled, options
 from ladder_jax.parallel.options import TABLE, When, options_for
 from tests import cases
 
@@ -46,6 +46,7 @@ def test_each_kind_of_program_has_its_own():
     assert "xla_tpu_scoped_vmem_limit_kib" not in options_for(V5E, hides(Size.LARGE))
     assert "xla_tpu_scoped_vmem_limit_kib" in options_for(V5E, hides(Size.LARGE), when=When.RESCUE)
     assert all(options_for("cpu", traits) == {} for traits in ALL_TRAITS)
+    assert options_for("TPU v5p", hides(Size.LARGE)) == options_for(V5P, hides(Size.LARGE))
 
 
 def test_what_a_topology_needs():
@@ -109,20 +110,22 @@ OUT_OF_MEMORY = (
 @pytest.mark.parametrize("good", [{"a": 1, "b": 2}, {}], ids=str)
 def test_failing_options_fall_back_with_a_notice(good, monkeypatch, caplog):
     monkeypatch.setattr(
-        options, "compile_options", lambda mesh, traits, when=When.ALWAYS: {"a": 1} if when is When.ALWAYS else {"b": 2}
+        compiled,
+        "compile_options",
+        lambda mesh, traits, when=When.ALWAYS: {"a": 1} if when is When.ALWAYS else {"b": 2},
     )
     failing = Failing(monkeypatch, OUT_OF_MEMORY, good)
-    compiled = Compiled(lambda x: x + 1, mesh=None, traits=ALL_TRAITS[0])
-    assert compiled(1) == 2 and compiled.options == good
+    program = Compiled(lambda x: x + 1, mesh=None, traits=ALL_TRAITS[0])
+    assert program(1) == 2 and program.options == good
     expected = [{"a": 1}, {"a": 1, "b": 2}, {}]
     assert failing.tried == expected[: expected.index(good) + 1]
     assert "the compiler fails with a; now with a, b" in caplog.text
     assert ("no options, so reductions are synchronous" in caplog.text) == (good == {})
-    assert compiled(2) == 3 and failing.tried[-2:] == [good, good]  # and does not try again
+    assert program(2) == 3 and failing.tried[-2:] == [good, good]  # and does not try again
 
 
 def test_other_failures_are_not_hidden(monkeypatch):
-    monkeypatch.setattr(options, "compile_options", lambda mesh, traits, when=When.ALWAYS: {"a": 1})
+    monkeypatch.setattr(compiled, "compile_options", lambda mesh, traits, when=When.ALWAYS: {"a": 1})
     failing = Failing(monkeypatch, "INTERNAL: something else", {})
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         Compiled(lambda x: x, mesh=None, traits=ALL_TRAITS[0])(1)

@@ -5,13 +5,13 @@ from ladder_jax.parallel.collectives import all_reduce as all_reduce
 from ladder_jax.parallel.collectives import rank as rank
 from ladder_jax.parallel.collectives import ranks as ranks
 from ladder_jax.parallel.collectives import vary as vary
+from ladder_jax.parallel.compiled import Compiled as Compiled
 from ladder_jax.parallel.mesh import Layout as Layout
 from ladder_jax.parallel.mesh import layout as layout
 from ladder_jax.parallel.mesh import make_mesh as make_mesh
 from ladder_jax.parallel.mesh import with_ranks as with_ranks
 from ladder_jax.parallel.on_mesh import on_mesh as on_mesh
 from ladder_jax.parallel.on_mesh import over_ranks as over_ranks
-from ladder_jax.parallel.options import Compiled as Compiled
 from ladder_jax.parallel.options import Overlap as Overlap
 from ladder_jax.parallel.options import Size as Size
 from ladder_jax.parallel.options import Traits as Traits

@@ -8,8 +8,6 @@ import dataclasses
 import enum
 import functools
 import logging
-import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -119,13 +117,15 @@ TABLE: dict[str, tuple[Option, ...]] = {
     ),
 }
 
+ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}  # what some versions call them
+
 
 def options_for(device_kind: str, traits: Traits, *, when: When = When.ALWAYS) -> dict[str, Any]:
     """The table's options for a kind of device (`jax.Device.device_kind`); none for a CPU, which hides nothing."""
-    rows = TABLE["NVIDIA"] if device_kind.startswith("NVIDIA") else TABLE.get(device_kind, ())
+    kind = "NVIDIA" if device_kind.startswith("NVIDIA") else ALIASES.get(device_kind, device_kind)
     return {
         row.name: row.value
-        for row in rows
+        for row in TABLE.get(kind, ())
         if row.when is when and traits.overlap in row.overlap and traits.size in row.sizes and traits.loop in row.loops
     }
 
@@ -138,53 +138,6 @@ def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> 
     device = mesh.devices.flat[0]
     wanted = options_for(device.device_kind, traits, when=when)
     return {name: value for name, value in wanted.items() if _known(name, value, device)}
-
-
-class Compiled:
-    """`jax.jit(fn)` with the options of its mesh; where the compiler fails on them, with others and a notice.
-
-    v5e's are fragile: what its fusions of reductions and matmuls need may not fit the vector memory.
-    `options` are those in force.
-    """
-
-    def __init__(self, fn: Callable, *, mesh: Mesh, traits: Traits, **jit: Any):
-        best = compile_options(mesh, traits=traits)
-        rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
-        self.__wrapped__ = fn
-        self._jit = functools.partial(jax.jit, fn, **jit)
-        self._left = [*([{**best, **rescue}] if rescue else []), *([{}] if best else [])]
-        self.options = best
-        self._jitted = self._jit(compiler_options=best)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._try(lambda: self._jitted(*args))
-
-    def compile(self, *args: Any) -> jax.stages.Compiled:
-        """Ahead of time, for arguments or their shapes."""
-        return self._try(lambda: self._jitted.lower(*args).compile())
-
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        return self._jitted.lower(*args)
-
-    def _try(self, run: Callable) -> Any:
-        while True:
-            try:
-                return run()
-            except jax.errors.JaxRuntimeError as error:
-                if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
-                    raise
-                failed, self.options = self.options, self._left.pop(0)
-                logger.warning(
-                    "the compiler fails with %s; now with %s: %s",
-                    ", ".join(failed),
-                    ", ".join(self.options) or "no options, so reductions are synchronous",
-                    str(error).splitlines()[0][:160],
-                )
-                self._jitted = self._jit(compiler_options=self.options)
-
-
-# The compiler's two words for it. It runs out before a program starts, so no donated buffer is lost.
-_OUT_OF_VECTOR_MEMORY = re.compile(r"vmem|alternate memory", re.IGNORECASE)
 
 
 @functools.cache
