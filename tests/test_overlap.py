@@ -37,6 +37,12 @@ def test_json(run_cli, kept):
     counts = {name: found[name] for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")}
     assert counts == {"all_reduces": 8, "asynchronous": 0, "hidden": 0, "merged": 0, "exposed": 8}
     assert (found["target"], found["loop"], found["layers"], found["tensor"]) == ("cpu:8", "unrolled", 4, 8)
+    owners = [(one["layer"], one["sublayer"], one["direction"], one["status"]) for one in found["reductions"]]
+    assert owners[:3] == [
+        (n, s, "forward", "synchronous") for n, s in (("0", "attention"), ("0", "mlp"), ("1", "attention"))
+    ]
+    assert {one["bytes"] for one in found["reductions"]} == {2 * 128 * 2}
+    assert [one["kind"] for one in found["other_collectives"]] == ["all-reduce"]  # the embedding's
     assert found["hidden_time_fraction"] is None and found["window_flops_fraction"] is None
     heads, layers, cache = 8, 4, 4 * 2 * 2 * 32 * 1 * 16 * 2  # a rank holds one head of 16, bfloat16, keys and values
     d, ff, v = 128, 352 // heads, 128  # the head's 256 rows are padded to 128 a rank

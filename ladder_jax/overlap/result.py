@@ -8,6 +8,7 @@ from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.record import Record
 from ladder_jax.overlap.request import Phase, Request
 from ladder_jax.schedule import hlo, report
+from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.report import Reduction, Report, Status
 
 
@@ -36,6 +37,8 @@ class Result:
             "verdict": self.verdict,
             "compiler_options": self.record.options,
             "notices": list(self.record.notices),
+            "reductions": [_reduction(one) for one in found.reductions],
+            "other_collectives": [_collective(one) for one in found.others],
             "jax": self.record.jax,
             "compiler": self.record.compiler,
         }
@@ -90,6 +93,10 @@ class Result:
         if self.report.hidden_time_fraction is not None:
             share = f"{self.report.hidden_time_fraction:.0%} of the step's estimated compute"
             tail.append(f"time      a hidden reduction is in flight during {share}")
+        if self.report.others:
+            waiting = sum(one.synchronous for one in self.report.others)
+            kinds = "embedding, head, loss, gradients" if request.phase is Phase.TRAIN else "embedding"
+            tail.append(f"besides   {len(self.report.others)} other collectives ({kinds}), {waiting} synchronous")
         tail.append(f"compiler  {record.compiler}, jax {record.jax}, {record.seconds:.0f} s")
         tail.append("options   " + (", ".join(f"{k}={v}" for k, v in record.options.items()) or "none"))
         tail += [f"notice    {notice}" for notice in record.notices]
@@ -101,6 +108,23 @@ class Result:
 def read(request: Request, record: Record) -> Result:
     flops = requests.sublayer_flops(request)
     return Result(request, record, report.read(hlo.parse(record.hlo), sublayer_flops=flops))
+
+
+def _reduction(one: Reduction) -> dict:
+    """A sublayer's reduction: whose, what became of it, and what is in its window."""
+    return {
+        "layer": one.layer,
+        "sublayer": one.sublayer,
+        "direction": "backward" if one.backward else "forward",
+        "status": one.status.name.lower(),
+        "window_flops_fraction": one.window,
+        **_collective(one.collective),
+    }
+
+
+def _collective(one: Collective) -> dict:
+    kept = ("kind", "bytes", "axes", "executions", "operations", "kernels", "cycles", "op_name")
+    return {name: getattr(one, name) for name in kept} | {"synchronous": one.synchronous}
 
 
 def _belongs(name: str, request: Request) -> bool:

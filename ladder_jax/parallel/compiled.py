@@ -1,0 +1,61 @@
+"""`jax.jit` with the options of the mesh's devices, and without them where the compiler fails on them."""
+
+import functools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ladder_jax.parallel.options import Traits, When, compile_options
+
+logger = logging.getLogger("ladder_jax")
+
+
+class Compiled:
+    """`jax.jit(fn)` with the options of its mesh; where the compiler fails on them, with others and a notice.
+
+    v5e's are fragile: what its fusions of reductions and matmuls need may not fit the vector memory.
+    `options` are those in force.
+    """
+
+    def __init__(self, fn: Callable, *, mesh: Mesh, traits: Traits, **jit: Any):
+        best = compile_options(mesh, traits=traits)
+        rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
+        self.__wrapped__ = fn
+        self._jit = functools.partial(jax.jit, fn, **jit)
+        self._left = [*([{**best, **rescue}] if rescue else []), *([{}] if best else [])]
+        self.options = best
+        self._jitted = self._jit(compiler_options=best)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._try(lambda: self._jitted(*args))
+
+    def compile(self, *args: Any) -> jax.stages.Compiled:
+        """Ahead of time, for arguments or their shapes."""
+        return self._try(lambda: self._jitted.lower(*args).compile())
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        return self._jitted.lower(*args)
+
+    def _try(self, run: Callable) -> Any:
+        while True:
+            try:
+                return run()
+            except jax.errors.JaxRuntimeError as error:
+                if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
+                    raise
+                failed, self.options = self.options, self._left.pop(0)
+                logger.warning(
+                    "the compiler fails with %s; now with %s: %s",
+                    ", ".join(failed),
+                    ", ".join(self.options) or "no options, so reductions are synchronous",
+                    str(error).splitlines()[0][:160],
+                )
+                self._jitted = self._jit(compiler_options=self.options)
+
+
+# The compiler's two words for it. It runs out before a program starts, so no donated buffer is lost.
+_OUT_OF_VECTOR_MEMORY = re.compile(r"vmem|alternate memory", re.IGNORECASE)
