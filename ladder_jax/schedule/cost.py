@@ -159,4 +159,14 @@ def _valid_positions(
     return count
 
 
-_COUNTERS = {"dot": _dot, "convolution": _convolution}
+def _multiplied_sum(reduce: Instruction, within: Computation) -> int:
+    """A matrix times one row, as TPU compilers write it where the row is all there is: multiply, then add up."""
+    if not reduce.op_name.endswith("/dot_general"):
+        return 0
+    summand = within.by_name[reduce.operands[0]]
+    while summand.opcode in ("convert", "bitcast", "copy", "reshape", "transpose"):
+        summand = within.by_name[summand.operands[0]]
+    return 2 * math.prod(summand.arrays[0][1]) if summand.opcode == "multiply" else 0
+
+
+_COUNTERS = {"dot": _dot, "convolution": _convolution, "reduce": _multiplied_sum}
