@@ -47,7 +47,7 @@ def run(
         stop = start + period * repeats
         if repeats == 1:
             for layer in range(start, stop):
-                step_body = remat_body(body, steps=steps[layer], remat=remat)
+                step_body = remat_body(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED)
                 with jax.named_scope(f"layer_{layer}"):  # which the schedule's report reads
                     state, cache = step_body(state, _layer(params, layer), _layer(caches, layer))
                 updated.append(cache)
@@ -56,7 +56,7 @@ def run(
         def turn(state, slices, kinds=steps[start : start + period]):
             these, below = slices, []
             for index, kind in enumerate(kinds):
-                step_body = remat_body(body, steps=kind, remat=remat)
+                step_body = remat_body(body, steps=kind, remat=remat, loop=Loop.SCAN)
                 state, cache = step_body(state, *(_layer(tree, index) for tree in these))
                 below.append(cache)
             return state, _stack(below)
@@ -90,7 +90,8 @@ def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat) -> Callable:
+def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat, loop: Loop) -> Callable:
+    """`body` of a layer with those steps, its intermediate values recomputed in the backward pass."""
     body = functools.partial(body, steps=steps)
     if remat is Remat.NONE:
         return body
@@ -98,7 +99,29 @@ def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat) -> Callable
     policy = policies.save_only_these_names(REDUCED)
     if remat is Remat.SAVE_MATMULS:
         policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
-    return jax.checkpoint(body, policy=policy)
+    body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return body if loop is Loop.SCAN else _apart(body)
+
+
+def _apart(body: Callable) -> Callable:
+    """`body`, whose recomputation cannot be merged with the forward pass, as jax's own `prevent_cse` has it.
+
+    That waits for all of the layer's gradients, the one in flight among them. This waits for the one
+    of its newest output, which is there before: the recomputation hides the later layer's reduction.
+    """
+
+    @jax.custom_vjp
+    def apart(state, params, cache):
+        return body(state, params, cache)
+
+    def backward(pullback, gradients):
+        state, _ = gradients
+        here = state.residual if state.partial is None else state.partial
+        pullback, _ = jax.lax.optimization_barrier((pullback, here))
+        return pullback(gradients)
+
+    apart.defvjp(functools.partial(jax.vjp, body), backward)
+    return apart
 
 
 def _split(tree: Any, *, count: int) -> Any:
