@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import pytest
 
 from ladder_jax import decode, nn, parallel, train
-from ladder_jax.config import Loop, TrainConfig
-from ladder_jax.parallel import Compiled, Overlap, Size, Traits, compiled, options
+from ladder_jax.config import Loop, Phase, TrainConfig
+from ladder_jax.parallel import Compiled, Overlap, Traits, compiled, options
 from ladder_jax.parallel.options import TABLE, When, options_for
 from tests import cases
 
-ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Size, Loop)]
+ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Phase, Loop)]
 V5E, V5P, TPU7X, H100 = "TPU v5 lite", "TPU v5", "TPU7x", "NVIDIA H100 80GB HBM3"
 
 
 def test_every_option_says_where_it_is_known_from():
     for rows in TABLE.values():
-        assert all(len(row.why) > 20 and row.overlap and row.sizes and row.loops for row in rows)
+        assert all(len(row.why) > 20 and row.overlap and row.phases and row.loops for row in rows)
 
 
 @pytest.mark.parametrize("kind", TABLE)
@@ -27,26 +27,27 @@ def test_no_two_rows_set_one_option(kind):
         rows = [
             row.name
             for row in TABLE[kind]
-            if traits.overlap in row.overlap and traits.size in row.sizes and traits.loop in row.loops
+            if traits.overlap in row.overlap and traits.phase in row.phases and traits.loop in row.loops
         ]
         assert len(rows) == len(set(rows))
 
 
 def test_each_kind_of_program_has_its_own():
-    hides = lambda size, loop=Loop.UNROLLED: Traits(Overlap.HIDES, size, loop)
-    waits = Traits(Overlap.WAITS, Size.SMALL, Loop.UNROLLED)
+    hides = lambda phase, loop=Loop.UNROLLED: Traits(Overlap.HIDES, phase, loop)
+    waits = Traits(Overlap.WAITS, Phase.DECODE, Loop.UNROLLED)
     kernels = "xla_gpu_experimental_use_collective_kernels"
-    assert options_for(H100, hides(Size.SMALL))[kernels] == ""
-    assert kernels not in options_for(H100, hides(Size.LARGE)) and kernels not in options_for(H100, waits)
+    assert options_for(H100, hides(Phase.DECODE))[kernels] == ""
+    assert kernels not in options_for(H100, hides(Phase.PREFILL)) and kernels not in options_for(H100, waits)
     assert options_for(H100, waits) == {"xla_gpu_enable_latency_hiding_scheduler": True}
     assert options_for(V5P, waits) == {}  # small ones are fastest on the TensorCore
-    assert "xla_tpu_enable_sparse_core_collective_offload_all_reduce" in options_for(V5P, hides(Size.LARGE))
-    assert options_for(TPU7X, hides(Size.LARGE)) == {}
-    assert "xla_tpu_scoped_vmem_limit_kib" in options_for(V5E, hides(Size.LARGE, Loop.SCAN))
-    assert "xla_tpu_scoped_vmem_limit_kib" not in options_for(V5E, hides(Size.LARGE))
-    assert "xla_tpu_scoped_vmem_limit_kib" in options_for(V5E, hides(Size.LARGE), when=When.RESCUE)
+    assert "xla_tpu_enable_sparse_core_collective_offload_all_reduce" in options_for(V5P, hides(Phase.PREFILL))
+    assert options_for(TPU7X, hides(Phase.PREFILL)) == {}
+    assert "xla_tpu_scoped_vmem_limit_kib" in options_for(V5E, hides(Phase.PREFILL, Loop.SCAN))
+    assert "xla_tpu_scoped_vmem_limit_kib" in options_for(V5E, hides(Phase.TRAIN))
+    assert "xla_tpu_scoped_vmem_limit_kib" not in options_for(V5E, hides(Phase.PREFILL))
+    assert "xla_tpu_scoped_vmem_limit_kib" in options_for(V5E, hides(Phase.PREFILL), when=When.RESCUE)
     assert all(options_for("cpu", traits) == {} for traits in ALL_TRAITS)
-    assert options_for("TPU v5p", hides(Size.LARGE)) == options_for(V5P, hides(Size.LARGE))
+    assert options_for("TPU v5p", hides(Phase.PREFILL)) == options_for(V5P, hides(Phase.PREFILL))
 
 
 def test_what_a_topology_needs():
@@ -62,7 +63,7 @@ def on_cpu(monkeypatch):
 
     def put(*rows):
         monkeypatch.setitem(TABLE, jax.devices()[0].device_kind, rows)
-        return Traits(Overlap.HIDES, Size.LARGE, Loop.SCAN)
+        return Traits(Overlap.HIDES, Phase.PREFILL, Loop.SCAN)
 
     return put
 

@@ -10,12 +10,11 @@ import time
 
 import pytest
 
-from ladder_jax.config import Launch, Loop
+from ladder_jax.config import Launch, Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import command, picture, record, result
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
-from ladder_jax.overlap.request import Phase
 from ladder_jax.schedule import hlo, report, targets, timeline
 from ladder_jax.schedule.hardware import HARDWARE
 from tests.test_schedule import text

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, schedule
-from ladder_jax.config import Loop
+from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import collectives, cost, hlo, report, targets, timeline
 from ladder_jax.schedule.hardware import HARDWARE
@@ -147,6 +147,25 @@ def test_a_loop_of_unknown_length_is_refused():
         schedule.audit(text("tpu7x-scan").replace("direction=LT", "direction=NE"))
 
 
+@pytest.mark.parametrize("op_name, expected", [("layer_1/mlp/dot_general", 2 * 8192 * 128), ("layer_1/reduce_sum", 0)])
+def test_a_multiplied_sum_is_a_matmul(op_name, expected):
+    """A TPU's matmul by one row (a batch-1 decode): multiply, convert, reduce; but no sum of another kind."""
+    program = hlo.parse(
+        "HloModule m, is_scheduled=true\n\n"
+        "ENTRY %main (a: f32[8192,128], b: f32[8192,128]) -> bf16[128] {\n"
+        "  %a = f32[8192,128]{1,0} parameter(0)\n"
+        "  %b = f32[8192,128]{1,0} parameter(1)\n"
+        "  %m = f32[8192,128]{1,0} multiply(%a, %b)\n"
+        "  %c = bf16[8192,128]{1,0} convert(%m)\n"
+        "  %z = bf16[] constant(0)\n"
+        "  ROOT %r = bf16[128]{0} reduce(%c, %z), dimensions={0}, to_apply=%add, "
+        f'metadata={{op_name="{op_name}"}}\n'
+        "}\n"
+    )
+    entry = program.entry
+    assert sum(cost.Costs(program).matmul_flops(entry.instructions[-1], within=entry).values()) == expected
+
+
 def test_convolutions_count_only_real_positions():
     """A batched matmul [8, 128, 64] x [8, 64, 32], as a TPU compiler writes it: batch as a strided window."""
     line = (
@@ -224,7 +243,7 @@ def test_functions_of_a_user():
     meshed = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "tensor"), P("tensor", None)), out_specs=P())
     x, w = jnp.ones((64, 512)), jnp.ones((512, 64))
     jitted = jax.jit(meshed)
-    traits = parallel.Traits(parallel.Overlap.HIDES, parallel.Size.LARGE, Loop.SCAN)
+    traits = parallel.Traits(parallel.Overlap.HIDES, Phase.PREFILL, Loop.SCAN)
     ours = parallel.Compiled(meshed, mesh=mesh, traits=traits)
     lowered = jitted.lower(x, w)
     for asked in [(jitted, x, w), (meshed, x, w), (ours, x, w), (lowered,), (lowered.compile(),)]:

@@ -13,12 +13,12 @@ import dataclasses
 import json
 import pathlib
 
-from ladder_jax.config import Loop
+from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
-from ladder_jax.overlap.request import Phase, Request
+from ladder_jax.overlap.request import Request
 
 TARGETS = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8")
 RESIDUALS = ("ladder", "standard", "no-communication")

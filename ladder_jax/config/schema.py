@@ -27,6 +27,14 @@ class Loop(enum.Enum):
     UNROLLED = "unrolled"
 
 
+class Phase(enum.Enum):
+    """What a program is for."""
+
+    PREFILL = "prefill"  # blocks of tokens, forward only
+    DECODE = "decode"  # one token a row: reductions of a few KiB to a few MiB
+    TRAIN = "train"
+
+
 class Launch(enum.Enum):
     """How a reduction is launched beside compute and awaited after it."""
 

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from ladder_jax import nn
-from ladder_jax.config import Launch, Loop
+from ladder_jax.config import Launch, Loop, Phase
 from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.nn import Definition
-from ladder_jax.parallel import Compiled, Overlap, Size, Traits, explicit, on_mesh, over_ranks, vary
+from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, over_ranks, vary
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED
         return logits[:, 0], caches
 
     out_dims = ("BV", cache.dims(definition, loop=loop))
-    traits = definition.traits(size=Size.LARGE, loop=loop)
+    traits = definition.traits(phase=Phase.PREFILL, loop=loop)
     return _compile(definition, local, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
 
 
@@ -113,7 +113,7 @@ def _one(definition: Definition, *, loop: Loop, launch: Launch) -> Callable:
 
 def _decode_traits(definition: Definition, *, loop: Loop, launch: Launch) -> Traits:
     """What is launched by name needs no option to be overlapped, only the fastest reduction."""
-    traits = definition.traits(size=Size.SMALL, loop=loop)
+    traits = definition.traits(phase=Phase.DECODE, loop=loop)
     return dataclasses.replace(traits, overlap=Overlap.WAITS) if launch is Launch.EXPLICIT else traits
 
 

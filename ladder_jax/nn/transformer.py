@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ladder_jax import residual
-from ladder_jax.config import Launch, Loop, ModelConfig, Remat
+from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Remat
 from ladder_jax.errors import UserError
 from ladder_jax.nn import kernels, loop, parameter, rotary
 from ladder_jax.nn.embedding import Embedding
@@ -19,7 +19,6 @@ from ladder_jax.nn.norm import RMSNorm
 from ladder_jax.parallel import (
     Compiled,
     Layout,
-    Size,
     Traits,
     explicit,
     layout,
@@ -84,9 +83,9 @@ class Definition:
     def topology(self) -> residual.Topology:
         return residual.of_model(self.config)
 
-    def traits(self, *, size: Size, loop: Loop) -> Traits:
+    def traits(self, *, phase: Phase, loop: Loop) -> Traits:
         """What the compiler's options for a program of this model depend on."""
-        return Traits(self.topology.overlap, size, loop)
+        return Traits(self.topology.overlap, phase, loop)
 
     @functools.cached_property
     def dims(self) -> Params:
@@ -206,4 +205,6 @@ def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> C
     ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
     meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
     stripped = lambda params, tokens: meshed(params, tokens)[..., : definition.config.vocab_size]
-    return Compiled(stripped, mesh=definition.layout.mesh, traits=definition.traits(size=Size.LARGE, loop=loop_form))
+    return Compiled(
+        stripped, mesh=definition.layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop_form)
+    )

@@ -4,12 +4,11 @@ import enum
 import json
 import pathlib
 
-from ladder_jax.config import Launch, Loop, Remat
+from ladder_jax.config import Launch, Loop, Phase, Remat
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture, result
 from ladder_jax.overlap import request as requests
-from ladder_jax.overlap.request import Phase
 
 PICTURES = (".png", ".svg", ".pdf")
 

@@ -14,10 +14,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import record
 from ladder_jax.overlap.record import Record
-from ladder_jax.overlap.request import Phase, Request
+from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
 
 SOURCES = ("config", "nn", "overlap/programs.py", "overlap/worker.py", "parallel", "residual.py")

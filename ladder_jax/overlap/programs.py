@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax import decode, nn, schedule, train
-from ladder_jax.config import TrainConfig
+from ladder_jax.config import Phase, TrainConfig
 from ladder_jax.decode import cache, weights
 from ladder_jax.errors import UserError
-from ladder_jax.overlap.request import Phase, Request
+from ladder_jax.overlap.request import Request
 from ladder_jax.parallel import Compiled, make_mesh
 
 

@@ -3,17 +3,11 @@
 import dataclasses
 import enum
 
-from ladder_jax.config import Launch, Loop, ModelConfig, Remat, preset, residual_names
+from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Remat, preset, residual_names
 from ladder_jax.config.schema import MeshConfig, check_fits_mesh
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import targets
 from ladder_jax.schedule.targets import Target
-
-
-class Phase(enum.Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    TRAIN = "train"
 
 
 @dataclasses.dataclass(frozen=True)

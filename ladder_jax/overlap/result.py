@@ -3,10 +3,10 @@
 import dataclasses
 from collections import Counter
 
-from ladder_jax.config import Loop
+from ladder_jax.config import Loop, Phase
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.record import Record
-from ladder_jax.overlap.request import Phase, Request
+from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import hlo, report
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.report import Reduction, Report, Status

@@ -11,9 +11,9 @@ import optax
 from jax import lax
 
 from ladder_jax import nn
-from ladder_jax.config import Loop, Remat, TrainConfig
+from ladder_jax.config import Loop, Phase, Remat, TrainConfig
 from ladder_jax.nn import Definition, Params
-from ladder_jax.parallel import Compiled, Layout, Size, all_reduce, on_mesh, over_ranks, vary
+from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, vary
 from ladder_jax.parallel.collectives import EMULATED
 from ladder_jax.train import optimizer
 
@@ -62,7 +62,7 @@ def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
         return TrainState(params, moments, state.step + 1), metrics
 
-    traits = definition.traits(size=Size.LARGE, loop=config.loop)
+    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop)
     return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
 
 
@@ -96,7 +96,7 @@ def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Pa
         return all_reduce(_loss_sum(definition, params, tokens, loop, Remat.NONE), layout.batch) / total
 
     meshed = on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims="")
-    return Compiled(meshed, mesh=layout.mesh, traits=definition.traits(size=Size.LARGE, loop=loop))
+    return Compiled(meshed, mesh=layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop))
 
 
 def _loss_sum(definition: Definition, params: Params, tokens: jax.Array, loop: Loop, remat: Remat) -> jax.Array:

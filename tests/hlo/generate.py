@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from ladder_jax import parallel, residual, schedule  # noqa: E402
-from ladder_jax.config import Loop  # noqa: E402
-from ladder_jax.parallel import Overlap, Size, Traits  # noqa: E402
+from ladder_jax.config import Loop, Phase  # noqa: E402
+from ladder_jax.parallel import Overlap, Traits  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 TENSOR = ("tensor",)
@@ -107,7 +107,7 @@ def compile_text(name):
     options = None
     if optioned:
         overlap = Overlap.WAITS if function is STANDARD else Overlap.HIDES
-        options = parallel.compile_options(mesh, traits=Traits(overlap, Size.LARGE, loop))
+        options = parallel.compile_options(mesh, traits=Traits(overlap, Phase.PREFILL, loop))
     jitted = jax.jit(local, compiler_options=options)
     return jitted.lower(place((1, tokens, D), P()), weights).compile().as_text()
 
