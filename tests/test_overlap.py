@@ -246,6 +246,17 @@ def test_plot(ending, begin, played, tmp_path):
     assert file.read_bytes().startswith(begin) and os.listdir(tmp_path) == [file.name]
 
 
+def test_two_layers_are_two():
+    """Layers of 10 s, each begun by a norm; one small operation of layer 2 runs at the end of layer 3."""
+    names = [f"layer_{n}/attention/{op}" for n in range(4) for op in ("reduce_sum", "dot_general")]
+    bars = [timeline.Bar("b", name, 5.0 * i, 5.0 * i + 5, wire=False) for i, name in enumerate(names)]
+    late = timeline.Bar("late", "layer_2/mlp/add", 40.0, 41.0, wire=False)
+    wire = timeline.Bar("sum", "layer_1/launch", 10.0, 17.0, wire=True)
+    drawn = picture._two_layers([*bars, late, wire])
+    assert max(bar.stop for bar in drawn) == 20 and len(drawn) == 5
+    assert [(bar.start, bar.stop) for bar in drawn if bar.wire] == [(0, 2)]
+
+
 def test_trace(played, tmp_path):
     file = tmp_path / "trace.json"
     picture.trace(played, file=str(file))

@@ -98,11 +98,15 @@ def trace(request: Request, *, file: str) -> None:
 
 
 def _two_layers(bars: Sequence[Bar]) -> list[Bar]:
-    """The forward bars of layers 1 and 2, and whatever runs meanwhile, from time zero."""
-    inside = [b for b in bars if not b.wire and re.search(r"layer_[12]\b", b.op_name) and "transpose(" not in b.op_name]
-    start = min(bar.start for bar in inside)
-    last = max(bar.stop for bar in inside)
-    stop = min((b.start for b in bars if not b.wire and "layer_3" in b.op_name and b.start >= last), default=last)
+    """Whatever runs from the first forward matmul of layer 1 until that of layer 3, from time zero.
+
+    Not what carries the layers' names: a small operation of one layer may run in the next.
+    """
+    matmuls = [bar for bar in bars if "dot_general" in bar.op_name and "transpose(" not in bar.op_name]
+    begins = lambda layer: [bar.start for bar in matmuls if re.search(rf"layer_{layer}\b", bar.op_name)]
+    start = min(begins(1))
+    last = max(bar.stop for bar in matmuls if re.search(r"layer_2\b", bar.op_name))
+    stop = min(begins(3), default=last)
     kept = [bar for bar in bars if bar.stop > start and bar.start < stop]
     cut = lambda at: min(max(at, start), stop) - start
     return [dataclasses.replace(bar, start=cut(bar.start), stop=cut(bar.stop)) for bar in kept]
