@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Loop, RunConfig
-from ladder_jax.decode import steps, weights
+from ladder_jax.decode import sampling, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params
 
@@ -46,19 +46,31 @@ class Generator:
 
         prefill = steps.prefill(self.definition, capacity=int(capacity), loop=self.loop)
         decode = steps.decode_many(self.definition, count=CHUNK, loop=self.loop, launch=config.launch)
-        temperature = jnp.float32(config.temperature)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(config.seed), jnp.arange(len(rows)))
+        settings = _settings(config, rows=len(rows))
 
         logits, caches = prefill(self.params, padded, lengths)
-        token = steps.sample_first(self.definition)(logits, temperature, keys, lengths)
+        seen = steps.seen_in(self.definition)(padded, lengths)
+        token, _ = steps.sample_first(self.definition)(logits, settings, lengths, seen)
         yield np.asarray(token)[: len(prompts), None]
         made = 1
         while made < config.max_new_tokens:
-            new, caches = decode(self.params, caches, token, lengths, temperature, keys)
+            new, _, caches, seen = decode(self.params, caches, seen, token, lengths, settings)
             token, lengths = new[:, -1], lengths + CHUNK
             take = min(CHUNK, config.max_new_tokens - made)
             yield np.asarray(new)[: len(prompts), :take]
             made += take
+
+
+def _settings(config: DecodeConfig, *, rows: int) -> sampling.Settings:
+    """`config` for every row, each with a key of its own."""
+    return sampling.Settings.of(
+        jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(config.seed), jnp.arange(rows)),
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+    )
 
 
 def default_tensor(config: RunConfig) -> int:

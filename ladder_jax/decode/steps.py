@@ -52,48 +52,63 @@ def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED, launch: Launch
 
 
 @functools.cache
+def seen_in(definition: Definition) -> jax.stages.Wrapped:
+    """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens of right-padded rows."""
+    size = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks) // definition.layout.ranks
+    local = functools.partial(sampling.seen_of, size=size, axes=definition.layout.tensor)
+    return _jit(definition, local, in_dims=("BT", "B"), out_dims="BV")
+
+
+@functools.cache
 def sample_first(definition: Definition) -> jax.stages.Wrapped:
-    """A compiled (logits [B, V], temperature, keys [B], positions [B]) -> tokens [B]."""
-    vocab = definition.config.vocab_size
-    axes = definition.layout.tensor
+    """A compiled (logits [B, V], settings, positions [B], seen [B, V]) -> (tokens [B], log-probabilities [B])."""
 
-    def local(logits, temperature, keys, positions):
-        return sampling.sample(
-            logits, temperature=temperature, keys=keys, positions=positions, vocab_size=vocab, axes=axes
-        )
+    def local(logits, settings, positions, seen):
+        return sample(logits, settings=settings, positions=positions, seen_BV=seen)
 
-    in_dims, layout = ("BV", "", "B", "B"), definition.layout
-    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims="B")
-    return jax.jit(on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims="B"))
+    sample = _sampler(definition)
+    return _jit(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=("B", "B"))
 
 
 @functools.cache
 def decode_many(
     definition: Definition, *, count: int, loop: Loop = Loop.UNROLLED, launch: Launch = Launch.CHAINED
 ) -> Compiled:
-    """A compiled (params, caches, tokens, lengths, temperature, keys) -> (new tokens [B, count], caches).
+    """A compiled (params, caches, seen [B, V], tokens [B], lengths [B], settings)
+    -> (new tokens [B, count], log-probabilities [B, count], caches, seen).
 
-    The token loop runs on the devices: `count` decode steps and samples without the host.
+    The token loop runs on the devices: `count` decode steps and samples without the host. Like the
+    caches, `seen` is of what came before `tokens`, and is consumed.
     """
-    config, axes = definition.config, definition.layout.tensor
 
-    def local(params, caches, tokens, lengths, temperature, keys):
+    def local(params, caches, seen, tokens, lengths, settings):
         def turn(carry, _):
-            caches, tokens, lengths = carry
+            caches, seen, tokens, lengths = carry
             logits, caches = one(params, caches, tokens, lengths)
-            lengths = lengths + 1
-            tokens = sampling.sample(
-                logits, temperature=temperature, keys=keys, positions=lengths, vocab_size=config.vocab_size, axes=axes
-            )
-            return (caches, tokens, lengths), tokens
+            lengths, seen = lengths + 1, sampling.mark(seen, tokens, axes=definition.layout.tensor)
+            tokens, logprobs = sample(logits, settings=settings, positions=lengths, seen_BV=seen)
+            return (caches, seen, tokens, lengths), (tokens, logprobs)
 
-        (caches, _, _), new = jax.lax.scan(turn, (caches, tokens, lengths), length=count)
-        return new.T, caches
+        (caches, seen, _, _), (new, logprobs) = jax.lax.scan(turn, (caches, seen, tokens, lengths), length=count)
+        return new.T, logprobs.T, caches, seen
 
     one, dims = _one(definition, loop=loop, launch=launch), cache.dims(definition, loop=loop)
-    in_dims, out_dims = (dims, "B", "B", "", "B"), ("BT", dims)
+    sample = _sampler(definition)
+    in_dims, out_dims = (dims, "BV", "B", "B", sampling.DIMS), ("BT", "BT", dims, "BV")
     traits = _decode_traits(definition, loop=loop, launch=launch)
-    return _compile(definition, local, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
+    return _compile(definition, local, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1, 2))
+
+
+def _sampler(definition: Definition) -> Callable:
+    """`sampling.sample` for this model, on one rank."""
+    return functools.partial(sampling.sample, vocab_size=definition.config.vocab_size, axes=definition.layout.tensor)
+
+
+def _jit(definition: Definition, local: Callable, *, in_dims: tuple, out_dims: Any) -> jax.stages.Wrapped:
+    """What reads no parameters and reduces next to nothing: no options to choose."""
+    layout = definition.layout
+    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    return jax.jit(on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims))
 
 
 def _one(definition: Definition, *, loop: Loop, launch: Launch) -> Callable:

@@ -2,6 +2,7 @@
 
 from ladder_jax.nn.attention import Cache as Cache
 from ladder_jax.nn.embedding import cross_entropy as cross_entropy
+from ladder_jax.nn.parameter import padded_vocabulary as padded_vocabulary
 from ladder_jax.nn.transformer import Definition as Definition
 from ladder_jax.nn.transformer import Params as Params
 from ladder_jax.nn.transformer import Transformer as Transformer
