@@ -127,6 +127,27 @@ def _parser() -> Parser:
         "--plot", metavar="FILE", help="draw two layers' timeline, Standard above NAME (PNG, SVG, PDF)"
     )
     overlap.add_argument("--trace", metavar="FILE", help="write the timelines for https://ui.perfetto.dev")
+
+    bench = verb(
+        "bench",
+        "Time prefill and decode of residual topologies in turns, and hold them to the device's own limits.",
+        "ladder-jax bench --model llama-3.2-1b --residual standard,ladder --batch 1,16 --plot speed.png",
+    )
+    bench.add_argument("--model", required=True, metavar="PRESET", help="a model preset; its weights are random")
+    bench.add_argument("--residual", required=True, metavar="NAME[,NAME]", help="standard, ladder, ladder-fresh, ...")
+    bench.add_argument("--batch", metavar="B[,B]", help="rows at once (default 1,4,16,64)")
+    for option, letter, text in (
+        ("prompt-length", "P", "tokens a row in the prompt (default 1024)"),
+        ("new-tokens", "G", "tokens a row to generate (default 512)"),
+        ("tensor", "N", "tensor-parallel devices (default: all)"),
+        ("warmup", "W", "generations before those that are timed (default 5)"),
+        ("repeats", "R", "generations that are timed (default 10)"),
+        ("layers", "N", "layers (default: the preset's)"),
+    ):
+        bench.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.add_argument("--out", metavar="FILE", help="write that object to a file")
+    bench.add_argument("--plot", metavar="FILE", help="draw tokens/s and bandwidth by batch (PNG, SVG, PDF)")
     return parser
 
 
@@ -184,4 +205,10 @@ def _overlap(args: argparse.Namespace) -> None:
     command.run(vars(args))
 
 
-VERBS = {"doctor": _doctor, "train": _train, "generate": _generate, "overlap": _overlap}
+def _bench(args: argparse.Namespace) -> None:
+    from ladder_jax.bench import command
+
+    command.run(vars(args))
+
+
+VERBS = {"doctor": _doctor, "train": _train, "generate": _generate, "overlap": _overlap, "bench": _bench}

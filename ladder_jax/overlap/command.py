@@ -2,21 +2,19 @@
 
 import enum
 import json
-import pathlib
 
+from ladder_jax import files
 from ladder_jax.config import Launch, Loop, Phase, Remat
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import unknown
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture, result
 from ladder_jax.overlap import request as requests
 
-PICTURES = (".png", ".svg", ".pdf")
-
 
 def run(args: dict) -> None:
     """Print the answer; raises UserError for what cannot be asked, before anything is compiled or written."""
-    for option, endings in (("plot", PICTURES), ("trace", (".json",))):
-        _check_file(option, args[option], endings)
+    for option, endings in (("plot", files.PICTURES), ("trace", (".json",))):
+        files.check_writable(option, args[option], endings=endings)
     request = requests.make(
         target=args["target"],
         model=args["model"],
@@ -50,13 +48,3 @@ def _member(kind: type[enum.Enum], option: str, word: str) -> enum.Enum:
         return kind(word)
     except ValueError:
         raise unknown(f"--{option}", word, [member.value for member in kind]) from None
-
-
-def _check_file(option: str, file: str | None, endings: tuple[str, ...]) -> None:
-    if file is None:
-        return
-    path = pathlib.Path(file)
-    if path.suffix not in endings:
-        raise UserError(f"--{option} {file}: the file must end in {' or '.join(endings)}")
-    if not path.parent.is_dir():
-        raise UserError(f"--{option} {file}: there is no folder {path.parent}")
