@@ -1,5 +1,11 @@
 """Inference: the key/value cache, compiled prefill and decode steps, sampling, generation."""
 
+from ladder_jax.decode.engine import Engine as Engine
+from ladder_jax.decode.engine import Finish as Finish
+from ladder_jax.decode.engine import Handle as Handle
+from ladder_jax.decode.engine import QueueFull as QueueFull
+from ladder_jax.decode.engine import Request as Request
+from ladder_jax.decode.engine import Result as Result
 from ladder_jax.decode.generate import Generator as Generator
 from ladder_jax.decode.generate import check_prompts as check_prompts
 from ladder_jax.decode.generate import default_tensor as default_tensor
