@@ -1,7 +1,6 @@
 """`ladder-jax <verb>`: one thin function a verb."""
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -89,14 +88,28 @@ def _parser() -> Parser:
 
     generate = verb(
         "generate",
-        "Continue a prompt with a trained checkpoint.",
+        "Continue prompts with a trained checkpoint.",
         'ladder-jax generate runs/tiny --prompt "def main(" --temperature 0.8 --seed 1',
     )
     generate.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or one checkpoint in it")
-    generate.add_argument("--prompt", required=True, help="text to continue")
-    generate.add_argument("--max-new-tokens", type=int, metavar="N", help="how many tokens to add (default 128)")
-    generate.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (the default)")
-    generate.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text (default 0)")
+    generate.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given again")
+    generate.add_argument("--prompts", metavar="FILE", help='JSON lines such as {"prompt": "Once", "temperature": 0.8}')
+    generate.add_argument(
+        "--out", metavar="FILE", help="for --prompts: a JSON line as each finishes; a second run goes on with it"
+    )
+    generate.add_argument("--stream", action="store_true", help="print one prompt's text as it comes")
+    for option, kind, letter, text in (
+        ("max-new-tokens", int, "N", "how many tokens to add (default 128)"),
+        ("temperature", float, "T", "0 is greedy (the default)"),
+        ("top-k", int, "K", "only the K most probable tokens (default 0: all)"),
+        ("top-p", float, "P", "only the most probable tokens that together reach P (default 1: all)"),
+        ("min-p", float, "P", "only tokens at least P times as probable as the best (default 0: all)"),
+        ("repetition-penalty", float, "R", "above 1, what was there before becomes less likely (default 1)"),
+        ("seed", int, "S", "the same seed gives the same text (default 0)"),
+        ("slots", int, "N", "prompts that are continued at the same time (default 8)"),
+    ):
+        generate.add_argument(f"--{option}", type=kind, metavar=letter, help=text)
+    generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     generate.add_argument(
         "--tensor", type=int, metavar="N", help="tensor-parallel devices (default: as trained, if there are as many)"
     )
@@ -184,19 +197,9 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from ladder_jax import checkpoint, decode, nn, parallel
-    from ladder_jax.data import text
+    from ladder_jax.decode import command
 
-    saved = checkpoint.open_checkpoint(args.checkpoint)
-    asked = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
-    settings = dataclasses.replace(saved.config.decode, **{k: v for k, v in asked.items() if v is not None})
-    prompt = list(args.prompt.encode("utf-8", errors="surrogateescape"))
-    decode.check_prompts([prompt], vocab_size=saved.config.model.vocab_size)
-    mesh = parallel.make_mesh(tensor=args.tensor or decode.default_tensor(saved.config))
-    definition = nn.define(saved.config.model, mesh=mesh)
-    generator = decode.Generator.of(definition, saved.params(definition), loop=settings.loop)
-    tokens = generator.tokens([prompt], config=settings)[0]
-    print(args.prompt + text.decode(tokens))
+    command.run(vars(args))
 
 
 def _overlap(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import pathlib
 import sysconfig
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -62,6 +63,16 @@ def bigram_entropy(text: np.ndarray) -> float:
     return float(-(joint * conditional).sum())
 
 
+def encode(text: str) -> list[int]:
+    """A prompt's byte tokens; bytes of a command line that are not UTF-8 stay what they were."""
+    return list(text.encode("utf-8", errors="surrogateescape"))
+
+
+def to_bytes(tokens: Iterable[int]) -> bytes:
+    """Byte tokens as bytes; tokens that are no byte give nothing."""
+    return bytes(int(t) for t in tokens if t < 256)
+
+
 def decode(tokens: np.ndarray) -> str:
     """Byte tokens as text; what is not UTF-8 becomes a replacement character."""
-    return bytes(int(t) for t in tokens if t < 256).decode("utf-8", errors="replace")
+    return to_bytes(tokens).decode("utf-8", errors="replace")

@@ -1,0 +1,417 @@
+"""The engine: every request's tokens are those of the request alone, whatever else runs."""
+
+import functools
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from ladder_jax import decode, nn, parallel
+from ladder_jax.config import DecodeConfig, Loop
+from ladder_jax.data import text
+from ladder_jax.decode import Engine, Finish, QueueFull, Request
+from ladder_jax.decode.engine import jsonl
+from ladder_jax.decode.engine.slots import buckets
+from ladder_jax.decode.engine.text import Text
+from ladder_jax.errors import UserError
+from tests import cases
+
+CAPACITY, CHUNK = 64, 5
+
+
+def to_bytes(tokens):
+    """Two characters for each token, one of two bytes: text is cut within tokens, and tokens within text."""
+    return b"".join(bytes([97 + t % 7, *"éèêàçùâ".encode()[2 * (t % 7) :][:2]]) for t in tokens)
+
+
+@functools.cache
+def parts(name="ladder", **mesh):
+    definition = cases.define(name, num_layers=2, **mesh)
+    return definition, cases.place(cases.parameters(definition), definition)
+
+
+def engine(name="ladder", *, loop=Loop.UNROLLED, mesh=(("tensor", 1),), decoder=to_bytes, **more):
+    sizes = {**dict(slots=3, capacity=CAPACITY, chunk=CHUNK), **more}
+    return Engine(*parts(name, **dict(mesh)), **sizes, decoder=decoder, loop=loop)
+
+
+@functools.cache
+def alone(request):
+    """The request's tokens by Generator, on one device."""
+    settings = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    config = DecodeConfig(
+        max_new_tokens=request.max_new_tokens, repetition_penalty=request.repetition_penalty, **settings
+    )
+    return tuple(generator().tokens([request.prompt], config=config)[0].tolist())
+
+
+@functools.cache
+def generator():
+    return decode.Generator.of(*parts(tensor=1))
+
+
+def requests(count, *, seed=0):
+    """Prompts of all buckets, greedy and drawn, with every setting; each differs from the others."""
+    rng = np.random.default_rng(seed)
+    for index in range(count):
+        prompt = rng.integers(0, 251, rng.integers(1, 45)).tolist()
+        more = {}
+        if index % 3:
+            more = dict(temperature=rng.uniform(0.5, 2), top_k=int(rng.integers(0, 30)), top_p=rng.uniform(0.5, 1))
+        if index % 4 == 3:
+            more["repetition_penalty"] = rng.uniform(1, 3)
+        new = int(rng.integers(1, CAPACITY - len(prompt) + 1))
+        yield Request(prompt, max_new_tokens=min(new, 20), seed=index, logprobs=index % 2 == 0, **more)
+
+
+def check(handle):
+    """A finished request against Generator's tokens, and its pieces against its result."""
+    result, expected = handle.result(), alone(handle.request)
+    assert result.tokens == expected[: len(result.tokens)]
+    if result.finish is Finish.LENGTH:
+        assert result.tokens == expected
+        assert result.text == to_bytes(expected).decode()
+    pieces = list(handle)
+    assert sum((piece.tokens for piece in pieces), ()) == result.tokens
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert result.prompt_tokens == len(handle.request.prompt)
+    assert (result.logprobs is not None) == handle.request.logprobs
+    if result.logprobs is not None:
+        assert sum((piece.logprobs for piece in pieces), ()) == result.logprobs
+        assert len(result.logprobs) == len(result.tokens) and all(value <= 0 for value in result.logprobs)
+
+
+def test_random_traffic():
+    """Random arrivals, lengths, settings and cancellations; nothing is compiled after the warm-up."""
+    ours = engine()
+    ours.warm_up()
+    compiled, rng, handles, cancelled = ours.compilations, np.random.default_rng(1), [], set()
+    waiting = list(requests(24))
+    assert compiled > 0
+    while waiting or ours.busy:
+        for _ in range(rng.integers(0, 4)):
+            if waiting:
+                handles.append(ours.submit(waiting.pop()))
+        if rng.random() < 0.3 and handles:
+            handle = handles[rng.integers(len(handles))]
+            if not handle.done:
+                cancelled.add(handle)
+                handle.cancel()
+        ours.step()
+    assert ours.compilations == compiled
+    assert len(handles) == 24 and 0 < len(cancelled) < 12
+    for handle in handles:
+        check(handle)
+        assert handle.result().finish == ("cancelled" if handle in cancelled else "length")
+    stats = ours.stats()
+    assert (stats.queued, stats.running) == (0, 0)
+    assert stats.finished == dict(stop=0, length=24 - len(cancelled), cancelled=len(cancelled), failed=0)
+    assert stats.new_tokens == sum(len(handle.result().tokens) for handle in handles)
+
+
+@pytest.mark.parametrize("loop, ranks", [(Loop.UNROLLED, 8), (Loop.SCAN, 2)])
+def test_every_mesh_gives_the_same_tokens(loop, ranks):
+    ours = engine(loop=loop, mesh=(("tensor", ranks),))
+    ours.warm_up()
+    compiled = ours.compilations
+    handles = [ours.submit(request) for request in requests(7, seed=2)]
+    ours.run()
+    assert ours.compilations == compiled
+    for handle in handles:
+        check(handle)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+@pytest.mark.parametrize("prompt", [1, 32, 33, 63])
+def test_a_request_may_fill_the_capacity(prompt, chunk):
+    """Beside one that goes on, in a slot that was used before; the last chunk ends beyond the last token."""
+    ours, length = engine(chunk=chunk, slots=2), CAPACITY - prompt
+    tokens = cases.tokens((3, 63))
+    handles = [
+        ours.submit(Request(row[: max(1, prompt - i % 2)], max_new_tokens=length)) for i, row in enumerate(tokens)
+    ]
+    for handle in handles:
+        check(handle)
+        assert len(handle.result().tokens) == length
+    with pytest.raises(UserError, match=f"a prompt of {prompt} tokens and {length + 1} new ones need 65 positions"):
+        ours.submit(Request(tokens[0][:prompt], max_new_tokens=length + 1))
+
+
+def test_buckets():
+    assert buckets(longest=1, positions=64) == (32,)
+    assert buckets(longest=33, positions=64) == (32, 64)
+    assert buckets(longest=1023, positions=1056) == (32, 64, 128, 256, 512, 1024)
+    assert buckets(longest=1100, positions=1152)[-1] == 1152
+
+
+def naive(data, stop):
+    """The text up to the first stop string to be complete, by looking at every beginning of the text."""
+    whole = data.decode("utf-8", errors="replace")
+    for end in range(len(whole) + 1):
+        found = [end - len(one) for one in stop if whole[:end].endswith(one)]
+        if found:
+            return whole[: min(found)], True
+    return whole, False
+
+
+def test_text_does_not_depend_on_how_its_bytes_are_cut():
+    rng = np.random.default_rng(0)
+    alphabets = [b"ab", "aé".encode(), "é😀".encode(), bytes(range(256)), b"\xe2\x82\xac\xf0a"]
+    stops = [(), ("ab",), ("aab", "ab"), ("abab", "ba"), ("aé", "éa", "é😀"), ("aaaa", "bb", "abba"), ("\ufffd",)]
+    hits = 0
+    for _ in range(3000):
+        alphabet, stop = alphabets[rng.integers(5)], stops[rng.integers(7)]
+        data = bytes(rng.choice(list(alphabet), rng.integers(0, 30)).tolist())
+        ours, shown, at = Text(stop), "", 0
+        expected, stopped = naive(data, stop)
+        while at < len(data):
+            size = rng.integers(1, 6)
+            shown += ours.push(data[at : at + size])
+            at += size
+            assert expected.startswith(shown)  # nothing that is shown is ever taken back
+        shown += ours.flush()
+        assert (shown, ours.stopped) == (expected, stopped)
+        hits += stopped
+    assert 500 < hits < 2500
+
+
+def test_text_is_held_back_no_longer_than_it_must_be():
+    ours = Text(["stop", "top hat"])
+    assert [ours.push(part.encode()) for part in ("so ", "st", "a", "sto", "p")] == ["so ", "", "sta", "", ""]
+    assert ours.stopped and ours.flush() == "" == ours.push(b"more")
+    euro = Text()
+    assert [euro.push(bytes([byte])) for byte in "€".encode()] == ["", "", "€"]
+    assert euro.push(b"\xe2\x82") == "" and euro.flush() == "\ufffd"
+
+
+def test_stops_end_a_request_wherever_they_stand():
+    """At every position of the text, so also across the ends of chunks."""
+    base = Request([5, 6, 7], max_new_tokens=18, temperature=1.5, seed=3)
+    whole, ours = alone(base), engine()
+    shown, handles = to_bytes(whole).decode(), []
+    asked = dict(prompt=base.prompt, max_new_tokens=18, temperature=1.5, seed=3)
+    for start in range(0, len(shown) - 3):
+        stop = (shown[start : start + 3], "nothing like it")
+        handles.append((ours.submit(Request(**asked, stop=stop)), shown.index(stop[0]), stop[0]))
+    by_token = [(ours.submit(Request(**asked, stop_ids=(token, 250))), token) for token in whole]
+    ours.run()
+    for handle, at, stop in handles:
+        result = handle.result()
+        assert (result.finish, result.text) == ("stop", shown[:at])
+        assert "".join(piece.text for piece in handle) == result.text
+        assert result.tokens == whole[: -(-(at + len(stop)) // 2)]
+    for handle, token in by_token:
+        result, at = handle.result(), min(whole.index(one) for one in (token, 250) if one in whole)
+        assert (result.finish, result.tokens) == ("stop", whole[: at + 1])
+        assert result.text == to_bytes(whole[:at]).decode()
+
+
+def test_streaming_and_cancelling():
+    ours = engine(chunk=4)
+    long = ours.submit(Request([1], max_new_tokens=60))
+    queued = [ours.submit(Request([2], max_new_tokens=3)) for _ in range(4)]
+    stream = iter(long)
+    assert [len(next(stream).tokens) for _ in range(3)] == [1, 4, 4]
+    queued[-1].cancel()
+    long.cancel()
+    long.cancel()
+    rest = list(stream)
+    assert long.result().finish == "cancelled" and len(long.result().tokens) == 9 + sum(len(p.tokens) for p in rest)
+    assert long.result().text == to_bytes(long.result().tokens).decode()
+    ours.run()
+    finishes = [handle.result().finish for handle in queued]
+    assert finishes[:3] == ["length"] * 3 and finishes[3] in ("length", "cancelled")
+    check(queued[0])
+    long.cancel()  # too late: nothing happens
+    assert ours.stats().finished["cancelled"] == 1 + (finishes[3] == "cancelled")
+
+
+def test_a_full_queue():
+    ours = engine(max_queue=2)
+    first = [ours.submit(Request([1], max_new_tokens=9)) for _ in range(2)]
+    with pytest.raises(QueueFull, match="the queue is full: 2 requests wait for one of 3 slots"):
+        ours.submit(Request([1]))
+    first[0].cancel()
+    assert first[0].result() == decode.Result((), "", None, Finish.CANCELLED, 1)
+    ours.submit(Request([1], max_new_tokens=2))
+    ours.step()
+    assert (ours.stats().queued, ours.stats().running) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(prompt=[]), "the prompt is empty"),
+        (dict(prompt=[251]), "token 251, outside"),
+        (dict(prompt=[1], max_new_tokens=64), "need 65 positions; the engine's capacity is 64"),
+        (dict(prompt=[1], top_p=0), "top_p must be above 0"),
+        (dict(prompt=[1], top_k=2**31), "top_k must be below"),
+        (dict(prompt=[1], temperature=float("inf")), "must be finite"),
+        (dict(prompt=[1], stop=["a", ""]), "none of them empty"),
+        (dict(prompt=[1], stop="a"), "need an engine with a decoder"),
+    ],
+)
+def test_impossible_requests(wrong, message):
+    ours = engine(decoder=None)
+    with pytest.raises(UserError, match=message):
+        ours.submit(Request(**{"max_new_tokens": 3, **wrong}))
+    assert not ours.busy
+
+
+def test_an_engine_is_one_replica():
+    with pytest.raises(UserError, match="mesh.data x mesh.fsdp must be 1, not 2"):
+        Engine(*parts(data=2, tensor=4))
+    for wrong in (dict(slots=0), dict(capacity=1), dict(max_queue=0), dict(chunk=0)):
+        (name,) = wrong
+        with pytest.raises(UserError, match=f"{name} must be at least"):
+            engine(**wrong)
+
+
+def test_an_engine_of_a_model():
+    model = nn.Transformer(cases.model("ladder", num_layers=1), mesh=parallel.make_mesh(tensor=2))
+    result = Engine(model, capacity=32).submit(Request([1, 2], max_new_tokens=3)).result()
+    assert len(result.tokens) == 3 and result.text is None and result.finish is Finish.LENGTH
+
+
+def test_requests_from_many_threads():
+    asked, handles = list(requests(30, seed=5)), {}
+    with engine(max_queue=30) as ours:
+        with pytest.raises(UserError, match="runs already"):
+            ours.start()
+
+        def client(mine):
+            for index in mine:
+                handles[index] = ours.submit(asked[index])
+                handles[index].result(timeout=300)
+
+        threads = [threading.Thread(target=client, args=(range(k, 30, 8),)) for k in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(handles) == 30 and ours.stats().finished["length"] == 30
+    for handle in handles.values():
+        check(handle)
+
+
+def test_stopping_cancels_and_the_engine_can_be_started_again():
+    ours = engine(slots=1)
+    with ours:
+        handles = [ours.submit(Request([3], max_new_tokens=60)) for _ in range(5)]
+        next(iter(handles[0]))
+        with pytest.raises(TimeoutError):
+            handles[4].result(timeout=0)
+    reasons = [handle.result().finish for handle in handles]
+    assert reasons[4] == "cancelled" and not ours.threaded
+    check(handles[0])
+    with ours:
+        again = ours.submit(handles[4].request)
+        assert again.result(timeout=300).finish is Finish.LENGTH
+    check(again)
+    ours.stop()
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
+    ours = engine(slots=1)
+    handles = [ours.submit(Request([1], max_new_tokens=9)) for _ in range(3)]
+
+    def broken():
+        raise MemoryError("no more of it")
+
+    monkeypatch.setattr(ours._device, "decode", broken)
+    if threaded:
+        ours.start()
+    for handle in handles:
+        with pytest.raises(MemoryError, match="no more of it"):
+            handle.result(timeout=300)
+        with pytest.raises(MemoryError):
+            list(handle)
+    for use in (ours.step, ours.start, lambda: ours.submit(Request([1]))):
+        with pytest.raises(RuntimeError, match="the engine ended with an error: MemoryError"):
+            use()
+    assert ours.stats().finished["failed"] == 3 and not ours.busy
+    ours.stop()
+
+
+PROMPTS = [
+    {"prompt": "a cat"},
+    {"prompt": "é", "id": "ü\ud800", "temperature": 1.5, "seed": 7, "max_new_tokens": 9},
+    {"prompt": "b", "id": 3, "top_k": 4, "temperature": 1, "stop": "e"},
+    {"prompt": "c", "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.5, "stop_ids": [1, 2], "stop": ["x", "yy"]},
+]
+READ = dict(defaults=DecodeConfig(max_new_tokens=6), stop=(), encode=text.encode, vocab_size=251, model="m")
+
+
+def lines_of(file):
+    return sorted(file.read_bytes().splitlines())
+
+
+def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
+    """Cut at random bytes, the answers of a second run are those of one that was left in peace."""
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n\n".join(map(json.dumps, PROMPTS * 2)))
+    jobs, ours = jsonl.read(str(source), **READ), engine(decoder=text.to_bytes)
+    asked, calls = [], []
+
+    def run():
+        left = jsonl.unanswered(str(out), jobs)
+        asked.append(len(left))
+        jsonl.answer(ours, left, file=str(out), advance=lambda: calls.append(1))
+
+    run()
+    expected, content = lines_of(out), out.read_bytes()
+    answers = [json.loads(line) for line in expected]
+    assert sorted(answer["index"] for answer in answers) == list(range(8)) and len(calls) == 8
+    by_index = {answer["index"]: answer for answer in answers}
+    assert [by_index[i].get("id") for i in range(4)] == [None, "ü\ud800", 3, None]
+    assert by_index[0]["new_tokens"] == 6 and by_index[1]["new_tokens"] == 9 and by_index[0]["prompt_tokens"] == 5
+    assert by_index[0]["finish_reason"] == "length"
+    run()
+    assert asked == [8, 0] and out.read_bytes() == content
+    for cut in [1, len(content) - 1, *np.random.default_rng(0).integers(0, len(content), 12)]:
+        out.write_bytes(content[:cut])
+        run()
+        assert lines_of(out) == expected and asked[-1] == 8 - content[:cut].count(b"\n")
+
+
+def test_answers_to_something_else_are_refused(tmp_path):
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    jobs = jsonl.read(str(source), **READ)
+    result = decode.Result((1,), "b", None, Finish.LENGTH, 1)
+    out.write_bytes(jsonl.line(jobs[0], result))
+    assert jsonl.unanswered(str(out), jobs) == []
+    for change in (dict(model="n"), dict(defaults=DecodeConfig(max_new_tokens=7)), dict(stop=("x",))):
+        with pytest.raises(UserError, match="line 1 answers another prompt, model or setting"):
+            jsonl.unanswered(str(out), jsonl.read(str(source), **{**READ, **change}))
+    for foreign in ("my diary\n", "my diary", '{"index": 0}\n', "[]\n", '{"index": -1, "request": ""}\n'):
+        out.write_text(foreign)
+        with pytest.raises(UserError, match="out.jsonl (line 1|holds)"):
+            jsonl.unanswered(str(out), jobs)
+        assert out.read_text() == foreign
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "line 2: this is not JSON"),
+        ("[]", "line 2: each line must be an object such as"),
+        ('{"prompt": ""}', "line 2: the prompt is empty"),
+        ('{"prompt": "a", "temprature": 1}', "line 2: unknown setting 'temprature'; did you mean 'temperature'"),
+        ('{"prompt": "a", "top_p": 2}', "line 2: decode.top_p must be above 0 and at most 1"),
+        ('{"prompt": "a", "top_k": "x"}', "line 2: decode.top_k must be of type int"),
+        ('{"prompt": "a", "stop": 1}', "line 2: stop must be a string or a list"),
+        ('{"prompt": "a", "stop": [1]}', "line 2: stop must be strings"),
+        ('{"prompt": "a", "stop_ids": ["x"]}', "line 2: stop_ids must be"),
+        ('{"prompt": "a", "id": []}', "line 2: id must be a string or a whole number"),
+        ('{"prompt": "\\ud800"}', "line 2: the prompt holds half of a surrogate pair"),
+    ],
+)
+def test_mistakes_in_a_file_of_prompts(tmp_path, line, message):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(UserError) as caught:
+        jsonl.read(str(source), **READ)
+    assert message in str(caught.value)
