@@ -52,6 +52,36 @@ def test_generate(run_cli, trained):
     assert step.startswith("the cat")
 
 
+def test_generate_several_prompts(run_cli, trained):
+    """Each text is that of its prompt alone, streamed or not."""
+    ask, more = ["generate", trained], ["--max-new-tokens", "20", "--temperature", "1", "--top-k", "9", "--seed", "3"]
+    one, two = (run_cli(*ask, "--prompt", text, *more, check_status=0).stdout for text in ("the cat", "rat"))
+    assert run_cli(*ask, "--prompt", "the cat", *more, "--stream", check_status=0).stdout == one
+    both = run_cli(*ask, "--prompt", "the cat", "--prompt", "rat", *more, check_status=0).stdout
+    assert both == f"{one}\n{two}"
+    stop = one.strip("\n")[len("the cat") + 5 :][:3]
+    ended = run_cli(*ask, "--prompt", "the cat", *more, "--stop", stop, check_status=0).stdout
+    assert ended == one[: one.index(stop, len("the cat"))] + "\n"
+
+
+def test_generate_for_a_file_of_prompts(run_cli, trained, tmp_path):
+    lines = [{"prompt": "the cat", "id": "a"}, {"prompt": "rat", "max_new_tokens": 3}, {"prompt": "é", "seed": 4}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ask = ["generate", trained, "--prompts", "prompts.jsonl", "--out", "out.jsonl", "--max-new-tokens", "9"]
+    done = run_cli(*ask, cwd=tmp_path, check_status=0)
+    assert done.stdout == "" and "3/3 prompts" in done.stderr
+    written = (tmp_path / "out.jsonl").read_bytes()
+    answers = {answer["index"]: answer for answer in map(json.loads, written.splitlines())}
+    assert [answers[i]["new_tokens"] for i in range(3)] == [9, 3, 9] and answers[0]["id"] == "a"
+    alone = run_cli("generate", trained, "--prompt", "the cat", "--max-new-tokens", "9", check_status=0).stdout
+    assert alone == f"the cat{answers[0]['text']}\n"
+    (tmp_path / "out.jsonl").write_bytes(written[:-4])
+    run_cli(*ask, "--slots", "1", cwd=tmp_path, check_status=0)
+    assert sorted((tmp_path / "out.jsonl").read_bytes().splitlines()) == sorted(written.splitlines())
+    line = is_one_line(run_cli(*ask, "--seed", "1", cwd=tmp_path, check_status=2))
+    assert "out.jsonl line 1 answers another prompt, model or setting" in line
+
+
 def test_training_again_says_that_it_resumes(run_cli, trained):
     done = run_cli("train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", cwd=trained.parent, check_status=0)
     assert "resuming" in done.stderr and "from step 12" in done.stderr
@@ -113,6 +143,10 @@ MISTAKES = {
     ("generate", "nowhere", "--prompt", "x"): "there is no checkpoint at",
     ("generate", "nowhere", "--promt", "x"): "unknown option '--promt'; did you mean '--prompt'?",
     ("generate", "nowhere", "--prompt", "x", "--max-new-tokens", "many"): "invalid int value: 'many'",
+    ("generate", "nowhere"): "--prompt TEXT (once or more often) or --prompts FILE, one of the two",
+    ("generate", "nowhere", "--prompts", "x.jsonl"): "--prompts FILE and --out FILE go together",
+    ("generate", "nowhere", "--prompt", "x", "--prompt", "y", "--stream"): "--stream is for one --prompt",
+    ("generate", "nowhere", "--prompt", "x", "--slots", "0"): "--slots must be at least 1, not 0",
     ("doctor", "--jsn"): "did you mean '--json'?",
 }
 

@@ -4,6 +4,7 @@ import functools
 import json
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -82,6 +83,12 @@ def check(handle):
         assert len(result.logprobs) == len(result.tokens) and all(value <= 0 for value in result.logprobs)
 
 
+def stays_within(ours):
+    """Whether the next chunk of every slot has room in the caches."""
+    state = ours._device._state
+    return np.asarray(state.lengths).max() + CHUNK <= jax.tree.leaves(state.caches)[0].shape[1]
+
+
 def test_random_traffic():
     """Random arrivals, lengths, settings and cancellations; nothing is compiled after the warm-up."""
     ours = engine()
@@ -99,6 +106,7 @@ def test_random_traffic():
                 cancelled.add(handle)
                 handle.cancel()
         ours.step()
+        assert stays_within(ours)
     assert ours.compilations == compiled
     assert len(handles) == 24 and 0 < len(cancelled) < 12
     for handle in handles:
@@ -134,6 +142,7 @@ def test_a_request_may_fill_the_capacity(prompt, chunk):
     for handle in handles:
         check(handle)
         assert len(handle.result().tokens) == length
+    assert jax.tree.leaves(ours._device._state.caches)[0].shape[1] >= CAPACITY + chunk
     with pytest.raises(UserError, match=f"a prompt of {prompt} tokens and {length + 1} new ones need 65 positions"):
         ours.submit(Request(tokens[0][:prompt], max_new_tokens=length + 1))
 
@@ -231,7 +240,7 @@ def test_a_full_queue():
     ours = engine(max_queue=2)
     first = [ours.submit(Request([1], max_new_tokens=9)) for _ in range(2)]
     with pytest.raises(QueueFull, match="the queue is full: 2 requests wait for one of 3 slots"):
-        ours.submit(Request([1]))
+        ours.submit(Request([1], max_new_tokens=9))
     first[0].cancel()
     assert first[0].result() == decode.Result((), "", None, Finish.CANCELLED, 1)
     ours.submit(Request([1], max_new_tokens=2))
@@ -328,7 +337,7 @@ def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
             handle.result(timeout=300)
         with pytest.raises(MemoryError):
             list(handle)
-    for use in (ours.step, ours.start, lambda: ours.submit(Request([1]))):
+    for use in (ours.step, ours.start, lambda: ours.submit(Request([1], max_new_tokens=9))):
         with pytest.raises(RuntimeError, match="the engine ended with an error: MemoryError"):
             use()
     assert ours.stats().finished["failed"] == 3 and not ours.busy
