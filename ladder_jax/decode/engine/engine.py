@@ -1,40 +1,20 @@
-"""The engine: who waits, who has which slot, and the rounds that move all of them on."""
+"""The engine: rounds that move all requests on, by hand or in a thread."""
 
-import collections
-import dataclasses
 import threading
 
 import numpy as np
 
 from ladder_jax.config import Launch, Loop
 from ladder_jax.decode import weights
+from ladder_jax.decode.engine.board import Board, Stats
 from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.decode.engine.handle import Handle
-from ladder_jax.decode.engine.request import Finish, Request
+from ladder_jax.decode.engine.request import Request
 from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.decode.engine.task import Decoder, Task
 from ladder_jax.decode.generate import CHUNK, check_prompts
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params, Transformer
-
-
-class QueueFull(UserError):
-    """As many requests wait as may wait. A server answers with "try again later"."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """Counts since the engine was made, but for `queued` and `running`, which are of now.
-
-    finished: requests by reason: "stop", "length", "cancelled", "failed".
-    prompt_tokens, new_tokens: read, and made for requests that have finished.
-    """
-
-    queued: int
-    running: int
-    finished: dict[str, int]
-    prompt_tokens: int
-    new_tokens: int
 
 
 class Engine:
@@ -66,6 +46,8 @@ class Engine:
         """
         definition = model.definition if isinstance(model, Transformer) else model
         params = model.params if isinstance(model, Transformer) else params
+        if params is None:
+            raise UserError("an engine needs a Transformer, or a Definition and its params")
         if definition.layout.batch_ranks > 1:
             raise UserError(
                 f"an engine is one replica of the model: mesh.data x mesh.fsdp must be 1,"
@@ -79,7 +61,7 @@ class Engine:
         ):
             if value < least:
                 raise UserError(f"{name} must be at least {least}, not {value}")
-        self.capacity, self.max_queue = capacity, max_queue
+        self.capacity, self.slots, self.max_queue = capacity, slots, max_queue
         self._vocab_size, self._decoder = definition.config.vocab_size, decoder
         self._compilations = Compilations()
         with self._compilations:
@@ -87,14 +69,8 @@ class Engine:
             sizes = dict(slots=slots, capacity=capacity, chunk=chunk)
             self._device = Slots(definition, prepared, **sizes, loop=loop, launch=launch)
 
+        self._board = Board(slots=slots, max_queue=max_queue)
         self._round = threading.Lock()  # held through a round: one at a time
-        self._lock = threading.RLock()  # held briefly: what follows
-        self._work = threading.Condition(self._lock)
-        self._queue: collections.deque[Task] = collections.deque()
-        self._slots: list[Task | None] = [None] * slots
-        self._finished = collections.Counter(dict.fromkeys([*Finish, "failed"], 0))
-        self._prompt_tokens = self._new_tokens = 0
-        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
 
@@ -110,42 +86,27 @@ class Engine:
         if request.stop and not self._decoder:
             raise UserError("stop strings need an engine with a decoder; stop_ids do not")
         task = Task(Handle(request, engine=self), decoder=self._decoder)
-        with self._lock:
-            self._check_alive()
-            if len(self._queue) >= self.max_queue:
-                raise QueueFull(
-                    f"the queue is full: {self.max_queue} requests wait for one of {len(self._slots)} slots"
-                )
-            self._queue.append(task)
-            self._work.notify()
+        self._board.put(task)
         return task.handle
 
     def cancel(self, handle: Handle) -> None:
         """As `handle.cancel()`."""
-        with self._lock:
-            for task in [task for task in self._queue if task.handle is handle]:
-                self._queue.remove(task)
-                self._finish(task, Finish.CANCELLED)
-            for task in self._slots:
-                if task and task.handle is handle:
-                    task.cancelled = True
+        self._board.cancel(handle)
 
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        with self._lock:
-            return bool(self._queue) or any(self._slots)
+        return self._board.busy
 
     def step(self) -> bool:
         """One round: fill free slots, then make a chunk of tokens in all of them. Whether there is more to do."""
         with self._round:
-            with self._lock:
-                self._check_alive()
+            self._board.check()
             try:
                 with self._compilations:
-                    self._advance(self._admit())
-            except BaseException as error:
-                self._fail(error)
+                    self._advance()
+            except BaseException as error:  # the devices' state is unknown, as what was donated is gone
+                self._board.fail(error)
                 raise
         return self.busy
 
@@ -156,8 +117,8 @@ class Engine:
 
     def start(self) -> "Engine":
         """Drive the rounds from a thread of the engine's own, until `stop`."""
-        with self._lock:
-            self._check_alive()
+        with self._board.changed:
+            self._board.check()
             if self.threaded:
                 raise UserError("the engine's thread runs already")
             self._stopping = False
@@ -167,15 +128,15 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread after the round it is in. Requests that have not finished are cancelled."""
-        with self._lock:
+        with self._board.changed:
             self._stopping = True
-            self._work.notify_all()
+            self._board.changed.notify_all()
             thread = self._thread
         if thread:
             thread.join()
-        with self._round, self._lock:
+        with self._round, self._board.changed:
             self._thread = None  # under the same lock: a handle waits for a thread only while there is one
-            self._end_all(lambda task: self._finish(task, Finish.CANCELLED))
+            self._board.cancel_all()
 
     __enter__ = start
 
@@ -201,84 +162,38 @@ class Engine:
                 for bucket in self._device.buckets:
                     self._device.insert(0, Request([0] * min(bucket, self.capacity - 1)))
                     new, _ = self._device.decode()
-                    self._device.advance(new, active=np.zeros(len(self._slots), bool))
+                    self._device.advance(new, active=np.zeros(self.slots, bool))
                 new.block_until_ready()
 
     def stats(self) -> Stats:
-        with self._lock:
-            running = sum(task is not None for task in self._slots)
-            finished = {str(reason): count for reason, count in self._finished.items()}
-            return Stats(len(self._queue), running, finished, self._prompt_tokens, self._new_tokens)
+        return self._board.stats()
 
-    def _admit(self) -> list[tuple]:
-        """Frees cancelled slots and fills free ones: (slot, first token, log-probability) of each that was filled."""
-        filled = []
-        with self._lock:
-            for slot, task in enumerate(self._slots):
-                if task and task.cancelled:
-                    self._release(slot, Finish.CANCELLED)
-                if self._slots[slot] is None and self._queue:
-                    self._slots[slot] = self._queue.popleft()
-                    self._prompt_tokens += len(self._slots[slot].request.prompt)
-                    filled.append(slot)
-            tasks = [self._slots[slot] for slot in filled]
-        return [(slot, *self._device.insert(slot, task.request)) for slot, task in zip(filled, tasks)]
-
-    def _advance(self, first: list[tuple]) -> None:
-        """A chunk for all slots; `first` are the first tokens, which need not wait for it."""
-        if not any(self._slots):
+    def _advance(self) -> None:
+        """One round. All of it is sent to the devices before the first token is waited for."""
+        first = [(slot, task, *self._device.insert(slot, task.request)) for slot, task in self._board.admit()]
+        if not self._board.running():
             return
         new, logprobs = self._device.decode()
-        for slot, token, logprob in first:
-            self._take(slot, np.asarray(token), np.asarray(logprob))
+        for slot, task, token, logprob in first:  # these need not wait for the others' chunk
+            self._take(slot, task, np.asarray(token), np.asarray(logprob))
         tokens, scores = np.asarray(new), np.asarray(logprobs)
-        for slot, task in enumerate(self._slots):
-            if task:
-                self._take(slot, tokens[slot], scores[slot])
-        self._device.advance(new, active=np.array([task is not None for task in self._slots]))
+        for slot, task in self._board.running():
+            self._take(slot, task, tokens[slot], scores[slot])
+        active = np.zeros(self.slots, bool)
+        active[[slot for slot, _ in self._board.running()]] = True
+        self._device.advance(new, active=active)
 
-    def _take(self, slot: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        if reason := self._slots[slot].take(tokens, logprobs):
-            with self._lock:
-                self._release(slot, reason)
-
-    def _release(self, slot: int, reason: Finish) -> None:
-        task, self._slots[slot] = self._slots[slot], None
-        self._finish(task, reason)
-
-    def _finish(self, task: Task, reason: Finish) -> None:
-        self._new_tokens += task.finish(reason)
-        self._finished[reason] += 1
-
-    def _fail(self, error: BaseException) -> None:
-        """After an error the devices' state is unknown (what was donated is gone): the engine is of no more use."""
-
-        def end(task):
-            task.handle.end(error)
-            self._finished["failed"] += 1
-
-        with self._lock:
-            self._error = error
-            self._end_all(end)
-
-    def _end_all(self, end) -> None:
-        for task in (*self._slots, *self._queue):
-            if task:
-                end(task)
-        self._queue.clear()
-        self._slots = [None] * len(self._slots)
-
-    def _check_alive(self) -> None:
-        if self._error:
-            raise RuntimeError(f"the engine ended with an error: {self._error!r}") from self._error
+    def _take(self, slot: int, task: Task, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        if reason := task.take(tokens, logprobs):
+            self._board.release(slot, reason)
 
     def _serve(self) -> None:
         while True:
-            with self._lock:
-                self._work.wait_for(lambda: self._stopping or self.busy)
+            with self._board.changed:
+                self._board.changed.wait_for(lambda: self._stopping or self.busy)
                 if self._stopping:
                     return
             try:
                 self.step()
-            except BaseException:  # `step` has given it to everyone who waits
+            except BaseException:  # everyone who waits has been given it
                 return
