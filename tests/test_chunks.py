@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import cache, chunks, generate, steps, weights
-from ladder_jax.nn import kernels
+from ladder_jax.decode import cache, chunks, generate, weights
+from ladder_jax.nn import kernels, splash
 from tests import cases
 
-CAPACITY, BLOCK = 1100, 24  # positions; the first is no multiple of the kernel's blocks
+CAPACITY = 1100  # positions, no multiple of the kernels' blocks
 
 
 def attention(query, key, value, *, start):
@@ -28,23 +28,32 @@ def attention(query, key, value, *, start):
     return np.einsum("bnts,bsnh->btnh", shares / shares.sum(-1, keepdims=True), value)
 
 
+KERNELS = {
+    "xla": functools.partial(kernels.extend, kernel=kernels.Kernel.XLA),
+    "splash": functools.partial(splash.extend, interpret=True),
+}
+
+
 @functools.cache
-def on_mesh():
-    spec = P("data", None, "tensor", None)
-    attend = functools.partial(kernels.extend, kernel=kernels.Kernel.XLA)
+def on_mesh(kernel):
+    spec, attend = P("data", None, "tensor", None), KERNELS[kernel]
     mesh = parallel.make_mesh(data=2, tensor=4)
     return jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec))
 
 
-@pytest.mark.parametrize("start", [0, 7, 488, 500, 1024, CAPACITY - BLOCK])
-def test_a_block_attends_to_the_cache_before_it(start):
-    """With rubbish beyond the block's end; where a block of keys is half seen, unseen, or the shortened last."""
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "start, length", [(0, 24), (7, 24), (488, 24), (500, 24), (1024, 24), (CAPACITY - 24, 24), (300, 600)]
+)
+def test_a_block_attends_to_the_cache_before_it(start, length, kernel):
+    """With rubbish beyond the block's end; where a block of keys is half seen, unseen, or the shortened last; and
+    with several blocks of queries."""
     rng = np.random.default_rng(start)
-    query = rng.standard_normal((2, BLOCK, 8, 16)).astype(np.float32)
+    query = rng.standard_normal((2, length, 8, 16)).astype(np.float32)
     key, value = (rng.standard_normal((2, CAPACITY, 4, 16)).astype(np.float32) for _ in range(2))
-    key[:, start + BLOCK :] *= 1e4
-    value[:, start + BLOCK :] = 1e4
-    ours = on_mesh()(query, key, value, np.int32(start))
+    key[:, start + length :] *= 1e4
+    value[:, start + length :] = 1e4
+    ours = on_mesh(kernel)(query, key, value, np.int32(start))
     limit = 16 * np.sqrt(CAPACITY) * cases.UNIT_ROUNDOFF  # a softmax and two sums of as many terms
     assert cases.error(ours, attention(query, key, value, start=start)) < limit
 
@@ -101,17 +110,29 @@ def test_a_long_prompt():
 PROMPTS = [[1, 2, 3], [200], list(range(40)), list(range(70, 95))]
 
 
-@pytest.mark.parametrize("loop", Loop)
-def test_generation_reads_prompts_in_chunks(loop):
-    """The tokens after each row are the same, and one program reads prompts of any length beyond a chunk."""
+def test_generation_reads_prompts_in_chunks():
     definition = cases.define("ladder", data=2, tensor=4)
-    ours = decode.Generator.of(definition, cases.place(cases.parameters(definition), definition), loop=loop)
+    ours = decode.Generator.of(definition, cases.place(cases.parameters(definition), definition))
     config = DecodeConfig(max_new_tokens=18)
-    steps.extend.cache_clear()
-    for prompts in (PROMPTS, PROMPTS[:2] + [row[:30] for row in PROMPTS[2:]]):
-        chunked = ours.tokens(prompts, config=dataclasses.replace(config, prefill_chunk=9))
-        np.testing.assert_array_equal(chunked, ours.tokens(prompts, config=config))
-    assert steps.extend(definition, loop=loop)._jitted._cache_size() <= 2
+    chunked = ours.tokens(PROMPTS, config=dataclasses.replace(config, prefill_chunk=9))
+    np.testing.assert_array_equal(chunked, ours.tokens(PROMPTS, config=config))
+
+
+def test_one_program_reads_prompts_of_any_length():
+    definition = cases.define("standard", tensor=4)
+    stored = weights.prepare(definition, cases.place(cases.parameters(definition), definition), loop=Loop.SCAN)
+    read = functools.partial(decode.prefill_in_chunks, definition, stored, capacity=32, chunk=4, loop=Loop.SCAN)
+    read(cases.tokens((1, 9)), np.array([9], np.int32))
+    compiled = []
+    note = lambda event, *_, **more: compiled.append(more) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        read(cases.tokens((1, 31)), np.array([31], np.int32))
+        assert not compiled
+        read(cases.tokens((1, 3)), np.array([3], np.int32))
+        assert compiled  # the control: one pass, of another length
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
 @pytest.mark.parametrize("length, rounded", [(1, 32), (32, 32), (33, 64), (500, 512), (513, 576), (32_000, 32_768)])

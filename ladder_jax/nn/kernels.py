@@ -52,6 +52,10 @@ def extend(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array,
     query [B, T, N, H], the cache's key and value [B, S, K, H] with K dividing N, start an int32 scalar; query t
     sees the positions up to start + t. The result is as query. Not differentiable.
     """
+    if kernel is Kernel.SPLASH:
+        from ladder_jax.nn import splash
+
+        return splash.extend(query, key, value, start)
     # cuDNN's causal mask begins at the cache's first position, and jax rounds the log-sum-exp by which two calls'
     # results could be joined to bfloat16; a bias could mask, but makes cuDNN read the cache's unused end too.
     return _blockwise(query, key, value, start)
