@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -31,6 +32,7 @@ def attention(query, key, value, *, start):
 KERNELS = {
     "xla": functools.partial(kernels.extend, kernel=kernels.Kernel.XLA),
     "splash": functools.partial(splash.extend, interpret=True),
+    "splash on a TPU": functools.partial(kernels.extend, kernel=kernels.Kernel.SPLASH),
 }
 
 
@@ -41,7 +43,7 @@ def on_mesh(kernel):
     return jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ["xla", "splash"])
 @pytest.mark.parametrize(
     "start, length", [(0, 24), (7, 24), (488, 24), (500, 24), (1024, 24), (CAPACITY - 24, 24), (300, 600)]
 )
@@ -56,6 +58,13 @@ def test_a_block_attends_to_the_cache_before_it(start, length, kernel):
     ours = on_mesh(kernel)(query, key, value, np.int32(start))
     limit = 16 * np.sqrt(CAPACITY) * cases.UNIT_ROUNDOFF  # a softmax and two sums of as many terms
     assert cases.error(ours, attention(query, key, value, start=start)) < limit
+
+
+def test_the_splash_kernel_of_a_traced_start_lowers_for_tpus():
+    """To Mosaic: values are the interpreter's above, machine code is libtpu's to make."""
+    shapes = [jax.ShapeDtypeStruct((2, t, n, 128), jnp.bfloat16) for t, n in ((256, 8), (1024, 4), (1024, 4))]
+    traced = on_mesh("splash on a TPU").trace(*shapes, jax.ShapeDtypeStruct((), jnp.int32))
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 LENGTHS = np.array([1, 4, 10, 7], np.int32)
@@ -91,6 +100,12 @@ def test_blocks_cover_a_prompt_and_stay_inside_it():
     assert chunks.starts(8, chunk=4) == [0, 4]
     assert chunks.starts(10, chunk=4) == [0, 4, 6]
     assert chunks.starts(9, chunk=8) == [0, 1]
+
+
+def test_a_cache_without_room():
+    definition = cases.define("ladder")
+    with pytest.raises(ValueError, match="a cache of 8 positions has no room for 9 tokens"):
+        decode.prefill_in_chunks(definition, {}, cases.tokens((1, 9)), np.array([9]), capacity=8, chunk=4)
 
 
 def test_a_long_prompt():

@@ -27,16 +27,18 @@ def prefill_in_chunks(
     tokens [B, T], lengths [B]: right-padded, on the host. Up to `chunk` tokens it is one pass; beyond, one
     program of `chunk` tokens, however many, is run as often as it takes.
     """
-    length = tokens.shape[1]
-    if length <= chunk:
+    if tokens.shape[1] <= chunk:
         return steps.prefill(definition, capacity=capacity, loop=loop)(params, tokens, lengths)
+    length = max(int(lengths.max()), chunk)  # beyond it, there is but padding
+    if capacity < length:  # jax would write the last block over the one before
+        raise ValueError(f"a cache of {capacity} positions has no room for {length} tokens")
     extend = steps.extend(definition, loop=loop)
     caches = cache.make(definition, rows=len(tokens), capacity=capacity, loop=loop)()
     logits = None
     for start in starts(length, chunk=chunk):
         block = tokens[:, start : start + chunk]
         new, caches = extend(params, caches, block, np.int32(start), lengths)
-        # Every row's first block is its own until a later one holds its end.
+        # A row keeps the logits of the last block that begins before its end: that one holds its end.
         logits = new if logits is None else _newer(new, logits, lengths > start)
     return logits, caches
 

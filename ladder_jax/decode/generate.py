@@ -91,6 +91,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
 
 
 def _round_up(length: int) -> int:
-    """To a multiple of BUCKET, of more from 8 BUCKETs on: at most 8 shapes from one power of two to the next."""
+    """To a multiple of BUCKET, of more from 16 BUCKETs on: at most 8 shapes from one power of two to the next."""
     unit = max(BUCKET, 2 ** (int(length) - 1).bit_length() // 16)
     return -(-int(length) // unit) * unit

@@ -86,7 +86,8 @@ def _blockwise(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Ar
     axes = tuple(varying(query) | varying(key) | varying(value))
     shape = (rows, kv_heads, heads // kv_heads, length)
     empty = lambda fill, *more: vary(jnp.full((*shape, *more), fill, jnp.float32), axes)
-    # Blocks beyond the last query are not even visited: the first part of a long prompt costs little.
+    # Blocks beyond the last query are not even visited: half of the work, from a long prompt's first token to its
+    # last. The price is a loop that XLA cannot count: a GPU's host asks after every turn whether there is another.
     blocks = (start + length + block - 1) // block
     total, weighed, _ = jax.lax.fori_loop(0, blocks, turn, (empty(0.0), empty(0.0, head_dim), empty(-jnp.inf)))
     attended = (weighed / total[..., None]).astype(query.dtype)
