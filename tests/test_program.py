@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ladder_jax import nn, train
+from ladder_jax import decode, nn, train
 from ladder_jax.config import Loop, Remat
+from ladder_jax.decode import cache, weights
 from ladder_jax.parallel.collectives import ENTER, LAUNCH
 from tests import cases
 
@@ -64,6 +65,23 @@ def test_forward_scanned(name):
     inside = [c for _, c, _, _ in found if c != "entry"]
     assert len(inside) == A_LAYER[name] and len(set(inside)) <= 1
     assert len(found) - len(inside) <= 1
+
+
+@pytest.mark.parametrize("loop", Loop)
+@pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2", "ladder-fresh", "parallel-ladder"])
+def test_prefill_of_a_later_chunk(name, loop):
+    """The loop over key blocks, whose length is the device's to find, stands between the reductions and moves none."""
+    definition = cases.define(name, data=2, tensor=4)
+    caches = cache.abstract(definition, rows=4, capacity=64, loop=loop)
+    tokens, start, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 16), (), (4,)))
+    arguments = weights.abstract(definition, loop=loop), caches, tokens, start, lengths
+    found = all_reduces(decode.extend(definition, loop=loop).compile(*arguments).as_text())
+    check_one_operand_each(found)
+    inside = [c for _, c, _, _ in found if c != "entry"]
+    if loop is Loop.UNROLLED:
+        assert len(found) == A_LAYER[name] * NUM_LAYERS and not inside
+    else:
+        assert len(inside) == A_LAYER[name] and len(set(inside)) == 1 and len(found) - len(inside) <= 1
 
 
 @pytest.mark.parametrize("remat", Remat)

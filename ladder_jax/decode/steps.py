@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ladder_jax import nn
 from ladder_jax.config import Launch, Loop, Phase
@@ -32,6 +33,26 @@ def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED
     out_dims = ("BV", cache.dims(definition, loop=loop))
     traits = definition.traits(phase=Phase.PREFILL, loop=loop)
     return _compile(definition, local, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
+
+
+@functools.cache
+def extend(definition: Definition, *, loop: Loop = Loop.UNROLLED) -> Compiled:
+    """A compiled (params, caches, tokens [B, T], start, lengths [B]) -> (logits [B, V], caches): a part of the prompts.
+
+    The tokens stand at positions start..start+T-1 of every row, `start` an int32 scalar; the caches hold what comes
+    before, have room for all T, and are consumed. A row's logits are those after its last token where this
+    block holds it, and mean nothing where not. What lies beyond a row's length does not matter.
+    """
+
+    def local(params, caches, tokens, start, lengths):
+        x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches, place=nn.Extend(start))
+        inside = jnp.clip(lengths - start, 1, tokens.shape[1])
+        return nn.logits(definition, params, sampling.pick_last(x, inside))[:, 0], caches
+
+    dims = cache.dims(definition, loop=loop)
+    traits = definition.traits(phase=Phase.PREFILL, loop=loop)
+    in_dims, out_dims = (dims, "BT", "", "B"), ("BV", dims)
+    return _compile(definition, local, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
 
 
 @functools.cache
@@ -119,7 +140,7 @@ def _one(definition: Definition, *, loop: Loop, launch: Launch) -> Callable:
         explicit.check(definition.layout.mesh)
 
     def one(params, caches, tokens, lengths):
-        settings = dict(loop_form=loop, caches=caches, lengths=lengths, launch=launch)
+        settings = dict(loop_form=loop, caches=caches, place=nn.Next(lengths), launch=launch)
         x, caches = nn.hidden(definition, params, tokens[:, None], **settings)
         return nn.logits(definition, params, x)[:, 0], caches
 
