@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import DecodeConfig, Loop, RunConfig
+from ladder_jax.config import DecodeConfig, Loop, Quantize, RunConfig
 from ladder_jax.decode import sampling, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params
@@ -23,11 +23,19 @@ class Generator:
     definition: Definition
     params: Params
     loop: Loop
+    quantize: Quantize = Quantize.NONE
 
     @classmethod
-    def of(cls, definition: Definition, params: Params, *, loop: Loop = Loop.UNROLLED) -> "Generator":
+    def of(
+        cls,
+        definition: Definition,
+        params: Params,
+        *,
+        loop: Loop = Loop.UNROLLED,
+        quantize: Quantize = Quantize.NONE,
+    ) -> "Generator":
         """`params` as trained and stored: float32, stacked."""
-        return cls(definition, weights.prepare(definition, params, loop=loop), loop)
+        return cls(definition, weights.prepare(definition, params, loop=loop, quantize=quantize), loop, quantize)
 
     def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:
         """New tokens [prompts, max_new_tokens]; the same seed gives the same tokens."""
@@ -44,8 +52,9 @@ class Generator:
             row[: len(prompt)] = prompt
         capacity = _round_up(lengths.max() + config.max_new_tokens + CHUNK)
 
-        prefill = steps.prefill(self.definition, capacity=int(capacity), loop=self.loop)
-        decode = steps.decode_many(self.definition, count=CHUNK, loop=self.loop, launch=config.launch)
+        form = dict(loop=self.loop, quantize=self.quantize)
+        prefill = steps.prefill(self.definition, capacity=int(capacity), **form)
+        decode = steps.decode_many(self.definition, count=CHUNK, launch=config.launch, **form)
         settings = _settings(config, rows=len(rows))
 
         logits, caches = prefill(self.params, padded, lengths)

@@ -8,18 +8,20 @@ from typing import Any
 import jax
 
 from ladder_jax import nn
-from ladder_jax.config import Launch, Loop, Phase
+from ladder_jax.config import Launch, Loop, Phase, Quantize
 from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, over_ranks, vary
 
 
 @functools.cache
-def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED) -> Compiled:
+def prefill(
+    definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED, quantize: Quantize = Quantize.NONE
+) -> Compiled:
     """A compiled (params, tokens [B, T], lengths [B]) -> (logits [B, V] after each row's last token, caches).
 
     Rows are right-padded; what lies beyond a row's length does not matter. The caches hold `capacity`
-    positions a row. `params` are `weights.prepare`d.
+    positions a row. `params` are `weights.prepare`d, for the same loop and quantize.
     """
 
     def local(params, tokens, lengths):
@@ -31,11 +33,17 @@ def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED
 
     out_dims = ("BV", cache.dims(definition, loop=loop))
     traits = definition.traits(phase=Phase.PREFILL, loop=loop)
-    return _compile(definition, local, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
+    return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
 
 
 @functools.cache
-def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED, launch: Launch = Launch.CHAINED) -> Compiled:
+def decode(
+    definition: Definition,
+    *,
+    loop: Loop = Loop.UNROLLED,
+    launch: Launch = Launch.CHAINED,
+    quantize: Quantize = Quantize.NONE,
+) -> Compiled:
     """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches), one position a row.
 
     Row b's token is written at position lengths[b]. The caches passed in are consumed. Raises UserError
@@ -48,7 +56,7 @@ def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED, launch: Launch
     one, dims = _one(definition, loop=loop, launch=launch), cache.dims(definition, loop=loop)
     in_dims, out_dims = (dims, "B", "B"), ("BV", dims)
     traits = _decode_traits(definition, loop=loop, launch=launch)
-    return _compile(definition, local, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
+    return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
 
 
 @functools.cache
@@ -72,7 +80,12 @@ def sample_first(definition: Definition) -> jax.stages.Wrapped:
 
 @functools.cache
 def decode_many(
-    definition: Definition, *, count: int, loop: Loop = Loop.UNROLLED, launch: Launch = Launch.CHAINED
+    definition: Definition,
+    *,
+    count: int,
+    loop: Loop = Loop.UNROLLED,
+    launch: Launch = Launch.CHAINED,
+    quantize: Quantize = Quantize.NONE,
 ) -> Compiled:
     """A compiled (params, caches, seen [B, V], tokens [B], lengths [B], settings)
     -> (new tokens [B, count], log-probabilities [B, count], caches, seen).
@@ -96,7 +109,7 @@ def decode_many(
     sample = _sampler(definition)
     in_dims, out_dims = (dims, "BV", "B", "B", sampling.DIMS), ("BT", "BT", dims, "BV")
     traits = _decode_traits(definition, loop=loop, launch=launch)
-    return _compile(definition, local, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1, 2))
+    return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1, 2))
 
 
 def _sampler(definition: Definition) -> Callable:
@@ -133,9 +146,16 @@ def _decode_traits(definition: Definition, *, loop: Loop, launch: Launch) -> Tra
 
 
 def _compile(
-    definition: Definition, local: Callable, *, traits: Traits, in_dims: tuple, out_dims: Any, donate: tuple = ()
+    definition: Definition,
+    local: Callable,
+    quantize: Quantize,
+    *,
+    traits: Traits,
+    in_dims: tuple,
+    out_dims: Any,
+    donate: tuple = (),
 ) -> Compiled:
-    in_dims, layout = (weights.dims(definition, loop=traits.loop), *in_dims), definition.layout
+    in_dims, layout = (weights.dims(definition, loop=traits.loop, quantize=quantize), *in_dims), definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
     return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate)
