@@ -9,6 +9,7 @@ import jax
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.nn import Definition, Params, quantized
 from ladder_jax.nn.quantized import Int8
+from ladder_jax.parallel import Layout
 
 
 def prepare(definition: Definition, params: Params, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
@@ -19,9 +20,10 @@ def prepare(definition: Definition, params: Params, *, loop: Loop, quantize: Qua
     their size) no more is held than one of them in float32. Drop the caller's, and 1/4 remains.
     """
     if quantize is Quantize.NONE:
-        convert = functools.partial(_stored, definition, quantize)
+        convert = functools.partial(_stored, quantize, definition.config.dtype.value)
         return jax.jit(lambda params: _each(definition, loop, convert, params, definition.dims))(params)
-    return _each(definition, loop, functools.partial(_made, definition, quantize), params, definition.dims)
+    convert = functools.partial(_made, definition.layout, quantize, definition.config.dtype.value)
+    return _each(definition, loop, convert, params, definition.dims)
 
 
 def dims(definition: Definition, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
@@ -33,7 +35,7 @@ def abstract(definition: Definition, *, loop: Loop, quantize: Quantize = Quantiz
     """Their shapes, dtypes and shardings."""
 
     def place(array, dims, layer):
-        stored = jax.eval_shape(lambda a: _stored(definition, quantize, a, dims, layer), array)
+        stored = jax.eval_shape(lambda a: _stored(quantize, definition.config.dtype.value, a, dims, layer), array)
         sharding = definition.layout.sharding
         return jax.tree.map(lambda a, d: a.update(sharding=sharding(d)), stored, _dims(quantize, dims, layer))
 
@@ -41,7 +43,7 @@ def abstract(definition: Definition, *, loop: Loop, quantize: Quantize = Quantiz
 
 
 def _each(definition: Definition, loop: Loop, fn: Callable, *trees: Params) -> Params:
-    """fn(leaf, ..., layer) of every leaf: with a layer, all layers' leaves once for each; else None."""
+    """fn(leaf, ..., layer) of every leaf: unrolled, once a layer of a leaf that holds them all; else layer is None."""
     whole = functools.partial(fn, layer=None)
     if loop is Loop.SCAN:
         return jax.tree.map(whole, *trees)
@@ -57,18 +59,17 @@ def _dims(quantize: Quantize, dims: str, layer: Any) -> str | Int8:
     return Int8.dims(dims) if quantize is Quantize.INT8 and quantized.is_matrix(dims) else dims
 
 
-def _stored(definition: Definition, quantize: Quantize, array: jax.Array, dims: str, layer: Any) -> jax.Array | Int8:
-    """One leaf, or one layer of it. Norm gains stay float32: they multiply in it."""
+def _stored(quantize: Quantize, dtype: str, array: jax.Array, dims: str, layer: Any) -> jax.Array | Int8:
+    """A leaf, or one layer of it, as it is stored. Norm gains stay float32: they multiply in it."""
     if layer is not None:
         array, dims = array[layer], dims.removeprefix("L")
     if quantize is Quantize.INT8 and quantized.is_matrix(dims):
         return Int8.of(array, dims)
-    return array.astype(definition.config.dtype.value) if len(dims.removeprefix("L")) > 1 else array
+    return array.astype(dtype) if len(dims.removeprefix("L")) > 1 else array
 
 
-@functools.partial(jax.jit, static_argnames=("definition", "quantize", "dims"))
-def _made(definition: Definition, quantize: Quantize, array: jax.Array, dims: str, layer: Any) -> jax.Array | Int8:
-    """`_stored`, compiled once for all layers, and laid out as the compiled steps take it."""
-    stored = _stored(definition, quantize, array, dims, layer)
-    place = lambda a, d: jax.lax.with_sharding_constraint(a, definition.layout.sharding(d))
-    return jax.tree.map(place, stored, _dims(quantize, dims, layer))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
+def _made(layout: Layout, quantize: Quantize, dtype: str, array: jax.Array, dims: str, layer: Any) -> jax.Array | Int8:
+    """`_stored`, compiled once for all layers, laid out as the compiled steps take it."""
+    place = lambda a, d: jax.lax.with_sharding_constraint(a, layout.sharding(d))
+    return jax.tree.map(place, _stored(quantize, dtype, array, dims, layer), _dims(quantize, dims, layer))
