@@ -10,6 +10,7 @@ import jax
 from ladder_jax import nn
 from ladder_jax.config import Launch, Loop, Phase, Quantize
 from ladder_jax.decode import cache, sampling, weights
+from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, over_ranks, vary
 
@@ -47,13 +48,13 @@ def decode(
     """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches), one position a row.
 
     Row b's token is written at position lengths[b]. The caches passed in are consumed. Raises UserError
-    where `launch` is by name and this jax cannot.
+    where `launch` is by name and this jax cannot, or the weights are quantised.
     """
 
     def local(params, caches, tokens, lengths):
         return one(params, caches, tokens, lengths)
 
-    one, dims = _one(definition, loop=loop, launch=launch), cache.dims(definition, loop=loop)
+    one, dims = _one(definition, loop=loop, launch=launch, quantize=quantize), cache.dims(definition, loop=loop)
     in_dims, out_dims = (dims, "B", "B"), ("BV", dims)
     traits = _decode_traits(definition, loop=loop, launch=launch)
     return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
@@ -105,7 +106,7 @@ def decode_many(
         (caches, seen, _, _), (new, logprobs) = jax.lax.scan(turn, (caches, seen, tokens, lengths), length=count)
         return new.T, logprobs.T, caches, seen
 
-    one, dims = _one(definition, loop=loop, launch=launch), cache.dims(definition, loop=loop)
+    one, dims = _one(definition, loop=loop, launch=launch, quantize=quantize), cache.dims(definition, loop=loop)
     sample = _sampler(definition)
     in_dims, out_dims = (dims, "BV", "B", "B", sampling.DIMS), ("BT", "BT", dims, "BV")
     traits = _decode_traits(definition, loop=loop, launch=launch)
@@ -124,11 +125,15 @@ def _jit(definition: Definition, local: Callable, *, in_dims: tuple, out_dims: A
     return jax.jit(on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims))
 
 
-def _one(definition: Definition, *, loop: Loop, launch: Launch) -> Callable:
+def _one(definition: Definition, *, loop: Loop, launch: Launch, quantize: Quantize) -> Callable:
     """On one rank: (params, caches, tokens, lengths) -> (logits, caches)."""
     if definition.layout.ranks == 1 or definition.layout.emulated:
         launch = Launch.CHAINED  # nothing to launch
     if launch is Launch.EXPLICIT:
+        if quantize is not Quantize.NONE:  # in order means unfused: bfloat16 copies of the matrices, 14 % more bytes
+            raise UserError(
+                f"launch 'explicit' would undo quantize={quantize.value!r}: use 'chained', or quantize='none'"
+            )
         explicit.check(definition.layout.mesh)
 
     def one(params, caches, tokens, lengths):
