@@ -42,6 +42,13 @@ class Launch(enum.Enum):
     EXPLICIT = "explicit"  # by name (see parallel/explicit.py); decoding on GPUs
 
 
+class Quantize(enum.Enum):
+    """How the matrices are stored for decoding; compute stays in the model's dtype."""
+
+    NONE = "none"  # in the compute dtype
+    INT8 = "int8"  # 8 bits, one scale an output channel
+
+
 class Remat(enum.Enum):
     """What the backward pass keeps. The reduced sums are kept under every policy (see residual.py)."""
 
@@ -188,6 +195,7 @@ class DecodeConfig:
     prefill_chunk: int = 2048  # longer prompts are read in blocks of as many tokens, to bound memory
     loop: Loop = Loop.UNROLLED
     launch: Launch = Launch.CHAINED
+    quantize: Quantize = Quantize.NONE
 
     def __post_init__(self):
         check_positive(self, "decode", "max_new_tokens", "prefill_chunk")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import Loop
+from ladder_jax.config import Loop, Quantize
 from ladder_jax.decode import cache, steps
 from ladder_jax.nn import Definition, Params
 
@@ -21,18 +21,20 @@ def prefill_in_chunks(
     capacity: int,
     chunk: int,
     loop: Loop = Loop.UNROLLED,
+    quantize: Quantize = Quantize.NONE,
 ) -> tuple[jax.Array, Any]:
     """`steps.prefill`: (logits [B, V] after each row's last token, caches), with `chunk` tokens a row at a time.
 
     tokens [B, T], lengths [B]: right-padded, on the host. Up to `chunk` tokens it is one pass; beyond, one
     program of `chunk` tokens, however many, is run as often as it takes.
     """
+    form = dict(loop=loop, quantize=quantize)
     if tokens.shape[1] <= chunk:
-        return steps.prefill(definition, capacity=capacity, loop=loop)(params, tokens, lengths)
+        return steps.prefill(definition, capacity=capacity, **form)(params, tokens, lengths)
     length = max(int(lengths.max()), chunk)  # beyond it, there is but padding
     if capacity < length:  # jax would write the last block over the one before
         raise ValueError(f"a cache of {capacity} positions has no room for {length} tokens")
-    extend = steps.extend(definition, loop=loop)
+    extend = steps.extend(definition, **form)
     caches = cache.make(definition, rows=len(tokens), capacity=capacity, loop=loop)()
     logits = None
     for start in starts(length, chunk=chunk):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import DecodeConfig, Loop, RunConfig
+from ladder_jax.config import DecodeConfig, Loop, Quantize, RunConfig
 from ladder_jax.decode import sampling, steps, weights
 from ladder_jax.decode.chunks import prefill_in_chunks
 from ladder_jax.errors import UserError
@@ -24,11 +24,19 @@ class Generator:
     definition: Definition
     params: Params
     loop: Loop
+    quantize: Quantize = Quantize.NONE
 
     @classmethod
-    def of(cls, definition: Definition, params: Params, *, loop: Loop = Loop.UNROLLED) -> "Generator":
+    def of(
+        cls,
+        definition: Definition,
+        params: Params,
+        *,
+        loop: Loop = Loop.UNROLLED,
+        quantize: Quantize = Quantize.NONE,
+    ) -> "Generator":
         """`params` as trained and stored: float32, stacked."""
-        return cls(definition, weights.prepare(definition, params, loop=loop), loop)
+        return cls(definition, weights.prepare(definition, params, loop=loop, quantize=quantize), loop, quantize)
 
     def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:
         """New tokens [prompts, max_new_tokens]; the same seed gives the same tokens."""
@@ -45,11 +53,12 @@ class Generator:
             row[: len(prompt)] = prompt
         capacity = _round_up(lengths.max() + config.max_new_tokens + CHUNK)
 
-        decode = steps.decode_many(self.definition, count=CHUNK, loop=self.loop, launch=config.launch)
+        form = dict(loop=self.loop, quantize=self.quantize)
+        decode = steps.decode_many(self.definition, count=CHUNK, launch=config.launch, **form)
         settings = _settings(config, rows=len(rows))
 
         sizes = dict(capacity=capacity, chunk=config.prefill_chunk)
-        logits, caches = prefill_in_chunks(self.definition, self.params, padded, lengths, loop=self.loop, **sizes)
+        logits, caches = prefill_in_chunks(self.definition, self.params, padded, lengths, **sizes, **form)
         seen = steps.seen_in(self.definition)(padded, lengths)
         token, _ = steps.sample_first(self.definition)(logits, settings, lengths, seen)
         yield np.asarray(token)[: len(prompts), None]

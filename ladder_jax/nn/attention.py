@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ladder_jax.config import Biases
-from ladder_jax.nn import kernels, rotary
+from ladder_jax.nn import kernels, quantized, rotary
 from ladder_jax.nn.norm import RMSNorm
 from ladder_jax.nn.parameter import Initializer, Normal, Sizes, declare, zeros
 from ladder_jax.nn.place import Cache, Place
@@ -51,16 +51,16 @@ class Attention(nnx.Module):
         """
         query, key, value = self._project(x_BTD, table)
         attended, cache = place.attend(query, key, value, cache=cache, kernel=kernel)
-        out = jnp.einsum("BTNH,NHD->BTD", attended, self.out[...].astype(x_BTD.dtype))
+        out = quantized.einsum("BTNH,NHD->BTD", attended, self.out.get_value())
         if hasattr(self, "out_bias"):
             out = out + jnp.where(first_rank, self.out_bias[...], 0).astype(out.dtype)[None, None, :]
         return out, cache
 
     def _project(self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array]):
         dtype = x_BTD.dtype
-        query = jnp.einsum("BTD,DNH->BTNH", x_BTD, self.query[...].astype(dtype))
-        key = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.key[...].astype(dtype))
-        value = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.value[...].astype(dtype))
+        query = quantized.einsum("BTD,DNH->BTNH", x_BTD, self.query.get_value())
+        key = quantized.einsum("BTD,DKH->BTKH", x_BTD, self.key.get_value())
+        value = quantized.einsum("BTD,DKH->BTKH", x_BTD, self.value.get_value())
         if hasattr(self, "query_bias"):
             query = query + self.query_bias[...].astype(dtype)[None, None]
             key = key + self.key_bias[...].astype(dtype)[None, None]
