@@ -1,6 +1,10 @@
 """What the optimised program communicates: how many all-reduces, of how many operands, in which loop."""
 
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -144,3 +148,29 @@ def test_no_gradient_reduction_stands_in_the_layer_loop():
             assert computation == "entry"
             outside += 1
     assert outside > 0
+
+
+LOWERED = """
+import hashlib, jax, jax.numpy as jnp
+from ladder_jax import train
+from ladder_jax.config import Loop
+from tests import cases
+definition = cases.define("ladder", data=2, tensor=4)
+for loop in Loop:
+    step = jax.jit(train.loss_and_gradients(definition, loop=loop))
+    text = step.lower(definition.abstract, jax.ShapeDtypeStruct((4, 17), jnp.int32)).as_text()
+    print(hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_every_process_makes_the_same_program():
+    """Python orders sets differently in each; several processes that run one program must not differ."""
+    root = pathlib.Path(__file__).parent.parent
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", LOWERED], cwd=root, env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True, timeout=300,
+        ).stdout
+        for seed in "123"
+    }  # fmt: skip
+    assert len(said) == 1 and len(said.pop().split()) == 2

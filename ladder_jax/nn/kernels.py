@@ -83,7 +83,7 @@ def _blockwise(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Ar
         values = dot("BKGTS,BSKH->BKGTH", weights.astype(value.dtype), values)
         return total * kept + weights.sum(-1), weighed * kept[..., None] + values, top
 
-    axes = tuple(varying(query) | varying(key) | varying(value))
+    axes = varying(query) | varying(key) | varying(value)
     shape = (rows, kv_heads, heads // kv_heads, length)
     empty = lambda fill, *more: vary(jnp.full((*shape, *more), fill, jnp.float32), axes)
     # Blocks beyond the last query are not even visited: half of the work, from a long prompt's first token to its
