@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError, member, unknown
 
 SIMULATION_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
@@ -100,6 +100,7 @@ def _parser() -> Parser:
     generate.add_argument(
         "--tensor", type=int, metavar="N", help="tensor-parallel devices (default: as trained, if there are as many)"
     )
+    generate.add_argument("--quantize", help="int8: the weights in 8 bits; none (the default)")
 
     overlap = verb(
         "overlap",
@@ -114,6 +115,7 @@ def _parser() -> Parser:
     overlap.add_argument("--loop", help="scan or unrolled (default: unrolled; scan for train)")
     overlap.add_argument("--remat", help="for train: none (the default), full or save-matmuls")
     overlap.add_argument("--launch", help="for decode: chained (the default), or explicit: by name, with jax 0.12")
+    overlap.add_argument("--quantize", help="for prefill and decode: int8, the weights in 8 bits; none (the default)")
     for option, letter, text in (
         ("layers", "N", "layers (default: the preset's)"),
         ("tensor", "N", "tensor-parallel devices (default: all of the target's)"),
@@ -127,6 +129,27 @@ def _parser() -> Parser:
         "--plot", metavar="FILE", help="draw two layers' timeline, Standard above NAME (PNG, SVG, PDF)"
     )
     overlap.add_argument("--trace", metavar="FILE", help="write the timelines for https://ui.perfetto.dev")
+
+    bench = verb(
+        "bench",
+        "Time prefill and decode of residual topologies in turns, and hold them to the device's own limits.",
+        "ladder-jax bench --model llama-3.2-1b --residual standard,ladder --batch 1,16 --plot speed.png",
+    )
+    bench.add_argument("--model", required=True, metavar="PRESET", help="a model preset; its weights are random")
+    bench.add_argument("--residual", required=True, metavar="NAME[,NAME]", help="standard, ladder, ladder-fresh, ...")
+    bench.add_argument("--batch", metavar="B[,B]", help="rows at once (default 1,4,16,64)")
+    for option, letter, text in (
+        ("prompt-length", "P", "tokens a row in the prompt (default 1024)"),
+        ("new-tokens", "G", "tokens a row to generate (default 512)"),
+        ("tensor", "N", "tensor-parallel devices (default: all)"),
+        ("warmup", "W", "generations before those that are timed (default 5)"),
+        ("repeats", "R", "generations that are timed (default 10)"),
+        ("layers", "N", "layers (default: the preset's)"),
+    ):
+        bench.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.add_argument("--out", metavar="FILE", help="write that object to a file")
+    bench.add_argument("--plot", metavar="FILE", help="draw tokens/s and bandwidth by batch (PNG, SVG, PDF)")
     return parser
 
 
@@ -164,16 +187,19 @@ def _train(args: argparse.Namespace) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     from ladder_jax import checkpoint, decode, nn, parallel
+    from ladder_jax.config import Quantize
     from ladder_jax.data import text
 
     saved = checkpoint.open_checkpoint(args.checkpoint)
     asked = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
+    asked["quantize"] = member(Quantize, "--quantize", args.quantize) if args.quantize else None
     settings = dataclasses.replace(saved.config.decode, **{k: v for k, v in asked.items() if v is not None})
     prompt = list(args.prompt.encode("utf-8", errors="surrogateescape"))
     decode.check_prompts([prompt], vocab_size=saved.config.model.vocab_size)
     mesh = parallel.make_mesh(tensor=args.tensor or decode.default_tensor(saved.config))
     definition = nn.define(saved.config.model, mesh=mesh)
-    generator = decode.Generator.of(definition, saved.params(definition), loop=settings.loop)
+    form = dict(loop=settings.loop, quantize=settings.quantize)
+    generator = decode.Generator.of(definition, saved.params(definition), **form)
     tokens = generator.tokens([prompt], config=settings)[0]
     print(args.prompt + text.decode(tokens))
 
@@ -184,4 +210,10 @@ def _overlap(args: argparse.Namespace) -> None:
     command.run(vars(args))
 
 
-VERBS = {"doctor": _doctor, "train": _train, "generate": _generate, "overlap": _overlap}
+def _bench(args: argparse.Namespace) -> None:
+    from ladder_jax.bench import command
+
+    command.run(vars(args))
+
+
+VERBS = {"doctor": _doctor, "train": _train, "generate": _generate, "overlap": _overlap, "bench": _bench}

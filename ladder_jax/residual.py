@@ -140,7 +140,7 @@ class Delayed:
         """`state` with zeros for None: what a loop must carry, so that its first turn is like all."""
         if self.lag == 0:
             return state
-        zero = vary(jnp.zeros(state.residual.shape, dtype), tuple(varying(state.residual)))
+        zero = vary(jnp.zeros(state.residual.shape, dtype), varying(state.residual))
         sums = tuple(zero if s is None else s for s in state.sums)
         return dataclasses.replace(
             state, sums=sums, partial=vary(zero, axes) if state.partial is None else state.partial

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -102,8 +101,9 @@ def test_sampling_has_the_softmaxs_distribution():
     padded = np.concatenate([logits, np.full(512 - 251, -np.inf, np.float32)])
     draws, temperature = 20_000, 0.7
     keys = jax.random.split(jax.random.key(0), draws)
-    tokens = steps.sample_first(definition)(
-        np.tile(padded, (draws, 1)), jnp.float32(temperature), keys, np.zeros(draws, np.int32)
+    settings, nothing = decode.Settings.of(keys, temperature=temperature), np.zeros((draws, 512), bool)
+    tokens, _ = steps.sample_first(definition)(
+        np.tile(padded, (draws, 1)), settings, np.zeros(draws, np.int32), nothing
     )
     counts = np.bincount(np.asarray(tokens), minlength=251)
     p = np.exp(logits.astype(np.float64) / temperature)

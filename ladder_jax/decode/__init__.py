@@ -1,8 +1,13 @@
 """Inference: the key/value cache, compiled prefill and decode steps, sampling, generation."""
 
+from ladder_jax.decode.chunks import prefill_in_chunks as prefill_in_chunks
 from ladder_jax.decode.generate import Generator as Generator
 from ladder_jax.decode.generate import check_prompts as check_prompts
 from ladder_jax.decode.generate import default_tensor as default_tensor
+from ladder_jax.decode.sampling import Settings as Settings
 from ladder_jax.decode.steps import decode as decode
 from ladder_jax.decode.steps import decode_many as decode_many
+from ladder_jax.decode.steps import extend as extend
 from ladder_jax.decode.steps import prefill as prefill
+from ladder_jax.decode.steps import sample_first as sample_first
+from ladder_jax.decode.steps import seen_in as seen_in

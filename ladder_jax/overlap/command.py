@@ -1,31 +1,29 @@
 """The verb `overlap`: words to a request, a compilation, an answer."""
 
-import enum
 import json
-import pathlib
 
-from ladder_jax.config import Launch, Loop, Phase, Remat
-from ladder_jax.errors import UserError, unknown
+from ladder_jax import files
+from ladder_jax.config import Launch, Loop, Phase, Quantize, Remat
+from ladder_jax.errors import member
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture, result
 from ladder_jax.overlap import request as requests
 
-PICTURES = (".png", ".svg", ".pdf")
-
 
 def run(args: dict) -> None:
     """Print the answer; raises UserError for what cannot be asked, before anything is compiled or written."""
-    for option, endings in (("plot", PICTURES), ("trace", (".json",))):
-        _check_file(option, args[option], endings)
+    for option, endings in (("plot", files.PICTURES), ("trace", (".json",))):
+        files.check_writable(option, args[option], endings=endings)
     request = requests.make(
         target=args["target"],
         model=args["model"],
         residual=args["residual"],
-        phase=_member(Phase, "phase", args["phase"]),
+        phase=member(Phase, "--phase", args["phase"]),
         ladder_layers=args["ladder_layers"],
-        loop=_member(Loop, "loop", args["loop"]) if args["loop"] else None,
-        remat=_member(Remat, "remat", args["remat"]) if args["remat"] else Remat.NONE,
-        launch=_member(Launch, "launch", args["launch"]) if args["launch"] else Launch.CHAINED,
+        loop=member(Loop, "--loop", args["loop"]) if args["loop"] else None,
+        remat=member(Remat, "--remat", args["remat"]) if args["remat"] else Remat.NONE,
+        launch=member(Launch, "--launch", args["launch"]) if args["launch"] else Launch.CHAINED,
+        quantize=member(Quantize, "--quantize", args["quantize"]) if args["quantize"] else Quantize.NONE,
         **{name: args[name] for name in ("layers", "tensor", "batch", "prompt_length", "context")},
     )
     answer = result.read(request, compiling.compiled(request))
@@ -43,20 +41,3 @@ def run(args: dict) -> None:
         console.width = 110
     for part in answer.as_text():
         console.print(part, markup=False) if isinstance(part, str) else console.print(part)
-
-
-def _member(kind: type[enum.Enum], option: str, word: str) -> enum.Enum:
-    try:
-        return kind(word)
-    except ValueError:
-        raise unknown(f"--{option}", word, [member.value for member in kind]) from None
-
-
-def _check_file(option: str, file: str | None, endings: tuple[str, ...]) -> None:
-    if file is None:
-        return
-    path = pathlib.Path(file)
-    if path.suffix not in endings:
-        raise UserError(f"--{option} {file}: the file must end in {' or '.join(endings)}")
-    if not path.parent.is_dir():
-        raise UserError(f"--{option} {file}: there is no folder {path.parent}")

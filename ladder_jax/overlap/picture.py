@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
-import tempfile
 from collections.abc import Sequence
 
+from ladder_jax import files
 from ladder_jax.config import Loop
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import compile as compiling
@@ -77,7 +76,7 @@ def plot(request: Request, *, file: str) -> None:
         ha="left",
     )
     figure.tight_layout(rect=(0, 0.04, 1, 1))
-    _atomically(file, lambda path: figure.savefig(path, dpi=150), suffix=pathlib.Path(file).suffix or ".png")
+    files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
     plt.close(figure)
 
 
@@ -94,7 +93,7 @@ def trace(request: Request, *, file: str) -> None:
             length = (bar.stop - bar.start) * 1e6
             events.append({**place, "dur": length, "name": bar.name, "cat": kind, "args": {"op_name": bar.op_name}})
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
-    _atomically(file, lambda path: pathlib.Path(path).write_text(text), suffix=".json")
+    files.write_atomically(file, lambda path: pathlib.Path(path).write_text(text))
 
 
 def _two_layers(bars: Sequence[Bar]) -> list[Bar]:
@@ -110,16 +109,3 @@ def _two_layers(bars: Sequence[Bar]) -> list[Bar]:
     kept = [bar for bar in bars if bar.stop > start and bar.start < stop]
     cut = lambda at: min(max(at, start), stop) - start
     return [dataclasses.replace(bar, start=cut(bar.start), stop=cut(bar.stop)) for bar in kept]
-
-
-def _atomically(file: str, write, *, suffix: str) -> None:
-    path = pathlib.Path(file)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-", suffix=suffix)
-    os.close(handle)
-    try:
-        write(partial)
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise

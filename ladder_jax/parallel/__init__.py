@@ -5,6 +5,7 @@ from ladder_jax.parallel.collectives import all_reduce as all_reduce
 from ladder_jax.parallel.collectives import rank as rank
 from ladder_jax.parallel.collectives import ranks as ranks
 from ladder_jax.parallel.collectives import vary as vary
+from ladder_jax.parallel.collectives import varying as varying
 from ladder_jax.parallel.compiled import Compiled as Compiled
 from ladder_jax.parallel.mesh import Layout as Layout
 from ladder_jax.parallel.mesh import layout as layout

@@ -44,7 +44,8 @@ def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) 
         split = [jax.tree.map(lambda d, a: _split(a, d, layout.ranks), *pair) for pair in pairs]
         axes = [jax.tree.map(lambda d: 0 if _position(d) is not None else None, dims) for dims, _ in pairs]
         out_axes = jax.tree.map(lambda d: 0 if _position(d) is not None else None, out_dims)
-        out = jax.vmap(fn, in_axes=tuple(axes), out_axes=out_axes, axis_name=EMULATED)(*split)
+        named = dict(axis_name=EMULATED, axis_size=layout.ranks)  # the size, as no argument may be split
+        out = jax.vmap(fn, in_axes=tuple(axes), out_axes=out_axes, **named)(*split)
         dims, out = _align(out_dims, out)
         return jax.tree.map(lambda d, a: _join(a, d), dims, out)
 

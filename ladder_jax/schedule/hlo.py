@@ -16,7 +16,7 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     attributes: str
-    literal: str = ""  # a constant's value, as printed
+    literal: str = ""  # a constant's value, as printed; a parameter's number
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -117,8 +117,8 @@ def _instruction(line: str) -> Instruction:
     opened = rest.index("(")
     closed = _closing(rest, opened)
     inside, attributes = rest[opened + 1 : closed], rest[closed + 1 :].lstrip(", ")
-    if rest[:opened] == "constant":
-        return Instruction(name, shape, "constant", (), attributes, literal=inside)
+    if rest[:opened] in ("constant", "parameter"):
+        return Instruction(name, shape, rest[:opened], (), attributes, literal=inside)
     return Instruction(name, shape, rest[:opened], tuple(re.findall(r"%([\w.\-]+)", inside)), attributes)
 
 

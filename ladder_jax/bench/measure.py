@@ -1,0 +1,137 @@
+"""The measurement: every residual in turns within one process, so that whatever drifts hits all of them alike."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ladder_jax import decode, nn
+from ladder_jax.bench import memory, programs, roofline, work
+from ladder_jax.bench.request import Request
+from ladder_jax.bench.roofline import Ceiling
+from ladder_jax.config import Loop
+from ladder_jax.decode import cache
+from ladder_jax.errors import UserError
+from ladder_jax.nn import Definition, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Seconds of one residual at one batch, one entry a repeat; entry i of every residual is from the same round.
+
+    prefill: from the prompt to the first token; decode: the new_tokens - 1 steps after it.
+    step_bytes, prefill_flops: what one device must do for it (see `work`).
+    """
+
+    residual: str
+    batch: int
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
+    step_bytes: float
+    prefill_flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    copy: Ceiling
+    matmul: Ceiling
+    samples: tuple[Samples, ...]
+
+
+def measure(request: Request, *, mesh: Mesh, advance: Callable[[str], None]) -> Measured:
+    """`advance(what)` is called before each of `steps`. Raises UserError for what the memory does not hold."""
+    definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
+    device, all_of_them = mesh.devices.flat[0], list(definitions.values())
+    room = memory.room(device, devices=mesh.size)
+    largest = dict(rows=max(request.batches), capacity=_capacity(request))
+    parts = {"weights": work.weight_bytes(all_of_them), "cache": work.cache_bytes(all_of_them[0], **largest)}
+    memory.check(parts, room=room, batch=largest["rows"], what=request.model)
+
+    advance("the device's own limits")
+    dtype = all_of_them[0].config.dtype.value
+    ceilings = roofline.copy_bandwidth(device, room=room), roofline.matmul_peak(device, dtype=dtype)
+    try:
+        params = dict(zip(request.residuals, programs.random_weights(all_of_them)))
+        run = {}
+        for batch in sorted(request.batches, reverse=True):  # what does not fit is refused first, and before timing
+            for name, definition in definitions.items():
+                advance(f"batch {batch}: compiling {name}")
+                run[batch, name] = _generation(request, definition, params[name], batch=batch, room=room)
+        samples = [
+            one
+            for batch in request.batches
+            for one in _batch(request, definitions, {name: run[batch, name] for name in definitions}, batch, advance)
+        ]
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(f"the device runs out of memory: {str(error).splitlines()[0][:200]}") from None
+    return Measured(*ceilings, tuple(samples))
+
+
+def steps(request: Request) -> int:
+    """How often `measure` calls `advance`."""
+    return 1 + len(request.batches) * len(request.residuals) * (1 + request.warmup + request.repeats)
+
+
+def rounds(names: tuple[str, ...], *, count: int) -> list[tuple[str, ...]]:
+    """Each round has all of them, each time another one first."""
+    return [names[i % len(names) :] + names[: i % len(names)] for i in range(count)]
+
+
+def _batch(request: Request, definitions: dict, run: dict, batch: int, advance: Callable) -> list[Samples]:
+    shape = dict(rows=batch, prompt_length=request.prompt_length)
+    seconds = {name: [] for name in definitions}
+    for index, order in enumerate(rounds(request.residuals, count=request.warmup + request.repeats)):
+        for name in order:
+            advance(f"batch {batch}: {name}")
+            found = run[name]()
+            if index >= request.warmup:
+                seconds[name].append(found)
+    return [
+        Samples(
+            name,
+            batch,
+            *zip(*seconds[name]),
+            step_bytes=work.decode_bytes(definition, new_tokens=request.new_tokens, **shape),
+            prefill_flops=work.prefill_flops(definition, **shape),
+        )
+        for name, definition in definitions.items()
+    ]
+
+
+def _generation(
+    request: Request, definition: Definition, params: Params, *, batch: int, room: int | None
+) -> Callable[[], tuple[float, float]]:
+    """Compiles; returns what generates once: () -> (prefill seconds, decode seconds)."""
+    place = definition.layout.sharding
+    random = np.random.default_rng(0).integers(definition.config.vocab_size, size=(batch, request.prompt_length))
+    tokens = jax.device_put(random.astype(np.int32), place("BT"))
+    lengths = jax.device_put(np.full(batch, request.prompt_length, np.int32), place("B"))
+    caches = cache.abstract(definition, rows=batch, capacity=_capacity(request), loop=Loop.UNROLLED)
+
+    prefill = decode.prefill(definition, capacity=_capacity(request)).compile(params, tokens, lengths)
+    loop = programs.next_tokens(definition, count=request.new_tokens - 1).compile(params, caches, lengths, lengths)
+    for phase, compiled in (("the prefill", prefill), ("decoding", loop)):
+        sizes = compiled.memory_analysis()
+        outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        parts = {"arguments": sizes.argument_size_in_bytes, "temporaries": sizes.temp_size_in_bytes, "results": outputs}
+        memory.check(parts, room=room, batch=batch, what=f"{phase} of {definition.config.residual}")
+    first = programs.first_token(definition)
+
+    def once() -> tuple[float, float]:
+        began = time.perf_counter()
+        logits, caches = prefill(params, tokens, lengths)
+        token = jax.block_until_ready(first(logits))
+        half = time.perf_counter()
+        jax.block_until_ready(loop(params, caches, token, lengths))
+        return half - began, time.perf_counter() - half
+
+    return once
+
+
+def _capacity(request: Request) -> int:
+    return request.prompt_length + request.new_tokens

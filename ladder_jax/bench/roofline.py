@@ -1,0 +1,65 @@
+"""What the device itself reaches: the bandwidth of a plain copy, and the rate of one large matmul."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """rates: per second, one a sample; what: the array that was used. The best is the ceiling."""
+
+    rates: tuple[float, ...]
+    what: str
+
+    @property
+    def best(self) -> float:
+        return max(self.rates)
+
+    def as_dict(self, unit: str) -> dict:
+        spread = {"min": min(self.rates), "median": statistics.median(self.rates), "max": max(self.rates)}
+        return {unit: self.best, **{f"{unit}_{k}": v for k, v in spread.items()}, "array": self.what}
+
+
+def copy_bandwidth(device: jax.Device, *, room: int | None, samples: int = 10) -> Ceiling:
+    """Bytes read and written a second by y = -x, x bfloat16, too large for any cache.
+
+    A sign flip is native where bfloat16 arithmetic is not. The result takes x's place (donation): a CPU's fresh
+    pages cost ten times the copy.
+    """
+    cpu = device.platform == "cpu"
+    size = (128 if cpu else 1024) * MIB
+    size = size if room is None else min(size, room // 8)
+    x = jax.device_put(jnp.ones(size // 2, jnp.bfloat16), device)
+    rates = _rates(jax.jit(lambda x: -x, donate_argnums=0), x, work=2 * size, calls=2 if cpu else 10, samples=samples)
+    return Ceiling(rates, f"{size / MIB:.0f} MiB of bfloat16")
+
+
+def matmul_peak(device: jax.Device, *, dtype: str, samples: int = 10) -> Ceiling:
+    """Floating-point operations a second of x = a x, square matrices of `dtype`."""
+    cpu = device.platform == "cpu"
+    size = 1024 if cpu else 8192
+    # With this deviation the product's elements are as large as x's, however often it is repeated.
+    a = jax.random.normal(jax.random.key(0), (size, size), dtype) * size**-0.5
+    a, x = jax.device_put((a, a + 0), device)
+    step = jax.jit(lambda x, a: a @ x, donate_argnums=0)
+    rates = _rates(lambda x: step(x, a), x, work=2 * size**3, calls=2 if cpu else 10, samples=samples)
+    return Ceiling(rates, f"{size} x {size} of {dtype}")
+
+
+def _rates(step: Callable, x: jax.Array, *, work: float, calls: int, samples: int) -> tuple[float, ...]:
+    """`work` a second. The calls of a sample are queued together: the device need not wait for the host."""
+    x, rates = jax.block_until_ready(step(x)), []
+    for _ in range(samples):
+        began = time.perf_counter()
+        for _ in range(calls):
+            x = step(x)
+        jax.block_until_ready(x)
+        rates.append(calls * work / (time.perf_counter() - began))
+    return tuple(rates)

@@ -1,0 +1,57 @@
+"""The answer of `ladder-jax bench` for a terminal: the verdict, a table, the device's limits."""
+
+from ladder_jax.bench.result import Result
+from ladder_jax.bench.roofline import Ceiling
+
+COLUMNS = ("batch", "residual", "prefill ms", "step ms", "tokens/s", "range", "GB/s", "of copy", "TFLOP/s", "of matmul")
+WIDTH = 120  # of the table; a narrower terminal wraps it, which loses nothing
+
+
+def lines(answer: Result) -> list:
+    """Lines and a table, to be printed by rich."""
+    request = answer.request
+    what = f"{request.model}, {request.depth} layers, tensor {request.tensor} on {answer.device}"
+    shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens, {request.repeats} repeats in turns"
+    return [
+        *answer.verdict,
+        *(f"note: {notice}" for notice in answer.notices),
+        f"{what}; {shape}",
+        "",
+        _table(answer.rows),
+        f"copy      {_ceiling(answer.measured.copy, 1e9, 'GB/s')}",
+        f"matmul    {_ceiling(answer.measured.matmul, 1e12, 'TFLOP/s')}",
+        "versions  " + ", ".join(f"{name} {version}" for name, version in answer.versions.items()),
+    ]
+
+
+def number(value: float) -> str:
+    """Three significant digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _table(rows: list[dict]):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "residual" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            str(row["batch"]),
+            row["residual"],
+            number(row["prefill_seconds"] * 1e3),
+            number(row["step_seconds"] * 1e3),
+            number(row["tokens_per_second"]),
+            f"{number(row['tokens_per_second_min'])} - {number(row['tokens_per_second_max'])}",
+            number(row["bytes_per_second"] / 1e9),
+            f"{row['bandwidth_share']:.1%}",
+            number(row["prefill_flops_per_second"] / 1e12),
+            f"{row['matmul_share']:.1%}",
+        )
+    return table
+
+
+def _ceiling(found: Ceiling, scale: float, unit: str) -> str:
+    low = number(min(found.rates) / scale)
+    return f"{number(found.best / scale)} {unit}, the best of {len(found.rates)} (the worst {low}): {found.what}"

@@ -1,0 +1,78 @@
+"""What one device must move and compute at the least: the numerators of the shares of bandwidth and of peak.
+
+Everything is counted from the shards that a device holds. So a key/value head that several devices share counts
+on each of them, and so do the rows that pad the vocabulary. Letters as in `nn`: B rows, T = P prompt tokens,
+G new tokens, L layers, H head size; n query heads and k key/value heads on the device.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from ladder_jax.config import Loop
+from ladder_jax.decode import cache, weights
+from ladder_jax.nn import Definition
+
+
+def decode_bytes(definition: Definition, *, rows: int, prompt_length: int, new_tokens: int) -> float:
+    """Bytes that a device must read and write in a decode step, the mean over a generation's G - 1 steps:
+
+        weights  every parameter once, less the embedding table where the head is another
+        lookup   B rows of the embedding table
+        cache    2 L B k H elements a position (keys and values) x (P + G / 2) positions
+
+    Step s = 0 .. G - 2 reads the P + s positions that are filled and writes one: P + (G - 2) / 2 + 1 in the mean.
+    Activations and logits are left out.
+    """
+    params = weights.abstract(definition, loop=Loop.UNROLLED)
+    table = params["embedding"]["table"]
+    read = {name: value for name, value in params.items() if name != "embedding" or "head" not in params}
+    lookup = rows * table.shape[1] * table.dtype.itemsize
+    position = cache_bytes(definition, rows=rows, capacity=1)
+    return shard_bytes(read) + lookup + position * (prompt_length + new_tokens / 2)
+
+
+def prefill_flops(definition: Definition, *, rows: int, prompt_length: int) -> int:
+    """Floating-point operations of a device's matmuls in a prefill, two a multiply-add:
+
+        layers     2 x matrix elements x B T
+        attention  2 B n H T (T + 1) a layer: scores and values, 2 H each for the t + 1 positions that t sees
+        head       2 x its elements x B: only each row's last position is scored
+
+    What a kernel computes of the masked half is not counted.
+    """
+    params = weights.abstract(definition, loop=Loop.UNROLLED)
+    elements = lambda tree: sum(_shard_size(leaf) for leaf in jax.tree.leaves(tree) if len(leaf.shape) > 1)
+    config = definition.config
+    heads = config.num_heads // definition.layout.ranks
+    attention = 2 * rows * heads * config.head_dim * prompt_length * (prompt_length + 1) * config.num_layers
+    head = params.get("head", params["embedding"])
+    return 2 * elements(params["layers"]) * rows * prompt_length + attention + 2 * elements(head) * rows
+
+
+def cache_bytes(definition: Definition, *, rows: int, capacity: int) -> int:
+    """A device's share of the key/value cache."""
+    return shard_bytes(cache.abstract(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED))
+
+
+def weight_bytes(definitions: Iterable[Definition]) -> int:
+    """A device's share of the weights, those that the definitions have in common counted once."""
+    shared: dict[str, Any] = {}
+    for definition in definitions:
+        shared |= named(weights.abstract(definition, loop=Loop.UNROLLED))
+    return shard_bytes(shared)
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def shard_bytes(tree: Any) -> int:
+    return sum(_shard_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _shard_size(leaf: jax.ShapeDtypeStruct) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))

@@ -1,0 +1,277 @@
+"""`ladder-jax bench` as a user meets it, and its arithmetic against sums made another way. No time is judged."""
+
+import json
+import os
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ladder_jax import cli, decode, nn, parallel
+from ladder_jax.bench import measure, memory, picture, programs, result, roofline, text, work
+from ladder_jax.bench import request as requests
+from ladder_jax.config import Dtype, Loop, ModelConfig, preset
+from ladder_jax.decode import weights
+from ladder_jax.errors import UserError
+
+ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 5 --warmup 1 --repeats 2".split()
+SPREAD = """prefill_seconds decode_seconds tokens_per_second tokens_per_second_per_user bytes_per_second bandwidth_share
+prefill_flops_per_second matmul_share step_seconds""".split()
+
+
+@pytest.fixture(scope="module")
+def answer(run_cli, tmp_path_factory):
+    """The JSON of one run on 8 simulated devices, and the folder that it wrote to."""
+    folder = tmp_path_factory.mktemp("bench")
+    words = [*ASKED, "--layers", 2, "--batch", "1,2", "--json", "--out", "speed.json", "--plot", "speed.png"]
+    done = run_cli("bench", *words, cwd=folder, check_status=0)
+    assert len(done.stdout.splitlines()) == 1
+    return json.loads(done.stdout), folder
+
+
+def test_json(answer):
+    found, folder = answer
+    assert found["model"] == "tiny" and found["device"].endswith(" CPU") and found["devices"] == 8
+    assert found["versions"]["jax"] == jax.__version__ and {"python", "flax"} <= set(found["versions"])
+    assert (found["tensor"], found["layers"], found["warmup"], found["repeats"]) == (8, 2, 1, 2)
+    names = [(row["batch"], row["residual"]) for row in found["rows"]]
+    assert names == [(1, "standard"), (1, "ladder"), (2, "standard"), (2, "ladder")]
+    assert "never overlaps communication" in found["notices"][0]
+    assert json.loads((folder / "speed.json").read_text()) == found
+    assert sorted(os.listdir(folder)) == ["speed.json", "speed.png"]
+    assert (folder / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rows_can_be_recomputed(answer):
+    found, _ = answer
+    copy, matmul = found["copy"]["bytes_per_second"], found["matmul"]["flops_per_second"]
+    for row in found["rows"]:
+        prefill, decoding = row["prefill_seconds"], row["decode_seconds"]
+        assert prefill == statistics.median(row["prefill_seconds_each"]) > 0
+        assert decoding == statistics.median(row["decode_seconds_each"]) > 0
+        assert (row["prompt_length"], row["new_tokens"]) == (8, 5) and len(row["decode_seconds_each"]) == 2
+        close = lambda name, value: row[name] == pytest.approx(value, rel=1e-9)
+        assert close("step_seconds", decoding / 4)
+        assert close("tokens_per_second", row["batch"] * 5 / (prefill + decoding))
+        assert close("tokens_per_second_per_user", row["tokens_per_second"] / row["batch"])
+        assert close("bytes_per_second", bytes_by_hand(8, batch=row["batch"]) / row["step_seconds"])
+        assert close("bandwidth_share", row["bytes_per_second"] / copy)
+        assert close("prefill_flops_per_second", row["prefill_flops"] / prefill)
+        assert close("matmul_share", row["prefill_flops_per_second"] / matmul)
+        for name in SPREAD:
+            assert row[f"{name}_min"] * (1 - 1e-9) <= row[name] <= row[f"{name}_max"] * (1 + 1e-9)
+    assert [(r["residual"], r["against"], r["batch"]) for r in found["ratios"]] == [
+        ("ladder", "standard", 1),
+        ("ladder", "standard", 2),
+    ]
+
+
+def test_ceilings(answer):
+    for name, unit in (("copy", "bytes_per_second"), ("matmul", "flops_per_second")):
+        one = answer[0][name]
+        assert 0 < one[f"{unit}_min"] <= one[f"{unit}_median"] <= one[f"{unit}_max"] == one[unit]
+
+
+def test_text(run_cli):
+    words = [*ASKED, "--layers", 1, "--batch", 2, "--tensor", 1, "--residual", "ladder-fresh,parallel-shared-norm"]
+    said = run_cli("bench", *words, check_status=0).stdout.splitlines()
+    assert said[0].startswith("parallel-shared-norm decodes ") and "x ladder-fresh [" in said[0]
+    assert said[1].startswith("note: one device communicates nothing")
+    assert said[2].startswith("tiny, 1 layers, tensor 1 on ")
+    table = [line for line in said if line.strip().startswith("2 ")]
+    assert len(table) == 2 and "parallel-shared-norm" in table[1] and "%" in table[1]
+    assert [line.split()[0] for line in said[-3:]] == ["copy", "matmul", "versions"]
+
+
+# The presets' shapes by hand: tiny is D 128, 8 heads of 16, 4 key/value heads, F 352, V 256, untied.
+
+
+def bytes_by_hand(tensor, *, batch, layers=2, prompt=8, new=5):
+    heads, kv, features = 8 // tensor, max(1, 4 // tensor), 352 // tensor
+    matrices = layers * (2 * 128 * heads * 16 + 2 * 128 * kv * 16 + 3 * 128 * features)
+    vocabulary = -(-256 // (128 * tensor)) * 128
+    weights = 2 * (matrices + vocabulary * 128) + 4 * 128 * (2 * layers + 1)  # gains are float32
+    positions = statistics.mean(filled + 1 for filled in range(prompt, prompt + new - 1))
+    return weights + 2 * batch * 128 + 2 * 2 * layers * batch * kv * 16 * positions
+
+
+def define(name, *, tensor=1, **changes):
+    return nn.define(preset(name, **changes), mesh=parallel.make_mesh(tensor=tensor))
+
+
+@pytest.mark.parametrize("tensor", [1, 4, 8])
+def test_decode_bytes(tensor):
+    one = define("tiny", tensor=tensor, num_layers=2, residual="standard")
+    assert work.decode_bytes(one, rows=3, prompt_length=8, new_tokens=5) == bytes_by_hand(tensor, batch=3)
+
+
+def test_decode_bytes_of_a_tied_table():
+    """It is the head: read whole, and B rows again for the lookup."""
+    tied = define("smollm2-135m", num_layers=1, residual="standard")
+    layer = 2 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536) + 4 * 3 * 576
+    cache = 2 * 2 * 5 * 192 * (10 + 4 / 2)
+    expected = layer + 2 * 49152 * 576 + 2 * 5 * 576 + cache
+    assert work.decode_bytes(tied, rows=5, prompt_length=10, new_tokens=4) == expected
+
+
+@pytest.mark.parametrize("name, rows, prompt", [("ladder-1b", 2, 256), ("smollm2-135m", 2, 128)])
+def test_prefill_flops_are_the_compilers(name, rows, prompt):
+    one = define(name, num_layers=1, residual="standard")
+    shape = lambda dims, *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=one.layout.sharding(dims))
+    arguments = (weights.abstract(one, loop=Loop.UNROLLED), shape("BT", rows, prompt), shape("B", rows))
+    counted = decode.prefill(one, capacity=prompt).lower(*arguments).cost_analysis()["flops"]
+    # Attention on a CPU computes the masked half of the scores too.
+    masked = rows * one.config.num_heads * 4 * one.config.head_dim * sum(prompt - t - 1 for t in range(prompt))
+    assert work.prefill_flops(one, rows=rows, prompt_length=prompt) == pytest.approx(counted - masked, rel=0.02)
+
+
+def test_prefill_flops_are_split():
+    whole = work.prefill_flops(define("tiny"), rows=2, prompt_length=16)
+    quarter = work.prefill_flops(define("tiny", tensor=4), rows=2, prompt_length=16)
+    padding = 2 * 2 * 128 * (128 - 256 // 4)  # of the head, whose shares are multiples of 128 rows
+    assert quarter == whole / 4 + padding
+
+
+def test_weights_are_made_once_in_the_compute_dtype():
+    """Eight devices and four key/value heads: some devices hold the same head."""
+    names = ("standard", "parallel-shared-norm")
+    definitions = [define("tiny", tensor=8, num_layers=2, residual=name) for name in names]
+    standard, shared = map(work.named, programs.random_weights(definitions))
+    assert set(standard) - set(shared) == {f"['layers'][{i}]['mlp_norm']['scale']" for i in range(2)}
+    assert all(shared[name] is standard[name] for name in shared)
+    query, gain = standard["['layers'][0]['attention']['query']"], standard["['final_norm']['scale']"]
+    assert query.dtype == jnp.bfloat16 and gain.dtype == jnp.float32 and (np.asarray(gain) == 1).all()
+    assert abs(float(jnp.std(query.astype(jnp.float32))) - 0.02) < 1e-3
+    assert not np.array_equal(query, standard["['layers'][1]['attention']['query']"])
+    asked = work.named(weights.abstract(definitions[0], loop=Loop.UNROLLED))
+    for name, array in standard.items():
+        assert (array.shape, array.dtype, array.sharding) == (
+            asked[name].shape,
+            asked[name].dtype,
+            asked[name].sharding,
+        )
+    held = sum(array.addressable_shards[0].data.nbytes for array in standard.values())
+    assert work.weight_bytes(definitions) == held
+
+
+def test_the_loop_is_decode_after_decode():
+    config = ModelConfig(
+        num_layers=2, d_model=32, d_ff=32, vocab_size=64, dtype=Dtype.FLOAT32, residual_dtype=Dtype.FLOAT32
+    )
+    one = nn.define(config, mesh=parallel.make_mesh(tensor=8))
+    (params,) = programs.random_weights([one])
+    tokens, lengths = np.arange(12, dtype=np.int32).reshape(2, 6), np.full(2, 6, np.int32)
+    logits, caches = decode.prefill(one, capacity=12)(params, tokens, lengths)
+    first = programs.first_token(one)(logits)
+    assert np.array_equal(first, np.argmax(logits, axis=1))
+    token, expected = first, []
+    for step in range(5):
+        logits, caches = decode.decode(one)(params, caches, token, lengths + step)
+        token = jnp.argmax(logits, axis=1).astype(jnp.int32)
+        expected.append(np.asarray(token))
+    _, caches = decode.prefill(one, capacity=12)(params, tokens, lengths)
+    new, _ = programs.next_tokens(one, count=5)(params, caches, first, lengths)
+    assert np.array_equal(new, np.stack(expected, axis=1))
+
+
+def test_everyone_begins_a_round():
+    assert measure.rounds(("a", "b", "c"), count=4) == [tuple("abc"), tuple("bca"), tuple("cab"), tuple("abc")]
+
+
+CEILING = roofline.Ceiling((90e9, 100e9), "an array")
+
+
+def fabricated(*samples, **asked):
+    numbers = dict(prompt_length=8, new_tokens=5, repeats=3, tensor=2)
+    asked = requests.Request("tiny", **{"residuals": ("standard", "ladder"), "batches": (1,), **numbers, **asked})
+    samples = tuple(measure.Samples(*one, step_bytes=1e6, prefill_flops=10**9) for one in samples)
+    measured = measure.Measured(CEILING, CEILING, samples)
+    return result.Result(asked, measured, device="a device", devices=2, versions={}, platform="tpu")
+
+
+def test_ratios_are_of_rounds():
+    """A machine that slows down by half in the second round changes no ratio."""
+    slow = fabricated(("standard", 1, (1, 2, 1), (4, 8, 4)), ("ladder", 1, (1, 2, 1), (2, 4, 1)))
+    assert slow.verdict == ["ladder decodes 2.00x standard [2.00, 4.00] at batch 1"]
+    assert slow.notices == [] and slow.ratios[0]["prefill_ratio_min"] == slow.ratios[0]["prefill_ratio_max"] == 1
+    assert slow.rows[1]["tokens_per_second"] == 5 / (1 + 2) and slow.rows[1]["tokens_per_second_max"] == 5 / 2
+    alone = fabricated(("ladder", 1, (1,), (4,)), residuals=("ladder",))
+    assert alone.verdict == ["ladder generates 1.0 tokens/s at batch 1"] and alone.ratios == []
+
+
+@pytest.mark.parametrize("ending, begin", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_plot(ending, begin, tmp_path):
+    names = ("standard", "ladder", "parallel")
+    one = fabricated(*((name, 1, (1, 2, 1), (4, 8, 4)) for name in names), residuals=names)
+    picture.plot(one, file=str(tmp_path / f"speed.{ending}"))
+    assert (tmp_path / f"speed.{ending}").read_bytes().startswith(begin)
+    assert os.listdir(tmp_path) == [f"speed.{ending}"]
+
+
+def test_numbers():
+    assert [text.number(x) for x in (1234.5, 99.96, 1.2345, 0.00012345)] == ["1,234", "100", "1.23", "0.000123"]
+
+
+MISTAKES = {
+    "--model tinny": "unknown preset 'tinny'; did you mean 'tiny'? (allowed: tiny,",
+    "--residual standard,lader": "unknown residual 'lader'; did you mean 'ladder'? (allowed: standard,",
+    "--residual ladder,ladder": "--residual 'ladder,ladder' names ladder twice",
+    "--residual ladder,": "--residual 'ladder,' has an empty place: write it as in a,b,c",
+    "--batch 0": "--batch must be positive, not 0",
+    "--batch 1,-4": "--batch must be positive, not -4",
+    "--batch 1,four": "--batch must be numbers as in 1,4,16, not 'four'",
+    "--batch 4,4": "--batch '4,4' names 4 twice",
+    "--prompt-length 0": "--prompt-length must be positive, not 0",
+    "--new-tokens 1": "--new-tokens must be at least 2, not 1",
+    "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3; did you mean 2? (allowed: 1, 2, 4, 8)",
+    "--tensor 16": "model.num_heads=8 is not divisible by mesh.tensor=16; did you mean 8? (allowed: 1, 2, 4, 8)",
+    "--model llama-3-8b --tensor 16": "is more than this machine's 8 devices (allowed for llama-3-8b: 1, 2, 4, 8)",
+    "--model smollm2-135m": "--tensor 8: model.num_heads=9 is not divisible by mesh.tensor=8; did you mean 3?",
+    "--warmup 0": "--warmup must be positive, not 0",
+    "--repeats -1": "--repeats must be positive, not -1",
+    "--layers 0": "--layers must be positive, not 0",
+    "--layers some": "invalid int value: 'some'",
+    "--repeat 3 --plots x": "unknown option '--plots'; did you mean '--plot'?",
+    "--out nowhere/speed.json": "--out nowhere/speed.json: there is no folder nowhere",
+    "--out .": "--out .: this is a folder; name a file in it",
+    "--plot speed.gif": "--plot speed.gif: the file must end in .png or .svg or .pdf",
+    "--model llama-3.1-405b --batch 64": "llama-3.1-405b at batch 64 needs ",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_are_one_line_and_measure_nothing(words, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(roofline, "copy_bandwidth", None)
+    asked = [*ASKED, "--out", "speed.json", "--plot", "speed.png"]
+    assert cli.main(["bench", *asked, *words.split()]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert MISTAKES[words] in said.err
+    assert os.listdir(tmp_path) == []
+
+
+def test_too_big_for_the_memory(monkeypatch):
+    device = jax.devices()[0]
+    assert memory.room(device, devices=8) * 8 <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory.check({"weights": 1.0}, room=None, batch=1, what="tiny")
+    with pytest.raises(UserError) as error:
+        memory.check({"weights": 2 * 2**30, "cache": 2**30}, room=2**31, batch=4, what="tiny")
+    expected = "tiny at batch 4 needs 3.0 GiB a device (weights 2.0, cache 1.0), but there are 2.0: ask for a smaller"
+    assert str(error.value).startswith(expected)
+
+
+def test_running_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
+    def exhausted(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more")
+
+    for name in ("copy_bandwidth", "matmul_peak"):
+        monkeypatch.setattr(roofline, name, lambda *_, **__: CEILING)
+    monkeypatch.setattr(programs, "random_weights", exhausted)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", *ASKED, "--out", "speed.json"]) == 2
+    said = capsys.readouterr().err
+    assert said == "ladder-jax: the device runs out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n"
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,249 @@
+"""The sampler on split vocabularies against the definitions in NumPy float64: sorted, and in probabilities."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ladder_jax import decode, nn
+from ladder_jax.config import DecodeConfig, Loop
+from ladder_jax.decode import cuts, sampling, steps, weights
+from ladder_jax.parallel import on_mesh, over_ranks
+from tests import cases
+from tests.test_decode import PROMPTS, generator
+
+VOCAB, SHARE = 50, 10  # ranks hold a multiple of SHARE: from tensor=8 on, some hold nothing but padding
+MESHES = {
+    "1": dict(name="standard"),
+    "2": dict(name="standard", tensor=2),
+    "8": dict(name="standard", tensor=8),
+    "2x4": dict(name="standard", data=2, tensor=4),
+    "emulated": dict(name="ladder-fresh", ranks=4),
+}
+OFF = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+ASKED = [
+    dict(temperature=0.7),
+    dict(top_k=5),
+    dict(temperature=1.5, top_p=0.8),
+    dict(min_p=0.1),
+    dict(repetition_penalty=1.7),
+    dict(temperature=0.8, top_k=20, top_p=0.7),
+    dict(temperature=1.3, top_k=30, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
+    dict(temperature=0.0, repetition_penalty=2.0),
+]
+ASKED = [{**OFF, **asked} for asked in ASKED]
+
+
+def distribution(logits, seen, *, temperature, top_k, top_p, min_p, repetition_penalty):
+    """The definitions, for one row: the probability of every token."""
+    x = logits.astype(np.float64)
+    x[seen] = np.where(x[seen] > 0, x[seen] / repetition_penalty, x[seen] * repetition_penalty)
+    if temperature == 0:
+        return np.eye(len(x))[x.argmax()]
+    p = np.exp((x - x.max()) / temperature)
+    if top_k:
+        p[p < np.sort(p)[::-1][: min(top_k, len(p))][-1]] = 0
+    p /= p.sum()
+    if top_p < 1:
+        falling = np.sort(p)[::-1]
+        p[p < falling[np.argmax(np.cumsum(falling) >= top_p)]] = 0
+    p[p < min_p * p.max()] = 0
+    return p / p.sum()
+
+
+def logits(rows, *, seed=0):
+    return (2 * np.random.default_rng(seed).standard_normal((rows, VOCAB))).astype(np.float32)
+
+
+@functools.cache
+def compiled(mesh, kind="sample"):
+    """(logits [B, VOCAB], settings, positions, seen) -> (tokens, log-probabilities), or scores cut: all on `mesh`."""
+    layout = cases.define(**MESHES[mesh]).layout
+    in_dims, out_dims = ("BV", "B", "B", "BV"), ("B", "B") if kind == "sample" else "BV"
+
+    def local(logits, settings, positions, seen):
+        if kind != "sample":
+            return getattr(cuts, kind)(logits, getattr(settings, kind), axes=layout.tensor)
+        ask = dict(settings=settings, positions=positions, seen_BV=seen)
+        return sampling.sample(logits, **ask, vocab_size=VOCAB, axes=layout.tensor)
+
+    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    jitted = jax.jit(on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims))
+
+    def call(logits, settings, positions=None, seen=None):
+        positions = np.zeros(len(logits), np.int32) if positions is None else positions
+        seen = np.zeros(logits.shape, bool) if seen is None else seen
+        pad = ((0, 0), (0, -VOCAB % (SHARE * layout.ranks)))
+        logits = np.pad(logits, pad, constant_values=-np.inf)
+        return jax.tree.map(np.asarray, jitted(logits, settings, positions, np.pad(seen, pad)))
+
+    call.jitted = jitted
+    return call
+
+
+def settings(asked, *, seed=0):
+    keys = jax.random.split(jax.random.key(seed), len(asked))
+    return sampling.Settings.of(keys, **{name: [one[name] for one in asked] for name in OFF})
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "kind, values",
+    [
+        ("top_k", [0, 1, 2, 7, 49, 50, 51, 10**6]),
+        ("top_p", [1.0, 0.9999, 0.9, 0.5, 0.1, 1e-9, 1e-38, 0.0]),
+        ("min_p", [0.0, 1e-30, 0.01, 0.1, 0.5, 0.99, 1.0, 0.3]),
+    ],
+)
+def test_cuts_keep_what_the_definitions_keep(kind, values, mesh):
+    """Plain, steep (no float32 sum holds the tail), with many equals, with scores at -inf, all equal (both zeros)."""
+    plain = logits(len(values))
+    some = np.where(np.arange(VOCAB) % 3 == 1, plain, -np.float32(np.inf))
+    zeros = np.where(plain > 0, np.float32(0), -np.float32(0))
+    for scores in (plain, 30 * plain, np.round(plain), some, zeros):
+        asked = [{**OFF, kind: value} for value in values]
+        out = compiled(mesh, kind)(scores, settings(asked))
+        assert np.isneginf(out[:, VOCAB:]).all()
+        none = np.zeros(VOCAB, bool)
+        expected = np.array([distribution(row, none, **one) for row, one in zip(scores, asked, strict=True)]) > 0
+        np.testing.assert_array_equal(out[:, :VOCAB], np.where(expected, scores, -np.inf))
+
+
+def test_draws_have_the_distribution_that_was_asked_for():
+    draws, values = 5000, np.repeat(logits(1), len(ASKED), 0)
+    seen = np.repeat(np.random.default_rng(2).random((1, VOCAB)) < 0.4, len(ASKED), 0)
+    many = lambda rows: np.repeat(np.asarray(rows), draws, 0)
+    tokens, _ = compiled("2")(many(values), settings(many(ASKED)), None, many(seen))
+    for asked, row, drawn in zip(ASKED, seen, tokens.reshape(-1, draws), strict=True):
+        expected = draws * distribution(values[0], row, **asked)
+        counts = np.bincount(drawn, minlength=VOCAB)
+        assert not counts[expected == 0].any(), asked
+        rare = (expected > 0) & (expected < 5)  # too few for the statistic: counted together
+        bins = [*zip(counts[expected >= 5], expected[expected >= 5]), (counts[rare].sum(), expected[rare].sum())]
+        chi_squared = sum((count - mean) ** 2 / mean for count, mean in bins if mean)
+        freedom = sum(mean > 0 for _, mean in bins) - 1
+        assert abs(chi_squared - freedom) <= 5 * np.sqrt(2 * freedom), asked  # five standard deviations
+
+
+def test_neither_the_mesh_nor_the_neighbours_change_a_row():
+    values, rows = logits(32), np.arange(32)
+    seen = np.random.default_rng(3).random((32, VOCAB)) < 0.3
+    ask = lambda which: settings([ASKED[i] for i in which], seed=4)
+    expected, logprobs = compiled("1")(values, ask(rows % 8), rows, seen)
+    shifted = compiled("1")(values, ask(rows % 8), rows + 1, seen)[0]
+    assert (expected[rows % 8 != 7] != shifted[rows % 8 != 7]).any()
+    np.testing.assert_array_equal(expected[rows % 8 == 7], shifted[rows % 8 == 7])
+    for mesh in MESHES:
+        tokens, same = compiled(mesh)(values, ask(rows % 8), rows, seen)
+        np.testing.assert_array_equal(tokens, expected)
+        np.testing.assert_allclose(same, logprobs, rtol=1e-5)
+        for kept, others in ((rows % 2 == 0, (rows + 3) % 8), (rows >= 16, 7)):  # 7: one data shard draws nothing
+            tokens, _ = compiled(mesh)(values, ask(np.where(kept, rows % 8, others)), rows, seen)
+            np.testing.assert_array_equal(tokens[kept], expected[kept])
+            assert not np.array_equal(tokens, expected)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_log_probabilities_are_of_the_logits_as_given(mesh):
+    values = logits(8)
+    values[:, ::7] = -np.inf
+    tokens, logprobs = compiled(mesh)(values, settings(ASKED), None, np.ones((8, VOCAB), bool))
+    x = values.astype(np.float64)
+    expected = x[np.arange(8), tokens] - np.log(np.exp(x).sum(1))
+    np.testing.assert_allclose(logprobs, expected, rtol=1e-5)
+    assert logprobs.dtype == np.float32 and tokens.dtype == np.int32
+
+
+def test_one_token_left_is_the_greedy_one():
+    values, greedy = logits(8), dict(temperature=[0.0] * 4 + [50.0] * 4)
+    one = [{}, dict(top_k=[1] * 8), dict(top_p=[1e-9] * 8), dict(min_p=[1.0] * 8)]
+    keys = jax.random.split(jax.random.key(1), 8)
+    hot, *left = [compiled("8")(values, sampling.Settings.of(keys, **greedy, **more))[0] for more in one]
+    np.testing.assert_array_equal(hot[:4], values[:4].argmax(1))
+    assert (hot[4:] != values[4:].argmax(1)).any()
+    for tokens in left:
+        np.testing.assert_array_equal(tokens, values.argmax(1))
+    equal = compiled("8")(np.zeros((8, VOCAB), np.float32), sampling.Settings.of(keys))[0]
+    np.testing.assert_array_equal(equal, np.zeros(8))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_seen_holds_the_prompt_and_what_was_chosen(mesh):
+    definition = cases.define(**MESHES[mesh])
+    layout, in_dims = definition.layout, ("BV", "B")
+    tokens, lengths = cases.tokens((4, 12)), np.array([12, 1, 5, 11], np.int32)
+    seen = steps.seen_in(definition)(tokens, lengths)
+    expected = np.zeros((4, nn.padded_vocabulary(251, ranks=layout.ranks)), bool)
+    for row, prompt, length in zip(expected, tokens, lengths, strict=True):
+        row[prompt[:length]] = True
+    np.testing.assert_array_equal(seen, expected)
+    local = over_ranks(
+        functools.partial(sampling.mark, axes=layout.tensor), layout=layout, in_dims=in_dims, out_dims="BV"
+    )
+    chosen = np.array([0, 250, 130, 7], np.int32)
+    expected[np.arange(4), chosen] = True
+    marked = jax.jit(on_mesh(local, layout=layout, in_dims=in_dims, out_dims="BV"))(seen, chosen)
+    np.testing.assert_array_equal(marked, expected)
+
+
+def test_one_compilation_serves_all_settings_and_gathers_nothing():
+    sample, values = compiled("8"), logits(8)
+    sample(values, settings(ASKED))
+    before = sample.jitted._cache_size()
+    for which in range(8):
+        sample(values, settings([ASKED[which]] * 8, seed=which))
+    assert sample.jitted._cache_size() == before
+    shapes = [jax.ShapeDtypeStruct((8, 80), kind) for kind in (jnp.float32, bool)]
+    text = sample.jitted.lower(shapes[0], settings(ASKED), np.zeros(8, np.int32), shapes[1]).compile().as_text()
+    assert "all-reduce" in text and "all-gather" not in text and "all-to-all" not in text
+
+
+def test_decoding_penalises_and_scores_each_token_by_all_before_it():
+    """Greedy with a penalty, over two calls, from logits of a pass over all that came before."""
+    definition = cases.define("ladder", tensor=4)
+    params = cases.place(cases.parameters(definition), definition)
+    stored = weights.prepare(definition, params, loop=Loop.UNROLLED)
+    prompts, lengths = cases.tokens((2, 8)), np.array([3, 8], np.int32)
+    keys = jax.random.split(jax.random.key(0), 2)
+    asked = sampling.Settings.of(keys, repetition_penalty=[1.0, 1.5])
+
+    scores, caches = decode.prefill(definition, capacity=24)(stored, prompts, lengths)
+    seen = steps.seen_in(definition)(prompts, lengths)
+    token, logprob = steps.sample_first(definition)(scores, asked, lengths, seen)
+    new, logprobs, at = [np.asarray(token)[:, None]], [np.asarray(logprob)[:, None]], lengths
+    for _ in range(2):
+        more, scored, caches, seen = steps.decode_many(definition, count=5)(stored, caches, seen, token, at, asked)
+        token, at = more[:, -1], at + 5
+        new, logprobs = [*new, np.asarray(more)], [*logprobs, np.asarray(scored)]
+    new, logprobs = np.concatenate(new, 1), np.concatenate(logprobs, 1)
+    for row, penalty in enumerate([1.0, 1.5]):
+        text = np.concatenate([prompts[row, : lengths[row]], new[row]])
+        full = np.asarray(nn.compiled_logits(definition)(params, text[None]))[0, :, :251].astype(np.float64)
+        for step in range(11):
+            x, before = full[lengths[row] + step - 1], text[: lengths[row] + step]
+            assert logprobs[row, step] == pytest.approx(x[text[len(before)]] - np.log(np.exp(x).sum()), rel=1e-3)
+            asked_of = {**OFF, "temperature": 0.0, "repetition_penalty": penalty}
+            p = distribution(x, np.isin(np.arange(251), before), **asked_of)
+            assert p[text[len(before)]] == 1
+    assert len(set(new[1])) > len(set(new[0]))
+
+
+def test_generation_reads_every_setting():
+    ask = lambda **more: generator(tensor=2).tokens(PROMPTS, config=DecodeConfig(max_new_tokens=12, **more))
+    greedy, warm = ask(), ask(temperature=5.0)
+    assert not np.array_equal(greedy, warm)
+    for one in (dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)):
+        np.testing.assert_array_equal(ask(temperature=5.0, **one), greedy)
+    for prompt, row in zip(PROMPTS, ask(repetition_penalty=1e6), strict=True):
+        assert len({*prompt, *row}) == len(prompt) + 12
+
+
+def test_generation_with_every_setting_is_the_same_on_emulated_ranks():
+    asked = dict(temperature=1.2, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.2)
+    config = DecodeConfig(max_new_tokens=18, seed=3, **asked)
+    ours, emulated = (
+        generator("ladder-fresh", **mesh).tokens(PROMPTS, config=config) for mesh in (dict(tensor=4), dict(ranks=4))
+    )
+    np.testing.assert_array_equal(emulated, ours)
