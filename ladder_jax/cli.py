@@ -113,6 +113,7 @@ def _parser() -> Parser:
     generate.add_argument(
         "--tensor", type=int, metavar="N", help="tensor-parallel devices (default: as trained, if there are as many)"
     )
+    generate.add_argument("--quantize", help="int8: the weights in 8 bits; none (the default)")
 
     overlap = verb(
         "overlap",
@@ -127,6 +128,7 @@ def _parser() -> Parser:
     overlap.add_argument("--loop", help="scan or unrolled (default: unrolled; scan for train)")
     overlap.add_argument("--remat", help="for train: none (the default), full or save-matmuls")
     overlap.add_argument("--launch", help="for decode: chained (the default), or explicit: by name, with jax 0.12")
+    overlap.add_argument("--quantize", help="for prefill and decode: int8, the weights in 8 bits; none (the default)")
     for option, letter, text in (
         ("layers", "N", "layers (default: the preset's)"),
         ("tensor", "N", "tensor-parallel devices (default: all of the target's)"),

@@ -1,6 +1,7 @@
 """Mistakes of the user's: one line that names what was wrong and what is allowed."""
 
 import difflib
+import enum
 from collections.abc import Iterable
 
 
@@ -14,3 +15,11 @@ def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return UserError(f"unknown {what} {str(name)!r}{hint} (allowed: {', '.join(names)})")
+
+
+def member(kind: type[enum.Enum], what: str, word: str) -> enum.Enum:
+    """The member of `kind` that is written `word`."""
+    try:
+        return kind(word)
+    except ValueError:
+        raise unknown(what, word, [one.value for one in kind]) from None

@@ -19,6 +19,13 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Lets a module's programs go with it: each holds memory maps, of which Linux allows a process 65,530."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def run_cli(tmp_path_factory):
     """Runs `ladder-jax` in a process of its own, as a user would; returns the CompletedProcess."""

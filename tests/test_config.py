@@ -74,6 +74,7 @@ MISTAKES = [
     ("model=3", "model must be a section"),
     ("model.d_ff", "not of the form path.to.field=value"),
     ("train.seed=-1", "train.seed must be between"),
+    ("decode.prefill_chunk=0", "decode.prefill_chunk must be positive, not 0"),
     ("decode.top_k=-1", "decode.top_k must not be negative, not -1"),
     ("decode.top_p=0", "decode.top_p must be above 0 and at most 1, not 0"),
     ("decode.top_p=1.5", "decode.top_p must be above 0 and at most 1, not 1.5"),

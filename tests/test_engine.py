@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import decode, nn, parallel
-from ladder_jax.config import DecodeConfig, Loop
+from ladder_jax.config import DecodeConfig, Loop, Quantize
 from ladder_jax.data import text
 from ladder_jax.decode import Engine, Finish, QueueFull, Request
 from ladder_jax.decode.engine import jsonl
@@ -45,6 +45,14 @@ def alone(request):
         max_new_tokens=request.max_new_tokens, repetition_penalty=request.repetition_penalty, **settings
     )
     return tuple(generator().tokens([request.prompt], config=config)[0].tolist())
+
+
+@functools.cache
+def alone_in_8_bits(request):
+    definition, params = parts(tensor=1)
+    config = DecodeConfig(max_new_tokens=request.max_new_tokens)
+    generator = decode.Generator.of(definition, params, quantize=Quantize.INT8)
+    return tuple(generator.tokens([request.prompt], config=config)[0].tolist())
 
 
 @functools.cache
@@ -424,3 +432,19 @@ def test_mistakes_in_a_file_of_prompts(tmp_path, line, message):
     with pytest.raises(UserError) as caught:
         jsonl.read(str(source), **READ)
     assert message in str(caught.value)
+
+
+def test_long_prompts_are_read_in_chunks():
+    ours = engine(prefill_chunk=16)
+    ours.warm_up()
+    compiled, asked = ours.compilations, list(requests(6, seed=3))
+    assert max(len(request.prompt) for request in asked) > 32
+    handles = [ours.submit(request) for request in asked]
+    ours.run()
+    assert [handle.result().tokens for handle in handles] == [alone(request) for request in asked]
+    assert ours.compilations == compiled
+
+
+def test_weights_of_8_bits():
+    request = Request([3, 1, 4, 1, 5], max_new_tokens=12)
+    assert engine(quantize=Quantize.INT8).submit(request).result().tokens == alone_in_8_bits(request)

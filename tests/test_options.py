@@ -47,6 +47,9 @@ def test_each_kind_of_program_has_its_own():
     assert "xla_tpu_scoped_vmem_limit_kib" not in options_for(V5E, hides(Phase.PREFILL))
     assert "xla_tpu_scoped_vmem_limit_kib" in options_for(V5E, hides(Phase.PREFILL), when=When.RESCUE)
     assert all(options_for("cpu", traits) == {} for traits in ALL_TRAITS)
+    earlier = "xla_tpu_sparse_core_all_reduce_latency_multiplier"
+    assert earlier in options_for("TPU v6 lite", hides(Phase.TRAIN))
+    assert earlier not in options_for("TPU v6 lite", hides(Phase.PREFILL))
     assert options_for("TPU v5p", hides(Phase.PREFILL)) == options_for(V5P, hides(Phase.PREFILL))
 
 

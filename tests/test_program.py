@@ -1,13 +1,18 @@
 """What the optimised program communicates: how many all-reduces, of how many operands, in which loop."""
 
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from ladder_jax import nn, train
+from ladder_jax import decode, nn, train
 from ladder_jax.config import Loop, Remat
+from ladder_jax.decode import cache, weights
 from ladder_jax.parallel.collectives import ENTER, LAUNCH
 from tests import cases
 
@@ -64,6 +69,23 @@ def test_forward_scanned(name):
     inside = [c for _, c, _, _ in found if c != "entry"]
     assert len(inside) == A_LAYER[name] and len(set(inside)) <= 1
     assert len(found) - len(inside) <= 1
+
+
+@pytest.mark.parametrize("loop", Loop)
+@pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2", "ladder-fresh", "parallel-ladder"])
+def test_prefill_of_a_later_chunk(name, loop):
+    """The loop over key blocks, whose length is the device's to find, stands between the reductions and moves none."""
+    definition = cases.define(name, data=2, tensor=4)
+    caches = cache.abstract(definition, rows=4, capacity=64, loop=loop)
+    tokens, start, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 16), (), (4,)))
+    arguments = weights.abstract(definition, loop=loop), caches, tokens, start, lengths
+    found = all_reduces(decode.extend(definition, loop=loop).compile(*arguments).as_text())
+    check_one_operand_each(found)
+    inside = [c for _, c, _, _ in found if c != "entry"]
+    if loop is Loop.UNROLLED:
+        assert len(found) == A_LAYER[name] * NUM_LAYERS and not inside
+    else:
+        assert len(inside) == A_LAYER[name] and len(set(inside)) == 1 and len(found) - len(inside) <= 1
 
 
 @pytest.mark.parametrize("remat", Remat)
@@ -126,3 +148,29 @@ def test_no_gradient_reduction_stands_in_the_layer_loop():
             assert computation == "entry"
             outside += 1
     assert outside > 0
+
+
+LOWERED = """
+import hashlib, jax, jax.numpy as jnp
+from ladder_jax import train
+from ladder_jax.config import Loop
+from tests import cases
+definition = cases.define("ladder", data=2, tensor=4)
+for loop in Loop:
+    step = jax.jit(train.loss_and_gradients(definition, loop=loop))
+    text = step.lower(definition.abstract, jax.ShapeDtypeStruct((4, 17), jnp.int32)).as_text()
+    print(hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_every_process_makes_the_same_program():
+    """Python orders sets differently in each; several processes that run one program must not differ."""
+    root = pathlib.Path(__file__).parent.parent
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", LOWERED], cwd=root, env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True, timeout=300,
+        ).stdout
+        for seed in "123"
+    }  # fmt: skip
+    assert len(said) == 1 and len(said.pop().split()) == 2

@@ -58,7 +58,7 @@ def next_tokens(definition: Definition, *, count: int) -> Compiled:
     def local(params, caches, tokens, lengths):
         def turn(carry, _):
             caches, tokens, lengths = carry
-            settings = dict(loop_form=Loop.UNROLLED, caches=caches, lengths=lengths)
+            settings = dict(loop_form=Loop.UNROLLED, caches=caches, place=nn.Next(lengths))
             x, caches = nn.hidden(definition, params, tokens[:, None], **settings)
             tokens = argmax(nn.logits(definition, params, x)[:, 0])
             return (caches, tokens, lengths + 1), tokens

@@ -14,6 +14,7 @@ from ladder_jax.config.schema import Loop as Loop
 from ladder_jax.config.schema import MeshConfig as MeshConfig
 from ladder_jax.config.schema import ModelConfig as ModelConfig
 from ladder_jax.config.schema import Phase as Phase
+from ladder_jax.config.schema import Quantize as Quantize
 from ladder_jax.config.schema import Remat as Remat
 from ladder_jax.config.schema import RopeScaling as RopeScaling
 from ladder_jax.config.schema import RunConfig as RunConfig

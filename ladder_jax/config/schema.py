@@ -42,6 +42,13 @@ class Launch(enum.Enum):
     EXPLICIT = "explicit"  # by name (see parallel/explicit.py); decoding on GPUs
 
 
+class Quantize(enum.Enum):
+    """How the matrices are stored for decoding; compute stays in the model's dtype."""
+
+    NONE = "none"  # in the compute dtype
+    INT8 = "int8"  # 8 bits, one scale an output channel
+
+
 class Remat(enum.Enum):
     """What the backward pass keeps. The reduced sums are kept under every policy (see residual.py)."""
 
@@ -185,11 +192,13 @@ class DecodeConfig:
     min_p: float = 0.0  # only tokens at least p times as probable as the most probable one; 0: all
     repetition_penalty: float = 1.0  # above 1, what the prompt and the text hold becomes less likely
     seed: int = 0
+    prefill_chunk: int = 2048  # longer prompts are read in blocks of as many tokens, to bound memory
     loop: Loop = Loop.UNROLLED
     launch: Launch = Launch.CHAINED
+    quantize: Quantize = Quantize.NONE
 
     def __post_init__(self):
-        check_positive(self, "decode", "max_new_tokens")
+        check_positive(self, "decode", "max_new_tokens", "prefill_chunk")
         for name in ("temperature", "top_k"):
             check(getattr(self, name) >= 0, f"decode.{name} must not be negative, not {getattr(self, name)}")
         check(0 < self.top_p <= 1, f"decode.top_p must be above 0 and at most 1, not {self.top_p}")

@@ -1,5 +1,6 @@
 """Inference: the key/value cache, compiled prefill and decode steps, sampling, generation."""
 
+from ladder_jax.decode.chunks import prefill_in_chunks as prefill_in_chunks
 from ladder_jax.decode.engine import Engine as Engine
 from ladder_jax.decode.engine import Finish as Finish
 from ladder_jax.decode.engine import Handle as Handle
@@ -12,6 +13,7 @@ from ladder_jax.decode.generate import default_tensor as default_tensor
 from ladder_jax.decode.sampling import Settings as Settings
 from ladder_jax.decode.steps import decode as decode
 from ladder_jax.decode.steps import decode_many as decode_many
+from ladder_jax.decode.steps import extend as extend
 from ladder_jax.decode.steps import prefill as prefill
 from ladder_jax.decode.steps import sample_first as sample_first
 from ladder_jax.decode.steps import seen_in as seen_in

@@ -1,5 +1,8 @@
 """The key/value cache: right-padded rows, one length a row."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -18,6 +21,14 @@ def empty(definition: Definition, *, rows: int, capacity: int, loop: Loop) -> tu
     if loop is Loop.SCAN:
         return _zeros((config.num_layers, *shape), config.dtype.value)
     return tuple(_zeros(shape, config.dtype.value) for _ in range(config.num_layers))
+
+
+@functools.cache
+def make(definition: Definition, *, rows: int, capacity: int, loop: Loop) -> Callable[[], tuple[Cache, ...] | Cache]:
+    """A compiled () -> zeros for all ranks' caches of `rows` rows in all."""
+    shapes = abstract(definition, rows=rows, capacity=capacity, loop=loop)
+    zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
 
 
 def dims(definition: Definition, *, loop: Loop) -> tuple[Cache, ...] | Cache:

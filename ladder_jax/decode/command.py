@@ -9,7 +9,7 @@ from ladder_jax.data import text
 from ladder_jax.decode.engine import Engine, Request, jsonl
 from ladder_jax.decode.engine.request import SAMPLING
 from ladder_jax.decode.progress import progress
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, member
 
 SLOTS = 8
 
@@ -19,6 +19,8 @@ def run(args: dict) -> None:
     _check(args)
     saved = checkpoint.open_checkpoint(args["checkpoint"])
     asked = {name: args[name] for name in SAMPLING if args[name] is not None}
+    if args["quantize"]:
+        asked["quantize"] = member(config.Quantize, "--quantize", args["quantize"])
     settings = dataclasses.replace(saved.config.decode, **asked)
     stop = tuple(args["stop"] or ())
     if args["prompts"]:
@@ -52,7 +54,7 @@ def _check(args: dict) -> None:
 
 
 def _file(args: dict, *, saved: Checkpoint, settings: config.DecodeConfig, stop: tuple[str, ...]) -> None:
-    model = json.dumps([saved.step, config.to_dict(saved.config.model)])
+    model = json.dumps([saved.step, config.to_dict(saved.config.model), settings.quantize.value])
     encoding = dict(encode=text.encode, vocab_size=saved.config.model.vocab_size)
     jobs = jsonl.read(args["prompts"], defaults=settings, stop=stop, model=model, **encoding)
     left = jsonl.unanswered(args["out"], jobs)
@@ -76,4 +78,6 @@ def _engine(args: dict, *, saved: Checkpoint, settings: config.DecodeConfig, req
         decoder=text.to_bytes,
         loop=settings.loop,
         launch=settings.launch,
+        quantize=settings.quantize,
+        prefill_chunk=settings.prefill_chunk,
     )

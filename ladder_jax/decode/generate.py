@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import DecodeConfig, Loop, RunConfig
+from ladder_jax.config import DecodeConfig, Loop, Quantize, RunConfig
 from ladder_jax.decode import sampling, steps, weights
+from ladder_jax.decode.chunks import prefill_in_chunks
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params
 
 CHUNK = 16  # tokens a compiled call: one host round trip for as many
-BUCKET = 32  # prompt and cache lengths are rounded up to a multiple, so that few shapes are compiled
+BUCKET = 32  # short prompt and cache lengths are rounded up to a multiple, so that few shapes are compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +24,19 @@ class Generator:
     definition: Definition
     params: Params
     loop: Loop
+    quantize: Quantize = Quantize.NONE
 
     @classmethod
-    def of(cls, definition: Definition, params: Params, *, loop: Loop = Loop.UNROLLED) -> "Generator":
+    def of(
+        cls,
+        definition: Definition,
+        params: Params,
+        *,
+        loop: Loop = Loop.UNROLLED,
+        quantize: Quantize = Quantize.NONE,
+    ) -> "Generator":
         """`params` as trained and stored: float32, stacked."""
-        return cls(definition, weights.prepare(definition, params, loop=loop), loop)
+        return cls(definition, weights.prepare(definition, params, loop=loop, quantize=quantize), loop, quantize)
 
     def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:
         """New tokens [prompts, max_new_tokens]; the same seed gives the same tokens."""
@@ -44,11 +53,12 @@ class Generator:
             row[: len(prompt)] = prompt
         capacity = _round_up(lengths.max() + config.max_new_tokens + CHUNK)
 
-        prefill = steps.prefill(self.definition, capacity=int(capacity), loop=self.loop)
-        decode = steps.decode_many(self.definition, count=CHUNK, loop=self.loop, launch=config.launch)
+        form = dict(loop=self.loop, quantize=self.quantize)
+        decode = steps.decode_many(self.definition, count=CHUNK, launch=config.launch, **form)
         settings = _settings(config, rows=len(rows))
 
-        logits, caches = prefill(self.params, padded, lengths)
+        sizes = dict(capacity=capacity, chunk=config.prefill_chunk)
+        logits, caches = prefill_in_chunks(self.definition, self.params, padded, lengths, **sizes, **form)
         seen = steps.seen_in(self.definition)(padded, lengths)
         token, _ = steps.sample_first(self.definition)(logits, settings, lengths, seen)
         yield np.asarray(token)[: len(prompts), None]
@@ -90,4 +100,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
 
 
 def _round_up(length: int) -> int:
-    return -(-int(length) // BUCKET) * BUCKET
+    """To a multiple of BUCKET, of more from 16 BUCKETs on: at most 8 shapes from one power of two to the next."""
+    unit = max(BUCKET, 2 ** (int(length) - 1).bit_length() // 16)
+    return -(-int(length) // unit) * unit

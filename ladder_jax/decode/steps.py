@@ -6,20 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ladder_jax import nn
-from ladder_jax.config import Launch, Loop, Phase
+from ladder_jax.config import Launch, Loop, Phase, Quantize
 from ladder_jax.decode import cache, sampling, weights
+from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, over_ranks, vary
 
 
 @functools.cache
-def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED) -> Compiled:
+def prefill(
+    definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED, quantize: Quantize = Quantize.NONE
+) -> Compiled:
     """A compiled (params, tokens [B, T], lengths [B]) -> (logits [B, V] after each row's last token, caches).
 
     Rows are right-padded; what lies beyond a row's length does not matter. The caches hold `capacity`
-    positions a row. `params` are `weights.prepare`d.
+    positions a row. `params` are `weights.prepare`d, for the same loop and quantize.
     """
 
     def local(params, tokens, lengths):
@@ -31,24 +35,50 @@ def prefill(definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED
 
     out_dims = ("BV", cache.dims(definition, loop=loop))
     traits = definition.traits(phase=Phase.PREFILL, loop=loop)
-    return _compile(definition, local, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
+    return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
 
 
 @functools.cache
-def decode(definition: Definition, *, loop: Loop = Loop.UNROLLED, launch: Launch = Launch.CHAINED) -> Compiled:
+def extend(definition: Definition, *, loop: Loop = Loop.UNROLLED, quantize: Quantize = Quantize.NONE) -> Compiled:
+    """A compiled (params, caches, tokens [B, T], start, lengths [B]) -> (logits [B, V], caches): a part of the prompts.
+
+    The tokens stand at positions start..start+T-1 of every row, `start` an int32 scalar; the caches hold what comes
+    before, have room for all T, and are consumed. A row's logits are those after its last token where this
+    block holds it, and mean nothing where not. What lies beyond a row's length does not matter.
+    """
+
+    def local(params, caches, tokens, start, lengths):
+        x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches, place=nn.Extend(start))
+        inside = jnp.clip(lengths - start, 1, tokens.shape[1])
+        return nn.logits(definition, params, sampling.pick_last(x, inside))[:, 0], caches
+
+    dims = cache.dims(definition, loop=loop)
+    traits = definition.traits(phase=Phase.PREFILL, loop=loop)
+    in_dims, out_dims = (dims, "BT", "", "B"), ("BV", dims)
+    return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
+
+
+@functools.cache
+def decode(
+    definition: Definition,
+    *,
+    loop: Loop = Loop.UNROLLED,
+    launch: Launch = Launch.CHAINED,
+    quantize: Quantize = Quantize.NONE,
+) -> Compiled:
     """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches), one position a row.
 
     Row b's token is written at position lengths[b]. The caches passed in are consumed. Raises UserError
-    where `launch` is by name and this jax cannot.
+    where `launch` is by name and this jax cannot, or the weights are quantised.
     """
 
     def local(params, caches, tokens, lengths):
         return one(params, caches, tokens, lengths)
 
-    one, dims = _one(definition, loop=loop, launch=launch), cache.dims(definition, loop=loop)
+    one, dims = _one(definition, loop=loop, launch=launch, quantize=quantize), cache.dims(definition, loop=loop)
     in_dims, out_dims = (dims, "B", "B"), ("BV", dims)
     traits = _decode_traits(definition, loop=loop, launch=launch)
-    return _compile(definition, local, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
+    return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
 
 
 @functools.cache
@@ -72,7 +102,12 @@ def sample_first(definition: Definition) -> jax.stages.Wrapped:
 
 @functools.cache
 def decode_many(
-    definition: Definition, *, count: int, loop: Loop = Loop.UNROLLED, launch: Launch = Launch.CHAINED
+    definition: Definition,
+    *,
+    count: int,
+    loop: Loop = Loop.UNROLLED,
+    launch: Launch = Launch.CHAINED,
+    quantize: Quantize = Quantize.NONE,
 ) -> Compiled:
     """A compiled (params, caches, seen [B, V], tokens [B], lengths [B], settings)
     -> (new tokens [B, count], log-probabilities [B, count], caches, seen).
@@ -92,11 +127,11 @@ def decode_many(
         (caches, seen, _, _), (new, logprobs) = jax.lax.scan(turn, (caches, seen, tokens, lengths), length=count)
         return new.T, logprobs.T, caches, seen
 
-    one, dims = _one(definition, loop=loop, launch=launch), cache.dims(definition, loop=loop)
+    one, dims = _one(definition, loop=loop, launch=launch, quantize=quantize), cache.dims(definition, loop=loop)
     sample = _sampler(definition)
     in_dims, out_dims = (dims, "BV", "B", "B", sampling.DIMS), ("BT", "BT", dims, "BV")
     traits = _decode_traits(definition, loop=loop, launch=launch)
-    return _compile(definition, local, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1, 2))
+    return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1, 2))
 
 
 def _sampler(definition: Definition) -> Callable:
@@ -111,15 +146,19 @@ def _jit(definition: Definition, local: Callable, *, in_dims: tuple, out_dims: A
     return jax.jit(on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims))
 
 
-def _one(definition: Definition, *, loop: Loop, launch: Launch) -> Callable:
+def _one(definition: Definition, *, loop: Loop, launch: Launch, quantize: Quantize) -> Callable:
     """On one rank: (params, caches, tokens, lengths) -> (logits, caches)."""
     if definition.layout.ranks == 1 or definition.layout.emulated:
         launch = Launch.CHAINED  # nothing to launch
     if launch is Launch.EXPLICIT:
+        if quantize is not Quantize.NONE:  # in order means unfused: bfloat16 copies of the matrices, 14 % more bytes
+            raise UserError(
+                f"launch 'explicit' would undo quantize={quantize.value!r}: use 'chained', or quantize='none'"
+            )
         explicit.check(definition.layout.mesh)
 
     def one(params, caches, tokens, lengths):
-        settings = dict(loop_form=loop, caches=caches, lengths=lengths, launch=launch)
+        settings = dict(loop_form=loop, caches=caches, place=nn.Next(lengths), launch=launch)
         x, caches = nn.hidden(definition, params, tokens[:, None], **settings)
         return nn.logits(definition, params, x)[:, 0], caches
 
@@ -133,9 +172,16 @@ def _decode_traits(definition: Definition, *, loop: Loop, launch: Launch) -> Tra
 
 
 def _compile(
-    definition: Definition, local: Callable, *, traits: Traits, in_dims: tuple, out_dims: Any, donate: tuple = ()
+    definition: Definition,
+    local: Callable,
+    quantize: Quantize,
+    *,
+    traits: Traits,
+    in_dims: tuple,
+    out_dims: Any,
+    donate: tuple = (),
 ) -> Compiled:
-    in_dims, layout = (weights.dims(definition, loop=traits.loop), *in_dims), definition.layout
+    in_dims, layout = (weights.dims(definition, loop=traits.loop, quantize=quantize), *in_dims), definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
     return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate)

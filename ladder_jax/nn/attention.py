@@ -1,24 +1,14 @@
 """The attention sublayer: grouped-query attention with rotary positions and a key/value cache."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from ladder_jax.config import Biases
-from ladder_jax.nn import kernels, rotary
+from ladder_jax.nn import kernels, quantized, rotary
 from ladder_jax.nn.norm import RMSNorm
 from ladder_jax.nn.parameter import Initializer, Normal, Sizes, declare, zeros
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """One layer's keys and values, each a rank's [B, S, K, H]; row b is filled up to its length."""
-
-    key: jax.Array
-    value: jax.Array
+from ladder_jax.nn.place import Cache, Place
 
 
 class Attention(nnx.Module):
@@ -50,43 +40,27 @@ class Attention(nnx.Module):
         table: tuple[jax.Array, jax.Array],
         kernel: kernels.Kernel,
         first_rank: jax.Array,
+        place: Place,
         cache: Cache | None = None,
-        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """A rank's partial sum [B, T, D], and the cache with this block's keys and values written.
 
-        table: cosines and sines of the block's positions, each [B, T, H/2].
-        cache, lengths [B]: without them, the block attends causally to itself; with a cache and
-            no lengths likewise, and fills it from its start (prefill); with both, T is 1 and row b
-            is at position lengths[b] (decode).
+        table: cosines and sines of the block's positions, each [B, T, H/2] (or [1, T, H/2]).
+        place: which positions these are, and so what of the cache they see.
         first_rank: True on the one rank that adds the output bias.
         """
         query, key, value = self._project(x_BTD, table)
-        if cache is None:
-            attended = kernels.causal(query, key, value, kernel=kernel)
-        elif lengths is None:
-            cache = Cache(
-                jax.lax.dynamic_update_slice_in_dim(cache.key, key, 0, axis=1),
-                jax.lax.dynamic_update_slice_in_dim(cache.value, value, 0, axis=1),
-            )
-            attended = kernels.causal(query, key, value, kernel=kernel)
-        else:
-            rows = jnp.arange(key.shape[0])
-            cache = Cache(
-                cache.key.at[rows, lengths].set(key[:, 0], unique_indices=True),
-                cache.value.at[rows, lengths].set(value[:, 0], unique_indices=True),
-            )
-            attended = kernels.decode(query, cache.key, cache.value, lengths + 1, kernel=kernel)
-        out = jnp.einsum("BTNH,NHD->BTD", attended, self.out[...].astype(x_BTD.dtype))
+        attended, cache = place.attend(query, key, value, cache=cache, kernel=kernel)
+        out = quantized.einsum("BTNH,NHD->BTD", attended, self.out.get_value())
         if hasattr(self, "out_bias"):
             out = out + jnp.where(first_rank, self.out_bias[...], 0).astype(out.dtype)[None, None, :]
         return out, cache
 
     def _project(self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array]):
         dtype = x_BTD.dtype
-        query = jnp.einsum("BTD,DNH->BTNH", x_BTD, self.query[...].astype(dtype))
-        key = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.key[...].astype(dtype))
-        value = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.value[...].astype(dtype))
+        query = quantized.einsum("BTD,DNH->BTNH", x_BTD, self.query.get_value())
+        key = quantized.einsum("BTD,DKH->BTKH", x_BTD, self.key.get_value())
+        value = quantized.einsum("BTD,DKH->BTKH", x_BTD, self.value.get_value())
         if hasattr(self, "query_bias"):
             query = query + self.query_bias[...].astype(dtype)[None, None]
             key = key + self.key_bias[...].astype(dtype)[None, None]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from ladder_jax.nn import quantized
 from ladder_jax.nn.parameter import Normal, Sizes, declare
 from ladder_jax.parallel import all_max, all_reduce, rank
 
@@ -21,16 +22,16 @@ class Embedding(nnx.Module):
 
     def lookup(self, tokens_BT: jax.Array, *, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
         """Embeddings [B, T, D], equal on all ranks: each adds the rows that it holds."""
-        table = self.table[...].astype(dtype)
+        table = self.table.get_value()
         local = tokens_BT - rank(axes) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
-        rows = jnp.take(table, jnp.clip(local, 0, table.shape[0] - 1), axis=0)
+        rows = quantized.rows(table, jnp.clip(local, 0, table.shape[0] - 1), dtype=dtype)
         return all_reduce(jnp.where(mine[:, :, None], rows, 0), axes)
 
     def logits(self, x_BTD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
         """Float32 scores of this rank's share of the vocabulary, [B, T, V/ranks]; padding is -inf."""
-        table = self.table[...].astype(x_BTD.dtype)
-        logits = jnp.einsum("BTD,VD->BTV", x_BTD, table, preferred_element_type=jnp.float32)
+        table = self.table.get_value()
+        logits = quantized.einsum("BTD,VD->BTV", x_BTD, table, dtype=jnp.float32)
         token = rank(axes) * table.shape[0] + jnp.arange(table.shape[0])
         return jnp.where((token < self.vocab_size)[None, None, :], logits, -jnp.inf)
 

@@ -9,6 +9,9 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import Dtype, ModelConfig
 from ladder_jax.nn.unchecked import differentiable, unchecked
+from ladder_jax.parallel.collectives import vary, varying
+
+BLOCK = 512  # cached positions whose scores `extend` holds at once
 
 
 class Kernel(enum.Enum):
@@ -41,6 +44,54 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array, *, kernel: Kernel
         return splash.causal(query, key, value)
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel.value)
     return (differentiable(attend) if kernel is Kernel.CUDNN else attend)(query, key, value)
+
+
+def extend(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array, *, kernel: Kernel) -> jax.Array:
+    """Attention of a block at positions start..start+T-1 to a cache that holds it and all before it.
+
+    query [B, T, N, H], the cache's key and value [B, S, K, H] with K dividing N, start an int32 scalar; query t
+    sees the positions up to start + t. The result is as query. Not differentiable.
+    """
+    if kernel is Kernel.SPLASH:
+        from ladder_jax.nn import splash
+
+        return splash.extend(query, key, value, start)
+    # cuDNN's causal mask begins at the cache's first position, and jax rounds the log-sum-exp by which two calls'
+    # results could be joined to bfloat16; a bias could mask, but makes cuDNN read the cache's unused end too.
+    return _blockwise(query, key, value, start)
+
+
+def _blockwise(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array) -> jax.Array:
+    """`extend` by an online softmax (arXiv 1805.02867): scores of BLOCK positions at a time, [B, K, N/K, T, BLOCK]."""
+    (rows, length, heads, head_dim), (_, capacity, kv_heads, _) = query.shape, key.shape
+    block, positions = min(BLOCK, capacity), start + jnp.arange(length)
+    grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)  # heads that share keys, side by side
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def turn(index, carry):
+        total, weighed, highest = carry
+        # The last block ends where the cache does, and leaves out what the one before it has seen.
+        first = jnp.minimum(index * block, capacity - block)
+        keys, values = (jax.lax.dynamic_slice_in_dim(x, first, block, axis=1) for x in (key, value))
+        columns = first + jnp.arange(block)
+        seen = (columns[None, :] <= positions[:, None]) & (columns >= index * block)[None, :]
+        scores = dot("BTKGH,BSKH->BKGTS", grouped, keys) * head_dim**-0.5
+        scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
+        # Finite from the first block on, as every query sees position 0.
+        top = jnp.maximum(highest, scores.max(-1))
+        weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(highest - top)
+        values = dot("BKGTS,BSKH->BKGTH", weights.astype(value.dtype), values)
+        return total * kept + weights.sum(-1), weighed * kept[..., None] + values, top
+
+    axes = varying(query) | varying(key) | varying(value)
+    shape = (rows, kv_heads, heads // kv_heads, length)
+    empty = lambda fill, *more: vary(jnp.full((*shape, *more), fill, jnp.float32), axes)
+    # Blocks beyond the last query are not even visited: half of the work, from a long prompt's first token to its
+    # last. The price is a loop that XLA cannot count: a GPU's host asks after every turn whether there is another.
+    blocks = (start + length + block - 1) // block
+    total, weighed, _ = jax.lax.fori_loop(0, blocks, turn, (empty(0.0), empty(0.0, head_dim), empty(-jnp.inf)))
+    attended = (weighed / total[..., None]).astype(query.dtype)
+    return jnp.moveaxis(attended, 3, 1).reshape(query.shape)
 
 
 def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, *, kernel: Kernel) -> jax.Array:

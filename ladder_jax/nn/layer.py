@@ -9,23 +9,24 @@ from flax import nnx
 
 from ladder_jax.config import Launch, ModelConfig
 from ladder_jax.nn import kernels
-from ladder_jax.nn.attention import Attention, Cache
+from ladder_jax.nn.attention import Attention
 from ladder_jax.nn.mlp import MLP
 from ladder_jax.nn.norm import RMSNorm
 from ladder_jax.nn.parameter import Normal, Sizes
+from ladder_jax.nn.place import Cache, Place
 from ladder_jax.residual import State, Step, Topology
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What every layer of one forward pass shares: see Attention.__call__ for table, first_rank and lengths."""
+    """What every layer of one forward pass shares: see Attention.__call__ for table, first_rank and place."""
 
     axes: tuple[str, ...]
     dtype: jnp.dtype
     kernel: kernels.Kernel
     table: tuple[jax.Array, jax.Array]
     first_rank: jax.Array
-    lengths: jax.Array | None = None
+    place: Place
     launch: Launch = Launch.CHAINED
 
 
@@ -53,8 +54,8 @@ class Layer(nnx.Module):
                 table=call.table,
                 kernel=call.kernel,
                 first_rank=call.first_rank,
+                place=call.place,
                 cache=cache,
-                lengths=call.lengths,
             )
             return partial
 

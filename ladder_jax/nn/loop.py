@@ -140,7 +140,7 @@ def _unstack(tree: Any) -> tuple:
 
 def _restack(_, gradients: tuple) -> tuple:
     def write(*layers):
-        axes = tuple(frozenset.union(*map(varying, layers)))
+        axes = frozenset.union(*map(varying, layers))
         stack = vary(jnp.zeros((len(layers), *layers[0].shape), layers[0].dtype), axes)
         for index in reversed(range(len(layers))):
             stack = jax.lax.dynamic_update_index_in_dim(stack, layers[index], index, 0)

@@ -7,8 +7,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
+    DEFAULT_MASK_VALUE,
+    SplashAttentionKernel,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from ladder_jax.nn.unchecked import differentiable
+from ladder_jax.nn.unchecked import differentiable, unchecked
 
 LANES = 128  # the kernel's blocks of positions are multiples of it
 MAX_BLOCK = 512  # large enough to keep the matrix unit busy, small enough for every TPU's VMEM
@@ -49,3 +54,58 @@ def _kernel(shape: tuple[int, ...], interpret: bool) -> Callable:
 def _mask(heads: int, length: int) -> splash_attention.MultiHeadMask:
     """Cached because jax traces the kernel once for every mask object."""
     return splash_attention.MultiHeadMask([splash_attention.CausalMask((length, length))] * heads)
+
+
+def extend(
+    query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """Attention of a block at positions start..start+T-1 to a cache that holds it and all before it.
+
+    query [B, T, N, H], the cache's key and value [B, S, K, H] with K dividing N, start an int32 scalar; query t
+    sees the positions up to start + t. The result is as query. Not differentiable.
+    """
+    length, head_dim = query.shape[1], query.shape[3]
+    query, block_q = _in_blocks(query * head_dim**-0.5)
+    key, block_kv = _in_blocks(key)
+    value, _ = _in_blocks(value)
+
+    def attend(query, key, value, start):
+        # The kernel's makers know masks that are fixed when it is compiled, and whole boolean ones. What they make
+        # of a mask is this: the blocks of keys that each block of queries visits, and the queries' positions.
+        first = start + jnp.arange(0, query.shape[2], block_q)
+        blocks = jnp.arange(key.shape[2] // block_kv)
+        visited = blocks[None] * block_kv < (first + block_q)[:, None]
+        mask = MaskInfo(
+            data_next=jnp.where(visited, blocks[None], 0)[None],  # after its last block, the next queries' first
+            mask_next=None,
+            block_mask=visited.astype(jnp.int32)[None],
+            partial_mask_blocks=None,
+            q_sequence=start + jnp.arange(query.shape[2]),
+        )
+        kernel = SplashAttentionKernel(
+            mask,
+            None,  # no gradient
+            None,
+            is_mqa=False,
+            block_sizes=splash_attention.BlockSizes(block_q=block_q, block_kv=block_kv),
+            save_residuals=False,
+            mask_value=DEFAULT_MASK_VALUE,
+            attn_logits_soft_cap=None,
+            residual_checkpoint_name=None,
+            mask_function=_not_after,
+            interpret=interpret,
+        )
+        return jax.vmap(kernel)(query, key, value)
+
+    return unchecked(attend)(query, key, value, start)[:, :, :length].swapaxes(1, 2)
+
+
+def _in_blocks(x: jax.Array) -> tuple[jax.Array, int]:
+    """x [B, T, heads, H] as [B, heads, T, H], T padded to a multiple of the block, which is returned too."""
+    length = x.shape[1]
+    block = min(MAX_BLOCK, length + -length % LANES)
+    return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -length % block), (0, 0))), block
+
+
+def _not_after(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
+    return query_positions >= key_positions

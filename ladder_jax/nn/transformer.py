@@ -16,6 +16,7 @@ from ladder_jax.nn import kernels, loop, parameter, rotary
 from ladder_jax.nn.embedding import Embedding
 from ladder_jax.nn.layer import Call, Layer
 from ladder_jax.nn.norm import RMSNorm
+from ladder_jax.nn.place import BEGIN, Place
 from ladder_jax.parallel import (
     Compiled,
     Layout,
@@ -141,24 +142,22 @@ def hidden(
     loop_form: Loop = Loop.SCAN,
     remat: Remat = Remat.NONE,
     caches: Any = None,
-    lengths: jax.Array | None = None,
+    place: Place = BEGIN,
     launch: Launch = Launch.CHAINED,
 ) -> tuple[jax.Array, Any]:
     """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
 
-    Without `lengths` the tokens stand at positions 0..T-1; with `lengths` [B], T is 1 and row b's
-    token stands at position lengths[b] (see Attention.__call__).
+    `place` says at which positions the tokens stand: 0..T-1 unless it says otherwise.
     """
     config, topology, axes = definition.config, definition.topology, definition.layout.tensor
     dtype = jnp.dtype(config.dtype.value)
-    positions = jnp.arange(tokens.shape[1])[None, :] if lengths is None else lengths[:, None]
     call = Call(
         axes=axes,
         dtype=dtype,
         kernel=kernels.choose(config, mesh=definition.layout.mesh),
-        table=rotary.tables(positions, config=config),
+        table=rotary.tables(place.positions(tokens.shape[1]), config=config),
         first_rank=rank(axes) == 0,
-        lengths=lengths,
+        place=place,
         launch=launch,
     )
 

@@ -22,7 +22,7 @@ def unchecked(function: Callable) -> Callable:
         return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
 
     def call(*args):
-        axes = tuple(frozenset.union(*(varying(x) for x in jax.tree.leaves(args))))
+        axes = frozenset.union(*(varying(x) for x in jax.tree.leaves(args)))
         local = jax.shard_map(
             lambda *inner: function(*jax.tree.map(untyped, inner)),
             axis_names=set(),
@@ -55,7 +55,7 @@ def differentiable(kernel: Callable) -> Callable:
     call.defvjp(forward, backward)
 
     def typed(*args):
-        axes = tuple(frozenset.union(*map(varying, args)))
+        axes = frozenset.union(*map(varying, args))
         return call(*(vary(x, axes) for x in args))  # so that each gradient has its argument's type
 
     return typed

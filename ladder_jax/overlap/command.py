@@ -1,11 +1,10 @@
 """The verb `overlap`: words to a request, a compilation, an answer."""
 
-import enum
 import json
 
 from ladder_jax import files
-from ladder_jax.config import Launch, Loop, Phase, Remat
-from ladder_jax.errors import unknown
+from ladder_jax.config import Launch, Loop, Phase, Quantize, Remat
+from ladder_jax.errors import member
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture, result
 from ladder_jax.overlap import request as requests
@@ -19,11 +18,12 @@ def run(args: dict) -> None:
         target=args["target"],
         model=args["model"],
         residual=args["residual"],
-        phase=_member(Phase, "phase", args["phase"]),
+        phase=member(Phase, "--phase", args["phase"]),
         ladder_layers=args["ladder_layers"],
-        loop=_member(Loop, "loop", args["loop"]) if args["loop"] else None,
-        remat=_member(Remat, "remat", args["remat"]) if args["remat"] else Remat.NONE,
-        launch=_member(Launch, "launch", args["launch"]) if args["launch"] else Launch.CHAINED,
+        loop=member(Loop, "--loop", args["loop"]) if args["loop"] else None,
+        remat=member(Remat, "--remat", args["remat"]) if args["remat"] else Remat.NONE,
+        launch=member(Launch, "--launch", args["launch"]) if args["launch"] else Launch.CHAINED,
+        quantize=member(Quantize, "--quantize", args["quantize"]) if args["quantize"] else Quantize.NONE,
         **{name: args[name] for name in ("layers", "tensor", "batch", "prompt_length", "context")},
     )
     answer = result.read(request, compiling.compiled(request))
@@ -41,10 +41,3 @@ def run(args: dict) -> None:
         console.width = 110
     for part in answer.as_text():
         console.print(part, markup=False) if isinstance(part, str) else console.print(part)
-
-
-def _member(kind: type[enum.Enum], option: str, word: str) -> enum.Enum:
-    try:
-        return kind(word)
-    except ValueError:
-        raise unknown(f"--{option}", word, [member.value for member in kind]) from None

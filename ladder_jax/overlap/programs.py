@@ -31,12 +31,13 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
         config = TrainConfig(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
         state = train.abstract_state(definition, config=config)
         return train.train_step(definition, config=config), (state, tokens(rows, request.prompt_length + 1))
-    params = weights.abstract(definition, loop=loop)
+    form = dict(loop=loop, quantize=request.quantize)
+    params = weights.abstract(definition, **form)
     if request.phase is Phase.PREFILL:
-        step = decode.prefill(definition, capacity=request.prompt_length, loop=loop)
+        step = decode.prefill(definition, capacity=request.prompt_length, **form)
         return step, (params, tokens(rows, request.prompt_length), tokens(rows))
     caches = cache.abstract(definition, rows=rows, capacity=request.context, loop=loop)
-    step = decode.decode(definition, loop=loop, launch=request.launch)
+    step = decode.decode(definition, launch=request.launch, **form)
     return step, (params, caches, tokens(rows), tokens(rows))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Remat, preset, residual_names
+from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Quantize, Remat, preset, residual_names
 from ladder_jax.config.schema import MeshConfig, check_fits_mesh
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import targets
@@ -27,6 +27,7 @@ class Request:
     context: int
     remat: Remat = Remat.NONE
     launch: Launch = Launch.CHAINED
+    quantize: Quantize = Quantize.NONE
 
     @property
     def config(self) -> ModelConfig:
@@ -48,7 +49,7 @@ class Request:
 
     @classmethod
     def from_dict(cls, values: dict) -> "Request":
-        enums = {"phase": Phase, "loop": Loop, "remat": Remat, "launch": Launch}
+        enums = {"phase": Phase, "loop": Loop, "remat": Remat, "launch": Launch, "quantize": Quantize}
         read = {name: enums[name](value) if name in enums else value for name, value in values.items()}
         return cls(**{**read, "target": targets.parse(values["target"])})
 
@@ -68,6 +69,7 @@ def make(
     context: int | None = None,
     remat: Remat = Remat.NONE,
     launch: Launch = Launch.CHAINED,
+    quantize: Quantize = Quantize.NONE,
 ) -> Request:
     """A checked request; raises UserError for what cannot be."""
     parsed = targets.parse(target)
@@ -94,9 +96,12 @@ def make(
         context=context or 2048,
         remat=remat,
         launch=launch,
+        quantize=quantize,
     )
     if launch is Launch.EXPLICIT and phase is not Phase.DECODE:
         raise UserError(f"--launch explicit is for decode (it has no gradient), not for {phase.value}")
+    if quantize is not Quantize.NONE and phase is Phase.TRAIN:
+        raise UserError(f"--quantize {quantize.value} is for prefill and decode, not for train")
     check_fits_mesh(request.config, MeshConfig(tensor=tensor))
     return request
 

@@ -137,6 +137,7 @@ def _belongs(name: str, request: Request) -> bool:
         "prompt_length": request.phase is not Phase.DECODE,
         "context": request.phase is Phase.DECODE,
         "launch": request.phase is Phase.DECODE,
+        "quantize": request.phase is not Phase.TRAIN,
         "remat": request.phase is Phase.TRAIN,
         "ladder_layers": request.ladder_layers is not None,
     }

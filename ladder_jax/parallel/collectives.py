@@ -1,5 +1,7 @@
 """The few collectives that the library uses, by name. Valid inside `on_mesh` and `over_ranks`."""
 
+from collections.abc import Iterable
+
 import jax
 from jax import lax
 
@@ -17,13 +19,14 @@ def varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """`x`, equal on all ranks of `axes`, as a value that may differ between them.
 
     Costs nothing forward. Its transpose is the all-reduce of the gradient over the axes that
     were added, so where it is called decides where a backward pass communicates.
     """
-    missing = tuple(axis for axis in axes if axis != EMULATED and axis not in varying(x))
+    # Sorted, because the order becomes part of the program: a set's differs from process to process.
+    missing = tuple(axis for axis in sorted(axes) if axis != EMULATED and axis not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 

@@ -40,7 +40,8 @@ TRAIN_SCANNED = [case(target, Phase.TRAIN, loop=Loop.SCAN, remat=remat) for rema
 TRAIN_STANDARD = [case(target, Phase.TRAIN, "standard", Loop.SCAN) for target in ("tpu7x:2x2x1", "h100:8")]
 OTHERS = {"ladder-2": 6, "parallel-ladder": LAYERS - 1}  # hidden: all but the last two; all but the last of one a layer
 KINDS = [case(target, Phase.DECODE, name) for name in OTHERS for target in ALL]
-FRESH = [case(target, Phase.DECODE, "ladder-fresh", Loop.SCAN) for target in ALL]
+FRESH = [case(target, Phase.DECODE, "ladder-fresh") for target in ALL]
+FRESH_SCANNED = [case(target, Phase.DECODE, "ladder-fresh", Loop.SCAN) for target in ALL]
 # Twice the length of each run of ladder layers, less one if it starts at layer 0: nothing is pending there.
 HYBRIDS = {"2": 4, "0,1": 3, "0,3": 3}
 HYBRID = [case(target, Phase.DECODE, ladder_layers=which) for which in HYBRIDS for target in ("v5p:2x2x2", "h100:8")]
@@ -49,7 +50,7 @@ EXPLICIT = [case(target, Phase.DECODE, launch=Launch.EXPLICIT) for target in GPU
 RESCUED = [case("v5e:2x2", Phase.PREFILL)]
 CASES = sum(
     (
-        UNROLLED, SCANNED, STANDARD, KINDS, FRESH, HYBRID, BATCH_1, EXPLICIT, RESCUED,
+        UNROLLED, SCANNED, STANDARD, KINDS, FRESH, FRESH_SCANNED, HYBRID, BATCH_1, EXPLICIT, RESCUED,
         TRAIN_SCANNED, TRAIN_STANDARD, TRAIN,
     ),
     [],
@@ -84,12 +85,12 @@ def check(answer, *, hidden, all_reduces):
     assert found.hidden >= hidden, answer.verdict
 
 
-@pytest.mark.parametrize("request_", UNROLLED)
+@pytest.mark.parametrize("request_", UNROLLED + FRESH)
 def test_unrolled_ladder_hides_all_but_the_last(request_, compiled):
     check(compiled(request_), hidden=2 * LAYERS - 1, all_reduces=2 * LAYERS)
 
 
-@pytest.mark.parametrize("request_", SCANNED + FRESH)
+@pytest.mark.parametrize("request_", SCANNED + FRESH_SCANNED)
 def test_scanned_ladder_hides_all_of_the_body(request_, compiled):
     answer = compiled(request_)
     check(answer, hidden=2 * LAYERS, all_reduces=2 * LAYERS + 1)  # the first turn reduces zeros

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 
-from ladder_jax.config import Launch, Loop
+from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize
 from ladder_jax.decode import weights
 from ladder_jax.decode.engine.board import Board, Stats
 from ladder_jax.decode.engine.compilations import Compilations
@@ -37,11 +37,14 @@ class Engine:
         decoder: Decoder | None = None,
         loop: Loop = Loop.UNROLLED,
         launch: Launch = Launch.CHAINED,
+        quantize: Quantize = Quantize.NONE,
+        prefill_chunk: int = DecodeConfig.prefill_chunk,
     ):
         """`params`, float32 and stacked as stored, go with a Definition. Raises UserError for a mesh with data ranks.
 
         capacity: the most tokens of a request, prompt and new ones together; every slot has room for them.
         max_queue: how many requests may wait for a slot.
+        prefill_chunk: the most tokens of a prompt that are read at once.
         decoder: the bytes of tokens; without it there is no text, and no stop strings.
         """
         definition = model.definition if isinstance(model, Transformer) else model
@@ -58,6 +61,7 @@ class Engine:
             ("capacity", capacity, 2),
             ("max_queue", max_queue, 1),
             ("chunk", chunk, 1),
+            ("prefill_chunk", prefill_chunk, 1),
         ):
             if value < least:
                 raise UserError(f"{name} must be at least {least}, not {value}")
@@ -65,9 +69,10 @@ class Engine:
         self._vocab_size, self._decoder = definition.config.vocab_size, decoder
         self._compilations = Compilations()
         with self._compilations:
-            prepared = weights.prepare(definition, params, loop=loop)
-            sizes = dict(slots=slots, capacity=capacity, chunk=chunk)
-            self._device = Slots(definition, prepared, **sizes, loop=loop, launch=launch)
+            form = dict(loop=loop, quantize=quantize)
+            prepared = weights.prepare(definition, params, **form)
+            sizes = dict(slots=slots, capacity=capacity, chunk=chunk, prefill_chunk=prefill_chunk)
+            self._device = Slots(definition, prepared, **sizes, **form, launch=launch)
 
         self._board = Board(slots=slots, max_queue=max_queue)
         self._round = threading.Lock()  # held through a round: one at a time

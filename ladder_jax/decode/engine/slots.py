@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 
 from ladder_jax import nn
-from ladder_jax.config import Launch, Loop
+from ladder_jax.config import Launch, Loop, Quantize
 from ladder_jax.decode import cache, sampling, steps
+from ladder_jax.decode.chunks import prefill_in_chunks
 from ladder_jax.decode.engine.request import Request
 from ladder_jax.decode.sampling import Settings
 from ladder_jax.nn import Definition, Params
@@ -50,7 +51,7 @@ class Slots:
 
     params: `weights.prepare`d.
     capacity: positions a request may fill, prompt and new tokens together.
-    chunk: tokens a call of `decode`.
+    chunk: tokens a call of `decode`; prefill_chunk: of a prompt that are read at once.
     """
 
     def __init__(
@@ -61,15 +62,18 @@ class Slots:
         slots: int,
         capacity: int,
         chunk: int,
+        prefill_chunk: int,
         loop: Loop,
         launch: Launch,
+        quantize: Quantize,
     ):
-        self._definition, self._params, self._loop, self._chunk = definition, params, loop, chunk
+        self._definition, self._params, self._prefill_chunk = definition, params, prefill_chunk
+        self._form = dict(loop=loop, quantize=quantize)
         # A request may end anywhere in a chunk, and its slot goes on to the chunk's end. With room for that,
         # nothing is ever written out of range, where jax would drop it silently.
         positions = -(-(capacity + chunk) // UNIT) * UNIT
         self.buckets = buckets(longest=capacity - 1, positions=positions)
-        self._decode = steps.decode_many(definition, count=chunk, loop=loop, launch=launch)
+        self._decode = steps.decode_many(definition, count=chunk, launch=launch, **self._form)
         self._state = _empty(definition, slots=slots, positions=positions, loop=loop)()
 
     def insert(self, slot: int, request: Request) -> tuple[jax.Array, jax.Array]:
@@ -80,12 +84,12 @@ class Slots:
         padded[0, :length] = request.prompt
         lengths, settings = np.array([length], np.int32), _settings(request)
         # The row's caches are only as long as the bucket: what lies beyond in the slot is never read.
-        prefill = steps.prefill(self._definition, capacity=bucket, loop=self._loop)
-        logits, caches = prefill(self._params, padded, lengths)
+        sizes = dict(capacity=bucket, chunk=self._prefill_chunk)
+        logits, caches = prefill_in_chunks(self._definition, self._params, padded, lengths, **sizes, **self._form)
         seen = steps.seen_in(self._definition)(padded, lengths)
         token, logprob = steps.sample_first(self._definition)(logits, settings, lengths, seen)
         row = State(caches, seen, token, lengths, settings)
-        self._state = _insert(self._definition, loop=self._loop)(self._state, row, np.int32(slot))
+        self._state = _insert(self._definition, loop=self._form["loop"])(self._state, row, np.int32(slot))
         return token, logprob
 
     def decode(self) -> tuple[jax.Array, jax.Array]:

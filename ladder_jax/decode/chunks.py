@@ -1,0 +1,56 @@
+"""Prefill in blocks of bounded size: scores, activations and compilations that long prompts do not outgrow."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ladder_jax.config import Loop, Quantize
+from ladder_jax.decode import cache, steps
+from ladder_jax.nn import Definition, Params
+
+
+def prefill_in_chunks(
+    definition: Definition,
+    params: Params,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    capacity: int,
+    chunk: int,
+    loop: Loop = Loop.UNROLLED,
+    quantize: Quantize = Quantize.NONE,
+) -> tuple[jax.Array, Any]:
+    """`steps.prefill`: (logits [B, V] after each row's last token, caches), with `chunk` tokens a row at a time.
+
+    tokens [B, T], lengths [B]: right-padded, on the host. Up to `chunk` tokens it is one pass; beyond, one
+    program of `chunk` tokens, however many, is run as often as it takes.
+    """
+    form = dict(loop=loop, quantize=quantize)
+    if tokens.shape[1] <= chunk:
+        return steps.prefill(definition, capacity=capacity, **form)(params, tokens, lengths)
+    length = max(int(lengths.max()), chunk)  # beyond it, there is but padding
+    if capacity < length:  # jax would write the last block over the one before
+        raise ValueError(f"a cache of {capacity} positions has no room for {length} tokens")
+    extend = steps.extend(definition, **form)
+    caches = cache.make(definition, rows=len(tokens), capacity=capacity, loop=loop)()
+    logits = None
+    for start in starts(length, chunk=chunk):
+        block = tokens[:, start : start + chunk]
+        new, caches = extend(params, caches, block, np.int32(start), lengths)
+        # A row keeps the logits of the last block that begins before its end: that one holds its end.
+        logits = new if logits is None else _newer(new, logits, lengths > start)
+    return logits, caches
+
+
+def starts(length: int, *, chunk: int) -> list[int]:
+    """Where the blocks begin. The last ends where the tokens do, and writes some positions a second time, with the
+    same values: padding it would take as long, and room in the cache."""
+    return [min(start, length - chunk) for start in range(0, length, chunk)]
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def _newer(new_BV: jax.Array, old_BV: jax.Array, newer_B: jax.Array) -> jax.Array:
+    return jnp.where(newer_B[:, None], new_BV, old_BV)

@@ -1,0 +1,88 @@
+"""Where a block of tokens stands in its rows: what it writes to a key/value cache and what it sees of it."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax.nn import kernels
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """One layer's keys and values, each a rank's [B, S, K, H]; row b is filled up to its length."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+class Place(Protocol):
+    """A block's positions, and attention at them."""
+
+    def positions(self, length: int) -> jax.Array:
+        """Those of a block of `length` tokens, [B, length] or, the same for all rows, [1, length]."""
+
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, cache: Cache | None, kernel: kernels.Kernel
+    ) -> tuple[jax.Array, Cache | None]:
+        """What each position of the block sees, as query; and the cache with the block's keys and values.
+
+        A rank's query [B, T, N, H], key and value [B, T, K, H].
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Begin:
+    """Positions 0..T-1. Nothing comes before them, so the cache is filled and not read, and need not be there."""
+
+    def positions(self, length):
+        return jnp.arange(length)[None, :]
+
+    def attend(self, query, key, value, *, cache, kernel):
+        cache = cache and _write(cache, key, value, start=0)
+        return kernels.causal(query, key, value, kernel=kernel), cache
+
+
+BEGIN = Begin()
+
+
+@dataclasses.dataclass(frozen=True)
+class Extend:
+    """Positions start..start+T-1 of every row, of which the cache must have room for the last.
+
+    start: an int32 scalar. Each row's positions before it are in the cache already.
+    """
+
+    start: jax.Array
+
+    def positions(self, length):
+        return self.start + jnp.arange(length)[None, :]
+
+    def attend(self, query, key, value, *, cache, kernel):
+        cache = _write(cache, key, value, start=self.start)
+        return kernels.extend(query, cache.key, cache.value, self.start, kernel=kernel), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Next:
+    """One position a row (T is 1), which is row b's length: `lengths` [B] int32 positions are in the cache already."""
+
+    lengths: jax.Array
+
+    def positions(self, length):
+        return self.lengths[:, None]
+
+    def attend(self, query, key, value, *, cache, kernel):
+        rows = jnp.arange(key.shape[0])
+        cache = Cache(
+            cache.key.at[rows, self.lengths].set(key[:, 0], unique_indices=True),
+            cache.value.at[rows, self.lengths].set(value[:, 0], unique_indices=True),
+        )
+        return kernels.decode(query, cache.key, cache.value, self.lengths + 1, kernel=kernel), cache
+
+
+def _write(cache: Cache, key: jax.Array, value: jax.Array, *, start: int | jax.Array) -> Cache:
+    write = lambda into, block: jax.lax.dynamic_update_slice_in_dim(into, block, start, axis=1)
+    return Cache(write(cache.key, key), write(cache.value, value))

@@ -1,0 +1,83 @@
+"""Matrices of 8 bits: whole numbers and one scale an output channel, and the operations that read either kind.
+
+The model calls `einsum` and `rows` with whatever a parameter holds: an array, or an `Int8` in its place.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+CONTRACTED = {"DNH": "D", "DKH": "D", "NHD": "NH", "DF": "D", "FD": "F", "VD": "D"}
+"""The matrices by their dimensions, and those that a matmul sums over; what is not here (gains, biases) stays as it is.
+
+A table's rows are summed over D by the head, and a looked-up row is a channel of its own: tied, one serves both.
+"""
+LARGEST = 127  # symmetric: -128 is not used
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8:
+    """`values` int8 times `scale` float32 is the matrix. On a rank both hold what that rank's channels need.
+
+    values: as the matrix, such as [D, N/ranks, H] or [N/ranks, H, D], led by L where layers are stacked.
+    scale: the matrix's dimensions but the contracted ones: [N/ranks, H], and [D], equal on all ranks.
+    """
+
+    values: Any
+    scale: Any
+
+    @classmethod
+    def of(cls, array: jax.Array, dims: str) -> "Int8":
+        """The nearest multiples of each channel's largest magnitude / 127, from all of an `array` with these dims.
+
+        The largest of a contraction that is split over ranks is taken over all of them, and a maximum
+        depends on no order: every mesh gives the same bits. A channel of zeros stays one.
+        """
+        scale_dims = cls.dims(dims).scale
+        over = tuple(index for index, dim in enumerate(dims) if dim not in scale_dims)
+        array = array.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(array), axis=over, keepdims=True)
+        # A product, not a quotient, as compilers may turn x / 127 into either. NaNs reach the scale and stay.
+        scale = largest * jnp.float32(1 / LARGEST)
+        scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
+        values = jnp.round(array / scale).astype(jnp.int8)
+        return cls(values, jnp.squeeze(scale, over))
+
+    @staticmethod
+    def dims(dims: str) -> "Int8":
+        """The dimensions of both, of a matrix with these: `Int8("LNHD", "LD")`."""
+        contracted = CONTRACTED[dims.removeprefix("L")]
+        return Int8(dims, "".join(dim for dim in dims if dim not in contracted))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+def is_matrix(dims: str) -> bool:
+    return dims.removeprefix("L") in CONTRACTED
+
+
+def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = None) -> jax.Array:
+    """`jnp.einsum` in x's dtype, such as ("BTD,DNH->BTNH", x, weight); the result in `dtype`, by default x's.
+
+    Of an `Int8` the compiler reads single bytes: whole numbers up to 127 are exact in bfloat16, so they
+    are converted on the way into the matmul, and the scale comes after it, on its far smaller result.
+    Sums wait for it in float32 and are rounded once. The scale's dimensions must be the result's last.
+    """
+    if not isinstance(weight, Int8):
+        return jnp.einsum(spec, x, weight.astype(x.dtype), preferred_element_type=dtype)
+    sums = jnp.einsum(spec, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
+    scale = weight.scale.reshape((1,) * (sums.ndim - weight.scale.ndim) + weight.scale.shape)
+    return (sums * scale).astype(dtype or x.dtype)
+
+
+def rows(table: jax.Array | Int8, indices: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+    """Rows [..., D] of a table [V, D], in `dtype`; of an `Int8` no more is converted than what is looked up."""
+    if not isinstance(table, Int8):
+        return jnp.take(table.astype(dtype), indices, axis=0)
+    values = jnp.take(table.values, indices, axis=0)
+    return (values * jnp.take(table.scale, indices, axis=0)[..., None]).astype(dtype)

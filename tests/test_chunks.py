@@ -1,0 +1,173 @@
+"""Prefill in chunks: its attention against NumPy, the whole against one pass, and its memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ladder_jax import decode, nn, parallel
+from ladder_jax.config import DecodeConfig, Loop
+from ladder_jax.decode import cache, chunks, generate, weights
+from ladder_jax.nn import kernels, splash
+from tests import cases
+
+CAPACITY = 1100  # positions, no multiple of the kernels' blocks
+
+
+def attention(query, key, value, *, start):
+    """In float64 NumPy: query [B, T, N, H] at positions from `start` on, key and value [B, S, K, H]."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    length, group = query.shape[1], query.shape[2] // key.shape[2]
+    key, value = (np.repeat(x[:, : start + length], group, axis=2) for x in (key, value))
+    scores = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
+    scores = np.where(np.tri(length, start + length, start, dtype=bool), scores, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bnts,bsnh->btnh", shares / shares.sum(-1, keepdims=True), value)
+
+
+KERNELS = {
+    "xla": functools.partial(kernels.extend, kernel=kernels.Kernel.XLA),
+    "splash": functools.partial(splash.extend, interpret=True),
+    "splash on a TPU": functools.partial(kernels.extend, kernel=kernels.Kernel.SPLASH),
+}
+
+
+@functools.cache
+def on_mesh(kernel):
+    spec, attend = P("data", None, "tensor", None), KERNELS[kernel]
+    mesh = parallel.make_mesh(data=2, tensor=4)
+    return jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec))
+
+
+@pytest.mark.parametrize("kernel", ["xla", "splash"])
+@pytest.mark.parametrize(
+    "start, length", [(0, 24), (7, 24), (488, 24), (500, 24), (1024, 24), (CAPACITY - 24, 24), (300, 600)]
+)
+def test_a_block_attends_to_the_cache_before_it(start, length, kernel):
+    """With rubbish beyond the block's end; where a block of keys is half seen, unseen, or the shortened last; and
+    with several blocks of queries."""
+    rng = np.random.default_rng(start)
+    query = rng.standard_normal((2, length, 8, 16)).astype(np.float32)
+    key, value = (rng.standard_normal((2, CAPACITY, 4, 16)).astype(np.float32) for _ in range(2))
+    key[:, start + length :] *= 1e4
+    value[:, start + length :] = 1e4
+    ours = on_mesh(kernel)(query, key, value, np.int32(start))
+    limit = 16 * np.sqrt(CAPACITY) * cases.UNIT_ROUNDOFF  # a softmax and two sums of as many terms
+    assert cases.error(ours, attention(query, key, value, start=start)) < limit
+
+
+def test_the_splash_kernel_of_a_traced_start_lowers_for_tpus():
+    """To Mosaic: values are the interpreter's above, machine code is libtpu's to make."""
+    shapes = [jax.ShapeDtypeStruct((2, t, n, 128), jnp.bfloat16) for t, n in ((256, 8), (1024, 4), (1024, 4))]
+    traced = on_mesh("splash on a TPU").trace(*shapes, jax.ShapeDtypeStruct((), jnp.int32))
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+LENGTHS = np.array([1, 4, 10, 7], np.int32)
+MESHES = [(1, 1), (1, 4), (1, 8), (2, 4)]  # over 8 ranks, two share each of the 4 key/value heads
+
+
+@pytest.mark.parametrize("loop", Loop)
+@pytest.mark.parametrize("name", cases.TOPOLOGIES)
+def test_chunks_equal_one_pass(name, loop):
+    """Each topology on two of the meshes; a chunk that does not divide the length, ends in every chunk."""
+    which = list(cases.TOPOLOGIES).index(name) + 2 * (loop is Loop.SCAN)
+    check_chunks(name, MESHES[which % 4], loop)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (1, 8)], ids=str)
+def test_chunks_equal_one_pass_on_the_other_meshes(mesh):
+    check_chunks("ladder", mesh, Loop.UNROLLED)
+
+
+def check_chunks(name, mesh, loop):
+    emulated = mesh == (1, 1) and name in cases.DEPEND_ON_RANKS
+    definition = cases.define(name, data=mesh[0], tensor=mesh[1], ranks=4 if emulated else None)
+    params = cases.place(cases.parameters(definition), definition)
+    tokens, rows = cases.tokens(), np.arange(4)
+    full = np.asarray(nn.compiled_logits(definition)(params, tokens))
+    prompts = np.where(np.arange(10)[None] < LENGTHS[:, None], tokens, 99)
+    stored = weights.prepare(definition, params, loop=loop)
+    logits, _ = decode.prefill_in_chunks(definition, stored, prompts, LENGTHS, capacity=12, chunk=4, loop=loop)
+    assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS - 1]) < 2 * cases.bound(definition.config)
+
+
+def test_blocks_cover_a_prompt_and_stay_inside_it():
+    assert chunks.starts(8, chunk=4) == [0, 4]
+    assert chunks.starts(10, chunk=4) == [0, 4, 6]
+    assert chunks.starts(9, chunk=8) == [0, 1]
+
+
+def test_a_cache_without_room():
+    definition = cases.define("ladder")
+    with pytest.raises(ValueError, match="a cache of 8 positions has no room for 9 tokens"):
+        decode.prefill_in_chunks(definition, {}, cases.tokens((1, 9)), np.array([9]), capacity=8, chunk=4)
+
+
+def test_a_long_prompt():
+    definition = cases.define("ladder", num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+    params = cases.place(cases.parameters(definition), definition)
+    stored = weights.prepare(definition, params, loop=Loop.UNROLLED)
+    tokens, lengths = cases.tokens((1, 4096)), np.array([4096], np.int32)
+    passes = {}
+    for chunk in (4096, 1000):
+        logits, caches = decode.prefill_in_chunks(definition, stored, tokens, lengths, capacity=4128, chunk=chunk)
+        passes[chunk] = jax.tree.map(np.asarray, (logits[:, :251], caches))
+    limit = 2 * cases.bound(definition.config) * np.sqrt(4096 / 48)  # the longest sum is that over positions
+    for ours, one in zip(jax.tree.leaves(passes[1000]), jax.tree.leaves(passes[4096]), strict=True):
+        assert cases.error(ours, one) < limit
+
+
+PROMPTS = [[1, 2, 3], [200], list(range(40)), list(range(70, 95))]
+
+
+def test_generation_reads_prompts_in_chunks():
+    definition = cases.define("ladder", data=2, tensor=4)
+    ours = decode.Generator.of(definition, cases.place(cases.parameters(definition), definition))
+    config = DecodeConfig(max_new_tokens=18)
+    chunked = ours.tokens(PROMPTS, config=dataclasses.replace(config, prefill_chunk=9))
+    np.testing.assert_array_equal(chunked, ours.tokens(PROMPTS, config=config))
+
+
+def test_one_program_reads_prompts_of_any_length():
+    definition = cases.define("standard", tensor=4)
+    stored = weights.prepare(definition, cases.place(cases.parameters(definition), definition), loop=Loop.SCAN)
+    read = functools.partial(decode.prefill_in_chunks, definition, stored, capacity=32, chunk=4, loop=Loop.SCAN)
+    read(cases.tokens((1, 9)), np.array([9], np.int32))
+    compiled = []
+    note = lambda event, *_, **more: compiled.append(more) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        read(cases.tokens((1, 31)), np.array([31], np.int32))
+        assert not compiled
+        read(cases.tokens((1, 3)), np.array([3], np.int32))
+        assert compiled  # the control: one pass, of another length
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.mark.parametrize("length, rounded", [(1, 32), (32, 32), (33, 64), (500, 512), (513, 576), (32_000, 32_768)])
+def test_lengths_are_rounded_to_few(length, rounded):
+    assert generate._round_up(length) == rounded
+
+
+def program(definition, *, chunk, capacity):
+    caches = cache.abstract(definition, rows=1, capacity=capacity, loop=Loop.UNROLLED)
+    tokens, start, lengths = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1, chunk), (), (1,)))
+    return decode.extend(definition).compile(
+        weights.abstract(definition, loop=Loop.UNROLLED), caches, tokens, start, lengths
+    )
+
+
+def test_memory_does_not_grow_with_the_context():
+    definition, heads = cases.define("ladder", tensor=4), 8 // 4
+    context, chunk = 8192, 256
+    at, beyond = (program(definition, chunk=chunk, capacity=s).memory_analysis() for s in (context, 2 * context))
+    scores = 4 * heads * context**2  # bytes, of a rank and one layer of one pass
+    assert at.temp_size_in_bytes < scores / 100
+    assert beyond.temp_size_in_bytes < 1.1 * at.temp_size_in_bytes
+    assert beyond.alias_size_in_bytes == 2 * at.alias_size_in_bytes > 0  # the caches, updated in place
