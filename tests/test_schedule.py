@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import parallel, schedule
 from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.schedule import collectives, cost, hlo, report, targets, timeline
+from ladder_jax.schedule import collectives, cost, hlo, report, targets, timeline, traffic
 from ladder_jax.schedule.hardware import HARDWARE
 from ladder_jax.schedule.report import Status
 
@@ -164,6 +164,64 @@ def test_a_multiplied_sum_is_a_matmul(op_name, expected):
     )
     entry = program.entry
     assert sum(cost.Costs(program).matmul_flops(entry.instructions[-1], within=entry).values()) == expected
+
+
+MOVES = """HloModule m, is_scheduled=true
+
+%update (p.0: f32[64,256], p.1: f32[1,256], p.2: s32[]) -> f32[64,256] {
+  %p.0 = f32[64,256]{1,0} parameter(0)
+  %p.1 = f32[1,256]{1,0} parameter(1)
+  %p.2 = s32[] parameter(2)
+  %z = s32[] constant(0)
+  ROOT %u = f32[64,256]{1,0} dynamic-update-slice(%p.0, %p.1, %p.2, %z)
+}
+
+%pick (q.0: f32[64,256], q.1: s32[]) -> f32[2,256] {
+  %q.0 = f32[64,256]{1,0} parameter(0)
+  %q.1 = s32[] parameter(1)
+  %z.1 = s32[] constant(0)
+  %s = f32[2,256]{1,0} dynamic-slice(%q.0, %q.1, %z.1), dynamic_slice_sizes={2,256}
+  ROOT %n = f32[2,256]{1,0} negate(%s)
+}
+
+ENTRY %main (a: f32[64,256], b: f32[1,256], i: s32[]) -> f32[2,256] {
+  %a = f32[64,256]{1,0} parameter(0)
+  %b = f32[1,256]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+LINES
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "lines, moved",
+    {
+        # a row of 1 KiB is read and written in place; 4 bytes say where
+        "ROOT %f = f32[64,256]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%update": 2 * 1024 + 4,
+        # two rows of 64 are read, and two written
+        "ROOT %g = f32[2,256]{1,0} fusion(%a, %i), kind=kLoop, calls=%pick": 2 * 2048 + 4,
+        # a whole array: read into on-chip memory once, then used there for nothing
+        "%c = (f32[64,256]{1,0:S(1)}, f32[64,256]{1,0}, u32[]{:S(2)}) copy-start(%a)|"
+        "%d = f32[64,256]{1,0:S(1)} copy-done(%c)|ROOT %e = f32[64,256]{1,0:S(1)} negate(%d)": 65536,
+        # the compiler writes a slice's ends the other way round
+        "%c = ((f32[64,256]{1,0}), f32[16,256]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:16],[0:256]}|"
+        "ROOT %d = f32[16,256]{1,0:S(1)} slice-done(%c)": 16384,
+        # a kernel's operands and results count, whatever its author declared
+        'ROOT %k = f32[64,256]{1,0} custom-call(%a), custom_call_target="tpu_custom_call"': 2 * 65536,
+        "ROOT %t = (f32[64,256]{1,0}, f32[1,256]{1,0}) tuple(%a, %b)": 0,
+    }.items(),
+)
+def test_bytes_moved(lines, moved):
+    body = "\n".join("  " + line for line in lines.split("|"))
+    assert traffic.bytes_moved(hlo.parse(MOVES.replace("LINES", body))) == moved
+
+
+def test_a_loop_moves_its_bytes_every_turn():
+    once, looped = (traffic.bytes_moved(parsed(name)) for name in ("tpu7x-unrolled", "tpu7x-scan"))
+    weights = SUBLAYERS * 2 * D * F // RANKS * 2
+    # Both copy each layer out of the stack: read, written, read again, and a little for activations.
+    assert 3 * weights < once < 4 * weights
+    assert 4 * weights < looped < 5 * weights  # of three turns: counted once it would be less than 2
 
 
 def test_convolutions_count_only_real_positions():

@@ -105,6 +105,15 @@ def test_standard_hides_nothing(request_, compiled):
     assert (found.all_reduces, found.hidden) == (2 * LAYERS, 0)
 
 
+@pytest.mark.parametrize(
+    "request_", [case(target, Phase.DECODE, name) for target in ALL for name in ("standard", "ladder")]
+)
+def test_a_decode_step_reads_the_weights_and_the_cache_once(request_, compiled):
+    """On TPUs: a GPU's fusions round-trip a little more, and its compiler tunes only where there is a GPU."""
+    answer = compiled(request_)
+    assert 1 <= answer.bytes_accessed / answer.record.bytes_minimum < 1.15
+
+
 @pytest.mark.parametrize("request_", TRAIN_STANDARD)
 def test_standard_hides_nothing_forward(request_, compiled):
     forward = [r for r in compiled(request_).report.reductions if not r.backward]
