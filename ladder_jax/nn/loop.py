@@ -35,13 +35,12 @@ def run(
     caches: likewise, or None.
     dtype: of a sublayer's output.
     """
+    form = type(caches)
     if loop is Loop.UNROLLED:
         runs = [(layer, 1, 1) for layer in range(len(steps))]
+        params, caches = _split(params), _split(caches)
     else:
         runs = runs_of(steps)
-    form = type(caches)
-    layers = functools.partial(_split, count=len(steps))
-    params, caches = (layers(params), layers(caches)) if loop is Loop.UNROLLED else (params, caches)
     updated = []
     for start, period, repeats in runs:
         stop = start + period * repeats
@@ -124,7 +123,7 @@ def _apart(body: Callable) -> Callable:
     return apart
 
 
-def _split(tree: Any, *, count: int) -> Any:
+def _split(tree: Any) -> Any:
     if isinstance(tree, tuple) or tree is None:
         return tree
     return _unstack(tree)
