@@ -84,6 +84,11 @@ class Definition:
     def topology(self) -> residual.Topology:
         return residual.of_model(self.config)
 
+    @functools.cached_property
+    def kernel(self) -> kernels.Kernel:
+        """What computes attention on this mesh's devices; it decides how caches are kept, too."""
+        return kernels.choose(self.config, mesh=self.layout.mesh)
+
     def traits(self, *, phase: Phase, loop: Loop) -> Traits:
         """What the compiler's options for a program of this model depend on."""
         return Traits(self.topology.overlap, phase, loop)
@@ -154,7 +159,7 @@ def hidden(
     call = Call(
         axes=axes,
         dtype=dtype,
-        kernel=kernels.choose(config, mesh=definition.layout.mesh),
+        kernel=definition.kernel,
         table=rotary.tables(place.positions(tokens.shape[1]), config=config),
         first_rank=rank(axes) == 0,
         place=place,
