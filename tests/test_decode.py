@@ -172,8 +172,8 @@ def test_launching_by_name_where_it_cannot_be():
 @pytest.mark.parametrize("kind, joined", [("cpu", True), ("TPU v5", True), ("TPU7x", False)])
 def test_matrices_are_joined_where_that_is_faster(kind, joined, monkeypatch):
     """What inference keeps: the stored names are those of training."""
-    monkeypatch.setattr(type(jax.devices()[0]), "device_kind", kind)
     definition = cases.define("ladder", tensor=8)  # ranks that share a key/value head
+    monkeypatch.setattr(type(jax.devices()[0]), "device_kind", kind)
     attention = weights.dims(definition, loop=Loop.SCAN)["layers"]["attention"]
     assert ("query_key_value" in attention, "query" in attention) == (joined, not joined)
     shapes = weights.abstract(definition, loop=Loop.UNROLLED)["layers"][0]

@@ -1,7 +1,8 @@
 """A parameter is declared once; shapes, shardings, initial values and stored names all follow from it.
 
 Dimensions are single letters: V vocabulary, D model, N query heads, K key/value heads, H head size,
-F feed-forward, L layers; J query, key and value heads together, and G gate and up (see Sizes.joined). Which mesh axis splits which letter is `parallel.Layout`'s business.
+F feed-forward, L layers; J query, key and value heads and G gate and up, side by side (see Sizes).
+Which mesh axis splits which letter is `parallel.Layout`'s business.
 """
 
 import dataclasses

@@ -118,7 +118,7 @@ class Definition:
         return {joined: {name: nnx.split(m)[0] for name, m in modules.items()} for joined, modules in forms.items()}
 
     def bind(self, name: str, params: Params) -> Any:
-        """The module called `name` over a rank's arrays, joined or not; only while tracing. "layers" binds one layer."""
+        """The module called `name` over a rank's arrays, as they are; only while tracing. "layers" binds one layer."""
         joined = name == "layers" and "gate_up" in params["mlp"]
         return nnx.merge(self._graphs[joined][name], params)
 
