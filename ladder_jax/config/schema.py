@@ -143,7 +143,6 @@ class MeshConfig:
 
     def __post_init__(self):
         check_positive(self, "mesh", "data", "fsdp", "tensor")
-        check(self.fsdp == 1, f"mesh.fsdp={self.fsdp} is not supported yet (allowed: 1)")
 
     @property
     def size(self) -> int:
@@ -252,6 +251,9 @@ class RunConfig:
 def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
     """Refuse a mesh over which the model's dimensions cannot be split."""
     ranks = mesh.tensor if model.ranks is None or mesh.tensor > 1 else model.ranks
+    check(
+        model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model} is not divisible by mesh.fsdp={mesh.fsdp}"
+    )
     for name in ("num_heads", "d_ff"):
         value = getattr(model, name)
         check(value % ranks == 0, f"model.{name}={value} is not divisible by mesh.tensor={ranks}")

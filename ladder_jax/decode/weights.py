@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.config import Loop, Quantize
+from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params, parameter, quantized
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import Layout, on_mesh, over_ranks
@@ -56,7 +57,9 @@ def faster_joined(definition: Definition) -> bool:
 
 
 def _kept(definition: Definition, of: Callable) -> Params:
-    """`of` every module as inference keeps it."""
+    """`of` every module as inference keeps it. Raises UserError for a mesh that splits parameters for training."""
+    if definition.layout.fsdp > 1:
+        raise UserError(f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)")
     modules = definition.joined if faster_joined(definition) else definition.modules
     return {name: of(module) for name, module in modules.items()}
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ladder_jax.config import Loop, Remat
 from ladder_jax.parallel.collectives import vary, varying
+from ladder_jax.parallel.fsdp import GATHERED
 from ladder_jax.residual import REDUCED, State, Step
 
 MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
@@ -28,12 +29,14 @@ def run(
     remat: Remat,
     axes: tuple[str, ...],
     dtype: jnp.dtype,
+    split: bool = False,
 ) -> tuple[State, Any]:
     """The state after all layers, and the caches in the form in which they came.
 
     params: stacked [L, ...], or (unrolled only) a tuple with each layer's own arrays.
     caches: likewise, or None.
     dtype: of a sublayer's output.
+    split: as in `remat_body`.
     """
     form = type(caches)
     if loop is Loop.UNROLLED:
@@ -46,7 +49,7 @@ def run(
         stop = start + period * repeats
         if repeats == 1:
             for layer in range(start, stop):
-                step_body = remat_body(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED)
+                step_body = remat_body(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED, split=split)
                 with jax.named_scope(f"layer_{layer}"):  # which the schedule's report reads
                     state, cache = step_body(state, _layer(params, layer), _layer(caches, layer))
                 updated.append(cache)
@@ -55,7 +58,7 @@ def run(
         def turn(state, slices, kinds=steps[start : start + period]):
             these, below = slices, []
             for index, kind in enumerate(kinds):
-                step_body = remat_body(body, steps=kind, remat=remat, loop=Loop.SCAN)
+                step_body = remat_body(body, steps=kind, remat=remat, loop=Loop.SCAN, split=split)
                 state, cache = step_body(state, *(_layer(tree, index) for tree in these))
                 below.append(cache)
             return state, _stack(below)
@@ -89,12 +92,17 @@ def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat, loop: Loop) -> Callable:
-    """`body` of a layer with those steps, its intermediate values recomputed in the backward pass."""
+def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat, loop: Loop, split: bool = False) -> Callable:
+    """`body` of a layer with those steps, its intermediate values recomputed in the backward pass.
+
+    split: its parameters are shares, which it gathers itself, and must gather again in the backward pass.
+    """
     body = functools.partial(body, steps=steps)
+    policies = jax.checkpoint_policies
+    if remat is Remat.NONE and split:  # keep every activation, but no parameter
+        return jax.checkpoint(body, policy=policies.save_anything_except_these_names(GATHERED), prevent_cse=False)
     if remat is Remat.NONE:
         return body
-    policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(REDUCED)
     if remat is Remat.SAVE_MATMULS:
         policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)

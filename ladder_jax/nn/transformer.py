@@ -22,6 +22,7 @@ from ladder_jax.parallel import (
     Layout,
     Traits,
     explicit,
+    fsdp,
     layout,
     make_mesh,
     on_mesh,
@@ -162,7 +163,7 @@ def hidden(
     `place` says at which positions the tokens stand: 0..T-1 unless it says otherwise.
     """
     config, topology, axes = definition.config, definition.topology, definition.layout.tensor
-    dtype = jnp.dtype(config.dtype.value)
+    dtype, part = jnp.dtype(config.dtype.value), functools.partial(_whole, definition)
     call = Call(
         axes=axes,
         dtype=dtype,
@@ -174,9 +175,10 @@ def hidden(
     )
 
     def body(state, layer, cache, steps):
-        return definition.bind("layers", layer)(state, cache, steps=steps, call=call)
+        return definition.bind("layers", part("layers", layer))(state, cache, steps=steps, call=call)
 
-    x = definition.bind("embedding", params["embedding"]).lookup(tokens, axes=axes, dtype=dtype)
+    table = definition.bind("embedding", part("embedding", params["embedding"]))
+    x = table.lookup(tokens, axes=axes, dtype=dtype)
     state = residual.begin(x.astype(config.residual_dtype.value), topology=topology, axes=axes)
 
     def layers(state, params, caches):
@@ -190,19 +192,29 @@ def hidden(
             remat=remat,
             axes=axes,
             dtype=dtype,
+            split=definition.layout.fsdp > 1,
         )
 
     # Only the layers: XLA's common-subexpression pass aborts on ordered code around them (jax 0.12.0.1).
     run_layers = explicit.ordered(layers) if launch is Launch.EXPLICIT else layers
     state, caches = run_layers(state, params["layers"], caches)
     x = vary(residual.flush(state, axes=axes), axes)
-    return definition.bind("final_norm", params["final_norm"])(x, dtype=dtype), caches
+    norm = definition.bind("final_norm", part("final_norm", params["final_norm"]))
+    return norm(x, dtype=dtype), caches
 
 
 def logits(definition: Definition, params: Params, x: jax.Array) -> jax.Array:
     """On one rank: its share [B, T, V/ranks] of the float32 logits of a normed stream [B, T, D]."""
     name = "embedding" if definition.config.tie_embeddings else "head"
-    return definition.bind(name, params[name]).logits(x, axes=definition.layout.tensor)
+    head = definition.bind(name, _whole(definition, name, params[name]))
+    return head.logits(x, axes=definition.layout.tensor)
+
+
+def _whole(definition: Definition, name: str, params: Params) -> Params:
+    """The parameters of the module called `name` ("layers": of one layer), from a rank's shares of them."""
+    dims = jax.tree.map(lambda dims: dims.removeprefix("L"), definition.dims[name])
+    dtype = jnp.dtype(definition.config.dtype.value)
+    return fsdp.whole(params, dims, layout=definition.layout, dtype=dtype)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from ladder_jax.config.schema import check_fits_mesh
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import EMULATED
 
-AXES = ("data", "fsdp", "tensor")
+DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
 
 
 def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -56,9 +56,9 @@ class Layout:
 
     def spec(self, dims: str) -> PartitionSpec:
         """The partition of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
-        axes = {"B": self.batch, **dict.fromkeys("NJFGV", self.tensor), "K": self.kv}
-        if self.emulated:
-            axes = {"B": self.batch}
+        axes = {"B": self.batch, "D": FSDP if self.fsdp > 1 else None}
+        if not self.emulated:
+            axes |= {**dict.fromkeys("NJFGV", self.tensor), "K": self.kv}
         return PartitionSpec(*(axes.get(dim) for dim in dims))
 
     def sharding(self, dims: str) -> NamedSharding:
@@ -67,6 +67,11 @@ class Layout:
     @property
     def all_axes(self) -> tuple[str, ...]:
         return self.batch + self.tensor
+
+    @property
+    def fsdp(self) -> int:
+        """Over how many ranks every parameter is split along D, beside tensor parallelism."""
+        return self.mesh.shape[FSDP]
 
     @property
     def batch_ranks(self) -> int:
