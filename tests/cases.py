@@ -95,12 +95,14 @@ def tokens(shape_BT=(4, 10), *, vocab: int = 251, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab, shape_BT).astype(np.int32)
 
 
-def define(name: str, *, data: int = 1, tensor: int = 1, ranks: int | None = None, **changes) -> nn.Definition:
-    """A definition on data x tensor devices; `ranks` emulates that many on one."""
+def define(
+    name: str, *, data: int = 1, fsdp: int = 1, tensor: int = 1, ranks: int | None = None, **changes
+) -> nn.Definition:
+    """A definition on data x fsdp x tensor devices; `ranks` emulates that many on one."""
     config = model(name, **changes)
     if name in DEPEND_ON_RANKS:
         config = dataclasses.replace(config, ranks=ranks or tensor)
-    return nn.define(config, mesh=parallel.make_mesh(data=data, tensor=tensor))
+    return nn.define(config, mesh=parallel.make_mesh(data=data, fsdp=fsdp, tensor=tensor))
 
 
 def place(params, definition: nn.Definition):

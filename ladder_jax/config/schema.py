@@ -167,6 +167,9 @@ class TrainConfig:
     seed: int = 0
     loop: Loop = Loop.SCAN
     remat: Remat = Remat.NONE
+    accumulate: int = 1  # parts of the batch that a device computes one after another, for its memory
+    z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
+    loss_chunk: int = 2048  # tokens whose logits a device holds at once
     log_every: int = 10
     checkpoint_every: int = 1_000
     keep_checkpoints: int = 3
@@ -174,6 +177,8 @@ class TrainConfig:
 
     def __post_init__(self):
         check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
+        check_positive(self, "train", "accumulate", "loss_chunk")
+        check(self.z_loss >= 0, f"train.z_loss must not be negative, not {self.z_loss}")
         check_positive(self, "train", "log_every", "checkpoint_every", "keep_checkpoints", "evaluation_batches")
         check(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, not {self.warmup_steps}")
         check(self.weight_decay >= 0, f"train.weight_decay must not be negative, not {self.weight_decay}")
@@ -246,14 +251,17 @@ class RunConfig:
             self.train.batch % rows == 0,
             f"train.batch={self.train.batch} is not divisible by the mesh's data x fsdp = {rows}",
         )
+        check(
+            self.train.batch // rows % self.train.accumulate == 0,
+            f"train.accumulate={self.train.accumulate} does not divide a device's {self.train.batch // rows} rows"
+            f" (train.batch={self.train.batch} over data x fsdp = {rows})",
+        )
 
 
 def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
     """Refuse a mesh over which the model's dimensions cannot be split."""
     ranks = mesh.tensor if model.ranks is None or mesh.tensor > 1 else model.ranks
-    check(
-        model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model} is not divisible by mesh.fsdp={mesh.fsdp}"
-    )
+    check(model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model} is not divisible by mesh.fsdp={mesh.fsdp}")
     for name in ("num_heads", "d_ff"):
         value = getattr(model, name)
         check(value % ranks == 0, f"model.{name}={value} is not divisible by mesh.tensor={ranks}")

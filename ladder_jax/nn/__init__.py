@@ -15,3 +15,4 @@ from ladder_jax.nn.transformer import define as define
 from ladder_jax.nn.transformer import hidden as hidden
 from ladder_jax.nn.transformer import initialize as initialize
 from ladder_jax.nn.transformer import logits as logits
+from ladder_jax.nn.transformer import loss_sum as loss_sum

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ladder_jax import residual
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Remat
 from ladder_jax.errors import UserError
-from ladder_jax.nn import kernels, loop, parameter, rotary
+from ladder_jax.nn import kernels, loop, loss, parameter, rotary
 from ladder_jax.nn.embedding import Embedding
 from ladder_jax.nn.layer import Call, Layer
 from ladder_jax.nn.norm import RMSNorm
@@ -208,6 +208,34 @@ def logits(definition: Definition, params: Params, x: jax.Array) -> jax.Array:
     name = "embedding" if definition.config.tie_embeddings else "head"
     head = definition.bind(name, _whole(definition, name, params[name]))
     return head.logits(x, axes=definition.layout.tensor)
+
+
+def loss_sum(
+    definition: Definition,
+    params: Params,
+    x: jax.Array,
+    targets: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    z_loss: float = 0.0,
+    chunk: int = 2048,
+) -> jax.Array:
+    """On one rank: the summed loss in nats of a normed stream [B, T, D] and its `targets` [B, T].
+
+    The rest as in `loss.cross_entropy_sum`; without `weights` every position counts.
+    """
+    name = "embedding" if definition.config.tie_embeddings else "head"
+    table = definition.bind(name, _whole(definition, name, params[name])).table.get_value()
+    return loss.cross_entropy_sum(
+        x,
+        table.astype(x.dtype),
+        targets,
+        jnp.ones(targets.shape) if weights is None else weights,
+        vocab_size=definition.config.vocab_size,
+        axes=definition.layout.tensor,
+        z_loss=z_loss,
+        chunk=chunk,
+    )
 
 
 def _whole(definition: Definition, name: str, params: Params) -> Params:

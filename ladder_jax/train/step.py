@@ -13,7 +13,7 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.config import Loop, Phase, Remat, TrainConfig
 from ladder_jax.nn import Definition, Params
-from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, vary
+from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, vary, varying
 from ladder_jax.parallel.collectives import EMULATED
 from ladder_jax.train import optimizer
 
@@ -51,7 +51,9 @@ def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
 
     metrics: loss (nats a token), gradient_norm (before clipping), learning_rate.
     """
-    gradients = loss_and_gradients(definition, loop=config.loop, remat=config.remat)
+    gradients = loss_and_gradients(
+        definition, loop=config.loop, remat=config.remat, accumulate=config.accumulate, terms=Terms.of(config)
+    )
     adamw, schedule = optimizer.adamw(config, definition=definition), optimizer.schedule(config)
 
     def step(state: TrainState, tokens: jax.Array):
@@ -66,10 +68,30 @@ def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
     return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a loss is made of, as in `nn.loss_sum`: `z_loss`, and `chunk` for its memory alone."""
+
+    z_loss: float = 0.0
+    chunk: int = TrainConfig.loss_chunk
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Terms":
+        return cls(config.z_loss, config.loss_chunk)
+
+
 def loss_and_gradients(
-    definition: Definition, *, loop: Loop = Loop.SCAN, remat: Remat = Remat.NONE
+    definition: Definition,
+    *,
+    loop: Loop = Loop.SCAN,
+    remat: Remat = Remat.NONE,
+    accumulate: int = 1,
+    terms: Terms = Terms(),
 ) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
-    """A (params, tokens [B, T+1]) -> (mean loss in nats a token, float32 gradients), to be compiled."""
+    """A (params, tokens [B, T+1]) -> (mean loss in nats a token, float32 gradients), to be compiled.
+
+    accumulate: in how many parts, one after another, a device computes its rows; their gradients are summed in float32.
+    """
     layout = definition.layout
 
     def local(params, tokens):
@@ -77,8 +99,8 @@ def loss_and_gradients(
         # float32, until the one reduction below; none is left for the layer loop to communicate.
         own = jax.tree.map(lambda p: vary(p, layout.all_axes), params)
         total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
-        share = lambda p: _loss_sum(definition, p, tokens, loop, remat) / total
-        loss, grads = jax.value_and_grad(share)(own)
+        share = lambda p, part: _loss_sum(definition, p, part, loop, remat, terms) / total
+        loss, grads = _accumulated(jax.value_and_grad(share), own, tokens, accumulate)
         grads = _after_backward(grads, definition)
         return all_reduce(loss, layout.batch), jax.tree.map(
             lambda g, dims: _reduce_gradient(g, dims, layout), grads, definition.dims
@@ -93,19 +115,34 @@ def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Pa
 
     def local(params, tokens):
         total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
-        return all_reduce(_loss_sum(definition, params, tokens, loop, Remat.NONE), layout.batch) / total
+        return all_reduce(_loss_sum(definition, params, tokens, loop, Remat.NONE, Terms()), layout.batch) / total
 
     meshed = on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims="")
     return Compiled(meshed, mesh=layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop))
 
 
-def _loss_sum(definition: Definition, params: Params, tokens: jax.Array, loop: Loop, remat: Remat) -> jax.Array:
+def _accumulated(value_and_grad: Callable, params: Params, batch: Any, count: int) -> tuple[jax.Array, Params]:
+    """The sums over `count` parts of a batch's rows."""
+    if count == 1:
+        return value_and_grad(params, batch)
+    parts = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
+
+    def turn(sums, part):
+        return jax.tree.map(jnp.add, sums, value_and_grad(params, part)), None
+
+    zeros = lambda axes, shape: vary(jnp.zeros(shape, jnp.float32), axes)
+    start = zeros(varying(jax.tree.leaves(batch)[0]), ()), jax.tree.map(lambda p: zeros(varying(p), p.shape), params)
+    return lax.scan(turn, start, parts)[0]
+
+
+def _loss_sum(
+    definition: Definition, params: Params, tokens: jax.Array, loop: Loop, remat: Remat, terms: Terms
+) -> jax.Array:
     """The summed loss of this batch shard, equal on its tensor ranks."""
 
     def local(params: Any, tokens: jax.Array) -> jax.Array:
         x, _ = nn.hidden(definition, params, tokens[:, :-1], loop_form=loop, remat=remat)
-        logits = nn.logits(definition, params, x)
-        return nn.cross_entropy(logits, tokens[:, 1:], axes=definition.layout.tensor).sum()
+        return nn.loss_sum(definition, params, x, tokens[:, 1:], **dataclasses.asdict(terms))
 
     return over_ranks(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")(params, tokens)
 
@@ -121,13 +158,16 @@ def _after_backward(gradients: Params, definition: Definition) -> Params:
     layout, dims = definition.layout, jax.tree.leaves(definition.dims)
     if layout.ranks == 1:
         return gradients
-    held = [leaf is first or not any(layout.spec(d)) for leaf, d in zip(leaves, dims)]
+    held = [leaf is first or set(_replicated(d, layout)) & set(layout.tensor) for leaf, d in zip(leaves, dims)]
     tied = iter(lax.optimization_barrier([leaf for leaf, hold in zip(leaves, held) if hold]))
     return tree.unflatten([next(tied) if hold else leaf for leaf, hold in zip(leaves, held)])
 
 
 def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """Sum over every axis on which the parameter is replicated: data, and for some the tensor ranks."""
+    """Sum over every axis on which the parameter is replicated: data, for some fsdp, and for some the tensor ranks."""
+    return all_reduce(gradient, _replicated(dims, layout))
+
+
+def _replicated(dims: str, layout: Layout) -> tuple[str, ...]:
     sharded = [axis for part in layout.spec(dims) if part for axis in ((part,) if isinstance(part, str) else part)]
-    axes = tuple(axis for axis in layout.all_axes if axis not in sharded and axis != EMULATED)
-    return all_reduce(gradient, axes)
+    return tuple(axis for axis in layout.all_axes if axis not in sharded and axis != EMULATED)

@@ -1,0 +1,120 @@
+"""Cross-entropy over a vocabulary that stays split, for a few positions at a time: no rank ever holds all logits.
+
+The gradient is made in the forward pass, chunk by chunk, while the chunk's logits are there: nothing is kept of them
+and nothing computed twice. (A loss is where a backward pass starts: all that is missing is a factor.)
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ladder_jax.parallel import all_max, all_reduce, rank, vary, varying
+from ladder_jax.parallel.collectives import EMULATED
+
+
+class Terms(NamedTuple):
+    """Hashable, as what a custom gradient must know beside its arrays."""
+
+    vocab_size: int
+    axes: tuple[str, ...]
+    z_loss: float
+    chunk: int
+
+
+def cross_entropy_sum(
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    vocab_size: int,
+    axes: tuple[str, ...],
+    z_loss: float = 0.0,
+    chunk: int = 2048,
+) -> jax.Array:
+    """The sum of weight x (negative log-likelihood + z_loss x log(Z)^2), in nats, equal on all ranks of `axes`.
+
+    x_BTD: the normed stream, equal on all ranks of `axes` but for its type. table_VD: this rank's V/ranks rows of the
+    output table; the vocabulary's padding counts for nothing. weights_BT: float32.
+    z_loss: keeps the softmax's denominator Z near 1 (PaLM, arXiv 2204.02311, section 5).
+    chunk: the most positions, B x T, whose float32 logits are there at once.
+    """
+    terms = Terms(vocab_size, axes, z_loss, chunk)
+    if EMULATED in axes:  # a `vmap`, which cannot tell a custom gradient that the loss is shared by all ranks
+        return _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, terms, gradient=False)[0]
+    x_BTD = vary(x_BTD, axes)
+    table_VD = vary(table_VD, varying(x_BTD))
+    return _summed(x_BTD, table_VD, targets_BT, weights_BT, terms)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _summed(x_BTD, table_VD, targets_BT, weights_BT, terms):
+    return _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, terms, gradient=False)[0]
+
+
+def _forward(x_BTD, table_VD, targets_BT, weights_BT, terms):
+    total, *gradients = _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, terms, gradient=True)
+    return total, gradients
+
+
+def _backward(_, gradients, factor):
+    return *((g * factor).astype(g.dtype) for g in gradients), None, None
+
+
+_summed.defvjp(_forward, _backward)
+
+
+def _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, terms: Terms, *, gradient: bool):
+    """(the sum, its gradients of x and the table, if asked for)."""
+    rows, length, _ = x_BTD.shape
+    size = max(1, min(length, terms.chunk // rows))
+    count = -(-length // size)
+    if count == 1:
+        loss, dx, dtable = _chunk(x_BTD, table_VD, targets_BT, weights_BT, terms, gradient=gradient)
+        return (loss, dx, dtable.astype(table_VD.dtype)) if gradient else (loss,)
+
+    def chunks(array):  # [B, T, ...] as [chunks, B, size, ...]; what is added weighs nothing
+        padded = jnp.pad(array, ((0, 0), (0, count * size - length)) + ((0, 0),) * (array.ndim - 2))
+        return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
+
+    def turn(carry, chunk):
+        loss, dx, dtable = _chunk(chunk[0], table_VD, *chunk[1:], terms, gradient=gradient)
+        return jax.tree.map(jnp.add, carry, (loss, dtable) if gradient else (loss,)), dx
+
+    zero = vary(jnp.zeros(()), (varying(x_BTD) | varying(weights_BT)) - set(terms.axes))
+    # Summed in float32, and rounded to the table's dtype once.
+    start = (zero, vary(jnp.zeros(table_VD.shape), varying(table_VD))) if gradient else (zero,)
+    done, dx = lax.scan(turn, start, tuple(map(chunks, (x_BTD, targets_BT, weights_BT))))
+    if not gradient:
+        return done
+    whole = dx.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :length]
+    return done[0], whole, done[1].astype(table_VD.dtype)
+
+
+def _chunk(x_BTD, table_VD, targets_BT, weights_BT, terms: Terms, *, gradient: bool):
+    """(the sum, gradients of x in its dtype and of the table in float32, both this rank's own) of a few positions."""
+    size, axes = table_VD.shape[0], terms.axes
+    first = rank(axes) * size
+    logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
+    real = (first + jnp.arange(size) < terms.vocab_size)[None, None, :]
+    logits = jnp.where(real, logits, -jnp.inf)
+    largest = all_max(lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
+    powers = jnp.exp(logits - largest[:, :, None])
+    total = all_reduce(jnp.sum(powers, axis=-1), axes)
+    local = targets_BT - first
+    mine = (local >= 0) & (local < size)
+    picked = jnp.take_along_axis(logits, jnp.clip(local, 0, size - 1)[:, :, None], axis=-1)[:, :, 0]
+    log_total = jnp.log(total) + largest
+    losses = log_total - all_reduce(jnp.where(mine, picked, 0.0), axes) + terms.z_loss * jnp.square(log_total)
+    loss = jnp.sum(losses * weights_BT)
+    if not gradient:
+        return loss, None, None
+    # d/dlogit: softmax (1 + 2 z log Z) - [the target], times the weight.
+    hit = (jnp.arange(size)[None, None, :] == local[:, :, None]).astype(jnp.float32)
+    slope = powers * ((1 + 2 * terms.z_loss * log_total) / total)[:, :, None] - hit
+    slope = (slope * weights_BT[:, :, None]).astype(x_BTD.dtype)
+    dx = jnp.einsum("BTV,VD->BTD", slope, table_VD)
+    return loss, dx, jnp.einsum("BTV,BTD->VD", slope, x_BTD, preferred_element_type=jnp.float32)

@@ -1,0 +1,81 @@
+"""Loss and gradients on every mesh, under every setting: those of one device, to float32 rounding.
+
+One device itself is held to an independent reference in test_numerics.py.
+"""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax.config import Loop, Remat
+from ladder_jax.train.step import Terms, loss_and_gradients
+from tests import cases
+
+TOPOLOGIES = ("standard", "ladder", "ladder-fresh", "parallel-ladder")
+ROWS, LENGTH = 8, 8
+MESHES = [
+    dict(data=data, fsdp=fsdp, tensor=8 // data // fsdp)
+    for data, fsdp in itertools.product((1, 2, 4, 8), repeat=2)
+    if data * fsdp <= 8
+]
+DEPARTURES = {
+    "unrolled": dict(loop=Loop.UNROLLED),
+    "accumulated": dict(accumulate=2),
+    "z-loss, in chunks": dict(terms=Terms(z_loss=1e-2, chunk=6)),  # 3 positions of 2 rows, of 8
+    **{f"remat {remat.value}": dict(remat=remat) for remat in Remat if remat is not Remat.NONE},
+}
+PAIRS = [
+    dict(loop=Loop.UNROLLED, remat=Remat.FULL, accumulate=2),
+    dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, terms=Terms(chunk=6)),
+    dict(remat=Remat.FULL, accumulate=2, terms=Terms(chunk=6)),
+    dict(remat=Remat.SAVE_MATMULS, accumulate=2),
+]
+
+
+def run(name, *, mesh, **settings):
+    ranks = {} if "tensor" in mesh and mesh["tensor"] > 1 else dict(ranks=mesh.pop("ranks", None))
+    definition = cases.define(name, num_layers=2, **mesh, **ranks)
+    params = cases.place(cases.parameters(definition), definition)
+    batch = jax.device_put(cases.tokens((ROWS, LENGTH + 1)), definition.layout.sharding("BT"))
+    loss, gradients = jax.jit(loss_and_gradients(definition, **settings))(params, batch)
+    for array, shape in zip(jax.tree.leaves(gradients), jax.tree.leaves(definition.abstract), strict=True):
+        assert array.dtype == np.float32 and array.sharding.is_equivalent_to(shape.sharding, array.ndim)
+    return definition.config, float(loss), jax.tree.map(np.asarray, gradients)
+
+
+@functools.cache
+def one_device(name, *, ranks, terms):
+    """Plainly: a scan, nothing recomputed, all rows at once."""
+    return run(name, mesh=dict(ranks=ranks), terms=terms)
+
+
+def check(name, *, mesh, **settings):
+    ranks = mesh["tensor"] if name in cases.DEPEND_ON_RANKS else None
+    terms = Terms(z_loss=settings.get("terms", Terms()).z_loss)
+    config, loss, gradients = one_device(name, ranks=ranks, terms=terms)
+    _, ours, found = run(name, mesh=dict(mesh), **settings)
+    bound = cases.bound(config, passes=2)
+    assert abs(ours - loss) <= bound * loss
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+        padded = a.ndim == 2 and a.shape[0] >= config.vocab_size
+        assert (cases.error_but_for_padding if padded else cases.error)(a, b) < bound
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.values())))
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_mesh(name, mesh):
+    check(name, mesh=mesh)
+
+
+@pytest.mark.parametrize("departure", DEPARTURES)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_departure(name, departure):
+    check(name, mesh=dict(data=1, fsdp=4, tensor=2), **DEPARTURES[departure])
+
+
+@pytest.mark.parametrize("settings", PAIRS, ids=range(len(PAIRS)))
+def test_departures_together(settings):
+    check("ladder", mesh=dict(data=2, fsdp=2, tensor=2), **settings)
