@@ -84,12 +84,14 @@ class State:
     sums: all-reduced outputs, oldest first, that some later sublayer must not read yet.
     partial: what this rank has still to reduce. In place of a sum or a partial, None is zero.
     local: in "desync" between two reductions, this rank's own stream.
+    entered: with sequence parallelism, the next step's input (see sequence.py).
     """
 
     residual: jax.Array
     sums: tuple[jax.Array | None, ...] = ()
     partial: jax.Array | None = None
     local: jax.Array | None = None
+    entered: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,21 +122,21 @@ class Delayed:
         by_name = launch is Launch.EXPLICIT and self.skip > 0
         pending = _set_apart(state.partial, axes) if self.fresh else state.partial
         launched = (*state.sums, (_start if by_name else _launch)(pending, axes, PREVIOUS)) if self.lag else ()
-        stream = _add(state.residual, launched[: self.lag - self.skip])
+        stream = add(state.residual, launched[: self.lag - self.skip])
         entered, residual = _enter(stream, axes), state.residual
         if self.keep and not by_name:
             entered, residual, launched = _await_backward(entered, residual, launched, axes)
         if self.fresh:
-            entered = _add(entered, (state.partial,))
-        partial = _compute(entered, self.sublayers, sublayers)
+            entered = add(entered, (state.partial,))
+        partial = compute(entered, self.sublayers, sublayers)
         if by_name and launched[-1] is not None:
             launched = (*launched[:-1], launched[-1].done())
         elif self.skip:
             partial, launched = _await(partial, launched, axes)
         if self.keep == 0:
-            return State(_add(residual, (*launched, _launch(partial, axes))))
+            return State(add(residual, (*launched, _launch(partial, axes))))
         added = self.lag + 1 - self.keep
-        return State(_add(residual, launched[:added]), launched[added:], partial)
+        return State(add(residual, launched[:added]), launched[added:], partial)
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
         """`state` with zeros for None: what a loop must carry, so that its first turn is like all."""
@@ -161,13 +163,13 @@ class Desynced:
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
         local = _enter(state.residual, axes) if state.local is None else state.local
-        partial = _compute(local, self.sublayers, sublayers)
+        partial = compute(local, self.sublayers, sublayers)
         if self.sync:
             if state.partial is not None:
                 partial = partial + state.partial / ranks(axes)
-            return State(_add(state.residual, (_launch(partial, axes),)))
+            return State(add(state.residual, (_launch(partial, axes),)))
         drift = partial if state.partial is None else state.partial + partial
-        return State(state.residual, (), drift, _add(local, (partial,)))
+        return State(state.residual, (), drift, add(local, (partial,)))
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
         return state  # loops start where the ranks agree: nothing is pending
@@ -180,7 +182,7 @@ class Silent:
     sublayers: tuple[int, ...]
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
-        return State(_add(state.residual, (_compute(state.residual, self.sublayers, sublayers),)))
+        return State(add(state.residual, (compute(state.residual, self.sublayers, sublayers),)))
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
         return state
@@ -280,7 +282,7 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
 
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     """The final residual stream [B, T, D]: everything still pending is reduced and added."""
-    return _add(state.residual, (*state.sums, _launch(state.partial, axes, PREVIOUS)))
+    return add(state.residual, (*state.sums, _launch(state.partial, axes, PREVIOUS)))
 
 
 def _launch(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
@@ -313,7 +315,8 @@ def _enter(stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return vary(stream, axes)
 
 
-def _compute(x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer]) -> jax.Array:
+def compute(x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer]) -> jax.Array:
+    """This rank's partial sum of those sublayers."""
     first, *rest = (sublayers[index](x) for index in which)
     return sum(rest, first)
 
@@ -326,7 +329,7 @@ def _await(partial, launched, axes):
     *older, newest = launched
     if newest is None or ranks(axes) == 1:
         return partial, launched
-    partial, newest = _tie_forward((partial, newest))
+    partial, newest = tie_forward((partial, newest))
     return partial, (*older, newest)
 
 
@@ -346,7 +349,8 @@ def _await_backward(entered, residual, launched, axes):
 
 
 @jax.custom_vjp
-def _tie_forward(arrays):
+def tie_forward(arrays):
+    """The arrays, each of which is there only when all are; their gradients are independent."""
     return lax.optimization_barrier(arrays)
 
 
@@ -355,11 +359,12 @@ def _tie_backward(arrays):
     return arrays
 
 
-_tie_forward.defvjp(lambda arrays: (_tie_forward(arrays), None), lambda _, cotangents: (cotangents,))
+tie_forward.defvjp(lambda arrays: (tie_forward(arrays), None), lambda _, cotangents: (cotangents,))
 _tie_backward.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))
 
 
-def _add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:
+def add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:
+    """In the stream's dtype; None is zero."""
     for addend in sums:
         if addend is not None:
             stream = stream + addend.astype(stream.dtype)

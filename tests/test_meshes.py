@@ -23,11 +23,16 @@ MESHES = [
 ]
 DEPARTURES = {
     "unrolled": dict(loop=Loop.UNROLLED),
+    "sequence parallel": dict(sequence_parallel=True),
     "accumulated": dict(accumulate=2),
     "z-loss, in chunks": dict(terms=Terms(z_loss=1e-2, chunk=6)),  # 3 positions of 2 rows, of 8
     **{f"remat {remat.value}": dict(remat=remat) for remat in Remat if remat is not Remat.NONE},
 }
 PAIRS = [
+    dict(sequence_parallel=True, loop=Loop.UNROLLED, remat=Remat.FULL),
+    dict(sequence_parallel=True, remat=Remat.SAVE_MATMULS, accumulate=2, terms=Terms(chunk=6)),
+    dict(sequence_parallel=True, loop=Loop.UNROLLED, accumulate=2),
+    dict(sequence_parallel=True, remat=Remat.FULL, terms=Terms(chunk=6)),
     dict(loop=Loop.UNROLLED, remat=Remat.FULL, accumulate=2),
     dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, terms=Terms(chunk=6)),
     dict(remat=Remat.FULL, accumulate=2, terms=Terms(chunk=6)),

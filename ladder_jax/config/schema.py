@@ -168,6 +168,7 @@ class TrainConfig:
     loop: Loop = Loop.SCAN
     remat: Remat = Remat.NONE
     accumulate: int = 1  # parts of the batch that a device computes one after another, for its memory
+    sequence_parallel: bool = False  # split the stream between sublayers along the sequence, over mesh.tensor
     z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
     loss_chunk: int = 2048  # tokens whose logits a device holds at once
     log_every: int = 10
@@ -250,6 +251,11 @@ class RunConfig:
         check(
             self.train.batch % rows == 0,
             f"train.batch={self.train.batch} is not divisible by the mesh's data x fsdp = {rows}",
+        )
+        check(
+            not self.train.sequence_parallel or self.train.sequence % self.mesh.tensor == 0,
+            f"train.sequence_parallel splits train.sequence={self.train.sequence} positions over mesh.tensor="
+            f"{self.mesh.tensor} ranks, which does not divide them",
         )
         check(
             self.train.batch // rows % self.train.accumulate == 0,

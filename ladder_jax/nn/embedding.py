@@ -3,6 +3,8 @@
 A rank holds V / ranks rows of each table. No rank ever holds all logits of a training step.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,6 +14,8 @@ from ladder_jax.nn import quantized
 from ladder_jax.nn.parameter import Normal, Sizes, declare
 from ladder_jax.parallel import all_max, all_reduce, rank
 
+Reduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+
 
 class Embedding(nnx.Module):
     """A [V, D] table, used to look tokens up, to score them, or (tied) both."""
@@ -20,13 +24,15 @@ class Embedding(nnx.Module):
         self.vocab_size = sizes.config.vocab_size
         self.table = declare("VD", sizes=sizes, init=Normal(0.02))
 
-    def lookup(self, tokens_BT: jax.Array, *, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
-        """Embeddings [B, T, D], equal on all ranks: each adds the rows that it holds."""
+    def lookup(
+        self, tokens_BT: jax.Array, *, axes: tuple[str, ...], dtype: jnp.dtype, reduce: Reduce = all_reduce
+    ) -> jax.Array:
+        """Embeddings [B, T, D], equal on all ranks: each adds the rows that it holds. Or as `reduce` has them."""
         table = self.table.get_value()
         local = tokens_BT - rank(axes) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         rows = quantized.rows(table, jnp.clip(local, 0, table.shape[0] - 1), dtype=dtype)
-        return all_reduce(jnp.where(mine[:, :, None], rows, 0), axes)
+        return reduce(jnp.where(mine[:, :, None], rows, 0), axes)
 
     def logits(self, x_BTD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
         """Float32 scores of this rank's share of the vocabulary, [B, T, V/ranks]; padding is -inf."""

@@ -28,6 +28,7 @@ class Call:
     first_rank: jax.Array
     place: Place
     launch: Launch = Launch.CHAINED
+    normalised: bool = False  # what the steps hand to a sublayer (see sequence.py)
 
 
 class Layer(nnx.Module):
@@ -44,11 +45,13 @@ class Layer(nnx.Module):
     def __call__(
         self, state: State, cache: Cache | None, *, steps: tuple[Step, ...], call: Call
     ) -> tuple[State, Cache | None]:
-        mlp_norm = getattr(self, "mlp_norm", self.attention_norm)
+        attention_norm, mlp_norm = self.attention_norm, getattr(self, "mlp_norm", self.attention_norm)
+        if call.normalised:
+            attention_norm, mlp_norm = attention_norm.gain, mlp_norm.gain
 
         def attention(x):
             nonlocal cache
-            normed = self.attention_norm(x, dtype=call.dtype)
+            normed = attention_norm(x, dtype=call.dtype)
             partial, cache = self.attention(
                 normed,
                 table=call.table,

@@ -16,7 +16,15 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
         """x [..., D] in any dtype to [..., D] in `dtype`."""
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        return self.gain(normalise(x, eps=self.eps), dtype=dtype)
+
+    def gain(self, x: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+        """Only the multiplication, of an `x` that is normalised already."""
         scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        return (x * scale).astype(dtype)
+        return (x.astype(jnp.float32) * scale).astype(dtype)
+
+
+def normalise(x: jax.Array, *, eps: float) -> jax.Array:
+    """x / rms(x) over the last dimension, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)

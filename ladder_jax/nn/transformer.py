@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from ladder_jax import residual
+from ladder_jax import residual, sequence
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Remat
 from ladder_jax.errors import UserError
-from ladder_jax.nn import kernels, loop, loss, parameter, rotary
+from ladder_jax.nn import kernels, loop, loss, norm, parameter, rotary
 from ladder_jax.nn.embedding import Embedding
 from ladder_jax.nn.layer import Call, Layer
 from ladder_jax.nn.norm import RMSNorm
@@ -21,6 +21,7 @@ from ladder_jax.parallel import (
     Compiled,
     Layout,
     Traits,
+    all_reduce,
     explicit,
     fsdp,
     layout,
@@ -157,13 +158,19 @@ def hidden(
     caches: Any = None,
     place: Place = BEGIN,
     launch: Launch = Launch.CHAINED,
+    sequence_parallel: bool = False,
 ) -> tuple[jax.Array, Any]:
     """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
 
-    `place` says at which positions the tokens stand: 0..T-1 unless it says otherwise.
+    `place` says at which positions the tokens stand: 0..T-1 unless it says otherwise. With `sequence_parallel` a
+    rank keeps T/ranks positions of the stream between sublayers: see sequence.py.
     """
     config, topology, axes = definition.config, definition.topology, definition.layout.tensor
     dtype, part = jnp.dtype(config.dtype.value), functools.partial(_whole, definition)
+    split = sequence_parallel and definition.layout.ranks > 1 and not definition.layout.emulated
+    normalise = lambda x: norm.normalise(x, eps=config.norm_eps).astype(dtype)
+    steps = sequence.layers(topology, normalise=normalise) if split else topology.layers
+    flush, reduce = (sequence.flush, sequence.share) if split else (residual.flush, all_reduce)
     call = Call(
         axes=axes,
         dtype=dtype,
@@ -172,13 +179,14 @@ def hidden(
         first_rank=rank(axes) == 0,
         place=place,
         launch=launch,
+        normalised=split,
     )
 
     def body(state, layer, cache, steps):
         return definition.bind("layers", part("layers", layer))(state, cache, steps=steps, call=call)
 
     table = definition.bind("embedding", part("embedding", params["embedding"]))
-    x = table.lookup(tokens, axes=axes, dtype=dtype)
+    x = table.lookup(tokens, axes=axes, dtype=dtype, reduce=reduce)
     state = residual.begin(x.astype(config.residual_dtype.value), topology=topology, axes=axes)
 
     def layers(state, params, caches):
@@ -187,7 +195,7 @@ def hidden(
             state,
             params=params,
             caches=caches,
-            steps=topology.layers,
+            steps=steps,
             loop=loop_form,
             remat=remat,
             axes=axes,
@@ -198,9 +206,9 @@ def hidden(
     # Only the layers: XLA's common-subexpression pass aborts on ordered code around them (jax 0.12.0.1).
     run_layers = explicit.ordered(layers) if launch is Launch.EXPLICIT else layers
     state, caches = run_layers(state, params["layers"], caches)
-    x = vary(residual.flush(state, axes=axes), axes)
-    norm = definition.bind("final_norm", part("final_norm", params["final_norm"]))
-    return norm(x, dtype=dtype), caches
+    x = vary(flush(state, axes=axes), axes)
+    x = definition.bind("final_norm", part("final_norm", params["final_norm"]))(x, dtype=dtype)
+    return (sequence.gather(x, axes) if split else x), caches
 
 
 def logits(definition: Definition, params: Params, x: jax.Array) -> jax.Array:

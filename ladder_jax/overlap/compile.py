@@ -21,7 +21,7 @@ from ladder_jax.overlap.record import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
 
-SOURCES = ("config", "nn", "overlap/programs.py", "overlap/worker.py", "parallel", "residual.py")
+SOURCES = ("config", "nn", "overlap/programs.py", "overlap/worker.py", "parallel", "residual.py", "sequence.py")
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
 

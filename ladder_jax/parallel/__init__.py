@@ -1,9 +1,11 @@
 """Meshes, partition rules and collectives: everything that knows about several devices."""
 
+from ladder_jax.parallel.collectives import all_gather as all_gather
 from ladder_jax.parallel.collectives import all_max as all_max
 from ladder_jax.parallel.collectives import all_reduce as all_reduce
 from ladder_jax.parallel.collectives import rank as rank
 from ladder_jax.parallel.collectives import ranks as ranks
+from ladder_jax.parallel.collectives import reduce_scatter as reduce_scatter
 from ladder_jax.parallel.collectives import vary as vary
 from ladder_jax.parallel.collectives import varying as varying
 from ladder_jax.parallel.compiled import Compiled as Compiled

@@ -35,6 +35,16 @@ def all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, axes)
 
 
+def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Array:
+    """The sum of every rank's `x`, of which each rank gets its share of `dimension`."""
+    return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+
+
+def all_gather(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Array:
+    """Every rank's `x`, joined along `dimension`. Its transpose is `reduce_scatter`."""
+    return lax.all_gather(x, axes, axis=dimension, tiled=True)
+
+
 def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The largest of every rank's `x`, elementwise, on every rank. Not differentiable."""
     return lax.pmax(x, axes)

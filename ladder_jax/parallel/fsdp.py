@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from ladder_jax.parallel.collectives import all_gather, reduce_scatter
 from ladder_jax.parallel.mesh import FSDP, Layout
 
 GATHERED = "gathered"
@@ -38,11 +38,11 @@ def _whole(array: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(share: jax.Array, axis: int, dtype: jnp.dtype) -> jax.Array:
-    return lax.all_gather(share.astype(dtype), FSDP, axis=axis, tiled=True)
+    return all_gather(share.astype(dtype), (FSDP,), dimension=axis)
 
 
 def _scatter(axis: int, _, share_like, gradient: jax.Array) -> tuple[jax.Array]:
-    summed = lax.psum_scatter(gradient.astype(jnp.float32), FSDP, scatter_dimension=axis, tiled=True)
+    summed = reduce_scatter(gradient.astype(jnp.float32), (FSDP,), dimension=axis)
     return (summed.astype(share_like.dtype),)
 
 

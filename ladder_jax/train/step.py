@@ -52,7 +52,12 @@ def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
     metrics: loss (nats a token), gradient_norm (before clipping), learning_rate.
     """
     gradients = loss_and_gradients(
-        definition, loop=config.loop, remat=config.remat, accumulate=config.accumulate, terms=Terms.of(config)
+        definition,
+        loop=config.loop,
+        remat=config.remat,
+        accumulate=config.accumulate,
+        sequence_parallel=config.sequence_parallel,
+        terms=Terms.of(config),
     )
     adamw, schedule = optimizer.adamw(config, definition=definition), optimizer.schedule(config)
 
@@ -86,6 +91,7 @@ def loss_and_gradients(
     loop: Loop = Loop.SCAN,
     remat: Remat = Remat.NONE,
     accumulate: int = 1,
+    sequence_parallel: bool = False,
     terms: Terms = Terms(),
 ) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
     """A (params, tokens [B, T+1]) -> (mean loss in nats a token, float32 gradients), to be compiled.
@@ -99,7 +105,8 @@ def loss_and_gradients(
         # float32, until the one reduction below; none is left for the layer loop to communicate.
         own = jax.tree.map(lambda p: vary(p, layout.all_axes), params)
         total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
-        share = lambda p, part: _loss_sum(definition, p, part, loop, remat, terms) / total
+        forward = dict(loop_form=loop, remat=remat, sequence_parallel=sequence_parallel)
+        share = lambda p, part: _loss_sum(definition, p, part, terms, **forward) / total
         loss, grads = _accumulated(jax.value_and_grad(share), own, tokens, accumulate)
         grads = _after_backward(grads, definition)
         return all_reduce(loss, layout.batch), jax.tree.map(
@@ -115,7 +122,7 @@ def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Pa
 
     def local(params, tokens):
         total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
-        return all_reduce(_loss_sum(definition, params, tokens, loop, Remat.NONE, Terms()), layout.batch) / total
+        return all_reduce(_loss_sum(definition, params, tokens, Terms(), loop_form=loop), layout.batch) / total
 
     meshed = on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims="")
     return Compiled(meshed, mesh=layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop))
@@ -135,13 +142,11 @@ def _accumulated(value_and_grad: Callable, params: Params, batch: Any, count: in
     return lax.scan(turn, start, parts)[0]
 
 
-def _loss_sum(
-    definition: Definition, params: Params, tokens: jax.Array, loop: Loop, remat: Remat, terms: Terms
-) -> jax.Array:
-    """The summed loss of this batch shard, equal on its tensor ranks."""
+def _loss_sum(definition: Definition, params: Params, tokens: jax.Array, terms: Terms, **forward: Any) -> jax.Array:
+    """The summed loss of this batch shard, equal on its tensor ranks; `forward` as in `nn.hidden`."""
 
     def local(params: Any, tokens: jax.Array) -> jax.Array:
-        x, _ = nn.hidden(definition, params, tokens[:, :-1], loop_form=loop, remat=remat)
+        x, _ = nn.hidden(definition, params, tokens[:, :-1], **forward)
         return nn.loss_sum(definition, params, x, tokens[:, 1:], **dataclasses.asdict(terms))
 
     return over_ranks(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")(params, tokens)

@@ -1,0 +1,123 @@
+"""Sequence parallelism: the topologies' steps on a stream that is split along the sequence over the tensor ranks.
+
+The same recurrences as residual.py. An all-reduce is a reduce-scatter and an all-gather (arXiv 2205.05198), and
+between the two stand the addition to the stream and the next sublayer's normalisation, on a rank's own positions:
+
+    launch   summed  = reduce_scatter(partial)                      of the sublayer before
+             stream  = residual + summed
+             entered = all_gather(normalise(stream))                the *next* sublayer's input
+    compute  fresh   = sublayer(entered of the step before)         the overlap
+    await    fresh, entered, stream = optimization_barrier((fresh, entered, stream))
+
+so that in a Ladder both halves stand beside one sublayer. Normalisation is here without its gain, which the sublayer
+multiplies its gathered input with: so a step needs none of the next layer's parameters.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ladder_jax import residual
+from ladder_jax.config import Launch
+from ladder_jax.errors import UserError
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, all_gather, ranks, reduce_scatter
+from ladder_jax.residual import REDUCED, Delayed, State, Sublayer, Topology
+
+LENGTH = 1  # the dimension of [B, T, D] that is split
+
+Normalise = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A step of the one rule where `State.residual` and `State.sums` are this rank's positions, [B, T/ranks, D].
+
+    step: when what is reduced, read and kept.
+    normalise: what a sublayer's input goes through before it is gathered, in the compute dtype.
+    """
+
+    step: Delayed
+    normalise: Normalise
+
+    def __call__(
+        self,
+        state: State,
+        sublayers: Sequence[Sublayer],
+        *,
+        axes: tuple[str, ...],
+        launch: Launch = Launch.CHAINED,
+    ) -> State:
+        step, stream = self.step, state.residual
+        launched = (*state.sums, scatter(state.partial, axes, PREVIOUS)) if step.lag else ()
+        if self._prepared and state.entered is not None:
+            entered = state.entered
+        else:
+            entered = self._enter(residual.add(stream, launched[: step.lag - step.skip]), axes)
+        if step.fresh:
+            entered = self.normalise(residual.add(entered, (state.partial,)))
+        partial = residual.compute(entered, step.sublayers, sublayers)
+        if step.keep == 0:
+            return State(residual.add(stream, (*launched, scatter(partial, axes))))
+        added = step.lag + 1 - step.keep
+        stream, sums = residual.add(stream, launched[:added]), launched[added:]
+        following = self._enter(stream, axes)
+        if ranks(axes) > 1:
+            partial, following, stream = residual.tie_forward((partial, following, stream))
+        return State(stream, sums, partial, entered=following)
+
+    def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
+        """`state` with an array for every None: what a loop must carry, so that its first turn is like all."""
+        if self.step.lag == 0:
+            return state
+        if state.entered is None:
+            state = dataclasses.replace(state, entered=self._enter(state.residual, axes))
+        zero = jnp.zeros_like(state.entered, dtype)
+        sums = tuple(scatter(zero, axes) if s is None else s for s in state.sums)
+        return dataclasses.replace(state, sums=sums, partial=zero if state.partial is None else state.partial)
+
+    @property
+    def sublayers(self) -> tuple[int, ...]:
+        return self.step.sublayers
+
+    @property
+    def _prepared(self) -> bool:
+        """Whether the step before could make this one's input: it leaves out all that was pending then."""
+        return self.step.skip == self.step.lag > 0
+
+    def _enter(self, stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """The input [B, T, D] of a stream's own positions. A fresh ladder adds to it before it is normalised."""
+        return gather(stream if self.step.fresh else self.normalise(stream), axes)
+
+
+def layers(topology: Topology, *, normalise: Normalise) -> tuple[tuple[Split, ...], ...]:
+    """`topology.layers` on a split stream. Raises UserError for topologies that do not reduce every output."""
+    if not all(isinstance(step, Delayed) for steps in topology.layers for step in steps):
+        raise UserError("sequence parallelism needs a residual that reduces every sublayer's output: not desync-n")
+    return tuple(tuple(Split(step, normalise) for step in steps) for steps in topology.layers)
+
+
+def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
+    """This rank's positions of the final stream: everything still pending is reduced and added."""
+    return residual.add(state.residual, (*state.sums, scatter(state.partial, axes, PREVIOUS)))
+
+
+def scatter(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
+    """The sum of every rank's [B, T, D], of which this rank gets its T/ranks positions."""
+    if partial is None:
+        return None
+    with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+        return checkpoint_name(reduce_scatter(partial, axes, dimension=LENGTH), REDUCED)
+
+
+def gather(stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """All ranks' positions [B, T, D]. Its transpose is the reduce-scatter of the gradient."""
+    with jax.named_scope(ENTER):
+        return all_gather(stream, axes, dimension=LENGTH)
+
+
+def share(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """This rank's positions of the sum of every rank's [B, T, D]: where a split stream begins."""
+    return reduce_scatter(x, axes, dimension=LENGTH)
