@@ -3,10 +3,11 @@
 import dataclasses
 import json
 
-from ladder_jax import checkpoint, config, decode, files, nn, parallel
+from ladder_jax import checkpoint, config, decode, files
 from ladder_jax.checkpoint.store import Checkpoint
 from ladder_jax.data import text
 from ladder_jax.decode.engine import Engine, Request, jsonl
+from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
 from ladder_jax.decode.engine.request import SAMPLING
 from ladder_jax.decode.progress import progress
 from ladder_jax.errors import UserError, member
@@ -67,17 +68,12 @@ def _file(args: dict, *, saved: Checkpoint, settings: config.DecodeConfig, stop:
 def _engine(args: dict, *, saved: Checkpoint, settings: config.DecodeConfig, requests: list[Request]) -> Engine:
     """As large as these requests need."""
     decode.check_prompts([request.prompt for request in requests], vocab_size=saved.config.model.vocab_size)
-    mesh = parallel.make_mesh(tensor=args["tensor"] or decode.default_tensor(saved.config))
-    definition = nn.define(saved.config.model, mesh=mesh)
-    return Engine(
-        definition,
-        saved.params(definition),
+    return of_checkpoint(
+        saved,
+        settings=settings,
+        tensor=args["tensor"],
         slots=min(args["slots"] or SLOTS, len(requests)),
         capacity=max(len(request.prompt) + request.max_new_tokens for request in requests),
         max_queue=max(len(args["prompt"] or ()), SLOTS),
         decoder=text.to_bytes,
-        loop=settings.loop,
-        launch=settings.launch,
-        quantize=settings.quantize,
-        prefill_chunk=settings.prefill_chunk,
     )

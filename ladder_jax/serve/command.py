@@ -1,0 +1,75 @@
+"""The verb `serve`: a checkpoint behind HTTP, until a signal."""
+
+import dataclasses
+import importlib.util
+import ipaddress
+import math
+import os
+import sys
+
+from ladder_jax import checkpoint, config
+from ladder_jax.checkpoint.store import Checkpoint
+from ladder_jax.decode.engine import Engine
+from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
+from ladder_jax.errors import UserError, member
+from ladder_jax.serve.tokenizer import Bytes, Tokenizer
+
+NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+KEY = "LADDER_JAX_API_KEY"
+
+
+def run(args: dict) -> None:
+    """Serve until SIGTERM or SIGINT. Raises UserError for what cannot be served, RuntimeError for a failed engine."""
+    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+        raise UserError(f"serve needs {', '.join(missing)}: pip install 'ladder-jax[serve]'")
+    from ladder_jax.serve import app, auth, server
+    from ladder_jax.serve.limits import Limits
+    from ladder_jax.serve.metrics import Metrics
+    from ladder_jax.serve.service import Service
+
+    _check(args)
+    key = os.environ.get(KEY) if args["api_key"] is None else args["api_key"]
+    if key is not None:
+        auth.check_key(key)
+    saved = checkpoint.open_checkpoint(args["checkpoint"])
+    sock = server.bind(args["host"], args["port"])
+    tokenizer = saved.tokenizer() if hasattr(saved, "tokenizer") else Bytes()
+    engine = _engine(args, saved=saved, tokenizer=tokenizer)
+    if key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
+        _say(f"anybody who reaches {server.url(sock)} may use it: there is no --api-key")
+    engine.warm_up()
+    most = args["max_new_tokens"] or engine.capacity - 1
+    name = args["model_name"] or saved.config.run.name
+    service = Service(engine, tokenizer, name, Limits(max_new_tokens=most), Metrics(engine), key)
+    failed = lambda: engine.error is not None
+    with server.listening(app.create(service), sock) as thread:
+        with engine:
+            _say(f"serving {name!r} at {server.url(sock)} ({engine.slots} slots of {engine.capacity} tokens)")
+            server.wait_for_signal(unless=lambda: failed() or not thread.is_alive())
+            service.drain.begin()
+            service.drain.wait(args["drain_seconds"], unless=failed)
+    if failed():
+        raise RuntimeError("the engine failed") from engine.error
+
+
+def _check(args: dict) -> None:
+    for name in ("slots", "capacity", "max_queue", "tensor", "max_new_tokens"):
+        least = 2 if name == "capacity" else 1
+        if args[name] is not None and args[name] < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {args[name]}")
+    if not (math.isfinite(args["drain_seconds"]) and args["drain_seconds"] >= 0):
+        raise UserError(f"--drain-seconds must not be negative, not {args['drain_seconds']}")
+    if args["model_name"] == "":
+        raise UserError("--model-name must not be empty")
+
+
+def _engine(args: dict, *, saved: Checkpoint, tokenizer: Tokenizer) -> Engine:
+    settings = saved.config.decode
+    if args["quantize"]:
+        settings = dataclasses.replace(settings, quantize=member(config.Quantize, "--quantize", args["quantize"]))
+    sizes = {name: args[name] for name in ("tensor", "slots", "capacity", "max_queue")}
+    return of_checkpoint(saved, settings=settings, **sizes, decoder=tokenizer.to_bytes)
+
+
+def _say(line: str) -> None:
+    print(f"ladder-jax: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,77 @@
+"""A socket, uvicorn in a thread of its own behind it, and signals in the main thread."""
+
+import contextlib
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from starlette.types import ASGIApp
+
+from ladder_jax.errors import UserError
+
+BACKLOG = 2048
+LAST_WORDS = 5  # seconds in which answers that are ready must have been sent
+POLL = 0.2  # seconds
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes the port, 0 for any, without listening yet. Raises UserError where it cannot be had."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot listen at {host}, port {port}: {getattr(error, 'strerror', None) or error}") from None
+    return sock
+
+
+def url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
+    """Serves while inside; at the end, what is being answered may still be sent. Gives the thread that does it."""
+    import uvicorn
+
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:  # another process took the port in the meantime
+        raise UserError(f"cannot listen at {url(sock)}: {error.strerror}") from None
+    # In a thread, uvicorn leaves signals alone; its log says only what went wrong.
+    quiet = dict(log_config=None, log_level="warning", access_log=False, server_header=False)
+    settings = uvicorn.Config(app, **quiet, lifespan="off", ws="none", timeout_graceful_shutdown=LAST_WORDS)
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True)
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        yield thread
+    finally:
+        server.should_exit = True
+        thread.join()
+        sock.close()
+
+
+def wait_for_signal(*, unless: Callable[[], bool]) -> None:
+    """Until SIGTERM or SIGINT, or until `unless` is true. The next signal ends the process at once."""
+    told: queue.SimpleQueue[int] = queue.SimpleQueue()  # may be put to from a signal's handler
+    both = (signal.SIGTERM, signal.SIGINT)
+
+    def handle(number: int, _: object) -> None:
+        for one in both:
+            signal.signal(one, signal.SIG_DFL)
+        told.put(number)
+
+    for one in both:
+        signal.signal(one, handle)
+    while not unless():
+        with contextlib.suppress(queue.Empty):
+            told.get(timeout=POLL)
+            return
