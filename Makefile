@@ -120,7 +120,7 @@ make_venv() {
         touch "$$venv/.installing"
         "$$python" -m venv "$$venv"
     fi
-    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable .
+    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable '.[test-serve]'
     mv "$$venv/.installing" "$$venv/.installed"
 }
 endef

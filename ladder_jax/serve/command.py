@@ -32,20 +32,21 @@ def run(args: dict) -> None:
     if key is not None:
         auth.check_key(key)
     saved = checkpoint.open_checkpoint(args["checkpoint"])
-    sock = server.bind(args["host"], args["port"])
-    tokenizer = saved.tokenizer() if hasattr(saved, "tokenizer") else Bytes()
-    engine = _engine(args, saved=saved, tokenizer=tokenizer)
-    if key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
-        _say(f"anybody who reaches {server.url(sock)} may use it: there is no --api-key")
-    engine.warm_up()
-    most = args["max_new_tokens"] or engine.capacity - 1
-    name = args["model_name"] or saved.config.run.name
-    service = Service(engine, tokenizer, name, Limits(max_new_tokens=most), Metrics(engine), key)
-    failed = lambda: engine.error is not None
-    with server.listening(app.create(service), sock) as thread:
-        with engine:
-            _say(f"serving {name!r} at {server.url(sock)} ({engine.slots} slots of {engine.capacity} tokens)")
-            server.wait_for_signal(unless=lambda: failed() or not thread.is_alive())
+    with server.bind(args["host"], args["port"]) as sock:
+        tokenizer = saved.tokenizer() if hasattr(saved, "tokenizer") else Bytes()
+        engine = _engine(args, saved=saved, tokenizer=tokenizer)
+        url = server.url(sock)
+        if key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
+            _say(f"anybody who reaches {url} may use it: there is no --api-key")
+        engine.warm_up()
+        name = args["model_name"] or saved.config.run.name
+        limits = Limits(max_new_tokens=args["max_new_tokens"] or engine.capacity - 1)
+        service = Service(engine, tokenizer, name, limits, Metrics(engine), key)
+        failed = lambda: engine.error is not None
+        with server.listening(app.create(service), sock) as thread, engine:
+            told = server.catch_signals()
+            _say(f"serving {name!r} at {url} ({engine.slots} slots of {engine.capacity} tokens)")
+            server.wait(told, unless=lambda: failed() or not thread.is_alive())
             service.drain.begin()
             service.drain.wait(args["drain_seconds"], unless=failed)
     if failed():

@@ -19,13 +19,18 @@ POLL = 0.2  # seconds
 
 def bind(host: str, port: int) -> socket.socket:
     """Takes the port, 0 for any, without listening yet. Raises UserError where it cannot be had."""
+    if not 0 <= port < 2**16:
+        raise UserError(f"a port is from 0 to 65535, not {port}")
+    sock = None
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cannot listen at {host}, port {port}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        if sock:
+            sock.close()
+        raise UserError(f"cannot listen at {host}, port {port}: {error.strerror}") from None
     return sock
 
 
@@ -36,15 +41,18 @@ def url(sock: socket.socket) -> str:
 
 @contextlib.contextmanager
 def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
-    """Serves while inside; at the end, what is being answered may still be sent. Gives the thread that does it."""
+    """Serves while inside; at the end, what is being answered may still be sent. Gives the thread that does it.
+
+    Closes the socket.
+    """
     import uvicorn
 
     try:
         sock.listen(BACKLOG)
     except OSError as error:  # another process took the port in the meantime
         raise UserError(f"cannot listen at {url(sock)}: {error.strerror}") from None
-    # In a thread, uvicorn leaves signals alone; its log says only what went wrong.
-    quiet = dict(log_config=None, log_level="warning", access_log=False, server_header=False)
+    # In a thread, uvicorn leaves signals alone; its log says only what went wrong here, not what clients sent.
+    quiet = dict(log_config=None, log_level="error", access_log=False, server_header=False)
     settings = uvicorn.Config(app, **quiet, lifespan="off", ws="none", timeout_graceful_shutdown=LAST_WORDS)
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True)
@@ -59,9 +67,9 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
         sock.close()
 
 
-def wait_for_signal(*, unless: Callable[[], bool]) -> None:
-    """Until SIGTERM or SIGINT, or until `unless` is true. The next signal ends the process at once."""
-    told: queue.SimpleQueue[int] = queue.SimpleQueue()  # may be put to from a signal's handler
+def catch_signals() -> "queue.SimpleQueue[int]":
+    """The first SIGTERM or SIGINT goes here; the one after it ends the process at once."""
+    told = queue.SimpleQueue()  # may be put to from a signal's handler
     both = (signal.SIGTERM, signal.SIGINT)
 
     def handle(number: int, _: object) -> None:
@@ -71,6 +79,11 @@ def wait_for_signal(*, unless: Callable[[], bool]) -> None:
 
     for one in both:
         signal.signal(one, handle)
+    return told
+
+
+def wait(told: "queue.SimpleQueue[int]", *, unless: Callable[[], bool]) -> None:
+    """Until there is a signal, or until `unless` is true."""
     while not unless():
         with contextlib.suppress(queue.Empty):
             told.get(timeout=POLL)

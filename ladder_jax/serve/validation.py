@@ -29,7 +29,10 @@ def refusal(errors: Sequence[Mapping[str, Any]]) -> Refusal:
             param = _dotted(path[: depth + 1])
             return Refusal(400, f"{param} must be {UNIONS[part]}", param=param)
     if not path:
-        return Refusal(400, "the body must be a JSON object")
+        half = error["type"] == "string_unicode"
+        return Refusal(
+            400, "a parameter's name holds half of a surrogate pair" if half else "the body must be a JSON object"
+        )
     param = _dotted(path)
     return Refusal(400, f"{param}: {error['msg']}", param=param)
 

@@ -13,6 +13,14 @@ ALONE = dict(max_new_tokens=40, temperature=0.8, seed=7)
 
 
 @pytest.fixture(scope="module")
+def running(start):
+    """A server in a process of its own; it must end well, too, and have nothing to tell."""
+    process = start()
+    yield process
+    assert process.end() == 0 and process.log().count("\n") == 1, process.log()
+
+
+@pytest.fixture(scope="module")
 def client(running):
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client:
         yield client
