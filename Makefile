@@ -29,7 +29,7 @@ find-oldest:
 	@eval "$$SETUP"; find_python '$(PYTHON_OLDEST)' 3.13
 
 clean:  ## remove the virtual environments and what the tools left behind
-	rm -rf .venv .venv-oldest .cache build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find ladder_jax tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The virtual environments. `.installed` is written last, so that an interrupted installation is begun anew; and one

@@ -348,6 +348,7 @@ def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
     for use in (ours.step, ours.start, lambda: ours.submit(Request([1], max_new_tokens=9))):
         with pytest.raises(RuntimeError, match="the engine ended with an error: MemoryError"):
             use()
+    assert isinstance(ours.error, MemoryError)
     assert ours.stats().finished["failed"] == 3 and not ours.busy
     ours.stop()
 
@@ -448,3 +449,20 @@ def test_long_prompts_are_read_in_chunks():
 def test_weights_of_8_bits():
     request = Request([3, 1, 4, 1, 5], max_new_tokens=12)
     assert engine(quantize=Quantize.INT8).submit(request).result().tokens == alone_in_8_bits(request)
+
+
+def test_whoever_subscribes_hears_everything_once():
+    """Before the first piece, between two, and after the end; of a cancelled request the end, too."""
+    ours, heard = engine(), ([], [], [])
+    handle = ours.submit(Request([1], max_new_tokens=12))
+    handle.subscribe(heard[0].append)
+    ours.step()
+    assert len(heard[0]) == 2 and not handle.done
+    handle.subscribe(heard[1].append)
+    ours.run()
+    handle.subscribe(heard[2].append)
+    assert heard[0] == heard[1] == heard[2] == [*handle, handle.result()]
+    handle, heard = ours.submit(Request([1], max_new_tokens=12)), []
+    handle.subscribe(heard.append)
+    handle.cancel()
+    assert heard == [handle.result()] and handle.result().finish is Finish.CANCELLED

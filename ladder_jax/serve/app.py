@@ -43,7 +43,7 @@ def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
         case HTTPException(status_code=404):
             return Refusal(404, str(unknown("path", http.url.path, PATHS)))
         case HTTPException(status_code=405):
-            message = f"{http.method} is not for {http.url.path} (allowed: {error.headers['Allow']})"
+            message = f"{http.method} is not for {http.url.path} (allowed: {(error.headers or {}).get('Allow')})"
             return Refusal(405, message, headers=error.headers)
         case HTTPException(status_code=400):  # FastAPI's, and its reason is the parser's
             return Refusal(400, f"the body cannot be read as JSON: {error.__cause__ or error.detail}")

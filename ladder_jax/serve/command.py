@@ -47,6 +47,8 @@ def run(args: dict) -> None:
             told = server.catch_signals()
             _say(f"serving {name!r} at {url} ({engine.slots} slots of {engine.capacity} tokens)")
             server.wait(told, unless=lambda: failed() or not thread.is_alive())
+            if not thread.is_alive():
+                raise RuntimeError("the HTTP server has ended by itself")
             service.drain.begin()
             service.drain.wait(args["drain_seconds"], unless=failed)
     if failed():

@@ -32,7 +32,8 @@ def submit(service: Service, requests: Sequence[Request]) -> list[Handle]:
 
 def cancel(handles: Sequence[Handle]) -> None:
     for handle in handles:
-        handle.cancel()
+        if not handle.done:
+            handle.cancel()
 
 
 async def events(service: Service, handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece | Result]]:

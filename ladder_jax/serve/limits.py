@@ -32,25 +32,31 @@ def limited(app: ASGIApp, *, limits: Limits) -> ASGIApp:
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout(limits.body_seconds):
-                body = await _read(receive, limit=limits.body_bytes)
-            if body and Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower() != KIND:
-                raise Refusal(415, f"the body must be JSON, and its Content-Type {KIND}")
-            body.decode()
+            body = await _body(Headers(scope=scope), receive, limits=limits)
         except Refusal as refusal:
-            return await refusal.response()(scope, receive, send)
-        except TimeoutError:
-            message = f"the request's body did not come within {limits.body_seconds:g} seconds"
-            refusal = Refusal(408, message, headers={"Connection": "close"})
-            return await refusal.response()(scope, receive, send)
-        except UnicodeDecodeError as error:
-            refusal = Refusal(400, f"the body is not UTF-8 (byte {error.start})")
-            return await refusal.response()(scope, receive, send)
+            await refusal.response()(scope, receive, send)
         except Left:
             return
-        await app(scope, _after(body, receive), send)
+        else:
+            await app(scope, _after(body, receive), send)
 
     return guarded
+
+
+async def _body(headers: Headers, receive: Receive, *, limits: Limits) -> bytes:
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            body = await _read(receive, limit=limits.body_bytes)
+    except TimeoutError:
+        message = f"the request's body did not come within {limits.body_seconds:g} seconds"
+        raise Refusal(408, message, headers={"Connection": "close"}) from None
+    if body and headers.get("content-type", "").partition(";")[0].strip().lower() != KIND:
+        raise Refusal(415, f"the body must be JSON, and its Content-Type {KIND}")
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise Refusal(400, f"the body is not UTF-8 (byte {error.start})") from None
+    return body
 
 
 async def _read(receive: Receive, *, limit: int) -> bytes:

@@ -6,7 +6,7 @@ Null means the default, as with OpenAI. What is not declared here goes to `unsup
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import FailFast, Field
+from pydantic import Field
 
 
 def _whole(text: str) -> str:
@@ -19,8 +19,8 @@ def _whole(text: str) -> str:
 
 
 Text = Annotated[str, pydantic.AfterValidator(_whole)]
-Tokens = Annotated[list[int], FailFast()]
-Texts = Annotated[list[Text], FailFast()]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -54,7 +54,7 @@ class Asked(Object):
 class Completion(Asked):
     """A request for /v1/completions."""
 
-    prompt: Text | Texts | Tokens | Annotated[list[Tokens], FailFast()] = Field(
+    prompt: Text | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)] = Field(
         description="a string, a list of strings, a list of tokens, or a list of lists of tokens"
     )
     echo: bool | None = None
@@ -68,7 +68,7 @@ class Part(Object):
 
 class Message(Object):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[Part], FailFast()] = Field(
+    content: Text | Annotated[list[Part], Field(fail_fast=True)] = Field(
         description='a string or a list of {"type": "text"} parts'
     )
     name: Text | None = None
@@ -77,7 +77,7 @@ class Message(Object):
 class Chat(Asked):
     """A request for /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

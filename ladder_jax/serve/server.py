@@ -14,6 +14,7 @@ from ladder_jax.errors import UserError
 
 BACKLOG = 2048
 LAST_WORDS = 5  # seconds in which answers that are ready must have been sent
+KEEP_ALIVE = 75  # seconds; longer than clients keep theirs, so that none sends into a connection that is being closed
 POLL = 0.2  # seconds
 
 
@@ -53,7 +54,8 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
         raise UserError(f"cannot listen at {url(sock)}: {error.strerror}") from None
     # In a thread, uvicorn leaves signals alone; its log says only what went wrong here, not what clients sent.
     quiet = dict(log_config=None, log_level="error", access_log=False, server_header=False)
-    settings = uvicorn.Config(app, **quiet, lifespan="off", ws="none", timeout_graceful_shutdown=LAST_WORDS)
+    patience = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=LAST_WORDS)
+    settings = uvicorn.Config(app, **quiet, **patience, lifespan="off", ws="none")
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True)
     thread.start()
@@ -67,7 +69,7 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
         sock.close()
 
 
-def catch_signals() -> "queue.SimpleQueue[int]":
+def catch_signals() -> queue.SimpleQueue[int]:
     """The first SIGTERM or SIGINT goes here; the one after it ends the process at once."""
     told = queue.SimpleQueue()  # may be put to from a signal's handler
     both = (signal.SIGTERM, signal.SIGINT)
@@ -82,7 +84,7 @@ def catch_signals() -> "queue.SimpleQueue[int]":
     return told
 
 
-def wait(told: "queue.SimpleQueue[int]", *, unless: Callable[[], bool]) -> None:
+def wait(told: queue.SimpleQueue[int], *, unless: Callable[[], bool]) -> None:
     """Until there is a signal, or until `unless` is true."""
     while not unless():
         with contextlib.suppress(queue.Empty):

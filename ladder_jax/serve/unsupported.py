@@ -45,10 +45,15 @@ def check(asked: Object) -> None:
             raise Refusal(
                 400, str(unknown("parameter", path + name, known)), param=path + name, code="unknown_parameter"
             )
-        if not any(value == neutral and type(value) is not bool or value is neutral for neutral in NEUTRAL[name]):
+        if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
             allowed = "".join(f", or {neutral!r}" for neutral in NEUTRAL[name])
             message = f"{path + name} is not supported here: leave it out{allowed}"
             raise Refusal(400, message, param=path + name, code="unsupported_parameter")
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Python says that True is 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _extras(asked: Object, path: str) -> Iterator[tuple[str, str, object, list[str]]]:

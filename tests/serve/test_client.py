@@ -122,6 +122,7 @@ REFUSED = {
     "many": (dict(n=100, prompt=["a"] * 3), openai.BadRequestError, "3 prompts, 100 answers each, are not from 1 to"),
     "token": (dict(prompt=[256]), openai.BadRequestError, "the token 256, outside the model's vocabulary of 256"),
     "best_of": (dict(best_of=3), openai.BadRequestError, "best_of is not supported here: leave it out, or 1"),
+    "true": (dict(best_of=True), openai.BadRequestError, "best_of is not supported here"),
     "logit_bias": (dict(logit_bias={"1": 3}), openai.BadRequestError, "logit_bias is not supported here"),
     "presence_penalty": (dict(presence_penalty=1), openai.BadRequestError, "presence_penalty is not supported here"),
     "logprobs": (dict(logprobs=1), openai.BadRequestError, "logprobs can be 0 here"),

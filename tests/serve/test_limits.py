@@ -11,7 +11,6 @@ import urllib.parse
 import openai
 import pytest
 
-from ladder_jax.decode.engine import Handle, Piece, Request
 from ladder_jax.errors import UserError
 from ladder_jax.serve import server
 from tests.serve.conftest import CAPACITY, MODEL, ask, metric
@@ -254,21 +253,3 @@ def test_a_port_that_is_taken():
     for port in (-1, 70_000):
         with pytest.raises(UserError, match=f"a port is from 0 to 65535, not {port}"):
             server.bind("127.0.0.1", port)
-
-
-def test_whoever_subscribes_hears_everything_once(engine):
-    """From the first piece to the end, before it and after it; a cancelled request ends, too."""
-    handle, heard = engine.submit(Request([1], max_new_tokens=40)), []
-    handle.subscribe(heard.append)
-    engine.step()
-    late = []
-    handle.subscribe(late.append)
-    assert late == heard and len(heard) == 2 and all(isinstance(piece, Piece) for piece in heard)
-    engine.run()
-    after: list = []
-    handle.subscribe(after.append)
-    assert heard == late == after == [*handle, handle.result()]
-    handle, heard = engine.submit(Request([1], max_new_tokens=40)), []
-    handle.subscribe(heard.append)
-    handle.cancel()
-    assert heard == [handle.result()] and isinstance(handle, Handle)

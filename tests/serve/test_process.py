@@ -45,7 +45,7 @@ class Client(threading.Thread):
                 for part in client.completions.create(**{**LONG, **self._more}, stream=True):
                     self.parts.append(part)
                     self.begun.set()
-            except openai.APIError as error:
+            except Exception as error:  # the client's own, or that of the connection
                 self.error = error
 
 
