@@ -49,8 +49,10 @@ def run(args: dict) -> None:
             server.wait(told, unless=lambda: failed() or not thread.is_alive())
             if not thread.is_alive():
                 raise RuntimeError("the HTTP server has ended by itself")
-            service.drain.begin()
-            service.drain.wait(args["drain_seconds"], unless=failed)
+            seconds, left = args["drain_seconds"], service.drain.begin()
+            if left and not failed():
+                _say(f"in progress: {left}, for {seconds:g} seconds at most; a second signal ends the server at once")
+            service.drain.wait(seconds, unless=failed)
     if failed():
         raise RuntimeError("the engine failed") from engine.error
 

@@ -23,10 +23,11 @@ class Drain:
     def draining(self) -> bool:
         return self._draining
 
-    def begin(self) -> None:
-        """From now on nobody is let in."""
+    def begin(self) -> int:
+        """From now on nobody is let in. How many are being answered."""
         with self._lock:
             self._draining = True
+            return self._active
 
     def wait(self, seconds: float, *, unless: Callable[[], bool]) -> None:
         """Until nobody is being answered, for at most `seconds`, or until `unless` is true."""

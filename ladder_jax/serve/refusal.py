@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
+LONGEST = 1000  # characters of a message or a parameter's name: both may quote what the client sent
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 DROPPED = 499  # nginx's status for a client that went away; only the metrics see it
 
@@ -21,8 +22,8 @@ class Refusal(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, headers
+        super().__init__(message if len(message) <= LONGEST else message[:LONGEST] + "...")
+        self.status, self.param, self.code, self.headers = status, param and param[:LONGEST], code, headers
 
     def body(self) -> dict:
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ladder_jax.errors import unknown
-from ladder_jax.serve.refusal import Refusal
+from ladder_jax.serve.refusal import LONGEST, Refusal
 from ladder_jax.serve.schema import Object
 
 # What OpenAI's clients may send, and the values that ask for nothing. A null never does.
@@ -42,9 +42,8 @@ def check(asked: Object) -> None:
         if name in ACCEPTED or value is None and name in NEUTRAL:
             continue
         if name not in NEUTRAL:
-            raise Refusal(
-                400, str(unknown("parameter", path + name, known)), param=path + name, code="unknown_parameter"
-            )
+            message = str(unknown("parameter", (path + name)[:LONGEST], known))  # the nearest match takes its time
+            raise Refusal(400, message, param=path + name, code="unknown_parameter")
         if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
             allowed = "".join(f", or {neutral!r}" for neutral in NEUTRAL[name])
             message = f"{path + name} is not supported here: leave it out{allowed}"

@@ -202,6 +202,10 @@ WRONG = {
     b'{"model": "book", "prompt": "a", "max_tokens": true}': (400, "max_tokens: Input should be a valid integer"),
     b'{"model": "book", "prompt": "a", "max_tokens": "5"}': (400, "max_tokens: Input should be a valid integer"),
     b'{"model": "book"}': (400, "prompt: Field required"),
+    b'{"model": "%b", "prompt": "a"}' % (b"m" * 10**6): (404, "there is no model 'mmmm"),
+    b'{"model": "book", "prompt": "a", "%b": 1}' % (b"top_" * 10**6): (400, "unknown parameter 'top_top_"),
+    b'{"model": "book", "prompt": [%b"a"]}' % (b"1," * 10**6): (400, "prompt must be a string, a list of"),
+    b'{"model": "book", "prompt": [%b1]}' % (b"1," * 10**6): (400, "a prompt of 1000001 tokens and 1 new ones"),
 }
 
 
@@ -216,6 +220,7 @@ def test_wrong_bodies(url, body):
     status, message = WRONG[body]
     found = ask(url, body=body)
     assert found[0] == status and found[2]["error"]["message"].startswith(message), found
+    assert len(found[2]["error"]["message"]) < 1010
 
 
 def test_wrong_paths_methods_and_types(url):
