@@ -97,6 +97,7 @@ def _parser() -> Parser:
     generate.add_argument(
         "--out", metavar="FILE", help="for --prompts: a JSON line as each finishes; a second run goes on with it"
     )
+    generate.add_argument("--chat", action="store_true", help="a conversation, or one answer to standard input")
     generate.add_argument("--stream", action="store_true", help="print one prompt's text as it comes")
     for option, kind, letter, text in (
         ("max-new-tokens", int, "N", "how many tokens to add (default 128)"),
@@ -107,6 +108,7 @@ def _parser() -> Parser:
         ("repetition-penalty", float, "R", "above 1, what was there before becomes less likely (default 1)"),
         ("seed", int, "S", "the same seed gives the same text (default 0)"),
         ("slots", int, "N", "prompts that are continued at the same time (default 8)"),
+        ("context", int, "S", "for --chat: tokens of history and answer together (default 2048)"),
     ):
         generate.add_argument(f"--{option}", type=kind, metavar=letter, help=text)
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
@@ -212,10 +214,11 @@ def _train(args: argparse.Namespace) -> None:
 
     settings = config.load(args.config, overrides=args.overrides)
     result = train.run(settings, say=lambda line: print(line, file=sys.stderr, flush=True))
+    entropy = result.bigram_entropy
+    unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     print(
         f"trained {result.parameters:,} parameters for {result.steps} steps:"
-        f" held-out loss {result.validation_loss:.4f} nats a byte"
-        f" (the text's bigram entropy: {result.bigram_entropy:.4f})"
+        f" held-out loss {result.validation_loss:.4f} nats a {unit}"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Loop, Quantize
-from ladder_jax.data import text
+from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import Engine, Finish, QueueFull, Request
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.decode.engine.slots import buckets
@@ -359,7 +359,7 @@ PROMPTS = [
     {"prompt": "b", "id": 3, "top_k": 4, "temperature": 1, "stop": "e"},
     {"prompt": "c", "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.5, "stop_ids": [1, 2], "stop": ["x", "yy"]},
 ]
-READ = dict(defaults=DecodeConfig(max_new_tokens=6), stop=(), encode=text.encode, vocab_size=251, model="m")
+READ = dict(defaults=DecodeConfig(max_new_tokens=6), stop=(), encode=Bytes().encode, vocab_size=251, model="m")
 
 
 def lines_of(file):
@@ -370,7 +370,7 @@ def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
     """Cut at random bytes, the answers of a second run are those of one that was left in peace."""
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n\n".join(map(json.dumps, PROMPTS * 2)))
-    jobs, ours = jsonl.read(str(source), **READ), engine(decoder=text.to_bytes)
+    jobs, ours = jsonl.read(str(source), **READ), engine(decoder=Bytes().to_bytes)
     asked, calls = [], []
 
     def run():

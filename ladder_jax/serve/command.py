@@ -9,10 +9,10 @@ import sys
 
 from ladder_jax import checkpoint, config
 from ladder_jax.checkpoint.store import Checkpoint
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import Engine
 from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
 from ladder_jax.errors import UserError, member
-from ladder_jax.serve.tokenizer import Bytes, Tokenizer
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "LADDER_JAX_API_KEY"
@@ -33,7 +33,7 @@ def run(args: dict) -> None:
         auth.check_key(key)
     saved = checkpoint.open_checkpoint(args["checkpoint"])
     with server.bind(args["host"], args["port"]) as sock:
-        tokenizer = saved.tokenizer() if hasattr(saved, "tokenizer") else Bytes()
+        tokenizer = saved.tokenizer()
         engine = _engine(args, saved=saved, tokenizer=tokenizer)
         url = server.url(sock)
         if key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:

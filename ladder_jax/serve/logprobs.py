@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
-from ladder_jax.serve.tokenizer import Tokenizer
+from ladder_jax.data.tokenizer import Tokenizer
 
 LEAST = -9999.0  # OpenAI's word for "never": JSON has no infinity
 

@@ -3,11 +3,11 @@
 import dataclasses
 import time
 
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import Engine
 from ladder_jax.serve.drain import Drain
 from ladder_jax.serve.limits import Limits
 from ladder_jax.serve.metrics import Metrics
-from ladder_jax.serve.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,13 @@ import pytest
 from ladder_jax import checkpoint
 from ladder_jax.config import DecodeConfig, MeshConfig, RunConfig
 from ladder_jax.config.schema import FolderConfig
+from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode.engine import Request
 from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
 from ladder_jax.serve import app, server
 from ladder_jax.serve.limits import Limits
 from ladder_jax.serve.metrics import Metrics
 from ladder_jax.serve.service import Service
-from ladder_jax.serve.tokenizer import Bytes
 from tests import cases
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -5,8 +5,8 @@ import sys
 
 from ladder_jax.checkpoint.store import Checkpoint
 from ladder_jax.cli import main
+from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.errors import UserError
-from ladder_jax.serve.tokenizer import Bytes
 
 
 @dataclasses.dataclass(frozen=True)
