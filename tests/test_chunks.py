@@ -31,7 +31,9 @@ def attention(query, key, value, *, start):
 
 KERNELS = {
     "xla": functools.partial(kernels.extend, kernel=kernels.Kernel.XLA),
-    "splash": functools.partial(splash.extend, interpret=True),
+    "splash": lambda query, key, value, start: splash.extend(
+        query, key.swapaxes(1, 2), value.swapaxes(1, 2), start, interpret=True
+    ),
     "splash on a TPU": functools.partial(kernels.extend, kernel=kernels.Kernel.SPLASH),
 }
 

@@ -167,3 +167,16 @@ def test_launching_by_name_where_it_cannot_be():
     definition = cases.define("ladder", tensor=8)
     with pytest.raises(UserError, match="launch 'explicit' is for NVIDIA GPUs, and this mesh is of cpu"):
         decode.decode(definition, launch=Launch.EXPLICIT)
+
+
+@pytest.mark.parametrize("kind, joined", [("cpu", True), ("TPU v5", True), ("TPU7x", False)])
+def test_matrices_are_joined_where_that_is_faster(kind, joined, monkeypatch):
+    """What inference keeps: the stored names are those of training."""
+    definition = cases.define("ladder", tensor=8)  # ranks that share a key/value head
+    monkeypatch.setattr(type(jax.devices()[0]), "device_kind", kind)
+    attention = weights.dims(definition, loop=Loop.SCAN)["layers"]["attention"]
+    assert ("query_key_value" in attention, "query" in attention) == (joined, not joined)
+    shapes = weights.abstract(definition, loop=Loop.UNROLLED)["layers"][0]
+    heads = 8 + 2 * 8 if joined else 8
+    found = shapes["attention"]["query_key_value" if joined else "query"]
+    assert (found.shape[1], found.sharding.shard_shape(found.shape)[1]) == (heads, heads // 8)

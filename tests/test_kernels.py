@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel
-from ladder_jax.nn import kernels, splash
+from ladder_jax.config import Dtype
+from ladder_jax.nn import kernels, paged, splash
 from ladder_jax.nn.unchecked import differentiable, unchecked
 from tests import cases
 
@@ -73,13 +75,42 @@ def test_decode_attends_to_each_rows_length_only():
             assert cases.error(out[row, 0], expected) < 16 * 10 * cases.UNIT_ROUNDOFF
 
 
+@pytest.mark.parametrize("heads, kv_heads", [(2, 1), (8, 2), (8, 1)])
+def test_the_paged_kernel_attends_to_each_rows_length_only(heads, kv_heads):
+    """In the interpreter; with rubbish beyond a row's length, where it ends in a page, and with one."""
+    lengths = np.array([1, 127, 128, 640], np.int32)
+    query, key, value = inputs(length=640, head_dim=128, heads=heads, kv_heads=kv_heads, batch=len(lengths))
+    key, value = (x.astype(jnp.bfloat16) for x in (key, value))
+    cached = [np.array(x.swapaxes(1, 2)) for x in (key, value)]
+    for row, length in enumerate(lengths):
+        for x in cached:
+            x[row, :, length:] = 1e4
+    mesh = parallel.make_mesh()
+    local = jax.shard_map(paged.decode, mesh=mesh, in_specs=P(), out_specs=P())
+    with pltpu.force_tpu_interpret_mode():
+        out = np.asarray(jax.jit(local)(query[:, -1:], *cached, lengths))
+    for row, length in enumerate(lengths):
+        padded = np.concatenate([np.zeros((length - 1, heads, 128)), query[row, -1:]])[None]
+        expected = attention(padded, key[row : row + 1, :length], value[row : row + 1, :length])[0, -1]
+        assert cases.error(out[row, 0], expected) < 16 * np.sqrt(640) * cases.UNIT_ROUNDOFF
+
+
 @dataclasses.dataclass(frozen=True)
 class Device:
     platform: str
 
 
-@pytest.mark.parametrize("platform, kernel", [("cpu", "xla"), ("tpu", "splash"), ("cuda", "xla")])
-def test_the_kernel_follows_the_meshs_devices(platform, kernel):
+@pytest.mark.parametrize(
+    "platform, head_dim, dtype, kernel",
+    [
+        ("cpu", 128, Dtype.BFLOAT16, "xla"),
+        ("tpu", 64, Dtype.BFLOAT16, "splash"),
+        ("tpu", 128, Dtype.BFLOAT16, "paged"),
+        ("tpu", 128, Dtype.FLOAT32, "splash"),  # the paged kernel computes in bfloat16
+        ("cuda", 64, Dtype.BFLOAT16, "xla"),
+    ],
+)
+def test_the_kernel_follows_the_meshs_devices(platform, head_dim, dtype, kernel):
     """Not this machine's backend: a program may be compiled ahead of time. cuDNN needs its GPU here."""
     mesh = type("Mesh", (), {"devices": np.array([Device(platform)])})
-    assert kernels.choose(cases.model(), mesh=mesh) is kernels.Kernel(kernel)
+    assert kernels.choose(cases.model(head_dim=head_dim, dtype=dtype), mesh=mesh) is kernels.Kernel(kernel)

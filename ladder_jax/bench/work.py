@@ -30,7 +30,8 @@ def decode_bytes(definition: Definition, *, rows: int, prompt_length: int, new_t
     table = params["embedding"]["table"]
     read = {name: value for name, value in params.items() if name != "embedding" or "head" not in params}
     lookup = rows * table.shape[1] * table.dtype.itemsize
-    position = cache_bytes(definition, rows=rows, capacity=1)
+    page = definition.kernel.page
+    position = cache_bytes(definition, rows=rows, capacity=page) / page
     return shard_bytes(read) + lookup + position * (prompt_length + new_tokens / 2)
 
 

@@ -1,4 +1,8 @@
-"""The key/value cache: right-padded rows, one length a row."""
+"""The key/value cache: right-padded rows, one length a row.
+
+It is split over all ranks: with fewer key/value heads than ranks, several hold the same head. In which order its
+dimensions lie in memory is the attention kernel's business: `Definition.kernel.cache_dims`.
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,18 +13,13 @@ import jax.numpy as jnp
 from ladder_jax.config import Loop
 from ladder_jax.nn import Cache, Definition
 
-DIMS = "BSNH"
-"""A cache is split over all ranks: with fewer key/value heads than ranks, several hold the same head."""
-
 
 def empty(definition: Definition, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
-    """On one rank: zeros [rows, capacity, K, H] for each layer, or stacked [L, ...] for a scan."""
-    config, layout = definition.config, definition.layout
-    heads = max(1, config.num_kv_heads // layout.ranks)
-    shape = (rows, capacity, heads, config.head_dim)
-    if loop is Loop.SCAN:
-        return _zeros((config.num_layers, *shape), config.dtype.value)
-    return tuple(_zeros(shape, config.dtype.value) for _ in range(config.num_layers))
+    """On one rank: zeros for `rows` rows of `capacity` positions or more, for each layer, or stacked for a scan."""
+    heads = max(1, definition.config.num_kv_heads // definition.layout.ranks)
+    shape = _shape(definition, rows=rows, capacity=capacity, heads=heads, loop=loop)
+    zeros = lambda _: jnp.zeros(shape, definition.config.dtype.value)
+    return jax.tree.map(zeros, dims(definition, loop=loop))
 
 
 @functools.cache
@@ -33,19 +32,23 @@ def make(definition: Definition, *, rows: int, capacity: int, loop: Loop) -> Cal
 
 def dims(definition: Definition, *, loop: Loop) -> tuple[Cache, ...] | Cache:
     """The dimensions of `empty`'s arrays."""
+    each = definition.kernel.cache_dims
     if loop is Loop.SCAN:
-        return Cache("L" + DIMS, "L" + DIMS)
-    return (Cache(DIMS, DIMS),) * definition.config.num_layers
-
-
-def _zeros(shape: tuple[int, ...], dtype: str) -> Cache:
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return Cache("L" + each, "L" + each)
+    return (Cache(each, each),) * definition.config.num_layers
 
 
 def abstract(definition: Definition, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
     """Shapes, dtypes and shardings of all ranks' caches of `rows` rows in all, to compile for."""
     config, layout = definition.config, definition.layout
-    lead = (config.num_layers,) if loop is Loop.SCAN else ()
-    shape = (*lead, rows, capacity, max(config.num_kv_heads, layout.ranks), config.head_dim)
+    heads = max(config.num_kv_heads, layout.ranks)
+    shape = _shape(definition, rows=rows, capacity=capacity, heads=heads, loop=loop)
     place = lambda d: jax.ShapeDtypeStruct(shape, config.dtype.value, sharding=layout.sharding(d))
     return jax.tree.map(place, dims(definition, loop=loop))
+
+
+def _shape(definition: Definition, *, rows: int, capacity: int, heads: int, loop: Loop) -> tuple[int, ...]:
+    page = definition.kernel.page
+    sizes = dict(B=rows, S=-(-capacity // page) * page, N=heads, H=definition.config.head_dim)
+    lead = (definition.config.num_layers,) if loop is Loop.SCAN else ()
+    return (*lead, *(sizes[dim] for dim in definition.kernel.cache_dims))

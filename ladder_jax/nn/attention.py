@@ -19,9 +19,12 @@ class Attention(nnx.Module):
 
     def __init__(self, sizes: Sizes, *, out_init: Initializer):
         config = sizes.config
-        self.query = declare("DNH", sizes=sizes, init=Normal(0.02))
-        self.key = declare("DKH", sizes=sizes, init=Normal(0.02))
-        self.value = declare("DKH", sizes=sizes, init=Normal(0.02))
+        if sizes.joined:
+            self.query_key_value = declare("DJH", sizes=sizes, init=Normal(0.02))
+        else:
+            self.query = declare("DNH", sizes=sizes, init=Normal(0.02))
+            self.key = declare("DKH", sizes=sizes, init=Normal(0.02))
+            self.value = declare("DKH", sizes=sizes, init=Normal(0.02))
         self.out = declare("NHD", sizes=sizes, init=out_init)
         if config.biases is not Biases.NONE:
             self.query_bias = declare("NH", sizes=sizes, init=zeros)
@@ -58,9 +61,7 @@ class Attention(nnx.Module):
 
     def _project(self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array]):
         dtype = x_BTD.dtype
-        query = quantized.einsum("BTD,DNH->BTNH", x_BTD, self.query.get_value())
-        key = quantized.einsum("BTD,DKH->BTKH", x_BTD, self.key.get_value())
-        value = quantized.einsum("BTD,DKH->BTKH", x_BTD, self.value.get_value())
+        query, key, value = self._matmuls(x_BTD)
         if hasattr(self, "query_bias"):
             query = query + self.query_bias[...].astype(dtype)[None, None]
             key = key + self.key_bias[...].astype(dtype)[None, None]
@@ -69,3 +70,14 @@ class Attention(nnx.Module):
             query = self.query_norm(query, dtype=dtype)
             key = self.key_norm(key, dtype=dtype)
         return rotary.rotate(query, table), rotary.rotate(key, table), value
+
+    def _matmuls(self, x_BTD: jax.Array) -> list[jax.Array]:
+        if hasattr(self, "query_key_value"):
+            joined = quantized.einsum("BTD,DJH->BTJH", x_BTD, self.query_key_value.get_value())
+            heads = self.out.get_value().shape[0]
+            return jnp.split(joined, [heads, (heads + joined.shape[2]) // 2], axis=2)
+        return [
+            quantized.einsum("BTD,DNH->BTNH", x_BTD, self.query.get_value()),
+            quantized.einsum("BTD,DKH->BTKH", x_BTD, self.key.get_value()),
+            quantized.einsum("BTD,DKH->BTKH", x_BTD, self.value.get_value()),
+        ]

@@ -12,20 +12,32 @@ from ladder_jax.nn.unchecked import differentiable, unchecked
 from ladder_jax.parallel.collectives import vary, varying
 
 BLOCK = 512  # cached positions whose scores `extend` holds at once
+PAGE = 128  # positions that a paged cache is read by, and a divisor of its heads' size: whole tiles in every dtype
 
 
 class Kernel(enum.Enum):
     XLA = "xla"  # everywhere; scores in memory
     CUDNN = "cudnn"  # flash attention on NVIDIA GPUs
     SPLASH = "splash"  # flash attention on TPUs, for whole blocks; a decode step's one query uses XLA
+    PAGED = "paged"  # for blocks as splash; a decode step reads the cache up to each row's length, and no more
+
+    @property
+    def cache_dims(self) -> str:
+        """The order in which a cache is kept: B rows, S positions, N key/value heads, H head size."""
+        return "BNSH" if self is Kernel.PAGED else "BSNH"
+
+    @property
+    def page(self) -> int:
+        """A cache's capacity is a multiple of it."""
+        return PAGE if self is Kernel.PAGED else 1
 
 
 def choose(config: ModelConfig, *, mesh: Mesh) -> Kernel:
     """The kernel for the mesh's devices (which need not be this machine's: ahead-of-time compilation)."""
     device = mesh.devices.flat[0]
-    if device.platform == "tpu":
-        return Kernel.SPLASH
     low_precision = config.dtype is Dtype.BFLOAT16
+    if device.platform == "tpu":
+        return Kernel.PAGED if low_precision and config.head_dim % PAGE == 0 else Kernel.SPLASH
     if device.platform in ("gpu", "cuda") and low_precision and config.head_dim % 8 == 0:
         # cuDNN asks the driver while it is traced, so it needs a GPU on this very machine.
         if config.head_dim <= 128 and device in jax.devices():
@@ -38,7 +50,7 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array, *, kernel: Kernel
 
     query [B, T, N, H], key and value [B, T, K, H] with K dividing N; the result is as query.
     """
-    if kernel is Kernel.SPLASH:
+    if kernel in (Kernel.SPLASH, Kernel.PAGED):
         from ladder_jax.nn import splash  # Pallas is for TPUs only, and slow to import
 
         return splash.causal(query, key, value)
@@ -49,13 +61,14 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array, *, kernel: Kernel
 def extend(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array, *, kernel: Kernel) -> jax.Array:
     """Attention of a block at positions start..start+T-1 to a cache that holds it and all before it.
 
-    query [B, T, N, H], the cache's key and value [B, S, K, H] with K dividing N, start an int32 scalar; query t
-    sees the positions up to start + t. The result is as query. Not differentiable.
+    query [B, T, N, H], the cache's key and value [B, S, K, H] (in the kernel's order) with K dividing N, start an
+    int32 scalar; query t sees the positions up to start + t. The result is as query. Not differentiable.
     """
-    if kernel is Kernel.SPLASH:
+    if kernel in (Kernel.SPLASH, Kernel.PAGED):
         from ladder_jax.nn import splash
 
-        return splash.extend(query, key, value, start)
+        heads_first = lambda x: x if kernel.cache_dims == "BNSH" else x.swapaxes(1, 2)
+        return splash.extend(query, heads_first(key), heads_first(value), start)
     # cuDNN's causal mask begins at the cache's first position, and jax rounds the log-sum-exp by which two calls'
     # results could be joined to bfloat16; a bias could mask, but makes cuDNN read the cache's unused end too.
     return _blockwise(query, key, value, start)
@@ -95,7 +108,14 @@ def _blockwise(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Ar
 
 
 def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, *, kernel: Kernel) -> jax.Array:
-    """Attention of one position a row (query [B, 1, N, H]) to the first `lengths` [B] of the cache [B, S, K, H]."""
+    """Attention of one position a row (query [B, 1, N, H]) to the first `lengths` [B] of the cache.
+
+    Its key and value are [B, S, K, H], in the kernel's order.
+    """
+    if kernel is Kernel.PAGED:
+        from ladder_jax.nn import paged
+
+        return paged.decode(query, key, value, lengths.astype(jnp.int32))
     implementation = "xla" if kernel is Kernel.SPLASH else kernel.value
 
     def attend(query, key, value, lengths):
@@ -105,3 +125,8 @@ def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Arra
 
     call = unchecked(attend) if kernel is Kernel.CUDNN else attend
     return call(query, key, value, lengths.astype(jnp.int32))
+
+
+def cached(block: jax.Array, *, kernel: Kernel) -> jax.Array:
+    """Keys or values [B, T, K, H] in the order of the kernel's cache."""
+    return block.swapaxes(1, 2) if kernel.cache_dims == "BNSH" else block

@@ -13,8 +13,11 @@ class MLP(nnx.Module):
     """silu(x gate) * (x up), then down. Under tensor parallelism F is split: down gives a partial sum."""
 
     def __init__(self, sizes: Sizes, *, out_init: Initializer):
-        self.gate = declare("DF", sizes=sizes, init=Normal(0.02))
-        self.up = declare("DF", sizes=sizes, init=Normal(0.02))
+        if sizes.joined:
+            self.gate_up = declare("DG", sizes=sizes, init=Normal(0.02))
+        else:
+            self.gate = declare("DF", sizes=sizes, init=Normal(0.02))
+            self.up = declare("DF", sizes=sizes, init=Normal(0.02))
         self.down = declare("FD", sizes=sizes, init=out_init)
         if sizes.config.biases is Biases.ALL:
             self.gate_bias = declare("F", sizes=sizes, init=zeros)
@@ -24,8 +27,11 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array, *, first_rank: jax.Array) -> jax.Array:
         """A rank's partial sum [B, T, D]; `first_rank` is True on the one rank that adds the output bias."""
         dtype = x_BTD.dtype
-        gate = quantized.einsum("BTD,DF->BTF", x_BTD, self.gate.get_value())
-        up = quantized.einsum("BTD,DF->BTF", x_BTD, self.up.get_value())
+        if hasattr(self, "gate_up"):
+            gate, up = jnp.split(quantized.einsum("BTD,DG->BTG", x_BTD, self.gate_up.get_value()), 2, axis=-1)
+        else:
+            gate = quantized.einsum("BTD,DF->BTF", x_BTD, self.gate.get_value())
+            up = quantized.einsum("BTD,DF->BTF", x_BTD, self.up.get_value())
         if hasattr(self, "gate_bias"):
             gate = gate + self.gate_bias[...].astype(dtype)[None, None, :]
             up = up + self.up_bias[...].astype(dtype)[None, None, :]

@@ -1,7 +1,8 @@
 """A parameter is declared once; shapes, shardings, initial values and stored names all follow from it.
 
 Dimensions are single letters: V vocabulary, D model, N query heads, K key/value heads, H head size,
-F feed-forward, L layers. Which mesh axis splits which letter is `parallel.Layout`'s business.
+F feed-forward, L layers; J query, key and value heads and G gate and up, side by side (see Sizes).
+Which mesh axis splits which letter is `parallel.Layout`'s business.
 """
 
 import dataclasses
@@ -55,11 +56,14 @@ class Sizes:
     """The size of every named dimension of a model over `ranks` tensor-parallel ranks.
 
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
+    joined: matrices that read the same input are one, as inference may keep them: side by side on each rank, so that
+        the whole is in the ranks' order.
     """
 
     config: ModelConfig
     ranks: int = 1
     stacked: bool = False
+    joined: bool = False
 
     def __getitem__(self, dim: str) -> int:
         config = self.config
@@ -70,6 +74,8 @@ class Sizes:
             "K": config.num_kv_heads,
             "H": config.head_dim,
             "F": config.d_ff,
+            "J": config.num_heads + 2 * max(config.num_kv_heads, self.ranks),  # ranks that share a head hold it each
+            "G": 2 * config.d_ff,
             "L": config.num_layers,
         }[dim]
 

@@ -12,7 +12,10 @@ from ladder_jax.nn import kernels
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """One layer's keys and values, each a rank's [B, S, K, H]; row b is filled up to its length."""
+    """One layer's keys and values, each a rank's [B, S, K, H] in the order of its kernel's `cache_dims`.
+
+    Row b is filled up to its length.
+    """
 
     key: jax.Array
     value: jax.Array
@@ -41,7 +44,7 @@ class Begin:
         return jnp.arange(length)[None, :]
 
     def attend(self, query, key, value, *, cache, kernel):
-        cache = cache and _write(cache, key, value, start=0)
+        cache = cache and _write(cache, key, value, start=0, kernel=kernel)
         return kernels.causal(query, key, value, kernel=kernel), cache
 
 
@@ -61,7 +64,7 @@ class Extend:
         return self.start + jnp.arange(length)[None, :]
 
     def attend(self, query, key, value, *, cache, kernel):
-        cache = _write(cache, key, value, start=self.start)
+        cache = _write(cache, key, value, start=self.start, kernel=kernel)
         return kernels.extend(query, cache.key, cache.value, self.start, kernel=kernel), cache
 
 
@@ -75,14 +78,19 @@ class Next:
         return self.lengths[:, None]
 
     def attend(self, query, key, value, *, cache, kernel):
-        rows = jnp.arange(key.shape[0])
+        rows, heads = jnp.arange(key.shape[0])[:, None], jnp.arange(key.shape[2])[None, :]
+        where = dict(B=rows, S=self.lengths[:, None], N=heads)
+        index = tuple(where[dim] for dim in kernel.cache_dims if dim in where)
         cache = Cache(
-            cache.key.at[rows, self.lengths].set(key[:, 0], unique_indices=True),
-            cache.value.at[rows, self.lengths].set(value[:, 0], unique_indices=True),
+            cache.key.at[index].set(key[:, 0], unique_indices=True),
+            cache.value.at[index].set(value[:, 0], unique_indices=True),
         )
         return kernels.decode(query, cache.key, cache.value, self.lengths + 1, kernel=kernel), cache
 
 
-def _write(cache: Cache, key: jax.Array, value: jax.Array, *, start: int | jax.Array) -> Cache:
-    write = lambda into, block: jax.lax.dynamic_update_slice_in_dim(into, block, start, axis=1)
+def _write(cache: Cache, key: jax.Array, value: jax.Array, *, start: int | jax.Array, kernel: kernels.Kernel) -> Cache:
+    def write(into, block):
+        block, axis = kernels.cached(block, kernel=kernel), kernel.cache_dims.index("S")
+        return jax.lax.dynamic_update_slice_in_dim(into, block, start, axis)
+
     return Cache(write(cache.key, key), write(cache.value, value))

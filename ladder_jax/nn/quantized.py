@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-CONTRACTED = {"DNH": "D", "DKH": "D", "NHD": "NH", "DF": "D", "FD": "F", "VD": "D"}
+CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D"}
 """The matrices by their dimensions, and those that a matmul sums over; what is not here (gains, biases) stays as it is.
 
 A table's rows are summed over D by the head, and a looked-up row is a channel of its own: tied, one serves both.

@@ -61,11 +61,11 @@ def extend(
 ) -> jax.Array:
     """Attention of a block at positions start..start+T-1 to a cache that holds it and all before it.
 
-    query [B, T, N, H], the cache's key and value [B, S, K, H] with K dividing N, start an int32 scalar; query t
+    query [B, T, N, H], the cache's key and value [B, K, S, H] with K dividing N, start an int32 scalar; query t
     sees the positions up to start + t. The result is as query. Not differentiable.
     """
     length, head_dim = query.shape[1], query.shape[3]
-    query, block_q = _in_blocks(query * head_dim**-0.5)
+    query, block_q = _in_blocks(query.swapaxes(1, 2) * head_dim**-0.5)
     key, block_kv = _in_blocks(key)
     value, _ = _in_blocks(value)
 
@@ -101,10 +101,10 @@ def extend(
 
 
 def _in_blocks(x: jax.Array) -> tuple[jax.Array, int]:
-    """x [B, T, heads, H] as [B, heads, T, H], T padded to a multiple of the block, which is returned too."""
-    length = x.shape[1]
+    """x [B, heads, T, H], T padded to a multiple of the block, which is returned too."""
+    length = x.shape[2]
     block = min(MAX_BLOCK, length + -length % LANES)
-    return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -length % block), (0, 0))), block
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -length % block), (0, 0))), block
 
 
 def _not_after(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:

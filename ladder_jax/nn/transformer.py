@@ -84,6 +84,11 @@ class Definition:
     def topology(self) -> residual.Topology:
         return residual.of_model(self.config)
 
+    @functools.cached_property
+    def kernel(self) -> kernels.Kernel:
+        """What computes attention on this mesh's devices; it decides how caches are kept, too."""
+        return kernels.choose(self.config, mesh=self.layout.mesh)
+
     def traits(self, *, phase: Phase, loop: Loop) -> Traits:
         """What the compiler's options for a program of this model depend on."""
         return Traits(self.topology.overlap, phase, loop)
@@ -103,22 +108,29 @@ class Definition:
         return declare(self.config, ranks=self.layout.ranks)
 
     @functools.cached_property
-    def _graphs(self) -> dict[str, nnx.GraphDef]:
-        return {name: nnx.split(module)[0] for name, module in self.modules.items()}
+    def joined(self) -> dict[str, nnx.Module]:
+        """`modules`, whose matrices that read the same input are one: of inference only, never stored."""
+        return declare(self.config, ranks=self.layout.ranks, joined=True)
+
+    @functools.cached_property
+    def _graphs(self) -> dict[bool, dict[str, nnx.GraphDef]]:
+        forms = {False: self.modules, True: self.joined}
+        return {joined: {name: nnx.split(m)[0] for name, m in modules.items()} for joined, modules in forms.items()}
 
     def bind(self, name: str, params: Params) -> Any:
-        """The module called `name` over a rank's arrays; only while tracing. "layers" binds one layer."""
-        return nnx.merge(self._graphs[name], params)
+        """The module called `name` over a rank's arrays, as they are; only while tracing. "layers" binds one layer."""
+        joined = name == "layers" and "gate_up" in params["mlp"]
+        return nnx.merge(self._graphs[joined][name], params)
 
 
 def define(config: ModelConfig, *, mesh: Mesh) -> Definition:
     return Definition(config, layout(config, mesh=mesh))
 
 
-def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:
+def declare(config: ModelConfig, *, ranks: int, joined: bool = False) -> dict[str, nnx.Module]:
     """The model's modules, their parameters declared and without values."""
     sizes = parameter.Sizes(config, ranks)
-    stacked = parameter.Sizes(config, ranks, stacked=True)
+    stacked = parameter.Sizes(config, ranks, stacked=True, joined=joined)
     modules = {
         "embedding": Embedding(sizes),
         "layers": Layer(stacked, topology=residual.of_model(config)),
@@ -154,7 +166,7 @@ def hidden(
     call = Call(
         axes=axes,
         dtype=dtype,
-        kernel=kernels.choose(config, mesh=definition.layout.mesh),
+        kernel=definition.kernel,
         table=rotary.tables(place.positions(tokens.shape[1]), config=config),
         first_rank=rank(axes) == 0,
         place=place,

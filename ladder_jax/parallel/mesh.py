@@ -56,7 +56,7 @@ class Layout:
 
     def spec(self, dims: str) -> PartitionSpec:
         """The partition of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
-        axes = {"B": self.batch, "N": self.tensor, "F": self.tensor, "V": self.tensor, "K": self.kv}
+        axes = {"B": self.batch, **dict.fromkeys("NJFGV", self.tensor), "K": self.kv}
         if self.emulated:
             axes = {"B": self.batch}
         return PartitionSpec(*(axes.get(dim) for dim in dims))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ladder_jax.parallel.collectives import EMULATED
 from ladder_jax.parallel.mesh import Layout
 
-SHARDED = "NFVK"  # the dimensions that tensor parallelism splits
+SHARDED = "NJFGVK"  # the dimensions that tensor parallelism splits
 Dims = Any  # a pytree prefix of strings such as "BTV"
 
 

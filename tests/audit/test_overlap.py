@@ -112,6 +112,8 @@ def test_a_decode_step_reads_the_weights_and_the_cache_once(request_, compiled):
     """On TPUs: a GPU's fusions round-trip a little more, and its compiler tunes only where there is a GPU."""
     answer = compiled(request_)
     assert 1 <= answer.bytes_accessed / answer.record.bytes_minimum < 1.15
+    if request_.target.kind in ("v5p", "tpu7x"):  # elsewhere it counts what is prefetched up to three times
+        assert answer.record.bytes_accessed / answer.record.bytes_minimum < 1.15
 
 
 @pytest.mark.parametrize("request_", TRAIN_STANDARD)
