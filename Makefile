@@ -29,7 +29,7 @@ find-oldest:
 	@eval "$$SETUP"; find_python '$(PYTHON_OLDEST)' 3.13
 
 clean:  ## remove the virtual environments and what the tools left behind
-	rm -rf .venv .venv-oldest .cache build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find ladder_jax tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The virtual environments. `.installed` is written last, so that an interrupted installation is begun anew; and one
@@ -120,7 +120,7 @@ make_venv() {
         touch "$$venv/.installing"
         "$$python" -m venv "$$venv"
     fi
-    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable .
+    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable '.[test-serve]'
     mv "$$venv/.installing" "$$venv/.installed"
 }
 endef

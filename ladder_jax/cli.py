@@ -97,6 +97,7 @@ def _parser() -> Parser:
     generate.add_argument(
         "--out", metavar="FILE", help="for --prompts: a JSON line as each finishes; a second run goes on with it"
     )
+    generate.add_argument("--chat", action="store_true", help="a conversation, or one answer to standard input")
     generate.add_argument("--stream", action="store_true", help="print one prompt's text as it comes")
     for option, kind, letter, text in (
         ("max-new-tokens", int, "N", "how many tokens to add (default 128)"),
@@ -107,6 +108,7 @@ def _parser() -> Parser:
         ("repetition-penalty", float, "R", "above 1, what was there before becomes less likely (default 1)"),
         ("seed", int, "S", "the same seed gives the same text (default 0)"),
         ("slots", int, "N", "prompts that are continued at the same time (default 8)"),
+        ("context", int, "S", "for --chat: tokens of history and answer together (default 2048)"),
     ):
         generate.add_argument(f"--{option}", type=kind, metavar=letter, help=text)
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
@@ -114,6 +116,27 @@ def _parser() -> Parser:
         "--tensor", type=int, metavar="N", help="tensor-parallel devices (default: as trained, if there are as many)"
     )
     generate.add_argument("--quantize", help="int8: the weights in 8 bits; none (the default)")
+
+    serve = verb(
+        "serve",
+        "Serve a trained checkpoint over HTTP, to OpenAI's clients.",
+        "ladder-jax serve runs/tiny --port 8000",
+    )
+    serve.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or one checkpoint in it")
+    for option, kind, letter, default, text in (
+        ("host", str, "ADDRESS", "127.0.0.1", "where to listen (default 127.0.0.1: this machine only)"),
+        ("port", int, "N", 8000, "default 8000; 0: any free one"),
+        ("api-key", str, "KEY", None, "what clients must send; better set as LADDER_JAX_API_KEY (default: no key)"),
+        ("model-name", str, "NAME", None, "the model's name for clients (default: the run's)"),
+        ("slots", int, "N", 8, "prompts that are continued at the same time (default 8)"),
+        ("capacity", int, "N", 2048, "the most tokens of a request, prompt and new ones together (default 2048)"),
+        ("max-new-tokens", int, "N", None, "the most that a request may ask for (default: the capacity)"),
+        ("max-queue", int, "N", 256, "prompts that may wait for a slot (default 256)"),
+        ("drain-seconds", float, "S", 30.0, "how long SIGTERM waits for requests in progress (default 30)"),
+        ("tensor", int, "N", None, "tensor-parallel devices (default: as trained, if there are as many)"),
+        ("quantize", str, "NAME", None, "int8: the weights in 8 bits; none (the default)"),
+    ):
+        serve.add_argument(f"--{option}", type=kind, metavar=letter, default=default, help=text)
 
     overlap = verb(
         "overlap",
@@ -191,15 +214,22 @@ def _train(args: argparse.Namespace) -> None:
 
     settings = config.load(args.config, overrides=args.overrides)
     result = train.run(settings, say=lambda line: print(line, file=sys.stderr, flush=True))
+    entropy = result.bigram_entropy
+    unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     print(
         f"trained {result.parameters:,} parameters for {result.steps} steps:"
-        f" held-out loss {result.validation_loss:.4f} nats a byte"
-        f" (the text's bigram entropy: {result.bigram_entropy:.4f})"
+        f" held-out loss {result.validation_loss:.4f} nats a {unit}"
     )
 
 
 def _generate(args: argparse.Namespace) -> None:
     from ladder_jax.decode import command
+
+    command.run(vars(args))
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from ladder_jax.serve import command
 
     command.run(vars(args))
 
@@ -216,4 +246,11 @@ def _bench(args: argparse.Namespace) -> None:
     command.run(vars(args))
 
 
-VERBS = {"doctor": _doctor, "train": _train, "generate": _generate, "overlap": _overlap, "bench": _bench}
+VERBS = {
+    "doctor": _doctor,
+    "train": _train,
+    "generate": _generate,
+    "serve": _serve,
+    "overlap": _overlap,
+    "bench": _bench,
+}

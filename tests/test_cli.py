@@ -102,7 +102,7 @@ def test_a_prompt_outside_the_vocabulary(run_cli, trained, tmp_path):
         stored["config"]["model"]["vocab_size"] = 120
         meta.write_text(json.dumps(stored))
     line = is_one_line(run_cli("generate", copy, "--prompt", "zebra", check_status=2))
-    assert "token 122, outside the model's vocabulary of 120" in line
+    assert "model.vocab_size=120 is too small for bytes (at least 256)" in line
 
 
 @pytest.mark.parametrize("how", ["truncated", "removed"])
@@ -143,9 +143,12 @@ MISTAKES = {
     ("generate", "nowhere", "--prompt", "x"): "there is no checkpoint at",
     ("generate", "nowhere", "--promt", "x"): "unknown option '--promt'; did you mean '--prompt'?",
     ("generate", "nowhere", "--prompt", "x", "--max-new-tokens", "many"): "invalid int value: 'many'",
-    ("generate", "nowhere"): "--prompt TEXT (once or more often) or --prompts FILE, one of the two",
+    ("generate", "nowhere"): "--prompt TEXT (once or more often), --prompts FILE or --chat, one of these",
     ("generate", "nowhere", "--prompts", "x.jsonl"): "--prompts FILE and --out FILE go together",
     ("generate", "nowhere", "--prompt", "x", "--prompt", "y", "--stream"): "--stream is for one --prompt",
+    ("generate", "nowhere", "--prompt", "x", "--chat"): "--prompts FILE or --chat, one of these",
+    ("generate", "nowhere", "--prompt", "x", "--context", "9"): "--context is for --chat",
+    ("train", "tiny", "data.tokenizer=nowhere"): "there is no tokenizer at 'nowhere' (allowed: 'bytes', or a folder",
     ("generate", "nowhere", "--prompt", "x", "--slots", "0"): "--slots must be at least 1, not 0",
     ("doctor", "--jsn"): "did you mean '--json'?",
 }
@@ -162,7 +165,7 @@ def test_an_empty_prompt(run_cli, trained):
     assert "the prompt is empty" in is_one_line(run_cli("generate", trained, "--prompt", "", check_status=2))
 
 
-@pytest.mark.parametrize("verb", ["train", "generate", "doctor", "bench"])
+@pytest.mark.parametrize("verb", ["train", "generate", "serve", "doctor", "bench"])
 def test_help_has_an_example(run_cli, verb):
     done = run_cli(verb, "--help", check_status=0)
     assert f"example:\n  ladder-jax {verb}" in done.stdout

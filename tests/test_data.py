@@ -59,7 +59,3 @@ def test_held_out_text_is_the_end():
     assert len(head) == 150 and tail[0] == 150
     (batch,) = batches.held_out(tail, config=TrainConfig(batch=16, sequence=10, evaluation_batches=3))
     np.testing.assert_array_equal(batch[0], np.arange(150, 161))
-
-
-def test_bytes_that_are_no_text_are_shown_as_such():
-    assert text.decode(np.array([72, 105, 0xFF, 300])) == "Hi\ufffd"

@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Loop, Quantize
-from ladder_jax.data import text
+from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import Engine, Finish, QueueFull, Request
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.decode.engine.slots import buckets
@@ -348,6 +348,7 @@ def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
     for use in (ours.step, ours.start, lambda: ours.submit(Request([1], max_new_tokens=9))):
         with pytest.raises(RuntimeError, match="the engine ended with an error: MemoryError"):
             use()
+    assert isinstance(ours.error, MemoryError)
     assert ours.stats().finished["failed"] == 3 and not ours.busy
     ours.stop()
 
@@ -358,7 +359,7 @@ PROMPTS = [
     {"prompt": "b", "id": 3, "top_k": 4, "temperature": 1, "stop": "e"},
     {"prompt": "c", "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.5, "stop_ids": [1, 2], "stop": ["x", "yy"]},
 ]
-READ = dict(defaults=DecodeConfig(max_new_tokens=6), stop=(), encode=text.encode, vocab_size=251, model="m")
+READ = dict(defaults=DecodeConfig(max_new_tokens=6), stop=(), encode=Bytes().encode, vocab_size=251, model="m")
 
 
 def lines_of(file):
@@ -369,7 +370,7 @@ def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
     """Cut at random bytes, the answers of a second run are those of one that was left in peace."""
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n\n".join(map(json.dumps, PROMPTS * 2)))
-    jobs, ours = jsonl.read(str(source), **READ), engine(decoder=text.to_bytes)
+    jobs, ours = jsonl.read(str(source), **READ), engine(decoder=Bytes().to_bytes)
     asked, calls = [], []
 
     def run():
@@ -448,3 +449,20 @@ def test_long_prompts_are_read_in_chunks():
 def test_weights_of_8_bits():
     request = Request([3, 1, 4, 1, 5], max_new_tokens=12)
     assert engine(quantize=Quantize.INT8).submit(request).result().tokens == alone_in_8_bits(request)
+
+
+def test_whoever_subscribes_hears_everything_once():
+    """Before the first piece, between two, and after the end; of a cancelled request the end, too."""
+    ours, heard = engine(), ([], [], [])
+    handle = ours.submit(Request([1], max_new_tokens=12))
+    handle.subscribe(heard[0].append)
+    ours.step()
+    assert len(heard[0]) == 2 and not handle.done
+    handle.subscribe(heard[1].append)
+    ours.run()
+    handle.subscribe(heard[2].append)
+    assert heard[0] == heard[1] == heard[2] == [*handle, handle.result()]
+    handle, heard = ours.submit(Request([1], max_new_tokens=12)), []
+    handle.subscribe(heard.append)
+    handle.cancel()
+    assert heard == [handle.result()] and handle.result().finish is Finish.CANCELLED

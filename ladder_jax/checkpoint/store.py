@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from ladder_jax.config import RunConfig, from_dict, to_dict
+from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params
 
@@ -29,6 +30,14 @@ class Checkpoint:
     path: pathlib.Path
     step: int
     config: RunConfig
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The run's own copy of its tokenizer. Raises UserError where it is gone, or has more tokens than the model."""
+        folder = self.path.parent.parent / tokenizers.FOLDER
+        stored = folder.exists() or self.config.data.tokenizer != tokenizers.BYTES
+        found = tokenizers.load(folder if stored else None)
+        tokenizers.check_vocabulary(found, vocab_size=self.config.model.vocab_size)
+        return found
 
     def params(self, definition: Definition) -> Params:
         """Parameters as `definition` lays them out. Raises UserError for a damaged checkpoint."""

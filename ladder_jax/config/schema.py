@@ -214,9 +214,13 @@ class DecodeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library."""
+    """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library.
+
+    `tokenizer`: `bytes`, or a folder with a Hugging Face tokenizer.json.
+    """
 
     path: str = "stdlib"
+    tokenizer: str = "bytes"
     max_bytes: int = 32_000_000
     validation_fraction: float = 0.05
 

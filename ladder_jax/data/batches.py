@@ -50,5 +50,5 @@ def held_out(text: np.ndarray, *, config: TrainConfig) -> list[np.ndarray]:
 def _windows(text: np.ndarray, length: int, part: str) -> Windows:
     windows = Windows(text, length)
     if len(windows) == 0:
-        raise UserError(f"the {part} text has {len(text)} bytes, fewer than train.sequence + 1 = {length + 1}")
+        raise UserError(f"the {part} text has {len(text)} tokens, fewer than train.sequence + 1 = {length + 1}")
     return windows

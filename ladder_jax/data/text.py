@@ -2,11 +2,11 @@
 
 import pathlib
 import sysconfig
-from collections.abc import Iterable
 
 import numpy as np
 
 from ladder_jax.config import DataConfig
+from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.errors import UserError
 
 STDLIB = "stdlib"
@@ -53,6 +53,14 @@ def _read(file: pathlib.Path, *, lenient: bool) -> bytes:
     return content
 
 
+def tokens(content: np.ndarray, *, tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens of a text's bytes, [n]."""
+    if tokenizer.name == BYTES:
+        return content
+    # `data.max_bytes` may have cut the last character.
+    return np.array(tokenizer.encode(content.tobytes().decode("utf-8", errors="ignore")), np.int32)
+
+
 def bigram_entropy(text: np.ndarray) -> float:
     """Entropy of a byte given the one before it, in nats a byte: what counting pairs can reach at best."""
     pairs = np.bincount(text[:-1].astype(np.int64) * 256 + text[1:], minlength=65536).reshape(256, 256)
@@ -61,18 +69,3 @@ def bigram_entropy(text: np.ndarray) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         conditional = np.where(pairs > 0, np.log(pairs / first), 0.0)
     return float(-(joint * conditional).sum())
-
-
-def encode(text: str) -> list[int]:
-    """A prompt's byte tokens; bytes of a command line that are not UTF-8 stay what they were."""
-    return list(text.encode("utf-8", errors="surrogateescape"))
-
-
-def to_bytes(tokens: Iterable[int]) -> bytes:
-    """Byte tokens as bytes; tokens that are no byte give nothing."""
-    return bytes(int(t) for t in tokens if t < 256)
-
-
-def decode(tokens: np.ndarray) -> str:
-    """Byte tokens as text; what is not UTF-8 becomes a replacement character."""
-    return to_bytes(tokens).decode("utf-8", errors="replace")

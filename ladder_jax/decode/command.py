@@ -1,33 +1,42 @@
-"""The verb `generate`: one prompt, several, or a file of them."""
+"""The verb `generate`: one prompt, several, a file of them, or a conversation."""
 
 import dataclasses
 import json
+import sys
 
-from ladder_jax import checkpoint, config, decode, files, nn, parallel
+from ladder_jax import checkpoint, config, decode, files
 from ladder_jax.checkpoint.store import Checkpoint
-from ladder_jax.data import text
+from ladder_jax.data.tokenizer import Tokenizer
+from ladder_jax.decode import chat
 from ladder_jax.decode.engine import Engine, Request, jsonl
+from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
 from ladder_jax.decode.engine.request import SAMPLING
 from ladder_jax.decode.progress import progress
 from ladder_jax.errors import UserError, member
 
 SLOTS = 8
+CONTEXT = 2048  # positions of a conversation
 
 
 def run(args: dict) -> None:
     """Print or write the texts. Raises UserError for what cannot be asked, before anything is computed."""
     _check(args)
     saved = checkpoint.open_checkpoint(args["checkpoint"])
+    tokenizer = saved.tokenizer()
     asked = {name: args[name] for name in SAMPLING if args[name] is not None}
     if args["quantize"]:
         asked["quantize"] = member(config.Quantize, "--quantize", args["quantize"])
     settings = dataclasses.replace(saved.config.decode, **asked)
     stop = tuple(args["stop"] or ())
     if args["prompts"]:
-        _file(args, saved=saved, settings=settings, stop=stop)
+        _file(args, saved=saved, tokenizer=tokenizer, settings=settings, stop=stop)
         return
-    requests = [Request.of(text.encode(prompt), config=settings, stop=stop) for prompt in args["prompt"]]
-    engine = _engine(args, saved=saved, settings=settings, requests=requests)
+    if args["chat"]:
+        _chat(args, saved=saved, tokenizer=tokenizer, settings=settings, stop=stop)
+        return
+    more = dict(config=settings, stop=stop, stop_ids=tokenizer.stop_ids)
+    requests = [Request.of(tokenizer.encode(prompt), **more) for prompt in args["prompt"]]
+    engine = _engine_for(requests, args=args, saved=saved, tokenizer=tokenizer, settings=settings)
     handles = [engine.submit(request) for request in requests]
     if args["stream"]:
         print(args["prompt"][0], end="", flush=True)
@@ -42,42 +51,66 @@ def run(args: dict) -> None:
 
 
 def _check(args: dict) -> None:
-    if bool(args["prompt"]) == bool(args["prompts"]):
-        raise UserError("generate needs --prompt TEXT (once or more often) or --prompts FILE, one of the two")
+    if sum(bool(args[way]) for way in ("prompt", "prompts", "chat")) != 1:
+        raise UserError("generate needs --prompt TEXT (once or more often), --prompts FILE or --chat, one of these")
     if bool(args["prompts"]) != bool(args["out"]):
         raise UserError("--prompts FILE and --out FILE go together")
     if args["stream"] and len(args["prompt"] or ()) != 1:
         raise UserError("--stream is for one --prompt")
     if args["slots"] is not None and args["slots"] < 1:
         raise UserError(f"--slots must be at least 1, not {args['slots']}")
+    if args["context"] is not None and not args["chat"]:
+        raise UserError("--context is for --chat")
+    if args["context"] is not None and args["context"] < 2:
+        raise UserError(f"--context must be at least 2, not {args['context']}")
     files.check_writable("out", args["out"])
 
 
-def _file(args: dict, *, saved: Checkpoint, settings: config.DecodeConfig, stop: tuple[str, ...]) -> None:
-    model = json.dumps([saved.step, config.to_dict(saved.config.model), settings.quantize.value])
-    encoding = dict(encode=text.encode, vocab_size=saved.config.model.vocab_size)
-    jobs = jsonl.read(args["prompts"], defaults=settings, stop=stop, model=model, **encoding)
+def _file(
+    args: dict, *, saved: Checkpoint, tokenizer: Tokenizer, settings: config.DecodeConfig, stop: tuple[str, ...]
+) -> None:
+    model = json.dumps([saved.step, config.to_dict(saved.config.model), settings.quantize.value, tokenizer.name])
+    encoding = dict(encode=tokenizer.encode, vocab_size=saved.config.model.vocab_size)
+    ends = dict(stop=stop, stop_ids=tokenizer.stop_ids)
+    jobs = jsonl.read(args["prompts"], defaults=settings, **ends, model=model, **encoding)
     left = jsonl.unanswered(args["out"], jobs)
     with progress(done=len(jobs) - len(left), total=len(jobs)) as advance:
         if left:
-            engine = _engine(args, saved=saved, settings=settings, requests=[job.request for job in left])
+            requests = [job.request for job in left]
+            engine = _engine_for(requests, args=args, saved=saved, tokenizer=tokenizer, settings=settings)
             jsonl.answer(engine, left, file=args["out"], advance=advance)
 
 
-def _engine(args: dict, *, saved: Checkpoint, settings: config.DecodeConfig, requests: list[Request]) -> Engine:
+def _chat(
+    args: dict, *, saved: Checkpoint, tokenizer: Tokenizer, settings: config.DecodeConfig, stop: tuple[str, ...]
+) -> None:
+    if not tokenizer.has_chat:
+        tokenizer.chat([])  # says so, before the weights are read
+    message = chat.piped()
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    more = dict(tokenizer=tokenizer, settings=settings)
+    # A thread of its own decodes, so that Ctrl-C reaches this one and not the middle of a round.
+    with _engine(args, saved=saved, slots=1, capacity=args["context"] or CONTEXT, **more) as engine:
+        conversation = chat.Conversation(engine, stop=stop, say=say, **more)
+        chat.talk(conversation, say=say) if message is None else chat.answer(conversation, message)
+
+
+def _engine_for(requests: list[Request], *, args: dict, saved: Checkpoint, **more) -> Engine:
     """As large as these requests need."""
     decode.check_prompts([request.prompt for request in requests], vocab_size=saved.config.model.vocab_size)
-    mesh = parallel.make_mesh(tensor=args["tensor"] or decode.default_tensor(saved.config))
-    definition = nn.define(saved.config.model, mesh=mesh)
-    return Engine(
-        definition,
-        saved.params(definition),
-        slots=min(args["slots"] or SLOTS, len(requests)),
-        capacity=max(len(request.prompt) + request.max_new_tokens for request in requests),
+    capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    return _engine(args, saved=saved, slots=min(args["slots"] or SLOTS, len(requests)), capacity=capacity, **more)
+
+
+def _engine(
+    args: dict, *, saved: Checkpoint, tokenizer: Tokenizer, settings: config.DecodeConfig, slots: int, capacity: int
+) -> Engine:
+    return of_checkpoint(
+        saved,
+        settings=settings,
+        tensor=args["tensor"],
+        slots=slots,
+        capacity=capacity,
         max_queue=max(len(args["prompt"] or ()), SLOTS),
-        decoder=text.to_bytes,
-        loop=settings.loop,
-        launch=settings.launch,
-        quantize=settings.quantize,
-        prefill_chunk=settings.prefill_chunk,
+        decoder=tokenizer.to_bytes,
     )

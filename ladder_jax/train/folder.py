@@ -29,6 +29,7 @@ def check(config: RunConfig, folder: pathlib.Path) -> None:
     except (OSError, ValueError):
         raise UserError(f"{str(file)!r} cannot be read as JSON") from None
     after = _flat(to_dict(config))
+    before = _flat(to_dict(RunConfig())) | before  # a setting that is newer than the run was at its default
     changed = [
         f"{key} was {before.get(key)!r}, now {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())

@@ -13,7 +13,7 @@ from ladder_jax import nn
 from ladder_jax.checkpoint import Store, open_checkpoint, steps
 from ladder_jax.config import RunConfig
 from ladder_jax.data import batches, text
-from ladder_jax.errors import UserError
+from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import make_mesh, with_ranks
 from ladder_jax.train import folder, optimizer
@@ -23,11 +23,11 @@ from ladder_jax.train.step import TrainState, abstract_state, initial_state, mea
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended: losses in nats a token; `bigram_entropy` in nats a byte of the training text."""
+    """How a run ended: losses in nats a token; `bigram_entropy` in nats a byte of the training text, if it is bytes."""
 
     steps: int
     validation_loss: float
-    bigram_entropy: float
+    bigram_entropy: float | None
     parameters: int
 
 
@@ -46,9 +46,9 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print) -> Result:
     place = folder.path_of(config)
     folder.check(config, place)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
-    if config.model.vocab_size < 256:
-        raise UserError(f"model.vocab_size={config.model.vocab_size} is too small for bytes (at least 256)")
-    content = text.load(config.data)
+    tokenizer = tokenizers.load(config.data.tokenizer)
+    tokenizers.check_vocabulary(tokenizer, vocab_size=config.model.vocab_size)
+    content = text.tokens(text.load(config.data), tokenizer=tokenizer)
     train_text, held_out_text = batches.split(content, config=config.data)
     dataset = batches.training(train_text, config=config.train)
     held_out = batches.held_out(held_out_text, config=config.train)
@@ -62,6 +62,7 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print) -> Result:
     else:
         state = initial_state(definition, config=config.train)
     place.mkdir(parents=True, exist_ok=True)
+    tokenizers.save(tokenizer, place / tokenizers.FOLDER)
     folder.write_config(config, place)
     folder.rewind_metrics(place, step=int(state.step))
 
@@ -73,7 +74,7 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print) -> Result:
     result = Result(
         steps=int(state.step),
         validation_loss=float(np.mean([loss(state.params, jax.device_put(b, sharding)) for b in held_out])),
-        bigram_entropy=text.bigram_entropy(train_text),
+        bigram_entropy=text.bigram_entropy(train_text) if tokenizer.name == tokenizers.BYTES else None,
         parameters=_count(definition),
     )
     folder.write_atomically(place / "result.json", json.dumps(dataclasses.asdict(result), indent=2) + "\n")

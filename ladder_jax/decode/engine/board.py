@@ -40,7 +40,7 @@ class Board:
         self._slots: list[Task | None] = [None] * slots
         self._finished = dict.fromkeys([*map(str, Finish), "failed"], 0)
         self._prompt_tokens = self._new_tokens = 0
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # after `fail`
 
     def put(self, task: Task) -> None:
         with self.changed:
@@ -54,8 +54,8 @@ class Board:
 
     def check(self) -> None:
         """Raises RuntimeError after `fail`."""
-        if self._error:
-            raise RuntimeError(f"the engine ended with an error: {self._error!r}") from self._error
+        if self.error:
+            raise RuntimeError(f"the engine ended with an error: {self.error!r}") from self.error
 
     @property
     def busy(self) -> bool:
@@ -107,7 +107,7 @@ class Board:
             self._finished["failed"] += 1
 
         with self.changed:
-            self._error = error
+            self.error = error
             self._end_all(end)
 
     def stats(self) -> Stats:

@@ -99,6 +99,11 @@ class Engine:
         self._board.cancel(handle)
 
     @property
+    def error(self) -> BaseException | None:
+        """What ended the engine, if anything did: it takes no request any more."""
+        return self._board.error
+
+    @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return self._board.busy

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from ladder_jax.decode.engine.request import Piece, Request, Result
 
+Listener = Callable[[Piece | Result | BaseException], object]
+
 
 class Driver(Protocol):
     """What a handle asks of its engine."""
@@ -30,6 +32,7 @@ class Handle:
         self._changed = threading.Condition()
         self._pieces: list[Piece] = []
         self._outcome: Result | BaseException | None = None
+        self._listeners: list[Listener] = []
 
     @property
     def done(self) -> bool:
@@ -51,6 +54,20 @@ class Handle:
         self._wait(lambda: self.done, timeout)
         return self._finished()
 
+    def subscribe(self, listener: Listener) -> None:
+        """Calls `listener` with each piece, from the first, and at last with the result or the engine's error.
+
+        It is called by whichever thread moves the request on, which waits for it: it must pass on what it
+        is given, say to an event loop, and neither block nor raise.
+        """
+        with self._changed:
+            for piece in self._pieces:
+                listener(piece)
+            if self.done:
+                listener(self._outcome)
+            else:
+                self._listeners.append(listener)
+
     def cancel(self) -> None:
         """End it as "cancelled", with what it has so far: at once if it is queued, else at the next round."""
         self._engine.cancel(self)
@@ -59,13 +76,19 @@ class Handle:
         """For the engine: one more piece."""
         with self._changed:
             self._pieces.append(piece)
-            self._changed.notify_all()
+            self._tell(piece)
 
     def end(self, outcome: Result | BaseException) -> None:
         """For the engine: no more will come."""
         with self._changed:
             self._outcome = outcome
-            self._changed.notify_all()
+            self._tell(outcome)
+            self._listeners.clear()
+
+    def _tell(self, event: Piece | Result | BaseException) -> None:
+        self._changed.notify_all()
+        for listener in self._listeners:
+            listener(event)
 
     def _finished(self) -> Result:
         if isinstance(self._outcome, BaseException):

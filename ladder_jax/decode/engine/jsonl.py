@@ -37,13 +37,14 @@ def read(
     *,
     defaults: DecodeConfig,
     stop: Sequence[str],
+    stop_ids: Sequence[int] = (),
     encode: Callable[[str], Sequence[int]],
     vocab_size: int,
     model: str,
 ) -> list[Job]:
     """The prompts in `file`. Raises UserError, with the line's number, for what cannot be served.
 
-    defaults, stop: for lines that say nothing else.
+    defaults, stop, stop_ids: for lines that say nothing else.
     model: what tells the model from others; it goes into the digests.
     """
     try:
@@ -57,7 +58,7 @@ def read(
         if not line.strip():
             continue
         try:
-            request, name = _request(line, defaults=defaults, stop=stop, encode=encode)
+            request, name = _request(line, defaults=defaults, stop=stop, stop_ids=stop_ids, encode=encode)
             check_prompts([request.prompt], vocab_size=vocab_size)
         except UserError as error:
             raise UserError(f"{file} line {number}: {error}") from None
@@ -68,7 +69,9 @@ def read(
     return jobs
 
 
-def _request(line: str, *, defaults: DecodeConfig, stop: Sequence[str], encode: Callable) -> tuple[Request, object]:
+def _request(
+    line: str, *, defaults: DecodeConfig, stop: Sequence[str], stop_ids: Sequence[int], encode: Callable
+) -> tuple[Request, object]:
     try:
         asked = json.loads(line)
     except ValueError as error:
@@ -78,7 +81,7 @@ def _request(line: str, *, defaults: DecodeConfig, stop: Sequence[str], encode: 
     for key in asked:
         if key not in KEYS:
             raise unknown("setting", key, KEYS)
-    name, stop, stop_ids = asked.get("id"), asked.get("stop", stop), asked.get("stop_ids", [])
+    name, stop, stop_ids = asked.get("id"), asked.get("stop", stop), asked.get("stop_ids", list(stop_ids))
     if not isinstance(name, str | int | None) or isinstance(name, bool):
         raise UserError(f"id must be a string or a whole number, not {json.dumps(name)}")
     if not isinstance(stop, str | list | tuple):

@@ -1,0 +1,74 @@
+"""Chat templates as Hugging Face's tokenizers bring them: Jinja, run in a sandbox."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+
+from ladder_jax.errors import UserError
+
+
+class ChatTemplate:
+    """`ChatTemplate(source, tokens)(messages)`: the text of a prompt for the next answer.
+
+    special: what the template may call by name, such as `bos_token`.
+    """
+
+    def __init__(self, source: str, *, special: Mapping[str, str]):
+        import jinja2
+
+        self._special = dict(special)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"the tokenizer's chat template is not valid: {_line(error)}") from None
+
+    def __call__(self, messages: Sequence[Mapping[str, str]]) -> str:
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise UserError(f'a message must be such as {{"role": "user", "content": "Hello"}}, not {message!r}')
+        given = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return self._template.render(**self._special, **given)
+        except Exception as error:  # the template is a program of somebody else's
+            raise UserError(f"the chat template refuses these messages: {_line(error)}") from None
+
+
+def _environment():
+    """What Hugging Face documents for templates (https://huggingface.co/docs/transformers/chat_templating_writing)."""
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks what an assistant wrote, for training; here it is what stands in it."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    extensions = [Generation, jinja2.ext.loopcontrols]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Jinja's own escapes HTML, which a prompt is not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str):
+    raise UserError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

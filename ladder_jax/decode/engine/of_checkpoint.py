@@ -1,0 +1,34 @@
+"""From a checkpoint to an engine."""
+
+from ladder_jax import nn, parallel
+from ladder_jax.checkpoint.store import Checkpoint
+from ladder_jax.config import DecodeConfig
+from ladder_jax.decode.engine.engine import Engine
+from ladder_jax.decode.engine.task import Decoder
+from ladder_jax.decode.generate import default_tensor
+
+
+def of_checkpoint(
+    saved: Checkpoint,
+    *,
+    settings: DecodeConfig,
+    tensor: int | None,
+    slots: int,
+    capacity: int,
+    max_queue: int,
+    decoder: Decoder,
+) -> Engine:
+    """As `settings` says how to compute; on `tensor` devices, or as many as it was trained on where there are."""
+    definition = nn.define(saved.config.model, mesh=parallel.make_mesh(tensor=tensor or default_tensor(saved.config)))
+    return Engine(
+        definition,
+        saved.params(definition),
+        slots=slots,
+        capacity=capacity,
+        max_queue=max_queue,
+        decoder=decoder,
+        loop=settings.loop,
+        launch=settings.launch,
+        quantize=settings.quantize,
+        prefill_chunk=settings.prefill_chunk,
+    )

@@ -1,0 +1,79 @@
+"""/v1/chat/completions: the next message of a conversation, by the checkpoint's chat template."""
+
+import asyncio
+
+import fastapi
+
+from ladder_jax.decode.engine import Piece, Request, Result
+from ladder_jax.serve import prepare
+from ladder_jax.serve.answer import respond
+from ladder_jax.serve.logprobs import of_chat
+from ladder_jax.serve.refusal import Refusal
+from ladder_jax.serve.schema import Chat, Message
+from ladder_jax.serve.service import Service
+
+PATH = "/v1/chat/completions"
+
+
+def router(service: Service) -> fastapi.APIRouter:
+    routes = fastapi.APIRouter()
+
+    @routes.post(PATH)
+    async def chat(asked: Chat, http: fastapi.Request) -> fastapi.Response:
+        requests = await asyncio.to_thread(_prepare, asked, service)
+        return await respond(service, http, asked, requests, form=_Messages(asked, service))
+
+    return routes
+
+
+def _prepare(asked: Chat, service: Service) -> list[Request]:
+    prepare.check(asked, service=service)
+    if not service.tokenizer.has_chat:
+        message = f"{service.name} has no chat template; ask it at /v1/completions"
+        raise Refusal(400, message, param="messages", code="no_chat_template")
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise Refusal(400, "top_logprobs go with logprobs: true", param="top_logprobs")
+    prepare.check_top_logprobs(asked.top_logprobs or 0, asked=asked, param="top_logprobs")
+    prompt = service.tokenizer.chat([_plain(message) for message in asked.messages])
+    most = asked.max_completion_tokens or asked.max_tokens
+    sizes = dict(max_tokens=most, default=service.limits.max_new_tokens)
+    return prepare.requests(asked, [prompt], **sizes, logprobs=bool(asked.logprobs), service=service)
+
+
+def _plain(message: Message) -> dict[str, str]:
+    """As templates know messages: text, from a role that they have."""
+    text = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
+    role = "system" if message.role == "developer" else message.role  # OpenAI's newer word for it
+    return {"role": role, "content": text} | ({"name": message.name} if message.name else {})
+
+
+class _Messages:
+    """See answer.Form."""
+
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, asked: Chat, service: Service):
+        self._top, self._tokenizer = asked.top_logprobs or 0, service.tokenizer
+
+    def choice(self, index: int, result: Result) -> dict:
+        message = {"role": "assistant", "content": result.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": self._logprobs(result), "finish_reason": result.finish}
+
+    def opening(self, index: int) -> dict:
+        return self._delta(index, {"role": "assistant", "content": ""})
+
+    def piece(self, index: int, piece: Piece) -> dict | None:
+        if not (piece.text or piece.logprobs):
+            return None
+        return self._delta(index, {"content": piece.text}) | {"logprobs": self._logprobs(piece)}
+
+    def closing(self, index: int, result: Result) -> dict:
+        return self._delta(index, {}) | {"finish_reason": result.finish}
+
+    def _delta(self, index: int, delta: dict) -> dict:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _logprobs(self, of: Piece | Result) -> dict | None:
+        if of.logprobs is None:
+            return None
+        return of_chat(of.tokens, of.logprobs, tokenizer=self._tokenizer, top=self._top)

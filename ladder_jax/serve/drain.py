@@ -1,0 +1,57 @@
+"""How a server ends: those who are being answered are answered, nobody else is let in."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ladder_jax.serve.refusal import Refusal
+
+POLL = 0.05  # seconds
+
+
+class Drain:
+    """Counts the requests in progress. Any thread may use it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._active = 0
+        self._draining = False
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def begin(self) -> int:
+        """From now on nobody is let in. How many are being answered."""
+        with self._lock:
+            self._draining = True
+            return self._active
+
+    def wait(self, seconds: float, *, unless: Callable[[], bool]) -> None:
+        """Until nobody is being answered, for at most `seconds`, or until `unless` is true."""
+        deadline = time.monotonic() + seconds
+        while self._active and time.monotonic() < deadline and not unless():
+            time.sleep(POLL)
+
+    def guard(self, app: ASGIApp, *, paths: tuple[str, ...]) -> ASGIApp:
+        """`app`, whose `paths` are counted, and closed while draining."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"] not in paths:
+                return await app(scope, receive, send)
+            with self._lock:  # so that whoever is let in is counted before `wait` looks
+                if entered := not self._draining:
+                    self._active += 1
+            if not entered:
+                headers = {"Retry-After": "5", "Connection": "close"}
+                refusal = Refusal(503, "the server is about to end; ask again", code="draining", headers=headers)
+                return await refusal.response()(scope, receive, send)
+            try:
+                await app(scope, receive, send)
+            finally:
+                with self._lock:
+                    self._active -= 1
+
+        return guarded

@@ -1,0 +1,51 @@
+"""Log-probabilities of tokens, in nats, as the two kinds of answer write them."""
+
+import codecs
+from collections.abc import Sequence
+
+from ladder_jax.data.tokenizer import Tokenizer
+
+LEAST = -9999.0  # OpenAI's word for "never": JSON has no infinity
+
+
+def spelled(data: bytes) -> str:
+    """A token's text; for part of a character its bytes, as OpenAI writes them: `bytes:\\xc3`."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def of_chat(tokens: Sequence[int], logprobs: Sequence[float], *, tokenizer: Tokenizer, top: int) -> dict:
+    content = []
+    for token, logprob in zip(tokens, logprobs):
+        data = tokenizer.to_bytes([token])
+        one = {"token": spelled(data), "logprob": max(logprob, LEAST), "bytes": list(data)}
+        content.append({**one, "top_logprobs": [one][:top]})
+    return {"content": content, "refusal": None}
+
+
+class OfText:
+    """Of a completion that comes in pieces: where each token begins is counted in characters from the first on."""
+
+    def __init__(self, *, tokenizer: Tokenizer, top: int):
+        self._tokenizer, self._top = tokenizer, top
+        self._utf8 = _utf8()
+        self._characters = 0
+
+    def __call__(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict:
+        pieces = [self._tokenizer.to_bytes([token]) for token in tokens]
+        words, values = [spelled(piece) for piece in pieces], [max(value, LEAST) for value in logprobs]
+        top = [{word: value} for word, value in zip(words, values)] if self._top else None
+        offsets = [self._offset(piece) for piece in pieces]
+        return {"tokens": words, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+    def _offset(self, piece: bytes) -> int:
+        before = self._characters
+        self._characters += len(self._utf8.decode(piece))
+        # What came just now may also end a broken character of the tokens before: counted from the end, then.
+        return max(before, self._characters - len(_utf8().decode(piece)))
+
+
+def _utf8() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")

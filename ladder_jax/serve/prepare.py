@@ -1,0 +1,71 @@
+"""From what was asked to the engine's requests, with everything checked that needs no engine."""
+
+import secrets
+from collections.abc import Sequence
+
+from ladder_jax.decode.engine import Request
+from ladder_jax.serve import unsupported
+from ladder_jax.serve.refusal import Refusal
+from ladder_jax.serve.schema import Asked
+from ladder_jax.serve.service import Service
+
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # the defaults
+
+
+def check(asked: Asked, *, service: Service) -> None:
+    """Raises Refusal for another model, and for what is not supported."""
+    if asked.model != service.name:
+        message = f"there is no model {asked.model!r}; this server has {service.name!r}"
+        raise Refusal(404, message, param="model", code="model_not_found")
+    unsupported.check(asked)
+    if asked.stream_options is not None and not asked.stream:
+        raise Refusal(400, "stream_options go with stream: true", param="stream_options")
+
+
+def requests(
+    asked: Asked,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int | None,
+    default: int,
+    logprobs: bool,
+    service: Service,
+) -> list[Request]:
+    """`asked.n` of each prompt, in order: the k-th is drawn with the seed + k.
+
+    max_tokens: as asked; where it was not, as many as there is room for, up to `default`.
+    """
+    n, most = asked.n or 1, service.limits.max_new_tokens
+    if not 0 < n * len(prompts) <= service.engine.max_queue:
+        message = f"{len(prompts)} prompts, {n} answers each, are not from 1 to {service.engine.max_queue} in all"
+        raise Refusal(400, message, param="prompt" if n == 1 else "n")
+    if max_tokens is not None and max_tokens > most:
+        raise Refusal(400, f"at most {most} new tokens can be asked for here, not {max_tokens}", param="max_tokens")
+    seed = secrets.randbits(32) if asked.seed is None else asked.seed
+    sampling = {
+        name: default if getattr(asked, name) is None else getattr(asked, name) for name, default in SAMPLING.items()
+    }
+    found = []
+    for prompt in prompts:
+        room = service.engine.capacity - len(prompt)
+        new = max_tokens or max(1, min(default, most, room))
+        if new > room:
+            message = (
+                f"a prompt of {len(prompt)} tokens and {new} new ones are more than the"
+                f" {service.engine.capacity} that this server has room for"
+            )
+            raise Refusal(400, message, param="prompt", code="context_length_exceeded")
+        more = dict(
+            stop_ids=service.tokenizer.stop_ids, stop=() if asked.stop is None else asked.stop, logprobs=logprobs
+        )
+        for k in range(n):
+            found.append(Request(prompt, max_new_tokens=new, seed=(seed + k) % 2**32, **sampling, **more))
+    return found
+
+
+def check_top_logprobs(top: int, *, asked: Asked, param: str) -> None:
+    """The engine gives the chosen token's log-probability. Without noise and penalty it is the best one's."""
+    greedy = asked.temperature == 0 and (asked.repetition_penalty or 1) == 1
+    if top > int(greedy):
+        message = f"{param} can be 0 here (each token's own log-probability), or 1 with temperature 0, not {top}"
+        raise Refusal(400, message, param=param, code="unsupported_parameter")

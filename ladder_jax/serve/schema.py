@@ -1,0 +1,83 @@
+"""The requests: OpenAI's parameters, and those of the engine's that OpenAI has not.
+
+Null means the default, as with OpenAI. What is not declared here goes to `unsupported.check`.
+"""
+
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+
+def _whole(text: str) -> str:
+    """JSON can write half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("text must not hold half of a surrogate pair") from None
+    return text
+
+
+Text = Annotated[str, pydantic.AfterValidator(_whole)]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Object(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Object):
+    include_usage: bool | None = None
+
+
+class Asked(Object):
+    """What both kinds of request share."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="answers a prompt; default 1")
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0 is greedy; default 1")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="default 1: all tokens")
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="default 0: all tokens")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="default 0: all tokens")
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(None, description="default 1: none")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(None, description="modulo 2**32; default random")
+    stop: Text | Annotated[Texts, Field(max_length=16)] | None = Field(
+        None, description="a string or a list of at most 16 strings"
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Completion(Asked):
+    """A request for /v1/completions."""
+
+    prompt: Text | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)] = Field(
+        description="a string, a list of strings, a list of tokens, or a list of lists of tokens"
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+
+class Part(Object):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Object):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[Part], Field(fail_fast=True)] = Field(
+        description='a string or a list of {"type": "text"} parts'
+    )
+    name: Text | None = None
+
+
+class Chat(Asked):
+    """A request for /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -1,0 +1,92 @@
+"""A socket, uvicorn in a thread of its own behind it, and signals in the main thread."""
+
+import contextlib
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from starlette.types import ASGIApp
+
+from ladder_jax.errors import UserError
+
+BACKLOG = 2048
+LAST_WORDS = 5  # seconds in which answers that are ready must have been sent
+KEEP_ALIVE = 75  # seconds; longer than clients keep theirs, so that none sends into a connection that is being closed
+POLL = 0.2  # seconds
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes the port, 0 for any, without listening yet. Raises UserError where it cannot be had."""
+    if not 0 <= port < 2**16:
+        raise UserError(f"a port is from 0 to 65535, not {port}")
+    sock = None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        if sock:
+            sock.close()
+        raise UserError(f"cannot listen at {host}, port {port}: {error.strerror}") from None
+    return sock
+
+
+def url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
+    """Serves while inside; at the end, what is being answered may still be sent. Gives the thread that does it.
+
+    Closes the socket.
+    """
+    import uvicorn
+
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:  # another process took the port in the meantime
+        raise UserError(f"cannot listen at {url(sock)}: {error.strerror}") from None
+    # In a thread, uvicorn leaves signals alone; its log says only what went wrong here, not what clients sent.
+    quiet = dict(log_config=None, log_level="error", access_log=False, server_header=False)
+    patience = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=LAST_WORDS)
+    settings = uvicorn.Config(app, **quiet, **patience, lifespan="off", ws="none")
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True)
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        yield thread
+    finally:
+        server.should_exit = True
+        thread.join()
+        sock.close()
+
+
+def catch_signals() -> queue.SimpleQueue[int]:
+    """The first SIGTERM or SIGINT goes here; the one after it ends the process at once."""
+    told = queue.SimpleQueue()  # may be put to from a signal's handler
+    both = (signal.SIGTERM, signal.SIGINT)
+
+    def handle(number: int, _: object) -> None:
+        for one in both:
+            signal.signal(one, signal.SIG_DFL)
+        told.put(number)
+
+    for one in both:
+        signal.signal(one, handle)
+    return told
+
+
+def wait(told: queue.SimpleQueue[int], *, unless: Callable[[], bool]) -> None:
+    """Until there is a signal, or until `unless` is true."""
+    while not unless():
+        with contextlib.suppress(queue.Empty):
+            told.get(timeout=POLL)
+            return

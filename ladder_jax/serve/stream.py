@@ -1,0 +1,44 @@
+"""Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), one JSON object each."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ladder_jax.serve.generation import Dropped, unless_dropped
+from ladder_jax.serve.refusal import Refusal, dumps
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends objects as they come, until the client goes away, also where none has come yet; then calls `ended`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, objects: AsyncIterator[dict], *, ended: Callable[[], None]):
+        # The last of these asks nginx not to collect what should be seen at once.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._objects, self._ended = objects, ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            with contextlib.suppress(Dropped):
+                await unless_dropped(receive, self._send(send))
+        finally:
+            self._ended()
+
+    async def _send(self, send: Send) -> None:
+        async def one(data: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async for value in self._objects:
+                await one(b"data: %b\n\n" % dumps(value))
+        except Refusal as refusal:  # too late for a status
+            await one(b"data: %b\n\n" % dumps(refusal.body()), more=False)
+        else:
+            await one(DONE, more=False)

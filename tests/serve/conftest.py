@@ -1,0 +1,151 @@
+"""A checkpoint of random weights, and servers of it: in processes of their own, and in this one."""
+
+import contextlib
+import http.client
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import urllib.parse
+
+import numpy as np
+import pytest
+
+from ladder_jax import checkpoint
+from ladder_jax.config import DecodeConfig, MeshConfig, RunConfig
+from ladder_jax.config.schema import FolderConfig
+from ladder_jax.data.tokenizer import Bytes
+from ladder_jax.decode.engine import Request
+from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
+from ladder_jax.serve import app, server
+from ladder_jax.serve.limits import Limits
+from ladder_jax.serve.metrics import Metrics
+from ladder_jax.serve.service import Service
+from tests import cases
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+CAPACITY = 128
+MODEL = "book"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A run's folder with one checkpoint: two layers, bytes."""
+    folder = tmp_path_factory.mktemp("serve")
+    definition = cases.define("ladder", tensor=2, num_layers=2, vocab_size=256)
+    config = RunConfig(model=definition.config, mesh=MeshConfig(tensor=2), run=FolderConfig(name=MODEL))
+    store = checkpoint.Store(folder / "checkpoints", config=config)
+    params = cases.place(cases.parameters(definition), definition)
+    store.save(1, params=params, optimizer={"count": np.zeros(())})
+    store.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_engine(folder):
+    """Engines of that checkpoint in this process."""
+
+    def make(**more):
+        settings = {**dict(tensor=1, slots=4, capacity=CAPACITY, max_queue=8), **more}
+        saved = checkpoint.open_checkpoint(folder)
+        return of_checkpoint(saved, settings=DecodeConfig(), **settings, decoder=Bytes().to_bytes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(make_engine):
+    """A request's result where nothing else runs, on one device."""
+    engine, known = make_engine(slots=1), {}
+
+    def result(prompt, **settings):
+        prompt = prompt if isinstance(prompt, list) else list(prompt.encode())
+        request = Request(prompt, **settings)
+        if request not in known:
+            known[request] = engine.submit(request).result()
+        return known[request]
+
+    return result
+
+
+@pytest.fixture(scope="module")
+def serving():
+    """Serves an engine of this process while inside; gives the service and its address."""
+
+    @contextlib.contextmanager
+    def within(engine, *, tokenizer=None, key=None, **limits):
+        limits = Limits(**{"max_new_tokens": CAPACITY - 1, **limits})
+        service = Service(engine, tokenizer or Bytes(), MODEL, limits, Metrics(engine), key)
+        with server.listening(app.create(service), sock := server.bind("127.0.0.1", 0)), engine:
+            yield service, server.url(sock)
+
+    return within
+
+
+class Process:
+    """`ladder-jax serve` as a user starts it; ready once it exists."""
+
+    def __init__(self, *args, log, python=("-m", "ladder_jax"), **environment):
+        self._log = open(log, "w+b")
+        self.popen = subprocess.Popen(
+            [sys.executable, *python, "serve", *map(str, args), "--port", "0", "--capacity", str(CAPACITY)],
+            stderr=self._log,
+            env={**os.environ, **environment},
+            cwd=ROOT,
+        )
+        while "serving" not in self.log():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(0.1)
+                raise AssertionError(self.log())
+        self.url = self.log().rpartition(" at ")[2].split()[0]
+
+    def log(self):
+        """Its standard error so far."""
+        with open(self._log.name, encoding="utf-8") as file:
+            return file.read()
+
+    def end(self, timeout=60):
+        """Its exit status, after SIGTERM."""
+        self.popen.terminate()
+        return self.popen.wait(timeout)
+
+    def kill(self):
+        self.popen.kill()
+        self.popen.wait()
+        self._log.close()
+
+
+@pytest.fixture(scope="session")
+def start(folder, tmp_path_factory):
+    """Starts servers of the checkpoint; none outlives the tests."""
+    started = []
+
+    def make(*args, **more):
+        started.append(Process(folder, *args, log=tmp_path_factory.mktemp("log") / "stderr", **more))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.kill()
+
+
+def ask(url, path="/v1/completions", body=None, *, method=None, headers=None, timeout=60):
+    """Status, headers and body of one plain request; the body is JSON where it says so."""
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout)
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    method = method or ("GET" if body is None else "POST")
+    connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    is_json = content and response.headers.get("Content-Type") == "application/json"
+    return response.status, response.headers, json.loads(content) if is_json else content.decode()
+
+
+def metric(url, name):
+    """One value of /metrics."""
+    lines = ask(url, "/metrics")[2].splitlines()
+    (line,) = [line for line in lines if line.startswith(name + " ") or line.startswith(name + "{")]
+    return float(line.rpartition(" ")[2])

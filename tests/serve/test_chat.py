@@ -1,0 +1,121 @@
+"""Chat, with a tokenizer that has a template, by the official client."""
+
+import openai
+import pytest
+
+from tests.serve.conftest import CAPACITY, MODEL, ask
+from tests.serve.templated import Templated
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+PROMPT = "s:Be brief.|u:Hello|a:"
+
+
+@pytest.fixture(scope="module")
+def url(make_engine, serving):
+    with serving(make_engine(), tokenizer=Templated(), max_new_tokens=50) as (_, url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_an_answer(client, alone, limit):
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=1.2, seed=4, **{limit: 9})
+    expected = alone(PROMPT, max_new_tokens=9, temperature=1.2, seed=4, stop_ids=(10,))
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.finish_reason == "length" and answer.object == "chat.completion"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 9)
+
+
+def test_a_text_ends_where_the_model_ends_it(client, alone):
+    """At the tokenizer's stop token, which is none of the text; without a limit it may go on to the server's."""
+    reasons = set()
+    for seed in range(12):
+        (choice,) = client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=seed, temperature=2).choices
+        expected = alone(PROMPT, max_new_tokens=50, temperature=2.0, seed=seed, stop_ids=(10,))
+        assert (choice.message.content, choice.finish_reason) == (expected.text, expected.finish)
+        assert "\n" not in choice.message.content
+        reasons.add(choice.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_messages_in_other_words(client):
+    """Text in parts, and OpenAI's newer word for a system message."""
+    asked = dict(model=MODEL, temperature=0, max_tokens=9)
+    plain = client.chat.completions.create(messages=MESSAGES, **asked)
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    other = [{"role": "developer", "content": parts}, {**MESSAGES[1], "name": "Ann"}]
+    neutral = dict(tools=[], tool_choice="none", response_format={"type": "text"}, n=1, store=False, logit_bias={})
+    same = client.chat.completions.create(messages=other, **asked, **neutral)
+    assert same.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_a_stream(client, alone):
+    asked = dict(model=MODEL, messages=MESSAGES, seed=3, max_tokens=40, n=2, stream=True)
+    *parts, last = client.chat.completions.create(**asked, stream_options={"include_usage": True})
+    assert [part.choices[0].delta.role for part in parts[:2]] == ["assistant"] * 2
+    for index in range(2):
+        mine = [part.choices[0] for part in parts if part.choices[0].index == index]
+        expected = alone(PROMPT, max_new_tokens=40, temperature=1.0, seed=3 + index, stop_ids=(10,))
+        assert "".join(choice.delta.content or "" for choice in mine) == expected.text
+        assert [choice.finish_reason for choice in mine if choice.finish_reason] == [expected.finish]
+    assert last.choices == [] and last.usage.prompt_tokens == len(PROMPT)
+
+
+def test_log_probabilities(client, alone):
+    expected = alone(PROMPT, max_new_tokens=20, stop_ids=(10,), logprobs=True)
+    asked = dict(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=20, logprobs=True)
+    (choice,) = client.chat.completions.create(**asked, top_logprobs=1).choices
+    content = choice.logprobs.content
+    assert tuple(byte for token in content for byte in token.bytes) == expected.tokens
+    assert [token.logprob for token in content] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert all(token.top_logprobs[0].token == token.token for token in content)
+    parts = [part.choices[0].logprobs for part in client.chat.completions.create(**asked, stream=True)]
+    assert [token.logprob for part in parts if part for token in part.content] == [token.logprob for token in content]
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+REFUSED = {
+    "tools": (dict(tools=[TOOL]), r"tools is not supported here: leave it out, or \[\]"),
+    "choice": (dict(tool_choice="required"), "tool_choice is not supported here: leave it out, or 'none', or 'auto'"),
+    "format": (dict(response_format={"type": "json_object"}), "response_format is not supported here"),
+    "effort": (dict(reasoning_effort="high"), "reasoning_effort is not supported here"),
+    "template": (dict(messages=[{"role": "assistant", "content": "a"}]), "the chat template refuses these messages"),
+    "messages": (dict(messages=[]), "messages: List should have at least 1 item"),
+    "role": (dict(messages=[{"role": "tool", "content": "a"}]), r"messages\[0\].role: Input should be 'system'"),
+    "content": (
+        dict(messages=[{"role": "user", "content": None}]),
+        r"messages\[0\].content must be a string or a list",
+    ),
+    "image": (
+        dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        r"messages\[0\].content must be a string or a list of",
+    ),
+    "calls": (
+        dict(messages=[{"role": "assistant", "content": "", "tool_calls": [TOOL]}]),
+        r"messages\[0\].tool_calls is not supported here",
+    ),
+    "top": (dict(logprobs=True, top_logprobs=2), "top_logprobs can be 0 here"),
+    "top alone": (dict(top_logprobs=0), "top_logprobs go with logprobs"),
+    "penalty": (dict(frequency_penalty=0.5), "frequency_penalty is not supported here"),
+    "limit": (dict(max_tokens=51), "at most 50 new tokens can be asked for here, not 51"),
+    "long": (dict(messages=[{"role": "user", "content": "a" * CAPACITY}]), "more than the 128 that this server has"),
+    "unknown": (dict(extra_body={"message": 1}), "unknown parameter 'message'; did you mean 'messages'"),
+}
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_answered(client, change, message):
+    asked = dict(model=MODEL, messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.chat.completions.create(**{**asked, **change})
+
+
+def test_the_paths_are_described(url):
+    paths = ask(url, "/openapi.json")[2]["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= set(paths)

@@ -1,0 +1,234 @@
+"""The official client against a server in a process: every answer is that of the request alone."""
+
+import asyncio
+import contextlib
+import sys
+import time
+
+import numpy as np
+import openai
+import pytest
+
+from tests.serve.conftest import CAPACITY, MODEL, ask, metric
+
+ASKED = dict(model=MODEL, prompt="Once upon", max_tokens=40, temperature=0.8, seed=7)
+ALONE = dict(max_new_tokens=40, temperature=0.8, seed=7)
+
+
+@pytest.fixture(scope="module")
+def running(start):
+    """A server in a process of its own; it must end well, too, and have nothing to tell."""
+    process = start()
+    yield process
+    assert process.end() == 0 and process.log().count("\n") == 1, process.log()
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_a_completion(client, alone):
+    answer, expected = client.completions.create(**ASKED), alone("Once upon", **ALONE)
+    assert answer.object == "text_completion" and answer.model == MODEL and answer.id.startswith("cmpl-")
+    (choice,) = answer.choices
+    assert choice.text == expected.text and choice.finish_reason == "length" and choice.logprobs is None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (9, 40, 49)
+
+
+def test_defaults_are_openai_s(client, alone):
+    """16 tokens, drawn with temperature 1 and another seed each time."""
+    first, second = (client.completions.create(model=MODEL, prompt="a") for _ in range(2))
+    assert first.usage.completion_tokens == 16 and first.choices[0].text != second.choices[0].text
+    greedy = client.completions.create(model=MODEL, prompt="a", temperature=0)
+    assert greedy.choices[0].text == alone("a", max_new_tokens=16).text
+    nulls = dict(max_tokens=None, stop=None, n=None, logit_bias=None, suffix=None, top_p=None, logprobs=None)
+    neutral = dict(presence_penalty=0, frequency_penalty=0.0, best_of=1, user="me", echo=False, stream=False)
+    same = client.completions.create(model=MODEL, prompt="a", temperature=0, **nulls, **neutral)
+    assert same.choices[0].text == greedy.choices[0].text
+
+
+@pytest.mark.parametrize("prompt", [["a", "bé"], [[97], [98, 195, 169]]], ids=["texts", "tokens"])
+def test_several_prompts_and_answers(client, alone, prompt):
+    """The k-th answer to a prompt has the seed + k."""
+    answer = client.completions.create(**{**ASKED, "prompt": prompt, "n": 3})
+    expected = [alone(one, **{**ALONE, "seed": 7 + k}) for one in ("a", "bé") for k in range(3)]
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [choice.text for choice in answer.choices] == [one.text for one in expected]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 240)
+    one = client.completions.create(**{**ASKED, "prompt": [97]})
+    assert one.choices[0].text == expected[0].text
+
+
+def test_the_engine_s_own_settings(client, alone):
+    own = dict(top_k=5, min_p=0.05, repetition_penalty=1.3)
+    answer = client.completions.create(**ASKED, top_p=0.9, extra_body=own)
+    assert answer.choices[0].text == alone("Once upon", **ALONE, top_p=0.9, **own).text
+
+
+def test_stop_strings_and_echo(client, alone):
+    text = alone("Once upon", **ALONE).text
+    stop = text[10:12]
+    answer = client.completions.create(**ASKED, stop=[stop, "never there"], echo=True)
+    (choice,) = answer.choices
+    assert choice.text == "Once upon" + text[: text.index(stop)] and choice.finish_reason == "stop"
+    parts = list(client.completions.create(**ASKED, stop=stop, echo=True, stream=True))
+    assert "".join(part.choices[0].text for part in parts) == choice.text
+
+
+def test_a_stream(client, alone):
+    """Two prompts at a time; several pieces each, which together are the texts."""
+    asked = {**ASKED, "prompt": ["Once upon", "x"], "stream": True, "stream_options": {"include_usage": True}}
+    *parts, last = client.completions.create(**asked)
+    texts, reasons = {0: [], 1: []}, {}
+    for part in parts:
+        (choice,) = part.choices
+        assert choice.index not in reasons and part.usage is None and part.id == last.id
+        texts[choice.index].append(choice.text)
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    assert ["".join(texts[k]) for k in range(2)] == [alone(one, **ALONE).text for one in ("Once upon", "x")]
+    assert reasons == {0: "length", 1: "length"} and min(len(texts[k]) for k in range(2)) >= 3
+    assert last.choices == [] and (last.usage.prompt_tokens, last.usage.completion_tokens) == (10, 80)
+
+
+def test_log_probabilities(client, alone):
+    expected = alone("Once upon", max_new_tokens=40, logprobs=True)
+    greedy = {**ASKED, "temperature": 0, "logprobs": 1}
+    (choice,) = client.completions.create(**greedy).choices
+    found = choice.logprobs
+    np.testing.assert_allclose(found.token_logprobs, expected.logprobs, atol=1e-4)
+    assert [list(top) for top in found.top_logprobs] == [[token] for token in found.tokens]
+    assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
+    for token, offset in zip(found.tokens, found.text_offset):
+        assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
+    assert any(token.startswith("bytes:") for token in found.tokens)
+    parts = [part.choices[0].logprobs for part in client.completions.create(**greedy, stream=True)]
+    assert sum((part.text_offset for part in parts if part), []) == found.text_offset
+    assert sum((part.token_logprobs for part in parts if part), []) == found.token_logprobs
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "ladder_jax"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9'; this server has 'book'"):
+        client.models.retrieve("gpt-9")
+
+
+REFUSED = {
+    "model": (dict(model="gpt-9"), openai.NotFoundError, "there is no model 'gpt-9'"),
+    "long": (dict(max_tokens=CAPACITY - 1), openai.BadRequestError, "a prompt of 9 tokens and 127 new ones are more"),
+    "limit": (dict(max_tokens=CAPACITY), openai.BadRequestError, "at most 127 new tokens can be asked for here"),
+    "empty": (dict(prompt=""), openai.BadRequestError, "the prompt is empty"),
+    "none": (dict(prompt=[]), openai.BadRequestError, "0 prompts"),
+    "many": (dict(n=100, prompt=["a"] * 3), openai.BadRequestError, "3 prompts, 100 answers each, are not from 1 to"),
+    "token": (dict(prompt=[256]), openai.BadRequestError, "the token 256, outside the model's vocabulary of 256"),
+    "best_of": (dict(best_of=3), openai.BadRequestError, "best_of is not supported here: leave it out, or 1"),
+    "true": (dict(best_of=True), openai.BadRequestError, "best_of is not supported here"),
+    "logit_bias": (dict(logit_bias={"1": 3}), openai.BadRequestError, "logit_bias is not supported here"),
+    "presence_penalty": (dict(presence_penalty=1), openai.BadRequestError, "presence_penalty is not supported here"),
+    "logprobs": (dict(logprobs=1), openai.BadRequestError, "logprobs can be 0 here"),
+    "echo": (dict(echo=True, logprobs=0), openai.BadRequestError, "echo goes without logprobs"),
+    "temperature": (dict(temperature=2.5), openai.BadRequestError, "temperature: Input should be less than or equal"),
+    "stop": (dict(stop=["a"] * 17), openai.BadRequestError, "stop must be a string or a list of at most 16"),
+    "stops": (dict(stop=""), openai.BadRequestError, "stop must be strings, none of them empty"),
+    "stream_options": (dict(stream_options={}), openai.BadRequestError, "stream_options go with stream"),
+    "unknown": (
+        dict(extra_body={"top-k": 3}),
+        openai.BadRequestError,
+        "unknown parameter 'top-k'; did you mean 'top_k'",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, kind, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_answered(client, change, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        client.completions.create(**{**ASKED, **change})
+    body = caught.value.response.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"} and body["type"] == "invalid_request_error"
+    streamed = {**ASKED, "stream": True, **change}
+    if "stream_options" not in change:  # refused before a stream begins
+        with pytest.raises(kind, match=message):
+            client.completions.create(**streamed)
+
+
+def test_without_a_chat_template(client):
+    with pytest.raises(openai.BadRequestError, match="book has no chat template; ask it at /v1/completions"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
+
+
+def test_health_and_metrics(running, client):
+    before = metric(running.url, "ladder_jax_new_tokens_total")
+    client.completions.create(**ASKED)
+    assert ask(running.url, "/health")[::2] == (200, {"status": "ok"})
+    status, headers, text = ask(running.url, "/metrics")
+    assert status == 200 and headers["Content-Type"].startswith("text/plain")
+    assert metric(running.url, "ladder_jax_new_tokens_total") == before + 40
+    assert 'ladder_jax_requests_total{path="/v1/completions",status="200"}' in text
+    assert metric(running.url, "ladder_jax_time_to_first_token_seconds_count") >= 1
+    ask(running.url, "/made/up")
+    assert 'path="other",status="404"' in ask(running.url, "/metrics")[2]
+
+
+def random_requests(count):
+    """Greedy and drawn, streamed and whole; prompts and answers of all lengths that fit."""
+    rng = np.random.default_rng(0)
+    for index in range(count):
+        length = int(rng.integers(1, CAPACITY - 1))
+        new = int(rng.integers(1, min(48, CAPACITY - length) + 1))
+        drawn = dict(temperature=float(rng.uniform(0.3, 1.5)), seed=index) if index % 2 else dict(temperature=0.0)
+        yield rng.integers(0, 256, length).tolist(), new, drawn, index % 3 == 0
+
+
+def at_once(url, asked, *, leave=lambda index: False):
+    """The texts of all requests, sent at once; None for those who leave before the end."""
+
+    async def one(client, index, prompt, new, drawn, stream):
+        more = dict(model=MODEL, prompt=prompt, max_tokens=new, **drawn)
+        if leave(index) and not stream:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(client.completions.create(**more), 0.02 * (index % 7))
+            return None
+        answer = await client.completions.create(**more, stream=stream)
+        if not stream:
+            return answer.choices[0].text
+        parts = []
+        async for part in answer:
+            if leave(index):
+                await answer.close()
+                return None
+            parts.append(part.choices[0].text)
+        return "".join(parts)
+
+    async def everyone():
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, index, *request) for index, request in enumerate(asked)))
+
+    return asyncio.run(everyone())
+
+
+def test_200_at_once(running, alone):
+    """None is lost, none is wrong, and memory does not grow from one round to the next."""
+    asked, memory = list(random_requests(200)), []
+    expected = [alone(prompt, max_new_tokens=new, **drawn).text for prompt, new, drawn, _ in asked]
+    for _ in range(3):
+        assert at_once(running.url, asked) == expected
+        if sys.platform == "linux":  # elsewhere the metric is not there
+            memory.append(metric(running.url, "process_resident_memory_bytes"))
+    assert not memory or memory[2] - memory[1] < 8 * 2**20
+    assert metric(running.url, "ladder_jax_running") == metric(running.url, "ladder_jax_queued") == 0
+
+
+def test_many_leave_in_the_middle(running, alone):
+    """Queued, running, or while they are sent a stream; the others do not notice."""
+    asked = list(random_requests(90))
+    expected = [alone(prompt, max_new_tokens=new, **drawn).text for prompt, new, drawn, _ in asked]
+    leave = lambda index: index % 5 in (1, 2)
+    texts = at_once(running.url, asked, leave=leave)
+    assert texts == [None if leave(index) else text for index, text in enumerate(expected)]
+    deadline = time.monotonic() + 20
+    while metric(running.url, "ladder_jax_running") or metric(running.url, "ladder_jax_queued"):
+        assert time.monotonic() < deadline
+    assert 'ladder_jax_finished_total{reason="cancelled"} 0.0' not in ask(running.url, "/metrics")[2]

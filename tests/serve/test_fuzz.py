@@ -1,0 +1,150 @@
+"""More than a thousand malformed requests: each gets a reason, none an error of the server's."""
+
+import collections
+import json
+import socket
+import urllib.parse
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from tests.serve.conftest import MODEL, ask
+
+
+@pytest.fixture(scope="module")
+def running(start):
+    """A server that can chat, too."""
+    process = start(python=("-m", "tests.serve.templated"))
+    yield process
+    assert process.end() == 0
+
+
+VALID = {
+    "/v1/completions": dict(
+        model=MODEL, prompt="a", n=1, max_tokens=3, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=1, stop="b",
+        repetition_penalty=1.2, stream=True, stream_options={"include_usage": True}, echo=True, user="me",
+        best_of=1, logit_bias={}, suffix="",
+    ),
+    "/v1/chat/completions": dict(
+        model=MODEL, messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}], n=1, max_tokens=3,
+        tools=[], max_completion_tokens=3, logprobs=True, top_logprobs=0, stream=False,
+        response_format={"type": "text"},
+    ),
+}  # fmt: skip
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20),
+    st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**30, 1e-320, "", "\x00", "\ud800", "none"]),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=6), below, max_size=4),
+    max_leaves=8,
+)
+KEYS = st.sampled_from([*VALID["/v1/completions"], *VALID["/v1/chat/completions"], "type", "role", "content", "text"])
+PATHS = st.sampled_from(list(VALID))
+QUIET = hypothesis.settings(
+    deadline=None, database=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+)
+
+
+@st.composite
+def objects(draw):
+    """A valid request in which one or two values, at any depth, are replaced, removed or added."""
+    path = draw(PATHS)
+    body = json.loads(json.dumps(VALID[path]))
+    for _ in range(draw(st.integers(1, 2))):
+        at = body
+        while isinstance(at, dict | list) and at:
+            key = draw(st.sampled_from(sorted(at)) if isinstance(at, dict) else st.integers(0, len(at) - 1))
+            if isinstance(at[key], dict | list) and at[key] and draw(st.booleans()):
+                at = at[key]
+                continue
+            change = draw(st.sampled_from(["replace", "replace", "remove", "add"]))
+            if change == "replace":
+                at[key] = draw(VALUES)
+            elif change == "remove":
+                del at[key]
+            elif isinstance(at, dict):
+                at[draw(KEYS | st.text(max_size=6))] = draw(VALUES)
+            break
+    return path, json.dumps(body).encode(), {}
+
+
+@st.composite
+def texts(draw):
+    """Bytes that are nearly a request: cut, spliced, repeated; or nothing like one."""
+    path = draw(PATHS)
+    body = json.dumps(VALID[path]).encode()
+    kind = draw(st.sampled_from(["cut", "splice", "noise", "value"]))
+    if kind == "cut":
+        body = body[: draw(st.integers(0, len(body) - 1))]
+    elif kind == "splice":
+        start = draw(st.integers(0, len(body)))
+        body = body[:start] + draw(st.binary(max_size=6)) + body[draw(st.integers(start, len(body))) :]
+    elif kind == "noise":
+        body = draw(st.binary(max_size=200))
+    else:
+        body = json.dumps(draw(VALUES)).encode()
+    return path, body, {}
+
+
+@st.composite
+def others(draw):
+    """Any path, method, type and bytes."""
+    known = st.sampled_from([*VALID, "/", "/health", "/metrics", "/v1/models", "/v1/models/x", "/openapi.json"])
+    made_up = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), max_size=20).map("/{}".format)
+    types = ["application/json", "text/plain", "multipart/form-data", ";;", "application/json; charset=\xff"]
+    methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "BREW"]
+    more = dict(method=draw(st.sampled_from(methods)), headers={"Content-Type": draw(st.sampled_from(types))})
+    return draw(known | made_up), draw(st.none() | st.binary(max_size=20)), more
+
+
+@pytest.mark.parametrize("path", VALID)
+def test_what_they_are_made_from_is_right(running, path):
+    assert ask(running.url, path, VALID[path])[0] == 200
+
+
+@pytest.mark.parametrize(
+    "strategy, examples, malformed", [(objects(), 1000, 800), (texts(), 400, 350), (others(), 200, 150)]
+)
+def test_malformed_requests(running, strategy, examples, malformed):
+    """At least a thousand in all; those that happen to be right are answered."""
+    seen = collections.Counter()
+
+    @hypothesis.given(asked=strategy)
+    @hypothesis.settings(QUIET, max_examples=examples)
+    def check(asked):
+        path, body, more = asked
+        status, _, answer = ask(running.url, path, body, **more)
+        assert status < 500, (asked, answer)
+        seen[status // 100] += 1
+        if status >= 400 and answer:
+            error = answer["error"]
+            assert set(error) == {"message", "type", "param", "code"} and error["message"].strip()
+            assert "Traceback" not in error["message"] and "\n" not in error["message"]
+
+    check()
+    assert seen[4] >= malformed, seen
+    assert running.log().count("\n") == 1, running.log()
+    status, _, answer = ask(running.url, body=dict(model=MODEL, prompt="a", max_tokens=3))
+    assert status == 200 and answer["usage"]["completion_tokens"] == 3
+
+
+def test_what_is_not_http(running):
+    parts, rng = urllib.parse.urlsplit(running.url), np.random.default_rng(0)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    ends = [b"Content-Length: -1\r\n\r\n", b"Content-Length: x\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"]
+    for sent in [*(head + end for end in ends), *(rng.bytes(200) + b"\r\n\r\n" for _ in range(30)), b"x" * 100_000]:
+        with socket.create_connection((parts.hostname, parts.port), timeout=20) as sock:
+            sock.sendall(sent)
+            sock.shutdown(socket.SHUT_WR)
+            answer = b""
+            try:
+                while part := sock.recv(4096):
+                    answer += part
+            except ConnectionResetError:
+                pass
+            assert answer[:10] in (b"", b"HTTP/1.1 4"), answer
+    assert running.log().count("\n") == 1, running.log()

@@ -1,0 +1,260 @@
+"""Clients that leave, ask for too much or may not ask; servers that end. All in this process."""
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+import urllib.parse
+
+import openai
+import pytest
+
+from ladder_jax.errors import UserError
+from ladder_jax.serve import server
+from tests.serve.conftest import CAPACITY, MODEL, ask, metric
+
+LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine):
+    """One slot, and room for two to wait."""
+    engine = make_engine(slots=1, max_queue=2)
+    engine.warm_up()
+    return engine
+
+
+@pytest.fixture
+def slow(engine, monkeypatch):
+    """Each round takes at least a tenth of a second: LONG, of 8 rounds, takes long enough to be met."""
+    decode = engine._device.decode
+
+    def later():
+        time.sleep(0.1)
+        return decode()
+
+    monkeypatch.setattr(engine._device, "decode", later)
+    return engine
+
+
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def raw(url, body=b"", *, path="/v1/completions", head=None):
+    """A socket on which a request was sent."""
+    parts = urllib.parse.urlsplit(url)
+    head = head or f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as sock:
+        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode() + body)
+        yield sock
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slot(slow, serving, stream):
+    """The one with the slot, and one that waits; the next is served at once, and right."""
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    with serving(slow) as (service, url):
+        before = slow.stats().finished["cancelled"]
+        with raw(url, body) as first, raw(url, body):
+            until(lambda: (slow.stats().running, slow.stats().queued) == (1, 1))
+            if stream:
+                assert b"data: " in first.recv(4096) + first.recv(4096)
+        until(lambda: not slow.busy)
+        assert slow.stats().finished["cancelled"] == before + 2
+        assert ask(url, body={**LONG, "max_tokens": 2})[0] == 200
+        until(lambda: not service.drain._active)
+        if not stream:
+            assert 'path="/v1/completions",status="499"} 2.0' in ask(url, "/metrics")[2]
+
+
+def test_a_full_queue(slow, serving):
+    """Refused with a time to wait; of several prompts all or none."""
+    with serving(slow) as (_, url), contextlib.ExitStack() as sockets:
+        body = json.dumps(LONG).encode()
+        for _ in range(2):
+            sockets.enter_context(raw(url, body))
+        until(lambda: (slow.stats().running, slow.stats().queued) == (1, 1))
+        status, headers, answer = ask(url, body={**LONG, "prompt": ["a", "b"]})
+        assert status == 429 and int(headers["Retry-After"]) > 0
+        assert answer["error"]["message"] == "the queue is full: 2 requests wait for one of 1 slots"
+        assert (answer["error"]["type"], answer["error"]["code"]) == ("rate_limit_error", "queue_full")
+        assert slow.stats().queued == 1 and metric(url, "ladder_jax_queued") == 1
+        sockets.enter_context(raw(url, body))
+        until(lambda: slow.stats().queued == 2)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError):
+                client.completions.create(**LONG, stream=True)
+
+
+def test_draining(slow, serving):
+    """Who was let in is answered; who comes is told to go elsewhere, and so are load balancers."""
+    with serving(slow) as (service, url):
+        answers = []
+        client = threading.Thread(target=lambda: answers.append(ask(url, body=LONG)))
+        client.start()
+        until(lambda: slow.busy)
+        service.drain.begin()
+        status, headers, answer = ask(url, body=LONG)
+        assert status == 503 and answer["error"]["code"] == "draining" and headers["Retry-After"]
+        assert ask(url, "/health")[::2] == (503, {"status": "draining"})
+        service.drain.wait(20, unless=lambda: False)
+        client.join()
+        assert answers[0][0] == 200 and answers[0][2]["usage"]["completion_tokens"] == CAPACITY - 1
+
+
+def test_the_server_ends_before_the_answer(slow, serving):
+    """After the time to drain: whole answers become 503, streams end with an error."""
+    answers, parts = [], []
+
+    def stream(url):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+            try:
+                for part in client.completions.create(**LONG, stream=True):
+                    parts.append(part)
+            except openai.APIError as error:
+                answers.append(str(error))
+
+    with serving(slow) as (service, url):
+        clients = [threading.Thread(target=stream, args=(url,))]
+        clients[0].start()
+        until(lambda: parts)
+        clients.append(threading.Thread(target=lambda: answers.append(ask(url, body=LONG)[0])))
+        clients[1].start()
+        until(lambda: slow.stats().queued)
+        service.drain.begin()
+        service.drain.wait(0.05, unless=lambda: False)
+    for client in clients:
+        client.join()
+    assert sorted(map(str, answers)) == ["503", "the server ended before the answer did"]
+
+
+def test_an_error_in_the_engine(make_engine, serving, monkeypatch):
+    """Everyone who waits, and everyone who comes, is told."""
+    engine = make_engine(slots=1)
+    monkeypatch.setattr(engine._device, "decode", lambda: 1 / 0)
+    with serving(engine) as (_, url):
+        assert ask(url, "/health")[0] == 200
+        for _ in range(2):
+            status, _, answer = ask(url, body=LONG)
+            assert status == 500 and answer["error"]["code"] == "engine_failed"
+        assert ask(url, "/health")[::2] == (503, {"status": "failed"})
+        assert isinstance(engine.error, ZeroDivisionError)
+
+
+def test_a_key(engine, serving):
+    key = "sesame-7"
+    with serving(engine, key=key) as (_, url):
+        for wrong in (
+            {},
+            {"Authorization": "Bearer sesame"},
+            {"Authorization": key},
+            {"Authorization": "Basic " + key},
+        ):
+            for path, body in (("/v1/completions", LONG), ("/v1/models", None), ("/metrics", None), ("/none", None)):
+                status, headers, answer = ask(url, path, body, headers=wrong)
+                assert status == 401 and answer["error"]["code"] == "invalid_api_key", (wrong, path)
+                assert headers["WWW-Authenticate"] == "Bearer" and key not in json.dumps(answer)
+        assert ask(url, "/health")[0] == 200
+        assert ask(url, "/v1/models", headers={"authorization": f"bearer {key}"})[0] == 200
+        assert ask(url, "/v1/models", headers={"Authorization": b"Bearer \xff\xfe"})[0] == 401
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            assert client.completions.create(**{**LONG, "max_tokens": 1}).usage.completion_tokens == 1
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="other", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError, match="wrong API key"):
+                client.models.list()
+
+
+def test_bodies_that_are_too_large_or_too_slow(engine, serving):
+    with serving(engine, body_bytes=1000, body_seconds=0.3) as (_, url):
+        for size in (1001, 3000, 10**6):
+            status, _, answer = ask(url, body=b" " * size)
+            assert status == 413 and answer["error"]["message"] == "the request's body may have 1000 bytes"
+        assert ask(url, body=b" " * 1000)[0] == 400
+        chunked = "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+        with raw(url, b"400\r\n" + b" " * 1024 + b"\r\n0\r\n\r\n", head=chunked) as sock:
+            assert b" 413 " in sock.recv(4096).splitlines()[0]
+        with raw(url, b"{", head="Content-Type: application/json\r\nContent-Length: 9\r\n") as sock:
+            assert b" 408 " in sock.recv(4096).splitlines()[0]
+        with raw(url, b"{", head="Content-Type: application/json\r\nContent-Length: 9\r\n"):
+            pass  # leaves in the middle of it
+        assert ask(url, "/health")[0] == 200 and not engine.busy
+
+
+WRONG = {
+    b"": (400, "the body must be a JSON object"),
+    b"[]": (400, "the body must be a JSON object"),
+    b'{"model": "book", "prompt": "a"': (400, "the body is not JSON (character 31): Expecting ',' delimiter"),
+    b"\xff\xfe{\x00": (400, "the body is not UTF-8 (byte 0)"),
+    b"[" * 100_000: (400, "the body cannot be read as JSON: maximum recursion depth exceeded"),
+    b'{"n": ' + b"9" * 5000 + b"}": (400, "the body cannot be read as JSON: Exceeds the limit (4300 digits)"),
+    b'{"model": "book", "prompt": "\\ud800"}': (400, "prompt: text must not hold half of a surrogate pair"),
+    b'{"model": "book", "prompt": "a", "\\ud800": 1}': (400, "a parameter's name holds half of a surrogate pair"),
+    b'{"model": "\\ud800", "prompt": "a"}': (404, "there is no model '\\ud800'; this server has 'book'"),
+    b'{"model": "book", "prompt": "a", "temperature": NaN}': (400, "temperature: Input should be a finite number"),
+    b'{"model": "book", "prompt": "a", "temperature": 1e999}': (400, "temperature: Input should be a finite number"),
+    b'{"model": "book", "prompt": "a", "max_tokens": true}': (400, "max_tokens: Input should be a valid integer"),
+    b'{"model": "book", "prompt": "a", "max_tokens": "5"}': (400, "max_tokens: Input should be a valid integer"),
+    b'{"model": "book"}': (400, "prompt: Field required"),
+    b'{"model": "%b", "prompt": "a"}' % (b"m" * 10**6): (404, "there is no model 'mmmm"),
+    b'{"model": "book", "prompt": "a", "%b": 1}' % (b"top_" * 10**6): (400, "unknown parameter 'top_top_"),
+    b'{"model": "book", "prompt": [%b"a"]}' % (b"1," * 10**6): (400, "prompt must be a string, a list of"),
+    b'{"model": "book", "prompt": [%b1]}' % (b"1," * 10**6): (400, "a prompt of 1000001 tokens and 1 new ones"),
+}
+
+
+@pytest.fixture(scope="module")
+def url(engine, serving):
+    with serving(engine) as (_, url):
+        yield url
+
+
+@pytest.mark.parametrize("body", WRONG, ids=lambda body: repr(body[:40]))
+def test_wrong_bodies(url, body):
+    status, message = WRONG[body]
+    found = ask(url, body=body)
+    assert found[0] == status and found[2]["error"]["message"].startswith(message), found
+    assert len(found[2]["error"]["message"]) < 1010
+
+
+def test_wrong_paths_methods_and_types(url):
+    status, _, answer = ask(url, "/v1/completion", LONG)
+    assert status == 404 and "did you mean '/v1/completions'?" in answer["error"]["message"]
+    status, headers, answer = ask(url, "/v1/completions")
+    assert (status, headers["Allow"]) == (405, "POST")
+    assert answer["error"]["message"] == "GET is not for /v1/completions (allowed: POST)"
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        status, _, answer = ask(url, body=LONG, headers={"Content-Type": kind})
+        assert status == 415 and answer["error"]["message"].endswith("its Content-Type application/json")
+    assert (
+        ask(url, body={**LONG, "max_tokens": 1}, headers={"Content-Type": "application/JSON; charset=utf-8"})[0] == 200
+    )
+
+
+def test_one_connection_for_several_requests(url):
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=20)
+    for body in ({**LONG, "max_tokens": 3}, {**LONG, "max_tokens": 3, "stream": True}, {"model": MODEL}):
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        assert response.status == (200 if "prompt" in body else 400)
+    connection.close()
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(UserError, match="cannot listen at 127.0.0.1, port [0-9]+: "):
+            server.bind("127.0.0.1", taken.getsockname()[1])
+    for host, port in (("no such host", 0), ("192.0.2.1", 0)):
+        with pytest.raises(UserError, match=f"cannot listen at {host}, port 0: "):
+            server.bind(host, port)
+    for port in (-1, 70_000):
+        with pytest.raises(UserError, match=f"a port is from 0 to 65535, not {port}"):
+            server.bind("127.0.0.1", port)

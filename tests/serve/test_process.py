@@ -1,0 +1,144 @@
+"""The command as a user meets it: signals, exit statuses, one line for a mistake."""
+
+import signal
+import sys
+import threading
+
+import openai
+import pytest
+
+from ladder_jax import cli
+from tests.serve.conftest import CAPACITY, MODEL, ask
+
+LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
+# The command, with rounds that take long enough to be met, and may fail.
+SCRIPT = """
+import sys, time
+from ladder_jax.cli import main
+from ladder_jax.decode.engine.slots import Slots
+decode, rounds = Slots.decode, 0
+def slow(self):
+    global rounds
+    rounds += 1
+    time.sleep(0.15)
+    if {failing} and rounds > 5:
+        raise MemoryError("no more of it")
+    return decode(self)
+Slots.decode = slow
+sys.exit(main())
+"""
+SLOW, FAILING = (("-c", SCRIPT.format(failing=failing)) for failing in (False, True))
+
+
+class Client(threading.Thread):
+    """Streams LONG; `begun` is set by the first piece, `error` or `parts` tell how it went."""
+
+    def __init__(self, url, **more):
+        super().__init__()
+        self.begun, self.parts, self.error, self._url, self._more = threading.Event(), [], None, url, more
+        self.start()
+        assert self.begun.wait(30)
+
+    def run(self):
+        with openai.OpenAI(base_url=f"{self._url}/v1", api_key="sesame", max_retries=0) as client:
+            try:
+                for part in client.completions.create(**{**LONG, **self._more}, stream=True):
+                    self.parts.append(part)
+                    self.begun.set()
+            except Exception as error:  # the client's own, or that of the connection
+                self.error = error
+
+
+def test_sigterm_drains(start):
+    """What runs is finished; what comes is refused; the status is 0. And the options do what they say."""
+    options = "--model-name novel --max-new-tokens 120 --slots 2 --quantize int8 --tensor 1 --host 0.0.0.0".split()
+    process = start(*options, python=SLOW, LADDER_JAX_API_KEY="sesame")
+    (ready,) = process.log().splitlines()
+    assert ready.startswith("ladder-jax: serving 'novel' at http://0.0.0.0:") and "(2 slots of 128 tokens)" in ready
+    assert ask(process.url, body=LONG)[0] == 401
+    client = Client(process.url, model="novel", max_tokens=120)
+    process.popen.send_signal(signal.SIGTERM)
+    key = {"Authorization": "Bearer sesame"}
+    while (found := ask(process.url, "/health"))[0] == 200:
+        pass
+    assert found[2] == {"status": "draining"}
+    status, _, answer = ask(process.url, body={**LONG, "model": "novel"}, headers=key)
+    assert status == 503 and answer["error"]["code"] == "draining"
+    assert process.popen.wait(60) == 0
+    client.join()
+    assert client.error is None and client.parts[-1].choices[0].finish_reason == "length"
+    assert process.log().splitlines()[1:] == [
+        "ladder-jax: in progress: 1, for 30 seconds at most; a second signal ends the server at once"
+    ]
+
+
+def test_draining_has_an_end(start):
+    """And a server that anybody may use says so."""
+    process = start("--drain-seconds", "0.1", "--host", "0.0.0.0", python=SLOW)
+    assert "anybody who reaches http://0.0.0.0:" in process.log().splitlines()[0]
+    client = Client(process.url)
+    assert process.end() == 0
+    client.join()
+    assert "the server ended before the answer did" in str(client.error)
+    assert process.log().count("\n") == 3
+
+
+def test_a_second_signal_ends_it_at_once(start):
+    process = start(python=SLOW)
+    client = Client(process.url)
+    process.popen.send_signal(signal.SIGINT)
+    while ask(process.url, "/health")[0] == 200:
+        pass
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.popen.wait(60) == -signal.SIGTERM
+    client.join()
+    assert client.error is not None
+
+
+def test_an_error_in_the_engine_ends_the_process(start):
+    """Those who wait are told, and the status is not 0."""
+    process = start(python=FAILING)
+    client = Client(process.url, max_tokens=120)
+    status, _, answer = ask(process.url, body=LONG)
+    assert status == 500 and answer["error"]["message"] == "the engine has failed, and the server ends"
+    assert process.popen.wait(60) == 1
+    client.join()
+    assert "the engine has failed" in str(client.error)
+    assert "MemoryError: no more of it" in process.log() and "RuntimeError: the engine failed" in process.log()
+
+
+MISTAKES = {
+    ("--slots", "0"): "--slots must be at least 1, not 0",
+    ("--capacity", "1"): "--capacity must be at least 2, not 1",
+    ("--drain-seconds", "-1"): "--drain-seconds must not be negative, not -1.0",
+    ("--drain-seconds", "nan"): "--drain-seconds must not be negative, not nan",
+    ("--port", "70000"): "a port is from 0 to 65535, not 70000",
+    ("--host", "no such host"): "cannot listen at no such host, port 0: ",
+    ("--api-key", ""): "the API key must be printable ASCII characters without spaces",
+    ("--model-name", ""): "--model-name must not be empty",
+    ("--quantize", "int9"): "unknown --quantize 'int9'; did you mean 'int8'?",
+    ("--tensor", "16"): "needs 16 devices, but this machine has 8",
+    ("--prot", "1"): "unknown option '--prot'; did you mean '--port'?",
+}
+
+
+def mistake(capsys, *args):
+    assert cli.main(["serve", *map(str, args)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ladder-jax: ") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("args", MISTAKES, ids=" ".join)
+def test_mistakes(folder, capsys, args):
+    assert MISTAKES[args] in mistake(capsys, folder, "--port", "0", *args)
+
+
+def test_no_checkpoint(capsys, tmp_path):
+    assert "there is no checkpoint at" in mistake(capsys, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])
+def test_without_the_extra(folder, capsys, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    assert mistake(capsys, folder) == f"ladder-jax: serve needs {name}: pip install 'ladder-jax[serve]'\n"

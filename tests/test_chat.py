@@ -1,0 +1,181 @@
+"""A model of another tokenizer's tokens: trained, asked, and talked to in a terminal."""
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ladder_jax import config, train
+from ladder_jax.checkpoint import open_checkpoint
+from ladder_jax.decode import Engine
+from ladder_jax.decode.chat import Conversation
+from ladder_jax.errors import UserError
+from ladder_jax.nn import define
+from ladder_jax.parallel import make_mesh
+from tests import tokenizers
+
+MODEL = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "model.vocab_size=301",
+         "train.steps=2", "train.batch=4", "train.sequence=16", "train.warmup_steps=1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's folder, whose tokenizer was taken away after the training."""
+    folder = tmp_path_factory.mktemp("chat")
+    given = tokenizers.folder(folder / "given")
+    (folder / "book.txt").write_text("".join(tokenizers.SENTENCES) * 100)
+    paths = [f"data.path={folder / 'book.txt'}", f"data.tokenizer={given}", f"run.dir={folder / 'run'}"]
+    result = train.run(config.load("tiny", overrides=[*MODEL, *paths]), say=lambda line: None)
+    assert result.bigram_entropy is None and result.validation_loss > 0
+    os.rename(given, folder / "away")
+    return folder / "run"
+
+
+def test_a_run_keeps_its_tokenizer(run, tmp_path):
+    saved = open_checkpoint(run)
+    assert saved.config.data.tokenizer != "bytes" and saved.tokenizer().vocab_size == 301
+    assert sorted(p.name for p in (run / "tokenizer").iterdir()) == [
+        "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    small = [*MODEL, "model.vocab_size=256", f"data.tokenizer={run / 'tokenizer'}", f"run.dir={tmp_path / 'r'}"]
+    with pytest.raises(UserError, match=r"model.vocab_size=256 is too small for tokenizer-\w+ \(at least 301\)"):
+        train.run(config.load("tiny", overrides=small), say=lambda line: None)
+    assert not (tmp_path / "r").exists()
+
+
+def test_generate(run_cli, run, tmp_path):
+    prompt = "the cat ü"
+    text = run_cli("generate", run, "--prompt", prompt, "--max-new-tokens", "6", check_status=0).stdout
+    assert text.startswith(prompt)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": prompt, "max_new_tokens": 6}) + "\n")
+    ask = ["--prompts", "prompts.jsonl", "--out", "out.jsonl"]
+    run_cli("generate", run, *ask, cwd=tmp_path, check_status=0)
+    answer = json.loads((tmp_path / "out.jsonl").read_text())
+    assert f"{prompt}{answer['text']}\n" == text
+    assert answer["prompt_tokens"] == len(open_checkpoint(run).tokenizer().encode(prompt))
+
+
+@pytest.fixture(scope="module")
+def engine(run):
+    saved = open_checkpoint(run)
+    definition = define(saved.config.model, mesh=make_mesh())
+    decoder = saved.tokenizer().to_bytes
+    with Engine(definition, saved.params(definition), slots=1, capacity=64, decoder=decoder) as engine:
+        yield engine
+
+
+def talk(engine, run, *, new_tokens=8, temperature=0.0):
+    said = []
+    settings = config.DecodeConfig(max_new_tokens=new_tokens, temperature=temperature)
+    tokenizer = open_checkpoint(run).tokenizer()
+    return Conversation(engine, tokenizer=tokenizer, settings=settings, stop=(), say=said.append), said
+
+
+def test_a_history_that_outgrows_its_context(engine, run):
+    conversation, said = talk(engine, run)
+    for turn in range(8):
+        pieces = []
+        conversation.ask(f"the cat {turn}", show=pieces.append)
+        assert "".join(pieces) == conversation.messages[-1]["content"]
+        assert conversation.messages[-2] == {"role": "user", "content": f"the cat {turn}"}
+    assert "(forgot the oldest 2 messages: --context 64 is full)" in said
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * (len(conversation.messages) // 2)
+    before = conversation.messages
+    with pytest.raises(UserError, match="makes a prompt of .* does not fit into --context 64"):
+        conversation.ask("the rat " * 60, show=print)
+    assert conversation.messages == before
+
+
+def test_an_answer_that_is_stopped_stays_said(engine, run):
+    conversation, said = talk(engine, run, new_tokens=40)
+    shown = []
+    conversation.ask("the cat", show=shown.append, stopped=lambda: True)
+    assert conversation.messages[-1]["content"] == "".join(shown)
+    assert said == ["(stopped)"] or said[0].startswith("(cut after 40")  # whichever came first
+    conversation.ask("the rat", show=shown.append)  # the engine goes on
+    assert conversation.messages[-2:][0] == {"role": "user", "content": "the rat"}
+
+
+def test_one_answer_to_standard_input(run):
+    command = [sys.executable, "-m", "ladder_jax", "generate", str(run), "--chat", "--max-new-tokens", "6"]
+    ask = lambda text, *more: subprocess.run([*command, *more], input=text, capture_output=True, timeout=240)
+    done = ask(b"the cat\n")
+    assert done.returncode == 0 and done.stdout.endswith(b"\n"), done.stderr
+    for text, more, message in (
+        (b" \n", (), b"--chat needs a message on standard input, or a terminal"),
+        (b"\xff", (), b"standard input is not UTF-8 text"),
+        (b"the rat " * 60, ("--context", "64"), b"does not fit into --context 64"),
+    ):
+        done = ask(text, *more)
+        assert (done.returncode, done.stdout) == (2, b"") and message in done.stderr and done.stderr.count(b"\n") == 1
+
+
+def test_without_a_template(run_cli, run, tmp_path):
+    subprocess.run(["cp", "-r", run, tmp_path / "run"], check=True)
+    (tmp_path / "run" / "tokenizer" / "chat_template.jinja").unlink()
+    done = run_cli("generate", tmp_path / "run", "--chat", check_status=2)
+    assert done.stderr.count("\n") == 1 and "has no chat template" in done.stderr and done.stdout == ""
+
+
+class Terminal:
+    """A process on a pseudo-terminal: `type` keys, and `wait` for what appears."""
+
+    def __init__(self, command):
+        self.ours, theirs = pty.openpty()
+        self.seen = ""
+        # Its own session, so that Ctrl-C is the terminal's signal to it, as a user's is.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "import os, sys; os.setsid(); import fcntl, termios;"
+             " fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])", *command],
+            stdin=theirs, stdout=theirs, stderr=theirs,
+        )  # fmt: skip
+        os.close(theirs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+
+    def type(self, keys):
+        self.seen = ""
+        os.write(self.ours, keys.encode())
+
+    def wait(self, pattern, seconds=90):
+        deadline = time.time() + seconds
+        while not re.search(pattern, self.seen):
+            assert time.time() < deadline, self.seen
+            if select.select([self.ours], [], [], 0.2)[0]:
+                try:
+                    self.seen += os.read(self.ours, 4096).decode(errors="replace")
+                except OSError:  # Linux's end of a terminal
+                    assert re.search(pattern, self.seen), self.seen
+                    return
+
+
+def test_a_conversation_in_a_terminal(run):
+    command = [sys.executable, "-m", "ladder_jax", "generate", str(run), "--chat", "--max-new-tokens", "6000"]
+    with Terminal([*command, "--context", "6100"]) as terminal:
+        terminal.wait("Ctrl-C stops an answer\r\n(.*)> ")
+        for _ in range(3):
+            terminal.type("the cat\r")
+            terminal.wait("the cat\r\n.+")  # the answer has begun
+            terminal.type("\x03")
+            terminal.wait(r"\(stopped\)\r\n(.|\n)*> ")
+        terminal.type("half a line\x03")
+        terminal.wait("> $")
+        terminal.type("/exti\r")
+        terminal.wait("unknown command /exti: /reset begins anew(.|\n)*> ")
+        terminal.type("/reset\r")
+        terminal.wait("/reset\r\n(.|\n)*> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=60) == 0
+        assert "Traceback" not in terminal.seen

@@ -1,0 +1,207 @@
+"""Tokenizers: the exact bytes of each token, chat templates, and files that are wrong."""
+
+import json
+import pathlib
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Theirs
+from tokenizers import decoders
+
+from ladder_jax.data import tokenizer
+from ladder_jax.errors import UserError
+from tests import tokenizers
+
+FAMILIES = ["byte_level", "byte_fallback", "metaspace"]
+TEXTS = [
+    "the cat sat on the mat",
+    "  two spaces before, three   inside, one after ",
+    "naïve café\n\n\ttab",
+    "東京 — 🙂👩‍👩‍👧 e\u0301",
+    "\u0000\u007f\u0080\u07ff\uffff\U0010ffff",
+    "Ġ and ▁ and <0x41> are text, too",
+    "<tool>the<tool>",
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    made = getattr(tokenizers, request.param)()
+    return tokenizer.load(tokenizers.folder(tmp_path_factory.mktemp("t") / "t", made=made)), made, request.param
+
+
+def texts():
+    rng = random.Random(0)
+    alphabet = "abcdefgh  \n\tthecat éüß東京漢字🙂\u0301\u200d"
+    yield from TEXTS
+    for _ in range(200):
+        yield "".join(rng.choices(alphabet, k=rng.randint(1, 40)))
+
+
+def test_tokens_are_exact_bytes(family):
+    """Text -> tokens -> the bytes of each -> text; and as `tokenizers` itself decodes them."""
+    ours, theirs, name = family
+    for text in texts():
+        tokens = ours.encode(text)
+        joined = b"".join(ours.to_bytes([token]) for token in tokens)
+        assert joined == ours.to_bytes(np.array(tokens, np.int64))
+        assert ours.decode(tokens).encode() == joined[len(joined) - len(ours.decode(tokens).encode()) :]
+        if name == "metaspace" and text.startswith(" "):  # it takes the first space for its own, and theirs drops all
+            assert joined == text.replace("▁", " ").encode()
+            continue
+        # Sentencepiece cannot tell its visible space from a space.
+        assert ours.decode(tokens) == (text if name == "byte_level" else text.replace("▁", " "))
+        assert ours.decode(tokens) == theirs.decode(tokens)
+
+
+def test_what_is_around_a_text(family):
+    ours, theirs, name = family
+    tokens = ours.encode("the cat")
+    assert tokens == theirs.encode("the cat").ids
+    if name == "byte_level":
+        assert tokens[0] == theirs.token_to_id(tokenizers.BEGIN) and ours.to_bytes(tokens[:1]) == b""
+    assert ours.stop_ids == (theirs.token_to_id(tokenizers.END),) and ours.to_bytes(ours.stop_ids) == b""
+    assert ours.vocab_size == theirs.get_vocab_size() == 1 + max(theirs.get_vocab().values())
+    assert ours.to_bytes([10**6, tokens[-1], -1]) == ours.to_bytes([tokens[-1]])  # a padded table's rows
+
+
+def test_bytes():
+    ours = tokenizer.load(None)
+    assert ours == tokenizer.load("bytes") and (ours.name, ours.vocab_size, ours.stop_ids) == ("bytes", 256, ())
+    assert ours.encode("é") == [0xC3, 0xA9] and ours.encode("\udc80") == [0x80]
+    assert ours.decode(np.array([72, 105, 0xFF, 300])) == "Hi\ufffd"
+    with pytest.raises(UserError, match="bytes has no chat template"):
+        ours.chat([])
+
+
+def test_truncation_and_padding_are_not_ours(tmp_path):
+    made = tokenizers.byte_level()
+    made.enable_truncation(5)
+    made.enable_padding(length=9)
+    ours = tokenizer.load(tokenizers.folder(tmp_path / "t", made=made))
+    assert ours.decode(ours.encode("the rat sat on the cat")) == "the rat sat on the cat" and ours.encode("")[1:] == []
+
+
+def test_several_stop_ids(tmp_path):
+    folder = pathlib.Path(tokenizers.folder(tmp_path / "t"))
+    end = tokenizer.load(folder).stop_ids[0]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, end, 9]}))
+    assert tokenizer.load(folder).stop_ids == (end, 7, 9)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
+    assert tokenizer.load(folder).stop_ids == (end, 8)
+    (folder / "tokenizer_config.json").unlink()
+    assert tokenizer.load(folder).stop_ids == (8,)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": tokenizers.END}}))
+    assert tokenizer.load(folder).stop_ids == (end, 8)
+
+
+def test_the_chat_template(tmp_path):
+    ours = tokenizer.load(tokenizers.folder(tmp_path / "t"))
+    theirs = Theirs.from_file(str(tmp_path / "t" / "tokenizer.json"))
+    tokens = ours.chat([{"role": "system", "content": " be kind "}, {"role": "user", "content": "the <cat>"}])
+    text = "<|begin|>system: be kind<|end|>\nuser: the <cat><|end|>\nassistant:"
+    assert tokens == theirs.encode(text, add_special_tokens=False).ids
+    assert ours.decode(tokens) == "system: be kind\nuser: the <cat>\nassistant:"
+    with pytest.raises(UserError, match="the chat template refuses these messages: no role wizard"):
+        ours.chat([{"role": "wizard", "content": "x"}])
+    with pytest.raises(UserError, match="a message must be such as"):
+        ours.chat(["x"])
+
+
+def rendered(tmp_path, template, messages=({"role": "user", "content": "é<"},)):
+    ours = tokenizer.load(tokenizers.folder(tmp_path / "t", template=template))
+    return ours.decode(ours.chat(list(messages)))
+
+
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "é<"}]'),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}", "é<!"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{{ strftime_now('%Y')[:2] }}{{ tools is none }}", "20True"),
+        ("a\n   {% if true %}\nb\n   {% endif %}\n", "a\nb\n"),
+        ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
+    ],
+)
+def test_what_templates_may_use(tmp_path, template, text):
+    assert rendered(tmp_path, template) == text
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{% if %}", "chat template is not valid"),
+        ("{{ messages.append(1) }}", "refuses these messages: .*unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "refuses these messages: .*unsafe"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "refuses these messages: Range too big"),
+        (None, "has no chat template"),
+    ],
+)
+def test_templates_that_do_not_work(tmp_path, template, message):
+    with pytest.raises(UserError, match=message) as caught:
+        rendered(tmp_path, template)
+    assert "\n" not in str(caught.value)
+
+
+def test_templates_in_the_configuration(tmp_path):
+    folder = pathlib.Path(tokenizers.folder(tmp_path / "t", template=None))
+    for value in ("one", [{"name": "tools", "template": "two"}, {"name": "default", "template": "one"}]):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+        ours = tokenizer.load(folder)
+        assert ours.has_chat and ours.decode(ours.chat([])) == "one"
+
+
+def test_a_copy_for_a_run(tmp_path):
+    ours = tokenizer.load(tokenizers.folder(tmp_path / "a"))
+    tokenizer.save(ours, tmp_path / "run" / "tokenizer")
+    tokenizer.save(ours, tmp_path / "run" / "tokenizer")
+    copy = tokenizer.load(tmp_path / "run" / "tokenizer")
+    assert copy.name == ours.name and copy.chat([]) == ours.chat([]) and copy.stop_ids == ours.stop_ids
+    other = tokenizer.load(tokenizers.folder(tmp_path / "b", made=tokenizers.byte_fallback()))
+    assert other.name != ours.name
+    with pytest.raises(UserError, match="holds another tokenizer"):
+        tokenizer.save(other, tmp_path / "run" / "tokenizer")
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["tokenizer"]
+    tokenizer.save(tokenizer.load("bytes"), tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def word_piece():
+    made = tokenizers.byte_level()
+    made.decoder = decoders.WordPiece()
+    return made
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda f: (f / "tokenizer.json").unlink(), "holds no tokenizer.json"),
+        (lambda f: (f / "tokenizer.json").write_text("{}"), "is not a tokenizer"),
+        (lambda f: (f / "tokenizer.json").write_bytes(b"\xff"), "is not UTF-8 text"),
+        (lambda f: (f / "tokenizer_config.json").write_text("{"), "is not JSON"),
+        (lambda f: (f / "generation_config.json").write_text("[]"), "must hold a JSON object"),
+        (lambda f: word_piece().save(str(f / "tokenizer.json")), "decoder 'WordPiece' is not supported"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path, damage, message):
+    folder = pathlib.Path(tokenizers.folder(tmp_path / "t"))
+    damage(folder)
+    with pytest.raises(UserError, match=message) as caught:
+        tokenizer.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_mistakes(tmp_path):
+    with pytest.raises(UserError, match="there is no tokenizer at 'nowhere'"):
+        tokenizer.load("nowhere")
+    ours = tokenizer.load(tokenizers.folder(tmp_path / "t"))
+    with pytest.raises(UserError, match="the text is not UTF-8"):
+        ours.encode("a\udc80")
+    with pytest.raises(
+        UserError, match=rf"model.vocab_size=256 is too small for tokenizer-\w+ \(at least {ours.vocab_size}\)"
+    ):
+        tokenizer.check_vocabulary(ours, vocab_size=256)
+    tokenizer.check_vocabulary(ours, vocab_size=ours.vocab_size)
