@@ -16,3 +16,4 @@ from ladder_jax.parallel.on_mesh import over_ranks as over_ranks
 from ladder_jax.parallel.options import Overlap as Overlap
 from ladder_jax.parallel.options import Traits as Traits
 from ladder_jax.parallel.options import compile_options as compile_options
+from ladder_jax.parallel.options import is_v5e as is_v5e
