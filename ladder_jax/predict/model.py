@@ -16,13 +16,13 @@ from ladder_jax.residual import Step, of_model
 class Pass:
     """One prefill or decode step. seconds: of all of it; wire: of its all-reduces; exposed: what those add to it.
 
-    sublayers: the timeline of the layers alone, which begins when the embedding is there.
+    sublayers: the timeline of the layers alone, which begins when the embedding is there; None where it is not known.
     """
 
     seconds: float
     wire: float
     exposed: float
-    sublayers: Played
+    sublayers: Played | None = None
 
     @property
     def hidden(self) -> float:
