@@ -59,7 +59,7 @@ def fit(*, without: Iterable[Setting] = (), start: dict[str, float] = START) -> 
             errors += [np.log(found[setting].prefill_seconds / prefill), np.log(found[setting].decode_seconds / decode)]
         return errors
 
-    solved = least_squares(residuals, np.log([start[name] for name in START]), xtol=1e-5, ftol=1e-7)
+    solved = least_squares(residuals, np.log([start[name] for name in START]), xtol=1e-4, ftol=1e-6)
     return {name: float(value) for name, value in zip(START, np.exp(solved.x))}
 
 

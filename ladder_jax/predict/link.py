@@ -58,7 +58,3 @@ class Link:
             self.network.size, self.network.step / factor, self.network.bandwidth * factor
         )
         return Link(self.latency / factor, self.step / factor, self.bandwidth * factor, self.ring, network)
-
-
-NO_TIME = Link(latency=0.0, step=0.0, bandwidth=math.inf, network=Network(1, 0.0, math.inf))
-"""A link that takes no time, for any number of ranks."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.predict import work
@@ -85,7 +86,7 @@ def speed(
 
 
 def _pass(model: Model, machine: Machine, block: Block) -> Pass:
-    topology, ranks, implementation = of_model(model.config), model.ranks, model.implementation
+    topology, ranks, implementation = _topology(model.config), model.ranks, model.implementation
 
     @functools.cache
     def of_step(sublayers: tuple[int, ...]) -> Work:
@@ -97,7 +98,7 @@ def _pass(model: Model, machine: Machine, block: Block) -> Pass:
 
     payload = model.payload(block)
     all_reduce = machine.all_reduce(payload, ranks=ranks)
-    played = play(topology, work=work_of, all_reduce=all_reduce, contention=machine.contention)
+    played = play(topology.steps, work=work_of, all_reduce=all_reduce, contention=machine.contention)
     ends = _work((model.embedding(block), *model.head(block)), machine, implementation).seconds
     # Besides the sublayers': the embedding's, which all else waits for, and a few bytes a row to choose the token.
     beside = implementation.small_all_reduces * machine.all_reduce(4 * block.rows, ranks=ranks)
@@ -109,6 +110,19 @@ def _pass(model: Model, machine: Machine, block: Block) -> Pass:
         exposed=played.exposed + beside,
         sublayers=played,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    steps: tuple[Step, ...]
+    shared_norm: bool
+
+
+@functools.lru_cache(maxsize=64)
+def _topology(config: ModelConfig) -> _Plan:
+    """Counted once for the many predictions of a sweep."""
+    topology = of_model(config)
+    return _Plan(tuple(itertools.chain.from_iterable(topology.layers)), topology.shared_norm)
 
 
 def _work(kernels: tuple[Kernel, ...], machine: Machine, implementation: Implementation) -> Work:

@@ -42,9 +42,7 @@ def plot(answer: Result, *, file: str) -> None:
         standard = next((one.seconds for row, one in zip(rows, passes) if row.residual == "standard"), None)
         for place, one in enumerate(passes):
             ratio = f"   {standard / one.seconds:.2f} x" if standard else ""
-            axis.annotate(
-                f" {number(one.seconds * 1e3)}{ratio}", (one.seconds * 1e3, place), va="center", fontsize=8.5
-            )
+            axis.annotate(f" {number(one.seconds * 1e3)}{ratio}", (one.seconds * 1e3, place), va="center", fontsize=8.5)
         axis.set_yticks(places, [row.residual for row in rows])
         axis.set_xlim(0, 1.22 * max(one.seconds for one in passes) * 1e3)
         axis.set_xlabel("ms")
@@ -72,9 +70,7 @@ def plot_sweep(points: Sequence[Point], *, file: str) -> None:
         axis.set_title(f"tensor {tensor}", fontsize=10)
     _legend(figure, request.residuals, used)
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
-    figure.suptitle(
-        f"{request.model} on {request.machine.name}, predicted: {shape}", fontsize=11, x=0.01, ha="left"
-    )
+    figure.suptitle(f"{request.model} on {request.machine.name}, predicted: {shape}", fontsize=11, x=0.01, ha="left")
     _save(figure, file)
 
 

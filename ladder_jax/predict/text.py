@@ -22,7 +22,7 @@ def lines(answer: Result) -> list:
     guessed = sum("assumed" in source for source in machine.sources.values())
     if guessed:
         tail.append(
-            f"note      {guessed} of {machine.name}'s constants are assumed, not measured: ladder-jax calibrate measures"
+            f"note      {guessed} of {machine.name}'s constants are assumed: ladder-jax calibrate measures them"
         )
     return [
         *verdict(answer),

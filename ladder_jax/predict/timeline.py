@@ -7,9 +7,9 @@ while one is in flight.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from ladder_jax.residual import Delayed, Desynced, Step, Topology
+from ladder_jax.residual import Delayed, Desynced, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +53,14 @@ class Played:
 NAMES = {(0,): "attention", (1,): "mlp", (0, 1): "joint"}
 
 
-def play(topology: Topology, *, work: Callable[[Step], Work], all_reduce: float, contention: float) -> Played:
-    """`work(step)` is what a step takes alone, `all_reduce` the seconds of one, `contention` as in `Machine`."""
+def play(steps: Iterable[Step], *, work: Callable[[Step], Work], all_reduce: float, contention: float) -> Played:
+    """A topology's steps, of all layers one after another.
+
+    work(step): what a step takes alone; all_reduce: seconds of one; contention: as in `Machine`.
+    """
     player = _Player(all_reduce, contention)
-    for layer in topology.layers:
-        for step in layer:
-            player.take(step, work(step))
+    for step in steps:
+        player.take(step, work(step))
     return player.finish()
 
 

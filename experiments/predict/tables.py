@@ -1,0 +1,201 @@
+"""Every figure of the README: predictions beside what was measured, as JSON and as Markdown."""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Mapping
+
+from experiments.predict import evaluate, published
+from experiments.predict.published import RESIDUALS, Setting
+from ladder_jax.predict.machine import Machine
+
+LARGER = ("ladder-1b", "ladder-1.55b")  # the paper's "30 % larger" Ladder, in time: 52 layers for 40
+SIZES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "codellama-34b", "llama-3-70b")
+
+
+def predictions(machines: Mapping[str, Machine]) -> dict:
+    tokens = lambda setting: published.speed(setting, machines).tokens_per_second
+    measured = published.tables()
+    elsewhere = published.elsewhere()
+    times = published.seconds()
+    two_nodes = published.two_nodes()
+    by_source = {
+        source: {setting: value for one, setting, value in elsewhere if one == source}
+        for source in dict.fromkeys(one for one, _, _ in elsewhere)
+    }
+    return {
+        "published": [_row(s, value, tokens(s)) for s, value in measured.items()],
+        "published_summary": evaluate.errors(measured, tokens).summary(),
+        "seconds": [_seconds(s, value, machines) for s, value in times.items()],
+        "elsewhere": [{"source": source, **_row(s, value, tokens(s))} for source, s, value in elsewhere],
+        "elsewhere_summary": {name: evaluate.errors(found, tokens).summary() for name, found in by_source.items()},
+        "two_nodes": [_row(s, value, published.speedup(s, machines)) for s, value in two_nodes.items()],
+        "sizes": [_size(name, machines) for name in SIZES],
+        "larger": [_larger(tensor, batch, machines) for tensor, batch in itertools.product((2, 4, 8), (1, 4, 16))],
+    }
+
+
+def left_out_summary(results: dict) -> dict[str, dict]:
+    """Errors of predictions by constants that were fitted without the figure, or without its whole row."""
+    measured = published.tables()
+    found = {}
+    for kind, rows in results["fit"]["left_out"].items():
+        predicted = {_key(row): row["tokens_per_second"] for row in rows}
+        found[kind] = evaluate.errors(measured, predicted.__getitem__).summary()
+    return found
+
+
+def markdown(results: dict) -> str:
+    parts = [
+        "constants", _constants(results), "the 56 figures", _summaries(results), _published(results),
+        "seconds", _times(results), "elsewhere", _elsewhere(results), "two nodes", _two_nodes(results),
+        "sizes", _sizes(results), "a larger Ladder", _larger_table(results),
+    ]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def _key(row: dict) -> Setting:
+    return Setting(**{field.name: row[field.name] for field in dataclasses.fields(Setting)})
+
+
+def _row(setting: Setting, measured: float, predicted: float) -> dict:
+    return {**dataclasses.asdict(setting), "measured": measured, "predicted": predicted}
+
+
+def _seconds(setting: Setting, measured: tuple[float, float], machines: Mapping[str, Machine]) -> dict:
+    found = published.speed(setting, machines)
+    pairs = zip(("prefill", "decode"), measured, (found.prefill_seconds, found.decode_seconds))
+    return {**dataclasses.asdict(setting), **{name: {"measured": m, "predicted": p} for name, m, p in pairs}}
+
+
+def _size(name: str, machines: Mapping[str, Machine]) -> dict:
+    speedups = {}
+    for residual in RESIDUALS[1:]:
+        speedups[residual] = published.speedup(Setting(name, "nvlink", 8, 4, residual), machines)
+    standard = published.speed(Setting(name, "nvlink", 8, 4, "standard"), machines).tokens_per_second
+    return {"model": name, "standard": standard, "speedup": speedups}
+
+
+def _larger(tensor: int, batch: int, machines: Mapping[str, Machine]) -> dict:
+    speed = lambda model, residual: (
+        published.speed(Setting(model, "nvlink", tensor, batch, residual), machines).tokens_per_second
+    )
+    small, large = LARGER
+    return {
+        "tensor": tensor,
+        "batch": batch,
+        "standard": speed(small, "standard"),
+        "ladder": speed(small, "ladder"),
+        "larger_ladder": speed(large, "ladder"),
+    }
+
+
+def _table(head: str, rows: list[list[str]]) -> str:
+    columns = head.split(" | ")
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _constants(results: dict) -> str:
+    units = {"launch": 1e6, "latency": 1e6, "step": 1e6, "bandwidth": 1e-9}
+    names = {"launch": "µs", "latency": "µs", "step": "µs", "bandwidth": "GB/s"}
+    rows = []
+    for name, value in results["fit"]["constants"].items():
+        last = name.split()[-1]
+        rows.append([name, f"{value * units.get(last, 1):.3g} {names.get(last, '')}".strip()])
+    return _table("constant | fitted", rows)
+
+
+def _summaries(results: dict) -> str:
+    found = {"fitted to all": results["published_summary"]}
+    found |= {f"left out: its {kind}": one for kind, one in left_out_summary(results).items()}
+    rows = [
+        [
+            name,
+            f"{one['median_error']:.1%}",
+            f"{one['worst_error']:.1%}",
+            f"{100 * one['median_ratio_error']:.1f}, {100 * one['worst_ratio_error']:.1f}",
+            str(one["pairs_out_of_order"]),
+        ]
+        for name, one in found.items()
+    ]
+    return _table("constants | median error | worst | ratios: median, worst points | pairs out of order", rows)
+
+
+def _published(results: dict) -> str:
+    groups: dict[tuple, list[dict]] = {}
+    for row in results["published"]:
+        groups.setdefault((row["link"], row["tensor"], row["batch"]), []).append(row)
+    cell = lambda row: f"{row['measured']:.2f}, {row['predicted']:.2f} ({row['predicted'] / row['measured'] - 1:+.1%})"
+    rows = [[*map(str, key), *map(cell, members)] for key, members in groups.items()]
+    return _table("NVLink | TP | batch | standard | ladder | parallel | no communication", rows)
+
+
+def _times(results: dict) -> str:
+    both = lambda one: f"{one['measured']:.4g}, {one['predicted']:.4g} ({one['predicted'] / one['measured'] - 1:+.1%})"
+    rows = [
+        [str(r["batch"]), r["residual"].replace("_", " "), both(r["prefill"]), both(r["decode"])]
+        for r in results["seconds"]
+    ]
+    return _table("batch | residual | prefill s | decode s", rows)
+
+
+def _elsewhere(results: dict) -> str:
+    what = {
+        "logs": "Llama-3-8B, NVLink, TP 1 to 8, batch 1 to 64",
+        "plots": "Llama-3-70B without NVLink, TP 2 and 4",
+        "blog": "Llama-3.2-1B and 3B, NVLink, TP 8, batch 4",
+    }
+    rows = [
+        [
+            what[name],
+            str(one["figures"]),
+            f"{one['median_error']:.1%}",
+            f"{one['worst_error']:.1%}",
+            f"{100 * one['median_ratio_error']:.1f}",
+            str(one["pairs_out_of_order"]),
+        ]
+        for name, one in results["elsewhere_summary"].items()
+    ]
+    return _table("what | figures | median error | worst | ratios: median points | pairs out of order", rows)
+
+
+def _two_nodes(results: dict) -> str:
+    groups: dict[int, list[dict]] = {}
+    for row in results["two_nodes"]:
+        groups.setdefault(row["batch"], []).append(row)
+    cell = lambda row: f"{row['measured']:.2f}, {row['predicted']:.2f}"
+    rows = [[str(batch), *map(cell, members)] for batch, members in groups.items()]
+    errors = [abs(row["predicted"] - row["measured"]) for row in results["two_nodes"]]
+    points = f"median {100 * statistics.median(errors):.1f} points, worst {100 * max(errors):.1f}"
+    return _table("batch | ladder | parallel | no communication", rows) + f"\n\n{points}"
+
+
+def _sizes(results: dict) -> str:
+    known = {(row["model"], row["residual"]): row["measured"] for row in results["elsewhere"] + results["published"]
+             if (row["link"], row["tensor"], row["batch"]) == ("nvlink", 8, 4)}  # fmt: skip
+    rows = []
+    for one in results["sizes"]:
+        cells = []
+        for residual, predicted in one["speedup"].items():
+            standard = known.get((one["model"], "standard"))
+            measured = known.get((one["model"], residual))
+            cells.append(
+                f"{measured / standard:.2f}, {predicted:.2f}" if measured and standard else f"-, {predicted:.2f}"
+            )
+        rows.append([one["model"], f"{one['standard']:,.0f}", *cells])
+    return _table("model | Standard, predicted tokens/s | ladder | parallel | no communication", rows)
+
+
+def _larger_table(results: dict) -> str:
+    rows = [
+        [
+            str(one["tensor"]),
+            str(one["batch"]),
+            f"{one['standard']:,.0f}",
+            f"{one['ladder'] / one['standard']:.2f}",
+            f"{one['larger_ladder'] / one['standard']:.2f}",
+        ]
+        for one in results["larger"]
+    ]
+    return _table("TP | batch | Standard 1B, tokens/s | Ladder 1B | Ladder 1.55B", rows)
