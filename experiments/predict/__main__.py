@@ -1,8 +1,7 @@
 """Is the speed model right? Nine constants fitted to the paper's tables, and what they say of everything else.
 
-    python -m experiments.predict                # with the package's constants: the tables, results.json, the figures
-    python -m experiments.predict --fit          # fits again (a minute), leaves out each figure in turn (ten minutes)
-    python -m experiments.predict --fit --install  # and writes the constants into ladder_jax/predict
+    python -m experiments.predict --fit --install    # fits, leaves out each figure in turn: 7 minutes; installs
+    python -m experiments.predict                    # with the package's constants: tables, README, JSON, figures
 
 No accelerator is needed, and none is used: what is measured here was measured by the paper's authors.
 """
@@ -30,7 +29,9 @@ def main() -> None:
         raise SystemExit("installed: run again without options, so that the tables are the new constants'")
     results = {"fit": fitted, **tables.predictions(published.shipped())}
     file.write_text(json.dumps(results, indent=1) + "\n")
-    print(tables.markdown(results))
+    readme = HERE / "README.md"
+    readme.write_text(tables.fill(readme.read_text(), results))
+    print("\n\n".join(f"{name}\n\n{table}" for name, table in tables.sections(results).items()))
     picture.plot(results, file=str(HERE / "published.png"))
     picture.plot_elsewhere(results, file=str(HERE / "elsewhere.png"))
 

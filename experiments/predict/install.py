@@ -34,7 +34,15 @@ def install(constants: dict[str, float]) -> None:
 
 
 def _replace(file: pathlib.Path, pattern: str, value: float) -> None:
-    text, count = re.subn(pattern, rf"\g<1>{rounded(value):g}", file.read_text())
+    text, count = re.subn(pattern, rf"\g<1>{_written(rounded(value))}", file.read_text())
     if count != 1:
         raise ValueError(f"{file}: {pattern} stands there {count} times")
     file.write_text(text)
+
+
+def _written(value: float) -> str:
+    """In millionths or in billions, as people write seconds and bytes a second."""
+    for unit, name in ((1e-6, "e-6"), (1e9, "e9")):
+        if 1 <= value / unit < 1000:
+            return f"{value / unit:.4g}{name}"
+    return f"{value:g}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import statistics
 from collections.abc import Mapping
 
@@ -45,13 +46,28 @@ def left_out_summary(results: dict) -> dict[str, dict]:
     return found
 
 
-def markdown(results: dict) -> str:
-    parts = [
-        "constants", _constants(results), "the 56 figures", _summaries(results), _published(results),
-        "seconds", _times(results), "elsewhere", _elsewhere(results), "two nodes", _two_nodes(results),
-        "sizes", _sizes(results), "a larger Ladder", _larger_table(results),
-    ]  # fmt: skip
-    return "\n\n".join(parts)
+def sections(results: dict) -> dict[str, str]:
+    """The README's tables by name, in Markdown."""
+    return {
+        "constants": _constants(results),
+        "summary": _summaries(results),
+        "published": _published(results),
+        "seconds": _times(results),
+        "elsewhere": _elsewhere(results),
+        "two nodes": _two_nodes(results),
+        "sizes": _sizes(results),
+        "larger": _larger_table(results),
+    }
+
+
+def fill(text: str, results: dict) -> str:
+    """`text` with each table between `<!-- table: NAME -->` and `<!-- end -->` made anew."""
+    for name, table in sections(results).items():
+        block = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end -->)", re.S)
+        text, count = block.subn(lambda found: f"{found[1]}\n{table}\n{found[2]}", text)
+        if count != 1:
+            raise ValueError(f"the README has {count} places for the table {name!r}")
+    return text
 
 
 def _key(row: dict) -> Setting:
