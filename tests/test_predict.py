@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from experiments.predict import install, published, tables
+from experiments.predict import install, markdown, published, tables
 from ladder_jax import cli, nn, parallel, residual
 from ladder_jax.bench import work as counted
 from ladder_jax.config import preset, residual_names
@@ -225,6 +225,9 @@ def test_seconds_of_an_all_reduce():
     # Each of 8 exchanges half a megabyte with its peer: there and back, half of it each time.
     assert nodes.all_reduce(4e6, ranks=16) == pytest.approx(link.all_reduce(4e6, ranks=8) + 10e-6 + 5e-3)
     assert nodes.all_reduce(4e6, ranks=32) == pytest.approx(link.all_reduce(4e6, ranks=8) + 20e-6 + 7.5e-3)
+    # 12 ranks are two nodes of 6, not one of 8.
+    six = link.all_reduce(4e6, ranks=6) + 10e-6 + 4e6 / 6 / 1e8
+    assert nodes.all_reduce(4e6, ranks=12) == pytest.approx(six)
     twice = nodes.faster(2)
     assert twice.all_reduce(4e6, ranks=16) == pytest.approx(nodes.all_reduce(4e6, ranks=16) / 2)
 
@@ -299,9 +302,9 @@ def test_the_tables_are_what_the_package_predicts(kept, made):
 
 def test_the_readme_holds_them(kept):
     text = (EXPERIMENT / "README.md").read_text()
-    assert tables.fill(text, kept) == text and text.count("\n| ") > 60
+    assert markdown.fill(text, kept) == text and text.count("\n| ") > 60
     with pytest.raises(ValueError, match="0 places for the table 'constants'"):
-        tables.fill("", kept)
+        markdown.fill("", kept)
 
 
 def test_the_package_has_the_fitted_constants(kept):
@@ -446,6 +449,11 @@ def test_sweep(capsys, tmp_path):
     assert slow > own
     status, out, _ = run(capsys, *words, *axes)
     assert "no help, 1.00" in out and "cannot be split over 3 devices: left out" in out
+    large = ("--model", "llama-3.1-405b", "--hardware", "h100-nvlink", "--sweep", "batch=1,4")
+    status, out, _ = run(capsys, *large)
+    assert status == 0 and "ladder *" in out and "need more memory" in out
+    status, _, err = run(capsys, *large, "--plot", picture)
+    assert status == 2 and "there is nothing to draw, as no topology that communicates fits into memory" in err
 
 
 def test_nothing_beats_the_front():

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 
-from experiments.predict import install, picture, published, tables
+from experiments.predict import install, markdown, picture, published, tables
 from experiments.predict.published import HERE
 
 
@@ -30,8 +30,8 @@ def main() -> None:
     results = {"fit": fitted, **tables.predictions(published.shipped())}
     file.write_text(json.dumps(results, indent=1) + "\n")
     readme = HERE / "README.md"
-    readme.write_text(tables.fill(readme.read_text(), results))
-    print("\n\n".join(f"{name}\n\n{table}" for name, table in tables.sections(results).items()))
+    readme.write_text(markdown.fill(readme.read_text(), results))
+    print("\n\n".join(f"{name}\n\n{table}" for name, table in markdown.sections(results).items()))
     picture.plot(results, file=str(HERE / "published.png"))
     picture.plot_elsewhere(results, file=str(HERE / "elsewhere.png"))
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 from ladder_jax.config import ModelConfig, preset, residual_names
-from ladder_jax.config.splits import check_divides, divisors
 from ladder_jax.errors import UserError
+from ladder_jax.splits import check_divides, divisors
 from ladder_jax.words import positive, words
 
 

@@ -32,6 +32,8 @@ def run(args: dict) -> None:
     if wanted:
         points = sweep.run(request, wanted)
         if args["plot"]:
+            if not sweep.front(points):
+                raise UserError("--plot: there is nothing to draw, as no topology that communicates fits into memory")
             picture.plot_sweep(points, file=args["plot"])
         whole = {"model": request.model, "hardware": request.machine.name, "sweep": [p.as_dict() for p in points]}
         _print(whole if args["json"] else text.sweep_lines(points, wanted))

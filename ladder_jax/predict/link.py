@@ -43,10 +43,10 @@ class Link:
         if ranks == 1:
             return 0.0
         network = self.network
-        inside = ranks if network is None else min(ranks, network.size)
+        nodes = 1 if network is None else math.ceil(ranks / network.size)
+        inside = math.ceil(ranks / nodes)  # of the fullest node
         steps = 2 * (inside - 1) if self.ring is Ring.ONE_WAY else inside
         seconds = self.latency + steps * self.step + 2 * (inside - 1) / inside * size / self.bandwidth
-        nodes = ranks // inside
         if nodes > 1:
             share = 2 * (nodes - 1) / nodes * size / inside
             seconds += 2 * math.ceil(math.log2(nodes)) * network.step + share / network.bandwidth

@@ -9,7 +9,7 @@ from ladder_jax.predict.result import Result
 from ladder_jax.predict.sweep import Point
 from ladder_jax.predict.text import number
 
-COMPUTE, EXPOSED, QUIET = "#4c78a8", "#e45756", "#8a8a8a"
+COMPUTE, EXPOSED = "#4c78a8", "#e45756"
 COLOURS = {
     "standard": "#b8b8b8",
     "ladder": "#4c78a8",
@@ -77,7 +77,7 @@ def plot_sweep(points: Sequence[Point], *, file: str) -> None:
 def _front(axis, points: Sequence[Point]) -> set[str]:
     names = points[0].result.request.residuals
     best = sweeps.front(points)
-    own = [point for point in points if point.link == 1] or points
+    own = [point for point in sweeps.at_own_link(points) if point.fits]
     for point in own:
         for row in point.result.rows:
             if row.residual != "no-communication":
@@ -111,6 +111,9 @@ def _map(axis, points: Sequence[Point], *, first: bool) -> set[str]:
     for point in points:
         x, y = batches.index(point.batch), links.index(point.link)
         row, ladder = point.chosen, point.result.advice.ladder_helps
+        if not point.fits:
+            axis.text(x + 0.5, y + 0.5, "too\nlarge", ha="center", va="center", fontsize=7.5, color="#999999")
+            continue
         used.add(row.residual)
         fill = colour(row.residual, names)
         axis.add_patch(Rectangle((x, y), 1, 1, fc=fill, ec="w", lw=2))

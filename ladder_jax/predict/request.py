@@ -4,12 +4,12 @@ import dataclasses
 import re
 
 from ladder_jax.config import ModelConfig, preset, residual_names
-from ladder_jax.config.splits import check_divides, divisors
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.predict import implementation as implementations
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.implementation import Implementation
 from ladder_jax.predict.machine import Machine
+from ladder_jax.splits import check_divides, divisors
 from ladder_jax.words import positive, words
 
 BASELINE = "standard"

@@ -24,6 +24,11 @@ class Point:
         named = {row.residual: row for row in self.result.rows}
         return named.get(self.result.advice.residual, self.result.rows[0])
 
+    @property
+    def fits(self) -> bool:
+        """Whether the recommended topology's weights and cache have room on a device."""
+        return self.chosen.speed.memory <= self.result.request.machine.memory
+
     def as_dict(self) -> dict:
         full = self.result.as_dict()
         return {"link": self.link, **{k: full[k] for k in ("tensor", "batch", "rows", "recommendation")}}
@@ -40,6 +45,10 @@ def run(request: Request, sweep: Sweep) -> list[Point]:
     return found
 
 
+def at_own_link(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if point.link == 1] or list(points)
+
+
 def latency(row: Row) -> float:
     """Seconds a user waits for a token."""
     return row.speed.step.seconds
@@ -51,9 +60,9 @@ def throughput(point: Point, row: Row) -> float:
 
 
 def front(points: Sequence[Point]) -> list[tuple[Point, Row]]:
-    """Of all rows but those without communication, at the machine's own link where it is among the points: those that
-    no other beats in latency and throughput at once, from the shortest latency on."""
-    own = [point for point in points if point.link == 1] or list(points)
+    """Of what fits, at the machine's own link where that is among the points: the rows that no other beats in latency
+    and throughput at once, from the shortest latency on; without those that do not communicate."""
+    own = [point for point in at_own_link(points) if point.fits]
     rows = [(point, row) for point in own for row in point.result.rows if row.residual != "no-communication"]
     best, kept = 0.0, []
     for point, row in sorted(rows, key=lambda pair: (latency(pair[1]), -throughput(*pair))):

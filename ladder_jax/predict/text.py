@@ -8,6 +8,7 @@ from ladder_jax.predict.sweep import Point
 
 COLUMNS = ("residual", "tokens/s", "speed-up", "prefill ms", "step ms", "exposed ms", "hidden", "GiB a device")
 SWEPT = ("tensor", "batch", "link", "take", "speed-up", "ladder", "tokens/s", "a device", "ms/token")
+PROGRAMS = {"ours": "this library's programs", "authors": "the paper's authors' programs"}
 WIDTH = 110  # of the tables; a narrower terminal wraps them, which loses nothing
 
 
@@ -26,7 +27,7 @@ def lines(answer: Result) -> list:
         )
     return [
         *verdict(answer),
-        f"{what}; {shape}; {answer.fidelity}, {request.implementation.name} programs",
+        f"{what}; {shape}; {answer.fidelity}, {PROGRAMS[request.implementation.name]}",
         "",
         _table(answer),
         "step and exposed: of a decode step; hidden: the share of its all-reduces' time that costs nothing",
@@ -57,7 +58,7 @@ def sweep_lines(points: Sequence[Point], sweep: Sweep) -> list:
             str(point.tensor),
             str(point.batch),
             f"{point.link:g} x",
-            row.residual,
+            row.residual if point.fits else f"{row.residual} *",
             f"{row.speedup:.2f}",
             f"{helps}{ladder.speedup:.2f}" if ladder else "-",
             number(row.speed.tokens_per_second),
@@ -65,6 +66,8 @@ def sweep_lines(points: Sequence[Point], sweep: Sweep) -> list:
             f"{row.speed.step.seconds * 1e3:.2f}",
         )
     notes = [f"note      the model cannot be split over {size} devices: left out" for size in sweep.unsplit]
+    if not all(point.fits for point in points):
+        notes.append("*         weights and cache need more memory than a device has")
     return [table, *notes]
 
 
