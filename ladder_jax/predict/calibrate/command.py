@@ -11,6 +11,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.predict import machine
 
 WARMUP, REPEATS = 3, 10
+UNSTEADY = 0.5  # a spread, of the middle half of the samples over their median, that says so
 SIMULATED = "Simulated devices share one processor: these constants describe it and no accelerator."
 
 
@@ -77,6 +78,8 @@ def _say(found: machine.Machine, out: str, samples: list[dict], *, simulated: bo
     print(f"{out}: {found.devices} devices")
     if simulated:
         print(f"note: {SIMULATED}")
+    if any(one["spread"] > UNSTEADY for one in samples):
+        print("note: some all-reduces took very different times: measure again when nothing else runs")
     print(f"  memory bandwidth  {found.bandwidth / 1e9:,.1f} GB/s, matmul {found.flops / 1e12:,.2f} TFLOP/s")
     print(f"  a kernel's start  {found.launch * 1e6:.2f} µs; contention {found.contention:.2f}")
     if found.link:
