@@ -186,6 +186,45 @@ def _parser() -> Parser:
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     bench.add_argument("--out", metavar="FILE", help="write that object to a file")
     bench.add_argument("--plot", metavar="FILE", help="draw tokens/s and bandwidth by batch (PNG, SVG, PDF)")
+
+    predict = verb(
+        "predict",
+        "Say how fast each residual topology would be on a machine that need not be here, and which to take.",
+        "ladder-jax predict --model llama-3-70b --hardware h100-nvlink --tensor 8 --batch 16",
+    )
+    predict.add_argument("--model", required=True, metavar="PRESET", help="a model preset, such as llama-3-70b")
+    predict.add_argument("--hardware", metavar="NAME", help="h100-nvlink, h100-no-nvlink, v5e, ... or a YAML file")
+    predict.add_argument("--residual", metavar="NAME[,NAME]", help="standard, ladder, ... (default: all)")
+    predict.add_argument("--ladder-layers", metavar="WHICH", help="hybrids: N (the last N layers), i,j or all")
+    predict.add_argument("--implementation", metavar="NAME", help="ours (the default), or authors: the paper's")
+    for option, letter, text in (
+        ("tensor", "N", "tensor-parallel devices (default: all of the hardware's)"),
+        ("batch", "B", "rows at once (default 1)"),
+        ("prompt-length", "P", "tokens a row in the prompt (default 1024)"),
+        ("new-tokens", "G", "tokens a row to generate (default 512)"),
+        ("layers", "N", "layers (default: the preset's)"),
+    ):
+        predict.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+    predict.add_argument(
+        "--sweep", nargs="+", metavar="AXIS=A,B", help="vary tensor, batch, link: tensor=1,2,4,8 batch=1,16 link=0.5,1"
+    )
+    predict.add_argument("--from-schedule", metavar="TARGET", help="from compiled programs: v5p:2x2x2, h100:8, ...")
+    predict.add_argument("--json", action="store_true", help="print one JSON object")
+    predict.add_argument("--plot", metavar="FILE", help="draw where the time goes, or the sweep (PNG, SVG, PDF)")
+
+    calibrate = verb(
+        "calibrate",
+        "Measure this machine's constants, and write them as hardware for predict.",
+        "ladder-jax calibrate --out mine.yaml && ladder-jax predict --model llama-3-8b --hardware mine.yaml",
+    )
+    calibrate.add_argument("--out", required=True, metavar="FILE", help="the YAML file to write")
+    for option, letter, text in (
+        ("tensor", "N", "devices whose all-reduces are measured (default: all)"),
+        ("warmup", "W", "runs before those that are timed (default 3)"),
+        ("repeats", "R", "runs that are timed (default 10)"),
+    ):
+        calibrate.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+    calibrate.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -246,6 +285,18 @@ def _bench(args: argparse.Namespace) -> None:
     command.run(vars(args))
 
 
+def _predict(args: argparse.Namespace) -> None:
+    from ladder_jax.predict import command
+
+    command.run(vars(args))
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    from ladder_jax.predict.calibrate import command
+
+    command.run(vars(args))
+
+
 VERBS = {
     "doctor": _doctor,
     "train": _train,
@@ -253,4 +304,6 @@ VERBS = {
     "serve": _serve,
     "overlap": _overlap,
     "bench": _bench,
+    "predict": _predict,
+    "calibrate": _calibrate,
 }
