@@ -1,5 +1,6 @@
 """Text as bytes: a file, a folder, or the source of Python's own library."""
 
+import hashlib
 import pathlib
 import sysconfig
 from collections.abc import Iterable
@@ -51,6 +52,11 @@ def _read(file: pathlib.Path, *, lenient: bool) -> bytes:
             return b""
         raise UserError(f"data.path={str(file)!r} is not UTF-8 text") from None
     return content
+
+
+def fingerprint(text: np.ndarray) -> str:
+    """Names what is trained on: a resumed run must find the same."""
+    return hashlib.blake2b(np.ascontiguousarray(text), digest_size=16).hexdigest()
 
 
 def bigram_entropy(text: np.ndarray) -> float:

@@ -1,6 +1,7 @@
 """The verb `generate`: one prompt, several, or a file of them."""
 
 import dataclasses
+import itertools
 import json
 
 from ladder_jax import checkpoint, config, decode, files, nn, parallel
@@ -8,8 +9,8 @@ from ladder_jax.checkpoint.store import Checkpoint
 from ladder_jax.data import text
 from ladder_jax.decode.engine import Engine, Request, jsonl
 from ladder_jax.decode.engine.request import SAMPLING
-from ladder_jax.decode.progress import progress
 from ladder_jax.errors import UserError, member
+from ladder_jax.progress import progress
 
 SLOTS = 8
 
@@ -58,7 +59,9 @@ def _file(args: dict, *, saved: Checkpoint, settings: config.DecodeConfig, stop:
     encoding = dict(encode=text.encode, vocab_size=saved.config.model.vocab_size)
     jobs = jsonl.read(args["prompts"], defaults=settings, stop=stop, model=model, **encoding)
     left = jsonl.unanswered(args["out"], jobs)
-    with progress(done=len(jobs) - len(left), total=len(jobs)) as advance:
+    answered = itertools.count(len(jobs) - len(left) + 1)
+    with progress(len(jobs), done=len(jobs) - len(left), label="{done}/{total} prompts") as update:
+        advance = lambda: update(next(answered), "")
         if left:
             engine = _engine(args, saved=saved, settings=settings, requests=[job.request for job in left])
             jsonl.answer(engine, left, file=args["out"], advance=advance)
