@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -126,9 +127,13 @@ def verify(folder: pathlib.Path) -> list[str]:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of the innermost error, which says what is wrong with which file."""
+    """The first line of the innermost error, which says what is wrong; of one of the system only that."""
     while error.__cause__:
         error = error.__cause__
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if found := re.search(r"([^:]+) \[os_error_code=", str(error)):  # tensorstore's, after a chain of what it tried
+        return found[1].strip()
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 

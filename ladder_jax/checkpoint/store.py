@@ -8,6 +8,9 @@ process's.
 
 import contextlib
 import dataclasses
+import errno
+import logging
+import os
 import pathlib
 import shutil
 import threading
@@ -24,6 +27,8 @@ from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Params
+
+_LOGGER = logging.getLogger("absl")
 
 WRITING = "writing."
 
@@ -55,6 +60,7 @@ class Store:
             for left in (*self._folder.glob(f"{WRITING}*"), *self._folder.glob(f"{retention.DELETING}*")):
                 shutil.rmtree(left, ignore_errors=True)
         self._checkpointer = _checkpointer()
+        _LOGGER.addFilter(_not_orbax)
 
     def save(
         self,
@@ -77,6 +83,7 @@ class Store:
         )
         wanted = {"params": set(shapes(params)), "optimizer": set(shapes(optimizer))}
         try:
+            _check_room(self._folder, params, optimizer)
             if self._first:
                 shutil.rmtree(self._writing(step), ignore_errors=True)
             self._checkpointer.save(self._writing(step), args=items)
@@ -103,6 +110,7 @@ class Store:
     def close(self) -> None:
         self.wait()
         self._checkpointer.close()
+        _LOGGER.removeFilter(_not_orbax)
 
     def _finish(self, step: int, wanted: dict[str, set[str]]) -> None:
         writing = self._writing(step)
@@ -149,6 +157,20 @@ def loss_of(folder: pathlib.Path) -> float | None:
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    """Orbax logs an error of the disk in several threads, with tracebacks; `Failure` says it once."""
+    return "orbax" not in record.pathname
+
+
+def _check_room(folder: pathlib.Path, *trees: Params) -> None:
+    """Raises an error where the disk has less room than the arrays need: cheaper than finding out in the middle."""
+    needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(trees)), shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free"
+        )
 
 
 def _check_listed(folder: pathlib.Path, names: set[str]) -> None:

@@ -145,7 +145,8 @@ class Session:
             self._update(step, speeds.as_text(row))
         if _due(step, train.checkpoint_every, train.steps):
             self._save(step)
-        if failure := self.store.failure():
+        # That of the last step ends the run, in `_steps`.
+        if step < train.steps and (failure := self.store.failure()):
             self.say(f"step {step}: {failure}; training goes on, and the next checkpoint is tried as usual")
 
     def _save(self, step: int) -> None:
