@@ -16,6 +16,7 @@ from ladder_jax.parallel import make_mesh
 from ladder_jax.train import optimizer
 from tests import cases
 
+
 def rewrite_meta(folder, **changes):
     """What another program, or a later version, would have written."""
     file = folder / "meta" / "metadata"
@@ -153,7 +154,9 @@ def flip(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, lambda file: file.unlink()], ids=["truncated", "flipped", "removed"])
+@pytest.mark.parametrize(
+    "damage", [truncate, flip, lambda file: file.unlink()], ids=["truncated", "flipped", "removed"]
+)
 def test_every_damaged_file_is_found(three, tmp_path, damage):
     """Each file of a checkpoint in turn: found, named, and the one before it is offered."""
     files = sorted(p for p in (three / "30").rglob("*") if p.is_file() and p.stat().st_size)
@@ -162,7 +165,9 @@ def test_every_damaged_file_is_found(three, tmp_path, damage):
         copy = tmp_path / str(index)
         shutil.copytree(three, copy)
         damage(copy / file.relative_to(three))
-        with pytest.raises(Damaged, match="damaged or incomplete: .*; the newest whole one before it is step 20") as said:
+        with pytest.raises(
+            Damaged, match="damaged or incomplete: .*; the newest whole one before it is step 20"
+        ) as said:
             open_checkpoint(copy).check()
         name = str(file.relative_to(three / "30"))
         assert name in str(said.value)
@@ -258,5 +263,8 @@ def test_the_verb(three, tmp_path, capsys):
     assert cli.main(["checkpoints", str(run), "--verify"]) == 1
     said = capsys.readouterr()
     assert "step 30: data/metadata has other contents than were written" in said.out
-    assert said.err == "ladder-jax: damaged: the checkpoint of step 30 (train with run.on_damaged=previous goes on without)\n"
+    assert (
+        said.err
+        == "ladder-jax: damaged: the checkpoint of step 30 (train with run.on_damaged=previous goes on without)\n"
+    )
     assert cli.main(["checkpoints", str(tmp_path / "nowhere")]) == 2

@@ -9,7 +9,6 @@ process's.
 import contextlib
 import dataclasses
 import errno
-import logging
 import os
 import pathlib
 import shutil
@@ -23,14 +22,14 @@ import tensorstore
 from jax.experimental import multihost_utils
 
 from ladder_jax.checkpoint import manifest, retention
+from ladder_jax.checkpoint.quiet import Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, shapes, steps
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Params
 
-_LOGGER = logging.getLogger("absl")
-
 WRITING = "writing."
+LATE = 10.0  # seconds in which a failed save's writes end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Store:
             for left in (*self._folder.glob(f"{WRITING}*"), *self._folder.glob(f"{retention.DELETING}*")):
                 shutil.rmtree(left, ignore_errors=True)
         self._checkpointer = _checkpointer()
-        _LOGGER.addFilter(_not_orbax)
+        self._quiet, self._failures = Quiet(), 0
 
     def save(
         self,
@@ -110,7 +109,7 @@ class Store:
     def close(self) -> None:
         self.wait()
         self._checkpointer.close()
-        _LOGGER.removeFilter(_not_orbax)
+        self._quiet.close(after=LATE if self._failures else 0)
 
     def _finish(self, step: int, wanted: dict[str, set[str]]) -> None:
         writing = self._writing(step)
@@ -136,6 +135,7 @@ class Store:
 
     def _failed(self, step: int, error: Exception) -> None:
         """Frees what was written of it, and starts Orbax anew: the next save owes nothing to this one."""
+        self._failures += 1
         newest = steps(self._folder)
         self._failure = Failure(step, reason(error), newest[-1] if newest else None)
         if self._first:
@@ -157,11 +157,6 @@ def loss_of(folder: pathlib.Path) -> float | None:
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-
-
-def _not_orbax(record: logging.LogRecord) -> bool:
-    """Orbax logs an error of the disk in several threads, with tracebacks; `Failure` says it once."""
-    return "orbax" not in record.pathname
 
 
 def _check_room(folder: pathlib.Path, *trees: Params) -> None:

@@ -1,0 +1,40 @@
+"""What Orbax and tensorstore print when a disk refuses: pages that would bury the one line that a user needs.
+
+The error itself is raised where the save is waited for. Beside that, Orbax logs it in several threads, with tracebacks;
+and each write that it abandons complains, when it ends, that the event loop that it belonged to is closed.
+"""
+
+import logging
+import sys
+import threading
+
+_LOGGER = logging.getLogger("absl")
+
+
+class Quiet:
+    """From now until `close()` neither is printed; everything else is."""
+
+    def __init__(self):
+        self._before = sys.unraisablehook
+        sys.unraisablehook = self._hook
+        _LOGGER.addFilter(_not_orbax)
+
+    def close(self, *, after: float = 0.0) -> None:
+        """`after` so many seconds, where abandoned writes may still be under way."""
+        if after:
+            timer = threading.Timer(after, self.close)
+            timer.daemon = True
+            timer.start()
+            return
+        _LOGGER.removeFilter(_not_orbax)
+        if sys.unraisablehook == self._hook:
+            sys.unraisablehook = self._before
+
+    def _hook(self, unraisable) -> None:
+        value = unraisable.exc_value
+        if not (isinstance(value, RuntimeError) and str(value) == "Event loop is closed"):
+            self._before(unraisable)
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
