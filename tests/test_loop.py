@@ -19,7 +19,7 @@ from ladder_jax import progress as progresses
 from ladder_jax.config import TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.nn import flops
-from ladder_jax.train import goodput, metrics, mfu, policy, session, signals, trackers
+from ladder_jax.train import ahead, goodput, metrics, mfu, policy, signals, trackers
 from tests import cases
 
 TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=9",
@@ -297,7 +297,7 @@ def test_read_ahead_raises_where_the_batch_is_asked_for():
                 raise OSError(5, "Input/output error")
             return np.full(2, int(index))
 
-    with session._batches(grain.MapDataset.source(Source()).batch(1), first=4) as read:
+    with ahead.read_ahead(grain.MapDataset.source(Source()).batch(1), first=4) as read:
         assert [next(read)[0, 0] for _ in range(2)] == [4, 5]
         with pytest.raises(OSError, match="Input/output"):
             next(read)

@@ -7,7 +7,6 @@ can be read, but not verified.
 """
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import re
@@ -15,9 +14,8 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-import tensorstore
 
-from ladder_jax.checkpoint import manifest
+from ladder_jax.checkpoint import arrays, manifest
 from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params
@@ -68,8 +66,8 @@ class Checkpoint:
         try:
             handler = ocp.PyTreeCheckpointHandler()
             if not self.listed:
-                _check_readable(folder, like)
-            _check_shapes(handler.metadata(folder).tree, like, folder)
+                arrays.check_readable(folder, set(arrays.shapes(like)))
+            arrays.check_shapes(handler.metadata(folder).tree, like, folder=folder)
             # Not strict: the vocabulary's zero padding depends on the mesh. All else was compared.
             place = lambda a: ocp.ArrayRestoreArgs(
                 sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False
@@ -177,35 +175,3 @@ def _damaged(folder: pathlib.Path, why: str) -> Damaged:
             offer = f"; the newest whole one before it is step {step}"
             break
     return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {why}{offer}")
-
-
-def _check_readable(folder: pathlib.Path, like: Any) -> None:
-    """Read every stored value once, a few at a time; raises an error for the first that is bad or missing.
-
-    For checkpoints without a manifest. Where Orbax meets a bad value itself, it abandons the reads in flight, and
-    their complaints bury the one line that the user needs.
-    """
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
-    stored = [key.decode() for key in store.list().result()]
-    if missing := {name.replace("/", ".") for name in shapes(like)} - {key.partition("/")[0] for key in stored}:
-        raise ValueError(f"{sorted(missing)[0]} is not there")
-    for keys in itertools.batched(stored, 16):
-        for key, read in [(key, store.read(key)) for key in keys]:
-            if not read.result().value:
-                raise ValueError(f"the data of {key.partition('/')[0]} is not there")
-
-
-def _check_shapes(stored: Any, like: Any, folder: pathlib.Path) -> None:
-    """Refuse arrays that are missing, foreign or of another shape, but for the padded vocabulary."""
-    have, want = shapes(stored), shapes(like)
-    for name in sorted(have.keys() | want.keys()):
-        a, b = have.get(name), want.get(name)
-        padded = name.endswith("table") and a is not None and b is not None and a[1:] == b[1:]
-        if a != b and not padded:
-            raise UserError(f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}")
-
-
-def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes by name: "layers/mlp/up"."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    return {"/".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape) for path, leaf in leaves}

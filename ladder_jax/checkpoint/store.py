@@ -18,12 +18,11 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-import tensorstore
 from jax.experimental import multihost_utils
 
-from ladder_jax.checkpoint import manifest, retention
+from ladder_jax.checkpoint import arrays, manifest, retention
 from ladder_jax.checkpoint.quiet import Quiet
-from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, shapes, steps
+from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Params
@@ -46,17 +45,17 @@ class Failure:
 
 
 class Store:
-    """Writes a run's checkpoints, one at a time. A failure is kept until `failure()` is asked for it."""
+    """Writes a run's checkpoints into `folder`, one at a time. A failure is kept until `failure()` is asked for it."""
 
     def __init__(self, folder: pathlib.Path, *, config: RunConfig):
-        self._folder, self._config = folder.absolute(), config
+        self.folder, self._config = folder.absolute(), config
         self._keep = retention.of(config.train)
         self._thread: threading.Thread | None = None
         self._failure: Failure | None = None
         self._first = jax.process_index() == 0
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         if self._first:
-            for left in (*self._folder.glob(f"{WRITING}*"), *self._folder.glob(f"{retention.DELETING}*")):
+            for left in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
                 shutil.rmtree(left, ignore_errors=True)
         self._checkpointer = _checkpointer()
         self._quiet, self._failures = Quiet(), 0
@@ -80,9 +79,9 @@ class Store:
             data=ocp.args.JsonSave({"step": step, **(data or {})}),
             meta=ocp.args.JsonSave(meta),
         )
-        wanted = {"params": set(shapes(params)), "optimizer": set(shapes(optimizer))}
+        wanted = {"params": set(arrays.shapes(params)), "optimizer": set(arrays.shapes(optimizer))}
         try:
-            _check_room(self._folder, params, optimizer)
+            _check_room(self.folder, params, optimizer)
             if self._first:
                 shutil.rmtree(self._writing(step), ignore_errors=True)
             self._checkpointer.save(self._writing(step), args=items)
@@ -118,33 +117,33 @@ class Store:
             if not self._first:
                 return
             for item, names in wanted.items():
-                _check_listed(writing / item, names)
+                arrays.check_listed(writing / item, names)
             manifest.write(writing)
-            retention.remove(self._folder / str(step))  # what a run that went back had saved
-            writing.rename(self._folder / str(step))
-            manifest.sync_folder(self._folder)
+            retention.remove(self.folder / str(step))  # what a run that went back had saved
+            writing.rename(self.folder / str(step))
+            manifest.sync_folder(self.folder)
             with contextlib.suppress(OSError):  # the new one is safe, and the next save prunes again
                 self._prune()
         except Exception as error:
             self._failed(step, error)
 
     def _prune(self) -> None:
-        losses = {step: loss_of(self._folder / str(step)) for step in steps(self._folder)}
+        losses = {step: loss_of(self.folder / str(step)) for step in steps(self.folder)}
         for step in retention.doomed(losses, keep=self._keep):
-            retention.remove(self._folder / str(step))
+            retention.remove(self.folder / str(step))
 
     def _failed(self, step: int, error: Exception) -> None:
         """Frees what was written of it, and starts Orbax anew: the next save owes nothing to this one."""
         self._failures += 1
-        newest = steps(self._folder)
+        newest = steps(self.folder)
         self._failure = Failure(step, reason(error), newest[-1] if newest else None)
         if self._first:
-            for left in self._folder.glob(f"{WRITING}*"):
+            for left in self.folder.glob(f"{WRITING}*"):
                 shutil.rmtree(left, ignore_errors=True)
         self._checkpointer = _checkpointer()
 
     def _writing(self, step: int) -> pathlib.Path:
-        return self._folder / f"{WRITING}{step}"
+        return self.folder / f"{WRITING}{step}"
 
 
 def loss_of(folder: pathlib.Path) -> float | None:
@@ -166,11 +165,3 @@ def _check_room(folder: pathlib.Path, *trees: Params) -> None:
         raise OSError(
             errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free"
         )
-
-
-def _check_listed(folder: pathlib.Path, names: set[str]) -> None:
-    """Raises an error where the stored arrays are not those of `names`."""
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
-    listed = {key.decode().partition("/")[0] for key in store.list().result()}
-    if missing := {name.replace("/", ".") for name in names} - listed:
-        raise ValueError(f"{sorted(missing)[0]} was not written")

@@ -5,7 +5,7 @@ import itertools
 import json
 
 from ladder_jax import checkpoint, config, decode, files, nn, parallel
-from ladder_jax.checkpoint.store import Checkpoint
+from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.data import text
 from ladder_jax.decode.engine import Engine, Request, jsonl
 from ladder_jax.decode.engine.request import SAMPLING

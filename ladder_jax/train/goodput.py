@@ -53,9 +53,10 @@ class Account:
         self._charge()
         return {"time": time.time(), "seconds": dict(self.seconds), "restarts": self.restarts}
 
-    def go_back(self, then: dict[str, Any], *, restarts: int) -> None:
-        """Go on with the account of a checkpoint: what was noted since, here or elsewhere, is lost."""
+    def go_back(self, then: dict[str, Any] | None, *, restarts: int) -> None:
+        """Go on with the account of a checkpoint, or from nothing: what was noted since, here or elsewhere, is lost."""
         self._mark = time.perf_counter()
+        then = then or {"time": self.began, "seconds": {}, "restarts": 0}
         self.seconds = {part: float(then["seconds"].get(part, 0.0)) for part in PARTS}
         self.seconds["lost"] += max(0.0, time.time() - then["time"])
         self.restarts = then["restarts"] + restarts
@@ -94,8 +95,8 @@ def begin(account: Account, *, file: pathlib.Path) -> None:
         if jax.process_index() == 0:
             write_atomically(file, json.dumps({"began": account.began}) + "\n")
         return
-    account.go_back({"time": began, "seconds": {}, "restarts": 0}, restarts=1)
     account.began = began
+    account.go_back(None, restarts=1)
 
 
 def as_text(summary: dict[str, Any]) -> str:

@@ -16,7 +16,9 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import make_mesh, with_ranks
 from ladder_jax.train import folder, goodput, resume, signals
+from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.goodput import Account
+from ladder_jax.train.keeper import Keeper
 from ladder_jax.train.metrics import Metrics
 from ladder_jax.train.mfu import mfu
 from ladder_jax.train.policy import Judge
@@ -82,8 +84,7 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print, profile: range
             state = resume.restored(checkpoint, config=config.train, definition=definition)
             say(f"resuming {place} from step {checkpoint.step}")
             position = checkpoint.data
-            if "account" in position:
-                account.go_back(position["account"], restarts=1)
+            account.go_back(position.get("account"), restarts=1)
         else:
             state = resume.begun(config=config.train, definition=definition)
         step = int(state.train.step)
@@ -92,16 +93,16 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print, profile: range
             metrics = stack.enter_context(contextlib.closing(Metrics(place, step=step, trackers=shown, say=say)))
             store = stack.enter_context(contextlib.closing(Store(place / "checkpoints", config=config)))
         train = config.train
+        judge = Judge(train, skipped=position.get("skipped", []))
         session = Session(
             config=config,
             definition=definition,
             folder=place,
             state=state,
             dataset=dataset,
-            fingerprint=fingerprint,
-            held_out=held_out,
-            judge=Judge(train, skipped=position.get("skipped", [])),
-            store=store,
+            evaluation=Evaluation(definition, held_out, config=train, account=account, asked=asked),
+            judge=judge,
+            keeper=Keeper(store, fingerprint=fingerprint, metrics=metrics, judge=judge, account=account),
             metrics=metrics,
             speed=Speed(account, tokens_a_step=train.batch * train.sequence, mfu=utilisation, step=step),
             profile=Profile(profile, folder=place / "profile"),

@@ -54,10 +54,11 @@ class Metrics:
         self._size = 0
         self.rewind(step)
 
-    def rewind(self, step: int) -> None:
-        """Drop what was logged after `step`; `rows` is what is left."""
+    def rewind(self, step: int, *, then: Row | None = None) -> None:
+        """Drop what was logged after `step`, and put `then` in its place; `rows` is what is left."""
         self._late.clear()
         self.rows = [row for row in read(self._file.parent) if row["step"] <= step]
+        self.rows += [] if then is None else [then]
         if jax.process_index() > 0:
             return
         write_atomically(self._file, "".join(json.dumps(row) + "\n" for row in self.rows))

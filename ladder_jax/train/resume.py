@@ -1,9 +1,7 @@
 """Where a run goes on: its newest checkpoint, if that is whole and belongs to the same data."""
 
-import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,22 +13,6 @@ from ladder_jax.nn import Definition
 from ladder_jax.train import optimizer, policy
 from ladder_jax.train.policy import Guarded
 from ladder_jax.train.step import TrainState, abstract_state, initial_state
-
-
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """What a checkpoint holds beside the arrays and the configuration, as its item `data`.
-
-    step: the last one made, so the next batch is that of step + 1; fingerprint: of the training data; skipped: steps
-    whose batches changed nothing; mean, count: of the recent losses (`policy.Guarded`); account: of time (`goodput`).
-    """
-
-    step: int
-    fingerprint: str
-    skipped: list[int]
-    mean: float
-    count: int
-    account: dict[str, Any]
 
 
 def newest(folder: pathlib.Path, *, config: RunConfig, say: Callable[[str], None]) -> Checkpoint | None:

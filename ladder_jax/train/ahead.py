@@ -1,0 +1,20 @@
+"""Batches are read while the devices compute."""
+
+import contextlib
+from collections.abc import Iterator
+
+import grain
+import numpy as np
+
+BATCHES = 2  # read ahead
+
+
+@contextlib.contextmanager
+def read_ahead(dataset: grain.MapDataset, *, first: int) -> Iterator[Iterator[np.ndarray]]:
+    """The batches of the steps after `first`, by a thread of their own; what goes wrong there is raised here."""
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=BATCHES)
+    batches = iter(dataset[first:].to_iter_dataset(options))
+    try:
+        yield batches
+    finally:
+        batches.close()
