@@ -1,14 +1,14 @@
 """What Orbax and tensorstore print when a disk refuses: pages that would bury the one line that a user needs.
 
 The error itself is raised where the save is waited for. Beside that, Orbax logs it in several threads, with tracebacks;
-and each write that it abandons complains, when it ends, that the event loop that it belonged to is closed.
+and each write that it abandons complains that nobody asked for its error, or that its event loop is closed.
 """
 
 import logging
 import sys
 import threading
 
-_LOGGER = logging.getLogger("absl")
+_LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
 
 
 class Quiet:
@@ -17,7 +17,8 @@ class Quiet:
     def __init__(self):
         self._before = sys.unraisablehook
         sys.unraisablehook = self._hook
-        _LOGGER.addFilter(_not_orbax)
+        for logger in _LOGGERS:
+            logger.addFilter(_not_orbax)
 
     def close(self, *, after: float = 0.0) -> None:
         """`after` so many seconds, where abandoned writes may still be under way."""
@@ -26,7 +27,8 @@ class Quiet:
             timer.daemon = True
             timer.start()
             return
-        _LOGGER.removeFilter(_not_orbax)
+        for logger in _LOGGERS:
+            logger.removeFilter(_not_orbax)
         if sys.unraisablehook == self._hook:
             sys.unraisablehook = self._before
 
@@ -37,4 +39,5 @@ class Quiet:
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
+    told = record.getMessage() if record.name == "asyncio" else record.pathname
+    return "orbax" not in told
