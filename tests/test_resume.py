@@ -1,7 +1,6 @@
 """Runs that are killed, preempted, starved of disk and fed with damage: what they lose, and what they say."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -13,7 +12,7 @@ import grain
 import pytest
 
 from ladder_jax import config, train
-from ladder_jax.checkpoint import Damaged
+from ladder_jax.checkpoint import Damaged, steps
 from ladder_jax.data import batches
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import folder, metrics
@@ -222,7 +221,8 @@ def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted):
     assert "the checkpoint of step 15 could not be written: File too large (there is none before it)" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("ladder-jax: the checkpoint of step 90 could not be written")
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == [] and len(losses(tmp_path / "run")) == STEPS
+    # An abandoned write may leave a folder behind, which does not count, and which the next start removes.
+    assert steps(tmp_path / "run" / "checkpoints") == [] and len(losses(tmp_path / "run")) == STEPS
 
 
 def test_lines_wait_for_room(tmp_path):

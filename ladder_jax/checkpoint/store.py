@@ -54,9 +54,7 @@ class Store:
         self._failure: Failure | None = None
         self._first = jax.process_index() == 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._first:
-            for left in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
-                shutil.rmtree(left, ignore_errors=True)
+        self._clear()
         self._checkpointer = _checkpointer()
         self._quiet, self._failures = Quiet(), 0
 
@@ -82,8 +80,7 @@ class Store:
         wanted = {"params": set(arrays.shapes(params)), "optimizer": set(arrays.shapes(optimizer))}
         try:
             _check_room(self.folder, params, optimizer)
-            if self._first:
-                shutil.rmtree(self._writing(step), ignore_errors=True)
+            self._clear()
             self._checkpointer.save(self._writing(step), args=items)
         except Exception as error:  # Orbax and tensorstore have no common error for a disk that refuses
             self._failed(step, error)
@@ -137,10 +134,14 @@ class Store:
         self._failures += 1
         newest = steps(self.folder)
         self._failure = Failure(step, reason(error), newest[-1] if newest else None)
-        if self._first:
-            for left in self.folder.glob(f"{WRITING}*"):
-                shutil.rmtree(left, ignore_errors=True)
+        self._clear()
         self._checkpointer = _checkpointer()
+
+    def _clear(self) -> None:
+        """Remove what a kill or a failure has left half written or half removed."""
+        for left in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
+            if self._first:
+                shutil.rmtree(left, ignore_errors=True)
 
     def _writing(self, step: int) -> pathlib.Path:
         return self.folder / f"{WRITING}{step}"
