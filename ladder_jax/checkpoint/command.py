@@ -1,10 +1,10 @@
 """The verb `checkpoints`: list a run's, verify them, prune them."""
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import pathlib
-from typing import Any
 
 from ladder_jax.checkpoint import retention, saved
 from ladder_jax.checkpoint.retention import Keep
@@ -33,11 +33,14 @@ def run(args: dict) -> None:
         raise UserError(f"there is no checkpoint below {str(path)!r}")
     thorough = args["verify"] or keep is not None
     rows = [_row(folder / str(step), thorough=thorough) for step in saved.steps(folder)]
+    rows = [row for row in rows if pathlib.Path(row.path).is_dir()]  # a run at work may have removed some meanwhile
     removed = _prune(rows, folder=folder, keep=keep) if keep else []
     rows = [row for row in rows if row.step not in removed]
     damaged = [row for row in rows if row.state == "damaged"]
     if args["json"]:
-        print(json.dumps({"run": str(path), "checkpoints": [_plain(row) for row in rows], "removed": removed}))
+        print(
+            json.dumps({"run": str(path), "checkpoints": [dataclasses.asdict(row) for row in rows], "removed": removed})
+        )
     else:
         _show(rows, removed)
     if damaged:
@@ -46,8 +49,7 @@ def run(args: dict) -> None:
 
 
 def _row(folder: pathlib.Path, *, thorough: bool) -> Row:
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    found = dict(step=int(folder.name), path=str(folder), bytes=size)
+    found = dict(step=int(folder.name), path=str(folder), bytes=_size(folder))
     try:
         checkpoint = saved.open_checkpoint(folder)
     except UserError as error:
@@ -64,6 +66,14 @@ def _row(folder: pathlib.Path, *, thorough: bool) -> Row:
     )
 
 
+def _size(folder: pathlib.Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
+
+
 def _prune(rows: list[Row], *, folder: pathlib.Path, keep: Keep) -> list[int]:
     """Only whole ones count for what is kept, and only they are removed: a damaged one stays for its owner to see."""
     losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
@@ -71,10 +81,6 @@ def _prune(rows: list[Row], *, folder: pathlib.Path, keep: Keep) -> list[int]:
     for step in removed:
         retention.remove(folder / str(step))
     return removed
-
-
-def _plain(row: Row) -> dict[str, Any]:
-    return dataclasses.asdict(row)
 
 
 def _show(rows: list[Row], removed: list[int]) -> None:

@@ -1,9 +1,10 @@
-"""Batches are read while the devices compute."""
+"""Batches are read while the devices compute, and placed on them."""
 
 import contextlib
 from collections.abc import Iterator
 
 import grain
+import jax
 import numpy as np
 
 BATCHES = 2  # read ahead
@@ -18,3 +19,10 @@ def read_ahead(dataset: grain.MapDataset, *, first: int) -> Iterator[Iterator[np
         yield batches
     finally:
         batches.close()
+
+
+def on_devices(batch: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The whole batch, which every process has, as one array; each process places its own part."""
+    if jax.process_count() == 1:
+        return jax.device_put(batch, sharding)
+    return jax.make_array_from_callback(batch.shape, sharding, lambda part: batch[part])

@@ -6,6 +6,7 @@ import numpy as np
 from ladder_jax.config import TrainConfig
 from ladder_jax.nn import Definition, Params
 from ladder_jax.parallel import Compiled
+from ladder_jax.train.ahead import on_devices
 from ladder_jax.train.goodput import Account
 from ladder_jax.train.signals import Asked
 from ladder_jax.train.step import mean_loss
@@ -32,5 +33,5 @@ class Evaluation:
             for batch in self._batches:
                 if self._asked.now:
                     return None
-                losses.append(float(self._compiled(params, jax.device_put(batch, self._sharding))))
+                losses.append(float(self._compiled(params, on_devices(batch, self._sharding))))
         return float(np.mean(losses))

@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError
 
@@ -59,14 +61,16 @@ def describe(config: RunConfig) -> str:
 def owned(folder: pathlib.Path) -> Iterator[None]:
     """Makes the folder, and holds it against another process that would train in it: UserError there.
 
-    The lock goes with the process, however that ends. RunFailed where the folder cannot be written to.
+    The lock goes with the process, however that ends; of the processes of one run the first has it. RunFailed where
+    the folder cannot be written to.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if jax.process_index() == 0:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is training in {str(folder)!r}") from None
         except OSError as error:  # a file system without locks: then nobody is kept out

@@ -21,7 +21,7 @@ from ladder_jax.nn import Definition
 from ladder_jax.progress import progress
 from ladder_jax.train import policy, resume
 from ladder_jax.train import speed as speeds
-from ladder_jax.train.ahead import read_ahead
+from ladder_jax.train.ahead import on_devices, read_ahead
 from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.goodput import Account
 from ladder_jax.train.keeper import Keeper
@@ -81,7 +81,7 @@ class Session:
                     self._end(step - 1)
                 try:
                     with self.account.time("data"):
-                        tokens = jax.device_put(next(batches), self.definition.layout.sharding("BT"))
+                        tokens = on_devices(next(batches), self.definition.layout.sharding("BT"))
                 except (OSError, UserError) as error:
                     self._settle(pending)
                     why = f"the batch of step {step} cannot be read: {error}"
