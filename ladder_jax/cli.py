@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import RunFailed, UserError, unknown
 
 SIMULATION_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status: 0, 2 for the user's mistakes, 130 when interrupted."""
+    """Run one verb; returns the exit status: 0, 1 for a failure, 2 for the user's mistakes, 128 + n after signal n."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"ladder-jax: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"ladder-jax: {error}", file=sys.stderr)
+        return error.status
     except KeyboardInterrupt:
         print("ladder-jax: interrupted", file=sys.stderr)
         return 130
@@ -85,6 +88,18 @@ def _parser() -> Parser:
     )
     train.add_argument("config", metavar="CONFIG", help="a YAML or JSON file, or a preset's name")
     train.add_argument("overrides", nargs="*", metavar="path.to.field=value", help="settings that replace the file's")
+
+    train.add_argument("--profile", metavar="STEPS", help="trace these steps into run.dir/profile: 10:13, or 10")
+
+    checkpoints = verb(
+        "checkpoints",
+        "List a run's checkpoints, verify them, prune them.",
+        "ladder-jax checkpoints runs/tiny --verify",
+    )
+    checkpoints.add_argument("run", metavar="RUN", help="a run's folder")
+    checkpoints.add_argument("--verify", action="store_true", help="compare every file with what was written")
+    checkpoints.add_argument("--prune", metavar="RULES", help="verify, and keep only these: last=3,every=1000,best=1")
+    checkpoints.add_argument("--json", action="store_true", help="print one JSON object")
 
     generate = verb(
         "generate",
@@ -252,13 +267,20 @@ def _train(args: argparse.Namespace) -> None:
     from ladder_jax import config, train
 
     settings = config.load(args.config, overrides=args.overrides)
-    result = train.run(settings, say=lambda line: print(line, file=sys.stderr, flush=True))
+    steps = train.profile.parse(args.profile) if args.profile else None
+    result = train.run(settings, say=lambda line: print(line, file=sys.stderr, flush=True), profile=steps)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     print(
         f"trained {result.parameters:,} parameters for {result.steps} steps:"
         f" held-out loss {result.validation_loss:.4f} nats a {unit}"
     )
+
+
+def _checkpoints(args: argparse.Namespace) -> None:
+    from ladder_jax.checkpoint import command
+
+    command.run(vars(args))
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -300,6 +322,7 @@ def _calibrate(args: argparse.Namespace) -> None:
 VERBS = {
     "doctor": _doctor,
     "train": _train,
+    "checkpoints": _checkpoints,
     "generate": _generate,
     "serve": _serve,
     "overlap": _overlap,

@@ -1,5 +1,6 @@
 """Meshes, partition rules and collectives: everything that knows about several devices."""
 
+from ladder_jax.parallel.cache import use_compilation_cache as use_compilation_cache
 from ladder_jax.parallel.collectives import all_max as all_max
 from ladder_jax.parallel.collectives import all_reduce as all_reduce
 from ladder_jax.parallel.collectives import rank as rank

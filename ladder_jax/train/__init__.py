@@ -1,5 +1,6 @@
 """Training: optimizer, step, loop, and the folder a run leaves."""
 
+from ladder_jax.train import profile as profile
 from ladder_jax.train.loop import Result as Result
 from ladder_jax.train.loop import run as run
 from ladder_jax.train.step import TrainState as TrainState

@@ -28,6 +28,9 @@ class TrainState:
     step: jax.Array
 
 
+Update = Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
+
+
 def abstract_state(definition: Definition, *, config: TrainConfig) -> TrainState:
     """Shapes, dtypes and shardings; each moment of the optimizer lies where its parameter lies."""
     params, replicated = definition.abstract, definition.layout.sharding("")
@@ -47,7 +50,13 @@ def initial_state(definition: Definition, *, config: TrainConfig, params: Params
 
 
 def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
-    """A compiled (state, tokens [B, T+1]) -> (state, metrics); the old state's buffers are reused.
+    """A compiled `update`; the old state's buffers are reused."""
+    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop)
+    return Compiled(update(definition, config=config), mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
+
+
+def update(definition: Definition, *, config: TrainConfig) -> Update:
+    """A (state, tokens [B, T+1]) -> (state, metrics), to be compiled.
 
     metrics: loss (nats a token), gradient_norm (before clipping), learning_rate.
     """
@@ -62,8 +71,7 @@ def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
         return TrainState(params, moments, state.step + 1), metrics
 
-    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop)
-    return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
+    return step
 
 
 def loss_and_gradients(
