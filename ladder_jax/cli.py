@@ -86,6 +86,21 @@ def _parser() -> Parser:
     train.add_argument("config", metavar="CONFIG", help="a YAML or JSON file, or a preset's name")
     train.add_argument("overrides", nargs="*", metavar="path.to.field=value", help="settings that replace the file's")
 
+    tokenize = verb(
+        "tokenize",
+        "Turn text into a token store for training, or go on with one.",
+        "ladder-jax tokenize books/ web.jsonl.gz --out stores/books --tokenizer SmolLM2-135M",
+    )
+    tokenize.add_argument(
+        "source", nargs="+", metavar="SOURCE", help="a text file, .jsonl, .jsonl.gz, .parquet, or a folder of them"
+    )
+    tokenize.add_argument("--out", required=True, metavar="DIR", help="the store's folder")
+    tokenize.add_argument("--tokenizer", default="bytes", help="bytes (the default), or a folder with tokenizer.json")
+    tokenize.add_argument("--field", default="text", help="where JSON lines and Parquet hold the text (default: text)")
+    tokenize.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    tokenize.add_argument("--shard-tokens", type=int, metavar="N", help="tokens a file, about (default 268,435,456)")
+    tokenize.add_argument("--verify", action="store_true", help="read the finished store, and compare its checksums")
+
     generate = verb(
         "generate",
         "Continue prompts with a trained checkpoint.",
@@ -201,6 +216,12 @@ def _train(args: argparse.Namespace) -> None:
     )
 
 
+def _tokenize(args: argparse.Namespace) -> None:
+    from ladder_jax.data.store import command
+
+    command.run(vars(args))
+
+
 def _generate(args: argparse.Namespace) -> None:
     from ladder_jax.decode import command
 
@@ -219,4 +240,11 @@ def _bench(args: argparse.Namespace) -> None:
     command.run(vars(args))
 
 
-VERBS = {"doctor": _doctor, "train": _train, "generate": _generate, "overlap": _overlap, "bench": _bench}
+VERBS = {
+    "doctor": _doctor,
+    "train": _train,
+    "tokenize": _tokenize,
+    "generate": _generate,
+    "overlap": _overlap,
+    "bench": _bench,
+}
