@@ -25,11 +25,15 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """One saved step: where it lies, and the configuration of the run that wrote it."""
+    """One saved step: where it lies, and the configuration of the run that wrote it.
+
+    data: the fingerprint of what it was trained on; with the step it says where the data stands.
+    """
 
     path: pathlib.Path
     step: int
     config: RunConfig
+    data: str | None = None
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The run's own copy of its tokenizer. Raises UserError where it is gone, or has more tokens than the model."""
@@ -67,8 +71,8 @@ class Checkpoint:
 class Store:
     """Writes a run's checkpoints in the background, and keeps the newest few."""
 
-    def __init__(self, folder: pathlib.Path, *, config: RunConfig):
-        self._config = config
+    def __init__(self, folder: pathlib.Path, *, config: RunConfig, data: str | None = None):
+        self._config, self._data = config, data
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.train.keep_checkpoints, create=True, cleanup_tmp_directories=True
         )
@@ -77,6 +81,7 @@ class Store:
     def save(self, step: int, *, params: Params, optimizer: Params) -> None:
         """Start to write; an error of the save before shows here."""
         meta = {"format": FORMAT, "version": VERSION, "step": step, "config": to_dict(self._config)}
+        meta |= {"data": self._data} if self._data else {}
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -114,7 +119,7 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     if found := steps(folder):
         folder = folder / str(found[-1])
     meta = _meta(folder, path)
-    return Checkpoint(folder, meta["step"], from_dict(meta["config"]))
+    return Checkpoint(folder, meta["step"], from_dict(meta["config"]), meta.get("data"))
 
 
 def _meta(folder: pathlib.Path, asked: pathlib.Path) -> dict:

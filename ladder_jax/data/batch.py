@@ -8,7 +8,7 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """tokens, segments: [B, T + 1] integers, a pytree.
+    """tokens, segments: [B, T + 1] integers (one row's: [T + 1]), a pytree.
 
     segments: which document of its row a token belongs to, counted from 1; 0 is padding. A token is
     predicted from those of its own document before it: each document's first is predicted by none.

@@ -12,11 +12,15 @@ import numpy as np
 from ladder_jax import nn
 from ladder_jax.checkpoint import Store, open_checkpoint, steps
 from ladder_jax.config import RunConfig
-from ladder_jax.data import batches, text
+from ladder_jax.data import batches, dataset, text
 from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.batch import Batch
+from ladder_jax.data.dataset import Dataset
+from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import make_mesh, with_ranks
 from ladder_jax.train import folder, optimizer
+from ladder_jax.train.feed import Feed
 from ladder_jax.train.progress import Progress
 from ladder_jax.train.step import TrainState, abstract_state, initial_state, mean_loss, train_step
 
@@ -46,51 +50,65 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print) -> Result:
     place = folder.path_of(config)
     folder.check(config, place)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
-    tokenizer = tokenizers.load(config.data.tokenizer)
-    tokenizers.check_vocabulary(tokenizer, vocab_size=config.model.vocab_size)
-    content = text.tokens(text.load(config.data), tokenizer=tokenizer)
-    train_text, held_out_text = batches.split(content, config=config.data)
-    dataset = batches.training(train_text, config=config.train)
-    held_out = batches.held_out(held_out_text, config=config.train)
+    data = dataset.load(config.data, train=config.train)
+    tokenizers.check_vocabulary(data.tokenizer, vocab_size=config.model.vocab_size)
     definition = nn.define(config.model, mesh=mesh)
     say(folder.describe(config))
     say(f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {place}")
 
     if saved := steps(place / "checkpoints"):
-        state = _restored(config, definition, open_checkpoint(place / "checkpoints" / str(saved[-1])))
+        checkpoint = open_checkpoint(place / "checkpoints" / str(saved[-1]))
+        _check_data(checkpoint, data, config)
+        state = _restored(config, definition, checkpoint)
         say(f"resuming {place} from step {saved[-1]}")
     else:
         state = initial_state(definition, config=config.train)
     place.mkdir(parents=True, exist_ok=True)
-    tokenizers.save(tokenizer, place / tokenizers.FOLDER)
+    tokenizers.save(data.tokenizer, place / tokenizers.FOLDER)
     folder.write_config(config, place)
     folder.rewind_metrics(place, step=int(state.step))
 
-    with contextlib.closing(Store(place / "checkpoints", config=config)) as store:
-        state = _steps(config, definition, state, dataset, store, place, say)
+    with contextlib.closing(Store(place / "checkpoints", config=config, data=data.fingerprint)) as store:
+        state = _steps(config, definition, state, data, store, place, say)
 
-    loss = mean_loss(definition, loop=config.train.loop)
-    sharding = definition.layout.sharding("BT")
     result = Result(
         steps=int(state.step),
-        validation_loss=float(np.mean([loss(state.params, jax.device_put(b, sharding)) for b in held_out])),
-        bigram_entropy=text.bigram_entropy(train_text) if tokenizer.name == tokenizers.BYTES else None,
+        validation_loss=_held_out_loss(config, definition, state, data),
+        bigram_entropy=None if data.text is None else text.bigram_entropy(data.text),
         parameters=_count(definition),
     )
     folder.write_atomically(place / "result.json", json.dumps(dataclasses.asdict(result), indent=2) + "\n")
     return result
 
 
-def _steps(config, definition: Definition, state: TrainState, dataset, store: Store, place, say) -> TrainState:
+def _check_data(checkpoint, data: Dataset, config: RunConfig) -> None:
+    if checkpoint.data not in (None, data.fingerprint):
+        raise UserError(
+            f"data.path={config.data.path!r} has changed since step {checkpoint.step} (its fingerprint was"
+            f" {checkpoint.data}, now {data.fingerprint}): bring it back, or choose another run.dir"
+        )
+
+
+def _held_out_loss(config: RunConfig, definition: Definition, state: TrainState, data: Dataset) -> float:
+    """Mean nats a token of the first few held-out batches."""
+    loss = mean_loss(definition, loop=config.train.loop)
+    rows = batches.Batches(data.held_out, config.train.batch)
+    held_out = [rows[index] for index in range(batches.evaluated(data.held_out_rows, config=config.train))]
+    sharding = definition.layout.sharding("BT")
+    losses = [loss(state.params, jax.device_put(batch, sharding)) for batch in held_out]
+    weights = [batch.predicted.sum() for batch in held_out] if isinstance(held_out[0], Batch) else None
+    return float(np.average([float(one) for one in losses], weights=weights))
+
+
+def _steps(config, definition: Definition, state: TrainState, data: Dataset, store: Store, place, say) -> TrainState:
     """All remaining steps. Each is dispatched before the metrics of the one before are read."""
     train = config.train
     first, last = int(state.step), train.steps
     if first >= last:
         return state
-    sharding = definition.layout.sharding("BT")
+    feed = Feed(data, config=train, sharding=definition.layout.sharding("BT"))
     say("compiling the training step")
-    example = jax.ShapeDtypeStruct((train.batch, train.sequence + 1), np.int32, sharding=sharding)
-    step_fn = train_step(definition, config=train).compile(state, example)
+    step_fn = train_step(definition, config=train).compile(state, feed.abstract())
     tokens_a_step = train.batch * train.sequence
 
     with Progress(total=last, start=first, say=say) as progress:
@@ -110,8 +128,14 @@ def _steps(config, definition: Definition, state: TrainState, dataset, store: St
             progress.update(step, loss=row["loss"], tokens_per_second=rate)
 
         for step in range(first + 1, last + 1):
-            tokens = jax.device_put(dataset[step - 1], sharding)
-            state, metrics = step_fn(state, tokens)
+            try:
+                batch = feed[step - 1]
+            except UserError:  # unreadable data: what was computed is kept
+                if pending:
+                    log(*pending)
+                    store.save(step - 1, params=state.params, optimizer=optimizer.to_dict(state.optimizer))
+                raise
+            state, metrics = step_fn(state, batch)
             if pending:
                 log(*pending)
             pending = (step, metrics)

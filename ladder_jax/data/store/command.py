@@ -19,7 +19,8 @@ LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
 def run(args: dict) -> None:
     """Make the store, or go on with it, and say what it holds. Raises UserError for what cannot be done."""
-    out, workers = pathlib.Path(args["out"]).expanduser(), args["workers"] or os.cpu_count()
+    out = pathlib.Path(args["out"]).expanduser()
+    workers = os.cpu_count() if args["workers"] is None else args["workers"]
     shard_tokens = SHARD_TOKENS if args["shard_tokens"] is None else args["shard_tokens"]
     for name, value in (("workers", workers), ("shard-tokens", shard_tokens)):
         if value < 1:
