@@ -48,7 +48,7 @@ def book(tmp_path_factory):
 
 
 def load(path, *, recipe=RECIPE, **more):
-    return dataset.load(DataConfig(path=str(path), **more), train=recipe)
+    return dataset.load(DataConfig(path=str(path), **more), train=recipe, vocab_size=400)
 
 
 def pieces(rows):
@@ -123,7 +123,7 @@ from ladder_jax.data.batches import Batches
 from ladder_jax.train.feed import Feed
 from jax.sharding import NamedSharding, PartitionSpec as P
 recipe = TrainConfig(batch=4, sequence=16, seed=3)
-data = dataset.load(DataConfig(path=sys.argv[3]), train=recipe)
+data = dataset.load(DataConfig(path=sys.argv[3]), train=recipe, vocab_size=256)
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 feed, whole = Feed(data, config=recipe, sharding=NamedSharding(mesh, P("data"))), Batches(data.training, 4)[5]
 asked = []

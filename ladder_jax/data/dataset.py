@@ -33,19 +33,20 @@ class Dataset:
     text: np.ndarray | None = None
 
 
-def load(config: DataConfig, *, train: TrainConfig) -> Dataset:
-    """Raises UserError for what is not there, cannot be read, or is too little."""
+def load(config: DataConfig, *, train: TrainConfig, vocab_size: int) -> Dataset:
+    """Raises UserError for what is not there, cannot be read, is too little, or has more tokens than `vocab_size`."""
     path = pathlib.Path(config.path).expanduser()
     if path.suffix in mixture.ENDINGS and path.is_file():
-        return _mixed(mixture.read(path), config, train)
+        return _mixed(mixture.read(path), config, train, vocab_size)
     if path.is_dir() and is_store(path):
-        return _stored(Store(path), config, train)
-    return _text(config, train)
+        return _stored(Store(path), config, train, vocab_size)
+    return _text(config, train, vocab_size)
 
 
-def _text(config: DataConfig, train: TrainConfig) -> Dataset:
+def _text(config: DataConfig, train: TrainConfig, vocab_size: int) -> Dataset:
     """Windows of one long text, cut where they happen to end."""
     tokenizer = tokenizers.load(config.tokenizer)
+    tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size)
     tokens = text.tokens(text.load(config), tokenizer=tokenizer)
     content, rest = batches.split(tokens, config=config)
     rows = batches.windows(content, train.sequence, "training")
@@ -61,9 +62,12 @@ def _text(config: DataConfig, train: TrainConfig) -> Dataset:
     )
 
 
-def _stored(store: Store, config: DataConfig, train: TrainConfig, *, seed: int | None = None) -> Dataset:
+def _stored(
+    store: Store, config: DataConfig, train: TrainConfig, vocab_size: int, *, seed: int | None = None
+) -> Dataset:
     """Packed documents, of which the last are held out."""
     tokenizer = store.tokenizer()
+    tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size)
     if config.tokenizer != BYTES and tokenizers.load(config.tokenizer).name != tokenizer.name:
         raise UserError(
             f"the token store {str(store.folder)!r} is of {tokenizer.name}, not of data.tokenizer={config.tokenizer!r}"
@@ -84,12 +88,12 @@ def _stored(store: Store, config: DataConfig, train: TrainConfig, *, seed: int |
     )
 
 
-def _mixed(parts: list[mixture.Part], config: DataConfig, train: TrainConfig) -> Dataset:
+def _mixed(parts: list[mixture.Part], config: DataConfig, train: TrainConfig, vocab_size: int) -> Dataset:
     """Rows of several stores in turns, by weight; each store has epochs of its own."""
     stores = [Store(part.path) for part in parts]
     # A seed for each: stores of one size would otherwise be shuffled alike.
     seeds = [(train.seed + index * 0x9E3779B9) % 2**32 for index in range(len(stores))]
-    found = [_stored(store, config, train, seed=seed) for store, seed in zip(stores, seeds)]
+    found = [_stored(store, config, train, vocab_size, seed=seed) for store, seed in zip(stores, seeds)]
     for store, one in zip(stores, found):
         if one.tokenizer.name != found[0].tokenizer.name:
             raise UserError(

@@ -49,10 +49,11 @@ def causal(
     call = differentiable(attend) if kernel is Kernel.CUDNN else attend
     if segments is None:
         return call(query, key, value)
-    # jax keeps cuDNN's own packed layout private. A mask costs it [B, 1, T, T] in memory, of the compute dtype.
+    # jax keeps cuDNN's own packed layout private. A mask costs it [B, 1, T, T] in memory, of the compute dtype, and
+    # its gradient is for even lengths.
     same = (segments[:, :, None] == segments[:, None, :])[:, None]
-    if kernel is Kernel.XLA:
-        return attend(query, key, value, mask=same)
+    if kernel is Kernel.XLA or query.shape[1] % 2:
+        return jax.nn.dot_product_attention(query, key, value, mask=same, is_causal=True, implementation="xla")
     masked = lambda query, key, value, mask: attend(query, key, value, mask=mask)
     return differentiable(masked, fixed=1)(query, key, value, same)
 
