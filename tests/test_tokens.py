@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -27,10 +28,10 @@ def lines(texts):
     )
 
 
-def make(given, out, *, part_bytes=500, workers=2, tokens="bytes", field="text", shard_tokens=2000):
+def make(given, out, *, part_bytes=500, workers=2, tokens="bytes", field="text", shard_tokens=2000, **more):
     plan = sources.plan([str(one) for one in given], part_bytes=part_bytes)
     loaded = tokenizer.load(tokens)
-    more = dict(source=str(tokens), field=field, shard_tokens=shard_tokens, workers=workers)
+    more |= dict(source=str(tokens), field=field, shard_tokens=shard_tokens, workers=workers)
     return build(plan, out=out, tokenizer=loaded, **more)
 
 
@@ -160,6 +161,21 @@ def test_killed_again_and_again(tmp_path):
         assert not alive(process.pid)
     assert kills > 0 and texts_in(out) == texts
     assert {name.split(".")[-1] for name in os.listdir(out)} == {"lock", "tokens", "offsets", "json"}
+
+
+def test_a_worker_that_is_killed(book, tmp_path):
+    """As the system does where memory runs out."""
+
+    def kill(size):
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    with pytest.raises(UserError, match="a worker was killed, perhaps for its memory: run the same command again"):
+        make([book[0]], tmp_path / "out", part_bytes=50, advance=lambda size: size and kill(size))
+    for file in list(tmp_path.glob("out/parts/*.tokens"))[:1]:
+        os.truncate(file, 0)  # and the power failed
+    make([book[0]], tmp_path / "out", part_bytes=50)
+    assert texts_in(tmp_path / "out") == TEXTS
 
 
 def test_what_was_done_is_not_done_again(book, tmp_path):

@@ -56,7 +56,7 @@ def build(
         left = list(plan[sum(len(shard.parts) for shard in shards) :])
         advance(sum(part.size for part in plan) - sum(part.size for part in left))
         with _pool(workers, out / PARTS, source, wanted) as submit:
-            for group, counts in _groups(left, submit, out / PARTS, shard_tokens, advance):
+            for group, counts in _groups(left, submit, out / PARTS, wanted, advance):
                 shards.append(join(group, counts, index=len(shards), out=out))
                 manifests.write(dataclasses.replace(wanted, shards=tuple(shards)), out / JOURNAL)
                 for part in group:
@@ -79,11 +79,11 @@ def _tidy(out: pathlib.Path, shards: Sequence[Shard]) -> None:
             file.unlink()
 
 
-def _groups(left, submit, folder, shard_tokens, advance) -> Iterator[tuple[list[Part], list[Done]]]:
+def _groups(left, submit, folder, wanted, advance) -> Iterator[tuple[list[Part], list[Done]]]:
     """The parts of each shard, as soon as all of them are there."""
     waiting = {}
     for part in left:
-        waiting[part] = parts.find(part, folder=folder) or submit(part)
+        waiting[part] = parts.find(part, folder=folder, dtype=wanted.dtype) or submit(part)
         if isinstance(waiting[part], concurrent.futures.Future):
             waiting[part].add_done_callback(lambda future, size=part.size: _succeeded(future) and advance(size))
         else:
@@ -92,7 +92,7 @@ def _groups(left, submit, folder, shard_tokens, advance) -> Iterator[tuple[list[
     for part in left:
         found = waiting.pop(part)
         done = found if isinstance(found, Done) else found.result()
-        if group and sum(one.tokens for one in counts) + done.tokens > shard_tokens:
+        if group and sum(one.tokens for one in counts) + done.tokens > wanted.shard_tokens:
             yield group, counts
             group, counts = [], []
         group.append(part)

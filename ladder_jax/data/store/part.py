@@ -68,12 +68,14 @@ def _write(part: Part, folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, dt
     return done
 
 
-def find(part: Part, *, folder: pathlib.Path) -> Done | None:
-    """The part, if it was done before."""
+def find(part: Part, *, folder: pathlib.Path, dtype: str) -> Done | None:
+    """The part, if it was done before, and whatever ended that, a power failure too, has left its files whole."""
     try:
-        return Done(**json.loads((folder / f"{part.digest}.json").read_text()))
+        done = Done(**json.loads((folder / f"{part.digest}.json").read_text()))
+        sizes = [(folder / f"{part.digest}.{kind}").stat().st_size for kind in ("tokens", "offsets")]
     except (FileNotFoundError, ValueError, TypeError):
         return None
+    return done if sizes == [done.tokens * np.dtype(dtype).itemsize, 8 * (done.documents + 1)] else None
 
 
 def remove(part: Part, *, folder: pathlib.Path) -> None:
