@@ -101,6 +101,21 @@ def _parser() -> Parser:
     checkpoints.add_argument("--prune", metavar="RULES", help="verify, and keep only these: last=3,every=1000,best=1")
     checkpoints.add_argument("--json", action="store_true", help="print one JSON object")
 
+    tokenize = verb(
+        "tokenize",
+        "Turn text into a token store for training, or go on with one.",
+        "ladder-jax tokenize books/ web.jsonl.gz --out stores/books --tokenizer SmolLM2-135M",
+    )
+    tokenize.add_argument(
+        "source", nargs="+", metavar="SOURCE", help="a text file, .jsonl, .jsonl.gz, .parquet, or a folder of them"
+    )
+    tokenize.add_argument("--out", required=True, metavar="DIR", help="the store's folder")
+    tokenize.add_argument("--tokenizer", default="bytes", help="bytes (the default), or a folder with tokenizer.json")
+    tokenize.add_argument("--field", default="text", help="where JSON lines and Parquet hold the text (default: text)")
+    tokenize.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    tokenize.add_argument("--shard-tokens", type=int, metavar="N", help="tokens a file, about (default 268,435,456)")
+    tokenize.add_argument("--verify", action="store_true", help="read the finished store, and compare its checksums")
+
     generate = verb(
         "generate",
         "Continue prompts with a trained checkpoint.",
@@ -283,6 +298,12 @@ def _checkpoints(args: argparse.Namespace) -> None:
     command.run(vars(args))
 
 
+def _tokenize(args: argparse.Namespace) -> None:
+    from ladder_jax.data.store import command
+
+    command.run(vars(args))
+
+
 def _generate(args: argparse.Namespace) -> None:
     from ladder_jax.decode import command
 
@@ -323,6 +344,7 @@ VERBS = {
     "doctor": _doctor,
     "train": _train,
     "checkpoints": _checkpoints,
+    "tokenize": _tokenize,
     "generate": _generate,
     "serve": _serve,
     "overlap": _overlap,

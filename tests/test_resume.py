@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 
-import grain
 import pytest
 
 from ladder_jax import config, train
 from ladder_jax.checkpoint import Damaged, steps
-from ladder_jax.data import batches
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import folder, metrics
+from ladder_jax.train.feed import Feed
 
 STEPS, SAVE, EVALUATE = 90, 15, 5
 TINY = [
@@ -244,35 +243,20 @@ def test_lines_wait_for_room(tmp_path):
     assert len(said) == 1 and "metrics.jsonl cannot be written: Is a directory; its lines are kept" in said[0]
 
 
-class Fails:
-    """A source whose window at `bad` cannot be read."""
-
-    def __init__(self, windows, bad):
-        self._windows, self._bad = windows, bad
-
-    def __len__(self):
-        return len(self._windows)
-
-    def __getitem__(self, index):
-        if int(index) == self._bad:
-            raise OSError(5, "Input/output error", "/data/shard-7")
-        return self._windows[index]
-
-
 def test_unreadable_data_in_the_middle(book, tmp_path, uninterrupted, monkeypatch):
     """What was made until then is saved; once the data is back, the run goes on exactly."""
-    whole = batches.training
+    whole = Feed.read
 
-    def broken(text, *, config):
-        windows = batches.Windows(text, config.sequence)
-        order = grain.MapDataset.source(range(len(windows))).shuffle(config.seed).repeat().batch(config.batch)
-        return grain.MapDataset.source(Fails(windows, order[36][2])).shuffle(config.seed).repeat().batch(config.batch)
+    def broken(feed, step):
+        if int(step) == 36:
+            raise OSError(5, "Input/output error", "/data/shard-7")
+        return whole(feed, step)
 
-    monkeypatch.setattr(batches, "training", broken)
+    monkeypatch.setattr(Feed, "read", broken)
     with pytest.raises(RunFailed, match="the batch of step 37 cannot be read: .*/data/shard-7.*; step 36 is saved"):
         run(book, tmp_path / "run")
     assert last_step(tmp_path / "run") == 36
-    monkeypatch.setattr(batches, "training", whole)
+    monkeypatch.setattr(Feed, "read", whole)
     run(book, tmp_path / "run")
     assert losses(tmp_path / "run") == losses(uninterrupted)
 

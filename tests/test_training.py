@@ -159,6 +159,17 @@ def test_a_changed_configuration_is_refused(uninterrupted, book):
     assert sorted(p.stat().st_mtime_ns for p in directory.rglob("*")) == before
 
 
+def test_changed_text_is_refused(uninterrupted, book):
+    directory, _ = uninterrupted
+    before = book.read_text()
+    book.write_text(before.replace("little", "large"))
+    try:
+        with pytest.raises(UserError, match=r"has changed since step 30 \(its fingerprint was \w+, now \w+\)"):
+            train.run(settings(book, directory))
+    finally:
+        book.write_text(before)
+
+
 def test_a_folder_of_something_else_is_left_alone(book, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="is not empty and holds no config.json"):

@@ -247,9 +247,11 @@ class DecodeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library.
+    """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or what
+    `ladder-jax tokenize` made, or a .yaml file with a mixture of those (see data/mixture.py).
 
-    `tokenizer`: `bytes`, or a folder with a Hugging Face tokenizer.json.
+    `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text; a token store
+    has been tokenized already.
     """
 
     path: str = "stdlib"

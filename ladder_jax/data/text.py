@@ -1,6 +1,5 @@
 """Text as bytes: a file, a folder, or the source of Python's own library."""
 
-import hashlib
 import pathlib
 import sysconfig
 
@@ -60,11 +59,6 @@ def tokens(content: np.ndarray, *, tokenizer: Tokenizer) -> np.ndarray:
         return content
     # `data.max_bytes` may have cut the last character.
     return np.array(tokenizer.encode(content.tobytes().decode("utf-8", errors="ignore")), np.int32)
-
-
-def fingerprint(text: np.ndarray) -> str:
-    """Names what is trained on: a resumed run must find the same."""
-    return hashlib.blake2b(np.ascontiguousarray(text), digest_size=16).hexdigest()
 
 
 def bigram_entropy(text: np.ndarray) -> float:

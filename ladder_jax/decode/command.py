@@ -95,7 +95,7 @@ def _chat(
     # A thread of its own decodes, so that Ctrl-C reaches this one and not the middle of a round.
     with _engine(args, saved=saved, slots=1, capacity=args["context"] or CONTEXT, **more) as engine:
         conversation = chat.Conversation(engine, stop=stop, say=say, **more)
-        chat.talk(conversation, say=say) if message is None else chat.answer(conversation, message)
+        chat.talk(conversation, say=say) if message is None else chat.answer(conversation, message, say=say)
 
 
 def _engine_for(requests: list[Request], *, args: dict, saved: Checkpoint, **more) -> Engine:

@@ -48,17 +48,29 @@ def choose(config: ModelConfig, *, mesh: Mesh) -> Kernel:
     return Kernel.XLA
 
 
-def causal(query: jax.Array, key: jax.Array, value: jax.Array, *, kernel: Kernel) -> jax.Array:
+def causal(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, kernel: Kernel, segments: jax.Array | None = None
+) -> jax.Array:
     """Attention of a block to itself, each position to those before it and itself.
 
     query [B, T, N, H], key and value [B, T, K, H] with K dividing N; the result is as query.
+    segments: [B, T] integers; a position sees only those of its own number. None: all are of one.
     """
     if kernel in (Kernel.SPLASH, Kernel.PAGED):
         from ladder_jax.nn import splash  # Pallas is for TPUs only, and slow to import
 
-        return splash.causal(query, key, value)
+        return splash.causal(query, key, value, segments=segments)
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel.value)
-    return (differentiable(attend) if kernel is Kernel.CUDNN else attend)(query, key, value)
+    call = differentiable(attend) if kernel is Kernel.CUDNN else attend
+    if segments is None:
+        return call(query, key, value)
+    # jax keeps cuDNN's own packed layout private. A mask costs it [B, 1, T, T] in memory, of the compute dtype, and
+    # its gradient is for even lengths.
+    same = (segments[:, :, None] == segments[:, None, :])[:, None]
+    if kernel is Kernel.XLA or query.shape[1] % 2:
+        return jax.nn.dot_product_attention(query, key, value, mask=same, is_causal=True, implementation="xla")
+    masked = lambda query, key, value, mask: attend(query, key, value, mask=mask)
+    return differentiable(masked, fixed=1)(query, key, value, same)
 
 
 def extend(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array, *, kernel: Kernel) -> jax.Array:

@@ -11,13 +11,14 @@ import jax
 from ladder_jax import nn, parallel
 from ladder_jax.checkpoint import Store
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.data import batches, text
+from ladder_jax.data import batches, dataset, text
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import make_mesh, with_ranks
 from ladder_jax.train import folder, goodput, resume, signals
 from ladder_jax.train.evaluation import Evaluation
+from ladder_jax.train.feed import Feed
 from ladder_jax.train.goodput import Account
 from ladder_jax.train.keeper import Keeper
 from ladder_jax.train.metrics import Metrics
@@ -59,13 +60,7 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print, profile: range
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     if profile and profile[-1] > config.train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
-    tokenizer = tokenizers.load(config.data.tokenizer)
-    tokenizers.check_vocabulary(tokenizer, vocab_size=config.model.vocab_size)
-    content = text.tokens(text.load(config.data), tokenizer=tokenizer)
-    train_text, held_out_text = batches.split(content, config=config.data)
-    dataset = batches.training(train_text, config=config.train)
-    held_out = batches.held_out(held_out_text, config=config.train)
-    fingerprint = text.fingerprint(content)
+    data = dataset.load(config.data, train=config.train, vocab_size=config.model.vocab_size)
     definition = nn.define(config.model, mesh=mesh)
     shown = trackers(config, folder=place)
     say = say if jax.process_index() == 0 else lambda line: None
@@ -81,7 +76,7 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print, profile: range
             goodput.begin(account, file=place / goodput.NAME)
         position = {}
         if checkpoint := resume.newest(place / "checkpoints", config=config, say=say):
-            resume.check_data(checkpoint, fingerprint=fingerprint)
+            resume.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
             state = resume.restored(checkpoint, config=config.train, definition=definition)
             say(f"resuming {place} from step {checkpoint.step}")
             position = checkpoint.data
@@ -91,20 +86,21 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print, profile: range
         step = int(state.train.step)
         with folder.writing(place):
             _write_json(place / "config.json", to_dict(config))
-            tokenizers.save(tokenizer, place / tokenizers.FOLDER)
+            tokenizers.save(data.tokenizer, place / tokenizers.FOLDER)
             metrics = stack.enter_context(contextlib.closing(Metrics(place, step=step, trackers=shown, say=say)))
             store = stack.enter_context(contextlib.closing(Store(place / "checkpoints", config=config)))
         train = config.train
+        held_out = batches.evaluated(data.held_out, data.held_out_rows, config=train)
         judge = Judge(train, skipped=position.get("skipped", []))
         session = Session(
             config=config,
             definition=definition,
             folder=place,
             state=state,
-            dataset=dataset,
+            feed=Feed(data, config=train, sharding=definition.layout.sharding("BT")),
             evaluation=Evaluation(definition, held_out, config=train, account=account, asked=asked),
             judge=judge,
-            keeper=Keeper(store, fingerprint=fingerprint, metrics=metrics, judge=judge, account=account),
+            keeper=Keeper(store, fingerprint=data.fingerprint, metrics=metrics, judge=judge, account=account),
             metrics=metrics,
             speed=Speed(account, tokens_a_step=train.batch * train.sequence, mfu=utilisation, step=step),
             profile=Profile(profile, folder=place / "profile"),
@@ -116,7 +112,7 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print, profile: range
         result = Result(
             steps=int(session.state.train.step),
             validation_loss=session.finish(),
-            bigram_entropy=text.bigram_entropy(train_text) if tokenizer.name == tokenizers.BYTES else None,
+            bigram_entropy=None if data.text is None else text.bigram_entropy(data.text),
             parameters=_count(definition),
         )
         with folder.writing(place):

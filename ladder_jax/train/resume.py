@@ -59,11 +59,11 @@ def begun(*, config: TrainConfig, definition: Definition) -> Guarded:
     return policy.guard(initial_state(definition, config=config))
 
 
-def check_data(checkpoint: Checkpoint, *, fingerprint: str) -> None:
+def check_data(checkpoint: Checkpoint, *, path: str, fingerprint: str) -> None:
     """Raises UserError where the run was trained on other data than there is now."""
     before = checkpoint.data.get("fingerprint", fingerprint)
     if before != fingerprint:
         raise UserError(
-            f"the data is not what checkpoint {str(checkpoint.path)!r} was trained on (fingerprint {before}, now"
-            f" {fingerprint}): its batches would be others. Bring the data back, or choose another run.dir"
+            f"data.path={path!r} has changed since step {checkpoint.step} (its fingerprint was {before}, now"
+            f" {fingerprint}), and its batches would be others: bring it back, or choose another run.dir"
         )

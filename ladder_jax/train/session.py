@@ -10,7 +10,6 @@ import pathlib
 import time
 from collections.abc import Callable
 
-import grain
 import jax
 import numpy as np
 
@@ -21,8 +20,9 @@ from ladder_jax.nn import Definition
 from ladder_jax.progress import progress
 from ladder_jax.train import policy, resume
 from ladder_jax.train import speed as speeds
-from ladder_jax.train.ahead import on_devices, read_ahead
+from ladder_jax.train.ahead import read_ahead
 from ladder_jax.train.evaluation import Evaluation
+from ladder_jax.train.feed import Feed
 from ladder_jax.train.goodput import Account
 from ladder_jax.train.keeper import Keeper
 from ladder_jax.train.metrics import Metrics
@@ -40,7 +40,7 @@ class Session:
     definition: Definition
     folder: pathlib.Path
     state: Guarded
-    dataset: grain.MapDataset
+    feed: Feed
     evaluation: Evaluation
     judge: Judge
     keeper: Keeper
@@ -73,7 +73,7 @@ class Session:
         with (
             shown if jax.process_index() == 0 else contextlib.nullcontext(lambda done, text: None) as self._update,
             contextlib.closing(self.profile),
-            read_ahead(self.dataset, first=first) as batches,
+            read_ahead(self.feed.read, first=first, last=last) as batches,
         ):
             for step in range(first + 1, last + 1):
                 if self.asked.at(step - 1):
@@ -81,7 +81,7 @@ class Session:
                     self._end(step - 1)
                 try:
                     with self.account.time("data"):
-                        tokens = on_devices(next(batches), self.definition.layout.sharding("BT"))
+                        batch = self.feed.place(next(batches))
                 except (OSError, UserError) as error:
                     self._settle(pending)
                     why = f"the batch of step {step} cannot be read: {error}"
@@ -90,7 +90,7 @@ class Session:
                 if step in self.judge.left_out:
                     self.state, metrics = policy.pass_over(self.state), None
                 else:
-                    self.state, metrics = self._step_fn(self.state, tokens)
+                    self.state, metrics = self._step_fn(self.state, batch)
                 self._settle(pending)
                 pending = step, metrics
                 if self.profile.after(step, waited_for=metrics):
@@ -150,9 +150,7 @@ class Session:
         train = self.config.train
         self.say("compiling the training step")
         with self.account.time("compile"):
-            sharding = self.definition.layout.sharding("BT")
-            example = jax.ShapeDtypeStruct((train.batch, train.sequence + 1), np.int32, sharding=sharding)
-            self._step_fn = policy.guarded_step(self.definition, config=train).compile(self.state, example)
+            self._step_fn = policy.guarded_step(self.definition, config=train).compile(self.state, self.feed.abstract())
 
     def _make_up(self, first: int) -> None:
         """The evaluation that a signal cut short, just before the checkpoint of step `first`."""

@@ -12,6 +12,7 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.config import Loop, Phase, Remat, TrainConfig
+from ladder_jax.data.batch import Batch
 from ladder_jax.nn import Definition, Params
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, vary
 from ladder_jax.parallel.collectives import EMULATED
@@ -56,7 +57,7 @@ def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
 
 
 def update(definition: Definition, *, config: TrainConfig) -> Update:
-    """A (state, tokens [B, T+1]) -> (state, metrics), to be compiled.
+    """A (state, tokens [B, T+1] or a Batch) -> (state, metrics), to be compiled.
 
     metrics: loss (nats a token), gradient_norm (before clipping), learning_rate.
     """
@@ -77,14 +78,14 @@ def update(definition: Definition, *, config: TrainConfig) -> Update:
 def loss_and_gradients(
     definition: Definition, *, loop: Loop = Loop.SCAN, remat: Remat = Remat.NONE
 ) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
-    """A (params, tokens [B, T+1]) -> (mean loss in nats a token, float32 gradients), to be compiled."""
+    """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to be compiled."""
     layout = definition.layout
 
     def local(params, tokens):
         # From here on every rank owns its copy of what is replicated: gradients stay local, in
         # float32, until the one reduction below; none is left for the layer loop to communicate.
         own = jax.tree.map(lambda p: vary(p, layout.all_axes), params)
-        total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
+        total = _predicted(tokens, layout)
         share = lambda p: _loss_sum(definition, p, tokens, loop, remat) / total
         loss, grads = jax.value_and_grad(share)(own)
         grads = _after_backward(grads, definition)
@@ -96,26 +97,37 @@ def loss_and_gradients(
 
 
 def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Params, jax.Array], jax.Array]:
-    """A compiled (params, tokens [B, T+1]) -> mean loss in nats a token, for evaluation."""
+    """A compiled (params, tokens [B, T+1] or a Batch) -> mean loss in nats a token, for evaluation."""
     layout = definition.layout
 
     def local(params, tokens):
-        total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
-        return all_reduce(_loss_sum(definition, params, tokens, loop, Remat.NONE), layout.batch) / total
+        loss = all_reduce(_loss_sum(definition, params, tokens, loop, Remat.NONE), layout.batch)
+        return loss / _predicted(tokens, layout)
 
     meshed = on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims="")
     return Compiled(meshed, mesh=layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop))
 
 
-def _loss_sum(definition: Definition, params: Params, tokens: jax.Array, loop: Loop, remat: Remat) -> jax.Array:
+def _predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
+    """How many tokens the whole batch predicts, of which this is a shard."""
+    if isinstance(batch, Batch):  # at least 1: a batch may be padding throughout
+        return jnp.maximum(all_reduce(batch.predicted.sum(), layout.batch), 1)
+    return math.prod((batch.shape[0], batch.shape[1] - 1, layout.batch_ranks))
+
+
+def _loss_sum(definition: Definition, params: Params, batch: jax.Array | Batch, loop: Loop, remat: Remat) -> jax.Array:
     """The summed loss of this batch shard, equal on its tensor ranks."""
 
-    def local(params: Any, tokens: jax.Array) -> jax.Array:
-        x, _ = nn.hidden(definition, params, tokens[:, :-1], loop_form=loop, remat=remat)
+    def local(params: Any, batch: jax.Array | Batch) -> jax.Array:
+        packed = isinstance(batch, Batch)
+        tokens = batch.tokens if packed else batch
+        place = nn.Packed(batch.segments[:, :-1]) if packed else nn.Begin()
+        x, _ = nn.hidden(definition, params, tokens[:, :-1], loop_form=loop, remat=remat, place=place)
         logits = nn.logits(definition, params, x)
-        return nn.cross_entropy(logits, tokens[:, 1:], axes=definition.layout.tensor).sum()
+        losses = nn.cross_entropy(logits, tokens[:, 1:], axes=definition.layout.tensor)
+        return jnp.where(batch.predicted, losses, 0).sum() if packed else losses.sum()
 
-    return over_ranks(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")(params, tokens)
+    return over_ranks(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")(params, batch)
 
 
 def _after_backward(gradients: Params, definition: Definition) -> Params:

@@ -1,15 +1,16 @@
 """This machine's constants, each with how it was measured, as `predict.machine` reads them."""
 
+import itertools
 import math
 
 import jax
 
 from ladder_jax.bench import memory
-from ladder_jax.bench.progress import progress
 from ladder_jax.errors import UserError
 from ladder_jax.predict import machine
 from ladder_jax.predict.calibrate import fit, measure
 from ladder_jax.predict.link import Link, Ring
+from ladder_jax.progress import progress
 from ladder_jax.schedule import roofline
 
 ASSUMED = "h100-nvlink"  # whose contention stands in where none can be measured
@@ -26,7 +27,9 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
     sizes = measure.SIMULATED if simulated else measure.SIZES
     timing = dict(warmup=warmup, repeats=repeats)
     room = memory.room(device, devices=jax.device_count())
-    with progress(4 + len(ranks) * len(sizes)) as advance:
+    done = itertools.count()  # before each measurement: how many are behind it
+    with progress(4 + len(ranks) * len(sizes)) as update:
+        advance = lambda what: update(next(done), what)
         advance("copying")
         copy = roofline.copy_bandwidth(device, room=room, samples=repeats)
         advance("multiplying")
