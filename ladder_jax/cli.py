@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import RunFailed, UserError, unknown
 
 SIMULATION_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status: 0, 2 for the user's mistakes, 130 when interrupted."""
+    """Run one verb; returns the exit status: 0, 1 for a failure, 2 for the user's mistakes, 128 + n after signal n."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"ladder-jax: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"ladder-jax: {error}", file=sys.stderr)
+        return error.status
     except KeyboardInterrupt:
         print("ladder-jax: interrupted", file=sys.stderr)
         return 130
@@ -85,6 +88,33 @@ def _parser() -> Parser:
     )
     train.add_argument("config", metavar="CONFIG", help="a YAML or JSON file, or a preset's name")
     train.add_argument("overrides", nargs="*", metavar="path.to.field=value", help="settings that replace the file's")
+
+    train.add_argument("--profile", metavar="STEPS", help="trace these steps into run.dir/profile: 10:13, or 10")
+
+    checkpoints = verb(
+        "checkpoints",
+        "List a run's checkpoints, verify them, prune them.",
+        "ladder-jax checkpoints runs/tiny --verify",
+    )
+    checkpoints.add_argument("run", metavar="RUN", help="a run's folder")
+    checkpoints.add_argument("--verify", action="store_true", help="compare every file with what was written")
+    checkpoints.add_argument("--prune", metavar="RULES", help="verify, and keep only these: last=3,every=1000,best=1")
+    checkpoints.add_argument("--json", action="store_true", help="print one JSON object")
+
+    tokenize = verb(
+        "tokenize",
+        "Turn text into a token store for training, or go on with one.",
+        "ladder-jax tokenize books/ web.jsonl.gz --out stores/books --tokenizer SmolLM2-135M",
+    )
+    tokenize.add_argument(
+        "source", nargs="+", metavar="SOURCE", help="a text file, .jsonl, .jsonl.gz, .parquet, or a folder of them"
+    )
+    tokenize.add_argument("--out", required=True, metavar="DIR", help="the store's folder")
+    tokenize.add_argument("--tokenizer", default="bytes", help="bytes (the default), or a folder with tokenizer.json")
+    tokenize.add_argument("--field", default="text", help="where JSON lines and Parquet hold the text (default: text)")
+    tokenize.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    tokenize.add_argument("--shard-tokens", type=int, metavar="N", help="tokens a file, about (default 268,435,456)")
+    tokenize.add_argument("--verify", action="store_true", help="read the finished store, and compare its checksums")
 
     generate = verb(
         "generate",
@@ -186,6 +216,45 @@ def _parser() -> Parser:
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     bench.add_argument("--out", metavar="FILE", help="write that object to a file")
     bench.add_argument("--plot", metavar="FILE", help="draw tokens/s and bandwidth by batch (PNG, SVG, PDF)")
+
+    predict = verb(
+        "predict",
+        "Say how fast each residual topology would be on a machine that need not be here, and which to take.",
+        "ladder-jax predict --model llama-3-70b --hardware h100-nvlink --tensor 8 --batch 16",
+    )
+    predict.add_argument("--model", required=True, metavar="PRESET", help="a model preset, such as llama-3-70b")
+    predict.add_argument("--hardware", metavar="NAME", help="h100-nvlink, h100-no-nvlink, v5e, ... or a YAML file")
+    predict.add_argument("--residual", metavar="NAME[,NAME]", help="standard, ladder, ... (default: all)")
+    predict.add_argument("--ladder-layers", metavar="WHICH", help="hybrids: N (the last N layers), i,j or all")
+    predict.add_argument("--implementation", metavar="NAME", help="ours (the default), or authors: the paper's")
+    for option, letter, text in (
+        ("tensor", "N", "tensor-parallel devices (default: all of the hardware's)"),
+        ("batch", "B", "rows at once (default 1)"),
+        ("prompt-length", "P", "tokens a row in the prompt (default 1024)"),
+        ("new-tokens", "G", "tokens a row to generate (default 512)"),
+        ("layers", "N", "layers (default: the preset's)"),
+    ):
+        predict.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+    predict.add_argument(
+        "--sweep", nargs="+", metavar="AXIS=A,B", help="vary tensor, batch, link: tensor=1,2,4,8 batch=1,16 link=0.5,1"
+    )
+    predict.add_argument("--from-schedule", metavar="TARGET", help="from compiled programs: v5p:2x2x2, h100:8, ...")
+    predict.add_argument("--json", action="store_true", help="print one JSON object")
+    predict.add_argument("--plot", metavar="FILE", help="draw where the time goes, or the sweep (PNG, SVG, PDF)")
+
+    calibrate = verb(
+        "calibrate",
+        "Measure this machine's constants, and write them as hardware for predict.",
+        "ladder-jax calibrate --out mine.yaml && ladder-jax predict --model llama-3-8b --hardware mine.yaml",
+    )
+    calibrate.add_argument("--out", required=True, metavar="FILE", help="the YAML file to write")
+    for option, letter, text in (
+        ("tensor", "N", "devices whose all-reduces are measured (default: all)"),
+        ("warmup", "W", "runs before those that are timed (default 3)"),
+        ("repeats", "R", "runs that are timed (default 10)"),
+    ):
+        calibrate.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+    calibrate.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -213,13 +282,26 @@ def _train(args: argparse.Namespace) -> None:
     from ladder_jax import config, train
 
     settings = config.load(args.config, overrides=args.overrides)
-    result = train.run(settings, say=lambda line: print(line, file=sys.stderr, flush=True))
+    steps = train.profile.parse(args.profile) if args.profile else None
+    result = train.run(settings, say=lambda line: print(line, file=sys.stderr, flush=True), profile=steps)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     print(
         f"trained {result.parameters:,} parameters for {result.steps} steps:"
         f" held-out loss {result.validation_loss:.4f} nats a {unit}"
     )
+
+
+def _checkpoints(args: argparse.Namespace) -> None:
+    from ladder_jax.checkpoint import command
+
+    command.run(vars(args))
+
+
+def _tokenize(args: argparse.Namespace) -> None:
+    from ladder_jax.data.store import command
+
+    command.run(vars(args))
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -246,11 +328,27 @@ def _bench(args: argparse.Namespace) -> None:
     command.run(vars(args))
 
 
+def _predict(args: argparse.Namespace) -> None:
+    from ladder_jax.predict import command
+
+    command.run(vars(args))
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    from ladder_jax.predict.calibrate import command
+
+    command.run(vars(args))
+
+
 VERBS = {
     "doctor": _doctor,
     "train": _train,
+    "checkpoints": _checkpoints,
+    "tokenize": _tokenize,
     "generate": _generate,
     "serve": _serve,
     "overlap": _overlap,
     "bench": _bench,
+    "predict": _predict,
+    "calibrate": _calibrate,
 }

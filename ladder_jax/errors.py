@@ -1,4 +1,4 @@
-"""Mistakes of the user's: one line that names what was wrong and what is allowed."""
+"""What a user is told in one line: a mistake, with what is allowed; or what stopped a run."""
 
 import difflib
 import enum
@@ -7,6 +7,20 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """Wrong input. The command line prints its one line and exits with status 2."""
+
+
+class RunFailed(Exception):
+    """What another command line would not have prevented: a full disk, a loss that is no number. One line, status 1."""
+
+    status = 1
+
+
+class Stopped(RunFailed):
+    """A signal asked for the end, and what there was is saved. The status is the shell's: 128 + the signal's number."""
+
+    def __init__(self, message: str, *, signum: int):
+        super().__init__(message)
+        self.status = 128 + signum
 
 
 def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:

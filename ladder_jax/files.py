@@ -25,6 +25,12 @@ def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = 
         raise UserError(f"--{option} {file}: the folder {path.parent} cannot be written to")
 
 
+def cache_folder() -> pathlib.Path:
+    """LADDER_JAX_CACHE, or ladder_jax in the user's cache folder."""
+    default = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ladder_jax"
+    return pathlib.Path(os.environ.get("LADDER_JAX_CACHE") or default)
+
+
 def write_atomically(file: str, write: Callable[[str], object]) -> None:
     """`write` is given a path beside `file`, with its ending; that becomes `file` once it has returned."""
     path = pathlib.Path(file)

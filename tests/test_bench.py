@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, decode, nn, parallel
-from ladder_jax.bench import measure, memory, picture, programs, result, roofline, text, work
+from ladder_jax.bench import measure, memory, picture, programs, result, text, work
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Dtype, Loop, ModelConfig, preset
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
+from ladder_jax.schedule import roofline
 
 ASKED = "--model tiny --residual standard,ladder --prompt-length 8 --new-tokens 5 --warmup 1 --repeats 2".split()
 SPREAD = """prefill_seconds decode_seconds tokens_per_second tokens_per_second_per_user bytes_per_second bandwidth_share

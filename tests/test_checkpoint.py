@@ -8,13 +8,21 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import nn, train
-from ladder_jax.checkpoint import Store, open_checkpoint
+from ladder_jax import cli, nn, train
+from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, retention, verify
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
 from ladder_jax.train import optimizer
 from tests import cases
+
+
+def rewrite_meta(folder, **changes):
+    """What another program, or a later version, would have written."""
+    file = folder / "meta" / "metadata"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    manifest.write(folder)
+
 
 RECIPE = TrainConfig(steps=10, batch=4, sequence=8, warmup_steps=2)
 
@@ -84,10 +92,10 @@ def test_plain_names_and_a_format_version(saved):
     "damage, message",
     [
         (lambda c: shutil.rmtree(c / "1"), "holds no ladder_jax checkpoint"),
-        (lambda c: (c / "1" / "meta" / "metadata").unlink(), "holds no ladder_jax checkpoint"),
-        (lambda c: (c / "1" / "meta" / "metadata").write_text("{"), "is damaged or incomplete"),
-        (lambda c: (c / "1" / "meta" / "metadata").write_text('{"format": "other"}'), "of another program"),
-        (lambda c: (c / "1" / "meta" / "metadata").write_text('{"format": "ladder_jax", "version": 99}'), "version 99"),
+        (lambda c: (c / "1" / "meta" / "metadata").unlink(), "damaged or incomplete: meta/metadata is missing"),
+        (lambda c: (c / "1" / "meta" / "metadata").write_text("{"), "damaged or incomplete: meta/metadata has 1 bytes"),
+        (lambda c: rewrite_meta(c / "1", format="other"), "of another program"),
+        (lambda c: rewrite_meta(c / "1", version=99), "version 99"),
         (lambda c: shutil.rmtree(c / "1" / "params"), "is damaged or incomplete"),
         (lambda c: (c / "1" / "params" / "_METADATA").unlink(), "is damaged or incomplete"),
     ],
@@ -120,3 +128,143 @@ def test_paths_that_lead_nowhere(tmp_path):
 def test_dataclass_of_the_config_round_trips(saved):
     config = open_checkpoint(saved[0]).config
     assert dataclasses.replace(config, model=config.model) == config and config.train == RECIPE
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Three small checkpoints, of one array each beside the optimizer's."""
+    folder = tmp_path_factory.mktemp("three") / "checkpoints"
+    store = Store(folder, config=RunConfig(train=RECIPE))
+    for step, loss in ((10, 2.0), (20, 1.0), (30, None)):
+        store.save(step, params={"a": np.full((64, 8), step, np.float32)}, optimizer={"b": np.ones(3, np.float32)},
+                   data={"fingerprint": "x", "skipped": [3]}, validation_loss=loss)  # fmt: skip
+    store.close()
+    assert store.failure() is None
+    return folder
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip(file):
+    """One bit, in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, flip, lambda file: file.unlink()], ids=["truncated", "flipped", "removed"]
+)
+def test_every_damaged_file_is_found(three, tmp_path, damage):
+    """Each file of a checkpoint in turn: found, named, and the one before it is offered."""
+    files = sorted(p for p in (three / "30").rglob("*") if p.is_file() and p.stat().st_size)
+    assert len(files) > 10 and three / "30" / "manifest.json" in files
+    for index, file in enumerate(files):
+        copy = tmp_path / str(index)
+        shutil.copytree(three, copy)
+        damage(copy / file.relative_to(three))
+        with pytest.raises(
+            Damaged, match="damaged or incomplete: .*; the newest whole one before it is step 20"
+        ) as said:
+            open_checkpoint(copy).check()
+        name = str(file.relative_to(three / "30"))
+        assert name in str(said.value)
+        assert any(line.startswith(name) for line in verify(copy / "30")) and verify(copy / "20") == []
+        shutil.rmtree(copy)
+
+
+def test_an_item_is_compared_before_it_is_read(saved, tmp_path):
+    """Reading the parameters does not read the optimizer, and does not trust its own files."""
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(saved[0], copy)
+    definition = cases.define("ladder")
+    for item, whole in (("optimizer", True), ("params", False)):
+        flip(max((copy / "1" / item).rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0))
+        checkpoint = open_checkpoint(copy)
+        if whole:
+            checkpoint.params(definition)
+        else:
+            with pytest.raises(Damaged, match="params/.* has other contents than were written"):
+                checkpoint.params(definition)
+
+
+def test_what_is_being_written_does_not_count(three, tmp_path):
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(three, copy)
+    (copy / "30").rename(copy / "writing.30")
+    (copy / "10").rename(copy / "deleting.10")
+    assert open_checkpoint(copy).step == 20
+    Store(copy, config=RunConfig(train=RECIPE)).close()
+    assert [p.name for p in copy.iterdir()] == ["20"]
+
+
+def test_what_is_kept():
+    losses = {step: loss for step, loss in zip(range(10, 80, 10), (3.0, 1.0, None, 1.0, 4.0, 2.0, None))}
+    doomed = lambda **keep: retention.doomed(losses, keep=retention.Keep(**keep))
+    assert doomed() == [10, 20, 30, 40, 50, 60]
+    assert doomed(last=2, every=30) == [10, 20, 40, 50]
+    assert doomed(best=1) == [10, 20, 30, 50, 60]  # of two equals the later
+    assert doomed(best=3) == [10, 30, 50]
+    assert doomed(last=99) == []
+    assert retention.parse("every=1000, best=2") == retention.Keep(last=1, every=1000, best=2)
+    for words, message in (("lats=3", "did you mean 'last'"), ("last=0", "at least 1"), ("best=x", "whole number")):
+        with pytest.raises(UserError, match=message):
+            retention.parse(words)
+
+
+def test_an_older_one_goes_only_after_the_new_one_is_whole(three, tmp_path, monkeypatch):
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(three, copy)
+    store = Store(copy, config=RunConfig(train=dataclasses.replace(RECIPE, keep_checkpoints=1)))
+    seen = []
+    prune = store._prune
+    monkeypatch.setattr(store, "_prune", lambda: (seen.append(verify(copy / "40")), prune()))
+    store.save(40, params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    store.close()
+    assert seen == [[]] and [p.name for p in copy.iterdir()] == ["40"]
+
+
+def test_a_save_that_fails_leaves_the_others(three, tmp_path):
+    """A file where the checkpoint should be written; then the next save works again."""
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(three, copy)
+    store = Store(copy, config=RunConfig(train=RECIPE))
+    tree = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    (copy / "writing.40").write_text("in the way")
+    store.save(40, **tree)
+    store.wait()
+    failure = store.failure()
+    assert "step 40 could not be written" in str(failure) and "the newest is that of step 30" in str(failure)
+    assert store.failure() is None
+    (copy / "writing.40").unlink(missing_ok=True)
+    store.save(40, **tree)
+    store.close()
+    assert store.failure() is None and [verify(copy / str(step)) for step in (20, 30, 40)] == [[], [], []]
+
+
+def test_the_verb(three, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(three, run / "checkpoints")
+    listing = lambda *more: (cli.main(["checkpoints", str(run), "--json", *more]), json.loads(capsys.readouterr().out))
+    status, answer = listing()
+    assert status == 0 and [(c["step"], c["state"]) for c in answer["checkpoints"]] == [
+        (10, "unchecked"), (20, "unchecked"), (30, "unchecked"),
+    ]  # fmt: skip
+    assert answer["checkpoints"][1]["validation_loss"] == 1.0 and answer["checkpoints"][0]["bytes"] > 2048
+    assert cli.main(["checkpoints", str(run), "--verify"]) == 0
+    assert capsys.readouterr().out.count("whole") == 3
+    flip(run / "checkpoints" / "30" / "data" / "metadata")
+    status, answer = listing("--prune", "last=1,best=1")
+    # What is damaged counts for nothing, and is left for its owner to see.
+    assert status == 1 and answer["removed"] == [10]
+    assert [(c["step"], c["state"]) for c in answer["checkpoints"]] == [(20, "whole"), (30, "damaged")]
+    assert cli.main(["checkpoints", str(run), "--verify"]) == 1
+    said = capsys.readouterr()
+    assert "step 30: data/metadata has other contents than were written" in said.out
+    assert (
+        said.err
+        == "ladder-jax: damaged: the checkpoint of step 30 (train with run.on_damaged=previous goes on without)\n"
+    )
+    assert cli.main(["checkpoints", str(tmp_path / "nowhere")]) == 2

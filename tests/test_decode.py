@@ -169,7 +169,7 @@ def test_launching_by_name_where_it_cannot_be():
         decode.decode(definition, launch=Launch.EXPLICIT)
 
 
-@pytest.mark.parametrize("kind, joined", [("cpu", True), ("TPU v5", True), ("TPU7x", False)])
+@pytest.mark.parametrize("kind, joined", [("cpu", True), ("TPU v5", True), ("TPU v5 lite", False), ("TPU7x", False)])
 def test_matrices_are_joined_where_that_is_faster(kind, joined, monkeypatch):
     """What inference keeps: the stored names are those of training."""
     definition = cases.define("ladder", tensor=8)  # ranks that share a key/value head

@@ -98,19 +98,21 @@ def test_the_paged_kernel_attends_to_each_rows_length_only(heads, kv_heads):
 @dataclasses.dataclass(frozen=True)
 class Device:
     platform: str
+    device_kind: str
 
 
 @pytest.mark.parametrize(
-    "platform, head_dim, dtype, kernel",
+    "platform, kind, head_dim, dtype, kernel",
     [
-        ("cpu", 128, Dtype.BFLOAT16, "xla"),
-        ("tpu", 64, Dtype.BFLOAT16, "splash"),
-        ("tpu", 128, Dtype.BFLOAT16, "paged"),
-        ("tpu", 128, Dtype.FLOAT32, "splash"),  # the paged kernel computes in bfloat16
-        ("cuda", 64, Dtype.BFLOAT16, "xla"),
+        ("cpu", "cpu", 128, Dtype.BFLOAT16, "xla"),
+        ("tpu", "TPU v5p", 64, Dtype.BFLOAT16, "splash"),
+        ("tpu", "TPU v5p", 128, Dtype.BFLOAT16, "paged"),
+        ("tpu", "TPU v5 lite", 128, Dtype.BFLOAT16, "splash"),
+        ("tpu", "TPU v5p", 128, Dtype.FLOAT32, "splash"),  # the paged kernel computes in bfloat16
+        ("cuda", "NVIDIA H100", 64, Dtype.BFLOAT16, "xla"),
     ],
 )
-def test_the_kernel_follows_the_meshs_devices(platform, head_dim, dtype, kernel):
+def test_the_kernel_follows_the_meshs_devices(platform, kind, head_dim, dtype, kernel):
     """Not this machine's backend: a program may be compiled ahead of time. cuDNN needs its GPU here."""
-    mesh = type("Mesh", (), {"devices": np.array([Device(platform)])})
+    mesh = type("Mesh", (), {"devices": np.array([Device(platform, kind)])})
     assert kernels.choose(cases.model(head_dim=head_dim, dtype=dtype), mesh=mesh) is kernels.Kernel(kernel)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ladder_jax.config import Loop, Remat
-from ladder_jax.train.step import Terms, loss_and_gradients
+from ladder_jax.train.gradients import Terms, loss_and_gradients
 from tests import cases
 
 TOPOLOGIES = ("standard", "ladder", "ladder-fresh", "parallel-ladder")

@@ -1,5 +1,6 @@
 """Compiler options by device kind: which, what an older compiler does with them, and what happens when they fail."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -39,7 +40,9 @@ def test_each_kind_of_program_has_its_own():
     assert options_for(H100, hides(Phase.DECODE))[kernels] == ""
     assert kernels not in options_for(H100, hides(Phase.PREFILL)) and kernels not in options_for(H100, waits)
     assert options_for(H100, waits) == {"xla_gpu_enable_latency_hiding_scheduler": True}
-    assert options_for(V5P, waits) == {}  # small ones are fastest on the TensorCore
+    # Small ones are fastest on the TensorCore; matrices are streamed in either topology.
+    assert list(options_for(V5P, waits)) == ["xla_tpu_scoped_vmem_limit_kib"]
+    assert options_for(V5P, dataclasses.replace(waits, loop=Loop.SCAN)) == {}
     assert "xla_tpu_enable_sparse_core_collective_offload_all_reduce" in options_for(V5P, hides(Phase.PREFILL))
     assert options_for(TPU7X, hides(Phase.PREFILL)) == {}
     assert "xla_tpu_scoped_vmem_limit_kib" in options_for(V5E, hides(Phase.PREFILL, Loop.SCAN))

@@ -3,7 +3,8 @@
     python -m experiments.decode_bytes
 
 Compiles ahead of time for TPUs (jax[tpu], no accelerator), two programs at once; what was compiled before is read
-from the cache. 4 layers of Llama-3-70B over 8 chips, 16 rows at context 2048. Exit status 1 if one is over its limit.
+from the cache. 4 layers of Llama-3-70B over 8 chips, 16 rows at context 2048. Exit status 1 if weights of bfloat16 are
+over the limit.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from ladder_jax.overlap.request import Request
 
 TARGETS = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
 RESIDUALS = ("standard", "ladder", "ladder-fresh", "parallel-ladder")
-LIMIT = 1.15  # times the least
+LIMIT = 1.15  # times the least, in bfloat16
 HERE = pathlib.Path(__file__).parent
 
 
@@ -41,7 +42,8 @@ def main() -> int:
         rows = list(pool.map(measure, asked))
     args.out.write_text(json.dumps({"model": "llama-3-70b", "layers": 4, "tensor": 8, "rows": rows}, indent=1) + "\n")
     print(table(rows))
-    return int(any(row["bytes_accessed"] > LIMIT * row["bytes_minimum"] for row in rows))
+    held = [row for row in rows if row["quantize"] == Quantize.NONE.value]
+    return int(any(row["bytes_accessed"] > LIMIT * row["bytes_minimum"] for row in held))
 
 
 def measure(request: Request) -> dict:

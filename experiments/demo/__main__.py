@@ -22,7 +22,7 @@ def main(overrides: list[str]) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     from ladder_jax import cli, config, train
-    from ladder_jax.errors import UserError
+    from ladder_jax.errors import RunFailed, UserError
     from ladder_jax.train import curves
 
     cli.prepare_devices(None)
@@ -40,6 +40,9 @@ def main(overrides: list[str]) -> int:
     except UserError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return error.status
 
     entropy = results["ladder"].bigram_entropy
     console.print(curves.table(folders, baseline=entropy))

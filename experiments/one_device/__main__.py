@@ -1,6 +1,8 @@
 """What a Ladder costs where there is nothing to hide: one device, the step time against Standard's.
 
 python -m experiments.one_device [--d-model 1024] [--layers 4] [--sequence 512] [--pairs 30] [--loop scan] [--out FILE]
+
+A training step's gradients, a forward pass, and 16 decode steps (their layers always unrolled) after half the sequence.
 """
 
 import argparse
@@ -13,6 +15,9 @@ import numpy as np
 from experiments import measure
 from ladder_jax import nn, parallel, train
 from ladder_jax.config import Dtype, Loop, ModelConfig
+from ladder_jax.decode import cache, sampling, steps, weights
+
+DECODED = 16  # tokens a call
 
 
 def main() -> None:
@@ -22,14 +27,15 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--loop", type=Loop, default=Loop.SCAN, help="scan or unrolled")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).with_name("results.json"))
     args = parser.parse_args()
 
     dtype = "bfloat16" if jax.default_backend() != "cpu" else "float32"  # CPUs emulate bfloat16
     rows = []
-    for phase in ("train", "forward"):
-        compiled = {name: program(name, phase, dtype, args) for name in ("ladder", "standard")}
+    for phase in args.phases:
+        compiled = {name: PHASES[phase](definition(name, dtype, args), args) for name in ("ladder", "standard")}
         timed = measure.pairs(compiled["ladder"][0], compiled["standard"][0], count=args.pairs)
         row = {"phase": phase, "dtype": dtype, **timed.ratio(), **timed.seconds()}
         for key in ("flops", "bytes accessed"):
@@ -42,8 +48,7 @@ def main() -> None:
     )
 
 
-def program(residual: str, phase: str, dtype: str, args):
-    """A call of the compiled program on fixed arguments, and its cost_analysis."""
+def definition(residual: str, dtype: str, args) -> nn.Definition:
     config = ModelConfig(
         num_layers=args.layers,
         d_model=args.d_model,
@@ -55,15 +60,43 @@ def program(residual: str, phase: str, dtype: str, args):
         dtype=Dtype(dtype),
         residual_dtype=Dtype(dtype),
     )
-    definition = nn.define(config, mesh=parallel.make_mesh())
-    params = nn.initialize(definition, seed=0)
+    return nn.define(config, mesh=parallel.make_mesh())
+
+
+def gradients(of: nn.Definition, args):
+    """A call of the compiled program on fixed arguments, and its cost_analysis. So the others."""
+    return _on_tokens(jax.jit(train.loss_and_gradients(of, loop=args.loop)), of, args)
+
+
+def forward(of: nn.Definition, args):
+    return _on_tokens(train.mean_loss(of, loop=args.loop), of, args)
+
+
+def _on_tokens(function, of: nn.Definition, args):
+    params = nn.initialize(of, seed=0)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 4096, (args.batch, args.sequence + 1)), jnp.int32)
-    if phase == "train":
-        function = jax.jit(train.loss_and_gradients(definition, loop=args.loop))
-    else:
-        function = train.mean_loss(definition, loop=args.loop)
     compiled = function.lower(params, tokens).compile()
     return lambda: compiled(params, tokens), compiled.cost_analysis()
+
+
+def decode(of: nn.Definition, args):
+    params = weights.prepare(of, nn.initialize(of, seed=0), loop=Loop.UNROLLED)
+    caches = cache.make(of, rows=args.batch, capacity=args.sequence, loop=Loop.UNROLLED)()
+    tokens = jnp.ones(args.batch, jnp.int32)
+    lengths = jnp.full(args.batch, args.sequence // 2, jnp.int32)
+    settings = sampling.Settings.of(jax.random.split(jax.random.key(0), args.batch))
+    seen = steps.seen_in(of)(tokens[:, None], jnp.ones_like(lengths))
+    compiled = steps.decode_many(of, count=DECODED).compile(params, caches, seen, tokens, lengths, settings)
+    consumed = [caches, seen]  # by a call, which gives them back
+
+    def call():
+        new, logprobs, *consumed[:] = compiled(params, *consumed, tokens, lengths, settings)
+        return new
+
+    return call, compiled.cost_analysis()
+
+
+PHASES = {"train": gradients, "forward": forward, "decode": decode}
 
 
 if __name__ == "__main__":

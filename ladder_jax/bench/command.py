@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import pathlib
 import platform
@@ -24,13 +25,14 @@ def run(args: dict) -> None:
     import jax  # only now: mistakes are answered at once
 
     from ladder_jax.bench import measure, picture, result, text
-    from ladder_jax.bench.progress import progress
     from ladder_jax.parallel import make_mesh
+    from ladder_jax.progress import progress
 
     request = requests.on_devices(request, count=jax.device_count())
     mesh = make_mesh(tensor=request.tensor)
-    with progress(measure.steps(request)) as advance:
-        measured = measure.measure(request, mesh=mesh, advance=advance)
+    with progress(measure.steps(request)) as update:
+        done = itertools.count()
+        measured = measure.measure(request, mesh=mesh, advance=lambda what: update(next(done), what))
     device = mesh.devices.flat[0]
     answer = result.Result(
         request=request,

@@ -9,13 +9,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ladder_jax import decode, nn
-from ladder_jax.bench import memory, programs, roofline, work
+from ladder_jax.bench import memory, programs, work
 from ladder_jax.bench.request import Request
-from ladder_jax.bench.roofline import Ceiling
 from ladder_jax.config import Loop
 from ladder_jax.decode import cache
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params
+from ladder_jax.schedule import roofline
+from ladder_jax.schedule.roofline import Ceiling
 
 
 @dataclasses.dataclass(frozen=True)

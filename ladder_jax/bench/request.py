@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from ladder_jax.config import MeshConfig, ModelConfig, preset, residual_names
-from ladder_jax.config.schema import check_fits_mesh
+from ladder_jax.config import ModelConfig, preset, residual_names
 from ladder_jax.errors import UserError
+from ladder_jax.splits import check_divides, divisors
+from ladder_jax.words import positive, words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +45,15 @@ def make(*, model: str, residual: str, batch: str | None = None, **numbers: int 
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
     given = {name: value for name, value in numbers.items() if value is not None}
     if batch is not None:
-        given["batches"] = tuple(_rows(word) for word in _words("batch", batch))
-    residuals = _words("residual", residual)
+        given["batches"] = tuple(positive("batch", word) for word in words("batch", batch))
+    residuals = words("residual", residual)
     for name in residuals:
         residual_names.parse(name)
     request = Request(model=model, residuals=residuals, **given)
     if request.new_tokens < 2:
         raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
     if request.tensor is not None:
-        _check_divides(request, request.tensor, most=max(request.tensor, preset(model).num_heads))
+        check_divides(model, tensor=request.tensor, most=max(request.tensor, preset(model).num_heads))
     return request
 
 
@@ -60,51 +61,9 @@ def on_devices(request: Request, *, count: int) -> Request:
     """The request with `tensor` settled, for a machine of `count` devices. Raises UserError where it does not fit."""
     tensor = count if request.tensor is None else request.tensor
     if tensor > count:
-        allowed = ", ".join(map(str, _divisors(request, most=count)))
+        allowed = ", ".join(map(str, divisors(request.model, most=count)))
         raise UserError(
             f"--tensor {tensor} is more than this machine's {count} devices (allowed for {request.model}: {allowed})"
         )
-    _check_divides(request, tensor, most=count)
+    check_divides(request.model, tensor=tensor, most=count)
     return dataclasses.replace(request, tensor=tensor)
-
-
-def _words(option: str, text: str) -> tuple[str, ...]:
-    words = tuple(word.strip() for word in text.split(","))
-    for word in words:
-        if not word:
-            raise UserError(f"--{option} {text!r} has an empty place: write it as in a,b,c")
-        if words.count(word) > 1:
-            raise UserError(f"--{option} {text!r} names {word} twice")
-    return words
-
-
-def _rows(word: str) -> int:
-    try:
-        rows = int(word)
-    except ValueError:
-        raise UserError(f"--batch must be numbers as in 1,4,16, not {word!r}") from None
-    if rows < 1:
-        raise UserError(f"--batch must be positive, not {rows}")
-    return rows
-
-
-def _check_divides(request: Request, tensor: int, *, most: int) -> None:
-    try:
-        check_fits_mesh(preset(request.model), MeshConfig(tensor=tensor))
-    except UserError as error:
-        allowed = _divisors(request, most=most)
-        nearest = min(allowed, key=lambda size: abs(size - tensor))
-        names = ", ".join(map(str, allowed))
-        raise UserError(f"--tensor {tensor}: {error}; did you mean {nearest}? (allowed: {names})") from None
-
-
-def _divisors(request: Request, *, most: int) -> list[int]:
-    """The numbers of devices, up to `most`, over which the model can be split."""
-    found = []
-    for tensor in range(1, most + 1):
-        try:
-            check_fits_mesh(preset(request.model), MeshConfig(tensor=tensor))
-            found.append(tensor)
-        except UserError:
-            pass
-    return found

@@ -1,7 +1,7 @@
 """The answer of `ladder-jax bench` for a terminal: the verdict, a table, the device's limits."""
 
 from ladder_jax.bench.result import Result
-from ladder_jax.bench.roofline import Ceiling
+from ladder_jax.schedule.roofline import Ceiling
 
 COLUMNS = ("batch", "residual", "prefill ms", "step ms", "tokens/s", "range", "GB/s", "of copy", "TFLOP/s", "of matmul")
 WIDTH = 120  # of the table; a narrower terminal wraps it, which loses nothing

@@ -13,7 +13,7 @@ import jax
 
 from ladder_jax.config import Loop
 from ladder_jax.decode import cache, weights
-from ladder_jax.nn import Definition
+from ladder_jax.nn import Definition, flops
 
 
 def decode_bytes(definition: Definition, *, rows: int, prompt_length: int, new_tokens: int) -> float:
@@ -46,9 +46,8 @@ def prefill_flops(definition: Definition, *, rows: int, prompt_length: int) -> i
     """
     params = weights.abstract(definition, loop=Loop.UNROLLED)
     elements = lambda tree: sum(_shard_size(leaf) for leaf in jax.tree.leaves(tree) if len(leaf.shape) > 1)
-    config = definition.config
-    heads = config.num_heads // definition.layout.ranks
-    attention = 2 * rows * heads * config.head_dim * prompt_length * (prompt_length + 1) * config.num_layers
+    config, heads = definition.config, definition.config.num_heads // definition.layout.ranks
+    attention = flops.attention(config, rows=rows, length=prompt_length, heads=heads)
     head = params.get("head", params["embedding"])
     return 2 * elements(params["layers"]) * rows * prompt_length + attention + 2 * elements(head) * rows
 

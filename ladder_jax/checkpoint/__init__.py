@@ -1,6 +1,9 @@
 """Checkpoints in and out."""
 
-from ladder_jax.checkpoint.store import Checkpoint as Checkpoint
+from ladder_jax.checkpoint.saved import Checkpoint as Checkpoint
+from ladder_jax.checkpoint.saved import Damaged as Damaged
+from ladder_jax.checkpoint.saved import open_checkpoint as open_checkpoint
+from ladder_jax.checkpoint.saved import steps as steps
+from ladder_jax.checkpoint.saved import verify as verify
+from ladder_jax.checkpoint.store import Failure as Failure
 from ladder_jax.checkpoint.store import Store as Store
-from ladder_jax.checkpoint.store import open_checkpoint as open_checkpoint
-from ladder_jax.checkpoint.store import steps as steps

@@ -1,172 +1,168 @@
-"""Checkpoints: plain nested dicts of arrays on Orbax, written atomically, read onto any mesh.
+"""Checkpoints are written in the background, and take their place only when they are whole.
 
-A checkpoint is a folder `checkpoints/<step>/` of two items, `params` and `optimizer`, and `meta`,
-a JSON object with this format's name and version and the run's resolved configuration.
+A step is written into `writing.<step>` by Orbax, then its manifest is made and all of it synced, then the folder is
+renamed `<step>`, and only then do older ones go. So whenever the process or the machine dies, what is called `<step>`
+is whole. On several processes each writes its own shards; Orbax waits for all of them, and the rest is the first
+process's.
 """
 
+import contextlib
 import dataclasses
-import itertools
-import json
+import errno
+import os
 import pathlib
+import shutil
+import threading
+import time
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-import tensorstore
+from jax.experimental import multihost_utils
 
-from ladder_jax.config import RunConfig, from_dict, to_dict
-from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.checkpoint import arrays, manifest, retention
+from ladder_jax.checkpoint.quiet import Quiet
+from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps
+from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import Params
 
-FORMAT = "ladder_jax"
-VERSION = 1
+WRITING = "writing."
+LATE = 10.0  # seconds in which a failed save's writes end
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """One saved step: where it lies, and the configuration of the run that wrote it."""
+class Failure:
+    """A checkpoint that could not be written. Those before it are as they were."""
 
-    path: pathlib.Path
     step: int
-    config: RunConfig
+    reason: str
+    newest: int | None
 
-    def tokenizer(self) -> tokenizers.Tokenizer:
-        """The run's own copy of its tokenizer. Raises UserError where it is gone, or has more tokens than the model."""
-        folder = self.path.parent.parent / tokenizers.FOLDER
-        stored = folder.exists() or self.config.data.tokenizer != tokenizers.BYTES
-        found = tokenizers.load(folder if stored else None)
-        tokenizers.check_vocabulary(found, vocab_size=self.config.model.vocab_size)
-        return found
-
-    def params(self, definition: Definition) -> Params:
-        """Parameters as `definition` lays them out. Raises UserError for a damaged checkpoint."""
-        return self._restore("params", definition.abstract)
-
-    def optimizer(self, like: Params) -> Params:
-        """The optimizer's dict; `like` gives shapes and shardings."""
-        return self._restore("optimizer", like)
-
-    def _restore(self, item: str, like: Any) -> Any:
-        try:
-            handler, folder = ocp.PyTreeCheckpointHandler(), self.path / item
-            _check_readable(folder, like)
-            _check_shapes(handler.metadata(folder).tree, like, folder)
-            # Not strict: the vocabulary's zero padding depends on the mesh. All else was compared.
-            place = lambda a: ocp.ArrayRestoreArgs(
-                sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False
-            )
-            args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(place, like))
-            return handler.restore(folder, args=args)
-        except UserError:
-            raise
-        except Exception as error:  # Orbax and tensorstore have no common error for damaged files
-            raise UserError(f"checkpoint {str(self.path)!r} is damaged or incomplete: {_first_line(error)}") from error
+    def __str__(self) -> str:
+        kept = "there is none before it" if self.newest is None else f"the newest is that of step {self.newest}"
+        return f"the checkpoint of step {self.step} could not be written: {self.reason} ({kept})"
 
 
 class Store:
-    """Writes a run's checkpoints in the background, and keeps the newest few."""
+    """Writes a run's checkpoints into `folder`, one at a time. A failure is kept until `failure()` is asked for it."""
 
     def __init__(self, folder: pathlib.Path, *, config: RunConfig):
-        self._config = config
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.train.keep_checkpoints, create=True, cleanup_tmp_directories=True
-        )
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self.folder, self._config = folder.absolute(), config
+        self._keep = retention.of(config.train)
+        self._thread: threading.Thread | None = None
+        self._failure: Failure | None = None
+        self._first = jax.process_index() == 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._clear()
+        self._checkpointer = _checkpointer()
+        self._quiet, self._failures = Quiet(), 0
 
-    def save(self, step: int, *, params: Params, optimizer: Params) -> None:
-        """Start to write; an error of the save before shows here."""
-        meta = {"format": FORMAT, "version": VERSION, "step": step, "config": to_dict(self._config)}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.PyTreeSave(params),
-                optimizer=ocp.args.PyTreeSave(optimizer),
-                meta=ocp.args.JsonSave(meta),
-            ),
-            force=True,
+    def save(
+        self,
+        step: int,
+        *,
+        params: Params,
+        optimizer: Params,
+        data: dict[str, Any] | None = None,
+        validation_loss: float | None = None,
+    ) -> None:
+        """Copy to the host, then write in the background; waits first for the save before."""
+        self.wait()
+        meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
+        meta |= {"validation_loss": validation_loss, "config": to_dict(self._config)}
+        items = ocp.args.Composite(
+            params=ocp.args.PyTreeSave(params),
+            optimizer=ocp.args.PyTreeSave(optimizer),
+            data=ocp.args.JsonSave({"step": step, **(data or {})}),
+            meta=ocp.args.JsonSave(meta),
         )
+        wanted = {"params": set(arrays.shapes(params)), "optimizer": set(arrays.shapes(optimizer))}
+        try:
+            _check_room(self.folder, params, optimizer)
+            self._clear()
+            self._checkpointer.save(self._writing(step), args=items)
+        except Exception as error:  # Orbax and tensorstore have no common error for a disk that refuses
+            self._failed(step, error)
+            return
+        self._thread = threading.Thread(target=self._finish, args=(step, wanted), name=f"checkpoint {step}")
+        self._thread.start()
+
+    def failure(self) -> Failure | None:
+        """What went wrong since this was last asked; it does not wait."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def wait(self) -> None:
+        """Until the last save has taken its place, or failed."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("checkpoint")
 
     def close(self) -> None:
-        """Wait until everything is written."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        self.wait()
+        self._checkpointer.close()
+        self._quiet.close(after=LATE if self._failures else 0)
+
+    def _finish(self, step: int, wanted: dict[str, set[str]]) -> None:
+        writing = self._writing(step)
+        try:
+            self._checkpointer.wait_until_finished()
+            if not self._first:
+                return
+            for item, names in wanted.items():
+                arrays.check_listed(writing / item, names)
+            manifest.write(writing)
+            retention.remove(self.folder / str(step))  # what a run that went back had saved
+            writing.rename(self.folder / str(step))
+            manifest.sync_folder(self.folder)
+            with contextlib.suppress(OSError):  # the new one is safe, and the next save prunes again
+                self._prune()
+        except Exception as error:
+            self._failed(step, error)
+
+    def _prune(self) -> None:
+        losses = {step: loss_of(self.folder / str(step)) for step in steps(self.folder)}
+        for step in retention.doomed(losses, keep=self._keep):
+            retention.remove(self.folder / str(step))
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """Frees what was written of it, and starts Orbax anew: the next save owes nothing to this one."""
+        self._failures += 1
+        newest = steps(self.folder)
+        self._failure = Failure(step, reason(error), newest[-1] if newest else None)
+        self._clear()
+        self._checkpointer = _checkpointer()
+
+    def _clear(self) -> None:
+        """Remove what a kill or a failure has left half written or half removed."""
+        for left in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
+            if self._first:
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _writing(self, step: int) -> pathlib.Path:
+        return self.folder / f"{WRITING}{step}"
 
 
-def steps(folder: pathlib.Path) -> list[int]:
-    """The finished checkpoints below `folder`, oldest first. One that is being written does not count."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and p.is_dir())
-
-
-def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
-    """The checkpoint at `path`: a run's folder, its `checkpoints/` (the newest of them), or one step's folder.
-
-    Raises UserError where there is none, or something else.
-    """
-    path = pathlib.Path(path).expanduser().absolute()
-    if not path.exists():
-        raise UserError(f"there is no checkpoint at {str(path)!r}")
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if not folder.is_dir():
-        raise UserError(f"{str(path)!r} is a file; a checkpoint is a folder that `ladder-jax train` wrote")
-    if found := steps(folder):
-        folder = folder / str(found[-1])
-    meta = _meta(folder, path)
-    return Checkpoint(folder, meta["step"], from_dict(meta["config"]))
-
-
-def _meta(folder: pathlib.Path, asked: pathlib.Path) -> dict:
-    file = folder / "meta" / "metadata"
-    if not file.is_file():
-        raise UserError(f"{str(asked)!r} holds no ladder_jax checkpoint")
+def loss_of(folder: pathlib.Path) -> float | None:
+    """The held-out loss that a checkpoint was saved with."""
     try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(f"checkpoint {str(folder)!r} is damaged or incomplete: its meta is not JSON") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise UserError(f"{str(folder)!r} is a checkpoint of another program, not of ladder_jax")
-    if meta.get("version") != VERSION:
-        raise UserError(
-            f"checkpoint {str(folder)!r} has format version {meta.get('version')}; this ladder_jax reads {VERSION}"
+        return open_checkpoint(folder).validation_loss
+    except UserError:  # damaged: never the best
+        return None
+
+
+def _checkpointer() -> ocp.AsyncCheckpointer:
+    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+
+
+def _check_room(folder: pathlib.Path, *trees: Params) -> None:
+    """Raises an error where the disk has less room than the arrays need: cheaper than finding out in the middle."""
+    needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(trees)), shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free"
         )
-    return meta
-
-
-def _check_readable(folder: pathlib.Path, like: Any) -> None:
-    """Read every stored value once, a few at a time; raises an error for the first that is bad or missing.
-
-    It costs a second read, from the page cache as a rule. Where Orbax meets a bad value itself, it
-    abandons the reads in flight, and their complaints bury the one line that the user needs.
-    """
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
-    stored = [key.decode() for key in store.list().result()]
-    if missing := {name.replace("/", ".") for name in _shapes(like)} - {key.partition("/")[0] for key in stored}:
-        raise ValueError(f"{sorted(missing)[0]} is not there")
-    for keys in itertools.batched(stored, 16):
-        for key, read in [(key, store.read(key)) for key in keys]:
-            if not read.result().value:
-                raise ValueError(f"the data of {key.partition('/')[0]} is not there")
-
-
-def _check_shapes(stored: Any, like: Any, folder: pathlib.Path) -> None:
-    """Refuse arrays that are missing, foreign or of another shape, but for the padded vocabulary."""
-    have, want = _shapes(stored), _shapes(like)
-    for name in sorted(have.keys() | want.keys()):
-        a, b = have.get(name), want.get(name)
-        padded = name.endswith("table") and a is not None and b is not None and a[1:] == b[1:]
-        if a != b and not padded:
-            raise UserError(f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}")
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes by name: "layers/mlp/up"."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    return {"/".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape) for path, leaf in leaves}
-
-
-def _first_line(error: BaseException) -> str:
-    while error.__cause__:  # the innermost says what is wrong with which file
-        error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

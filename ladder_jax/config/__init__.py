@@ -13,6 +13,8 @@ from ladder_jax.config.schema import Launch as Launch
 from ladder_jax.config.schema import Loop as Loop
 from ladder_jax.config.schema import MeshConfig as MeshConfig
 from ladder_jax.config.schema import ModelConfig as ModelConfig
+from ladder_jax.config.schema import OnBadStep as OnBadStep
+from ladder_jax.config.schema import OnDamaged as OnDamaged
 from ladder_jax.config.schema import Phase as Phase
 from ladder_jax.config.schema import Quantize as Quantize
 from ladder_jax.config.schema import Remat as Remat

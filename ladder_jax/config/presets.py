@@ -75,7 +75,8 @@ def recipe(name: str) -> dict:
     """The training settings that a preset's name stands for, beside its shape: empty for the paper's recipe."""
     if name != "tiny":
         return {}
-    return dict(steps=300, batch=16, sequence=128, learning_rate=4e-3, warmup_steps=30, checkpoint_every=100)
+    every = dict(checkpoint_every=100, evaluate_every=100)
+    return dict(steps=300, batch=16, sequence=128, learning_rate=4e-3, warmup_steps=30, **every)
 
 
 def preset(name: str, **changes) -> ModelConfig:

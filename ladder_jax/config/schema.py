@@ -57,6 +57,21 @@ class Remat(enum.Enum):
     SAVE_MATMULS = "save-matmuls"  # keep matmul results, recompute the rest
 
 
+class OnBadStep(enum.Enum):
+    """What becomes of a step whose loss or gradient is no number, or whose loss jumps (see train/policy.py)."""
+
+    STOP = "stop"
+    SKIP = "skip"  # the batch changes nothing, and training goes on
+    ROLLBACK = "rollback"  # back to the last checkpoint, and on without the batches that led there
+
+
+class OnDamaged(enum.Enum):
+    """What a run does that finds its newest checkpoint damaged."""
+
+    STOP = "stop"
+    PREVIOUS = "previous"  # puts it aside, and goes on from the newest whole one
+
+
 def check(condition: bool, message: str) -> None:
     if not condition:
         raise UserError(message)
@@ -172,15 +187,38 @@ class TrainConfig:
     z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
     loss_chunk: int = 2048  # tokens whose logits a device holds at once
     log_every: int = 10
+    evaluate_every: int = 1_000  # 0: only after the last step
+    evaluation_batches: int = 8  # of held-out text
     checkpoint_every: int = 1_000
-    keep_checkpoints: int = 3
-    evaluation_batches: int = 8  # of held-out text, after the last step
+    keep_checkpoints: int = 3  # the newest
+    keep_every: int = 0  # also every step that it divides
+    keep_best: int = 0  # also those with the lowest held-out loss
+    on_bad_step: OnBadStep = OnBadStep.STOP
+    spike_factor: float = 0.0  # a loss that many times the recent mean is bad; 0: only what is no number
+    spike_window: int = 50  # steps of that mean; before there are as many, no loss is too high
+    max_bad_steps: int = 10  # in a row, or returns to one checkpoint, before the run stops all the same
+    rollback_batches: int = 100  # up to the bad one, that are left out after a return
+    peak_tflops: float | None = None  # of one device, for the MFU; empty: by a table
 
     def __post_init__(self):
         check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
         check_positive(self, "train", "accumulate", "loss_chunk")
         check(self.z_loss >= 0, f"train.z_loss must not be negative, not {self.z_loss}")
         check_positive(self, "train", "log_every", "checkpoint_every", "keep_checkpoints", "evaluation_batches")
+        check_positive(self, "train", "spike_window", "max_bad_steps", "rollback_batches")
+        for name in ("evaluate_every", "keep_every", "keep_best"):
+            check(getattr(self, name) >= 0, f"train.{name} must not be negative, not {getattr(self, name)}")
+        check(
+            not self.keep_best or (self.evaluate_every and self.checkpoint_every % self.evaluate_every == 0),
+            f"train.keep_best={self.keep_best} needs a held-out loss at every checkpoint: train.checkpoint_every="
+            f"{self.checkpoint_every} must be a multiple of train.evaluate_every={self.evaluate_every}",
+        )
+        check(
+            self.spike_factor == 0 or self.spike_factor > 1,
+            f"train.spike_factor must be above 1, or 0 for none, not {self.spike_factor}",
+        )
+        if self.peak_tflops is not None:
+            check_positive(self, "train", "peak_tflops")
         check(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, not {self.warmup_steps}")
         check(self.weight_decay >= 0, f"train.weight_decay must not be negative, not {self.weight_decay}")
         check(0 <= self.seed < 2**32, f"train.seed must be between 0 and 2**32 - 1, not {self.seed}")
@@ -214,9 +252,11 @@ class DecodeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library.
+    """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or what
+    `ladder-jax tokenize` made, or a .yaml file with a mixture of those (see data/mixture.py).
 
-    `tokenizer`: `bytes`, or a folder with a Hugging Face tokenizer.json.
+    `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text; a token store
+    has been tokenized already.
     """
 
     path: str = "stdlib"
@@ -234,10 +274,13 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FolderConfig:
-    """`dir`: the run's folder; empty for `runs/<name>`."""
+    """`dir`: the run's folder; empty for `runs/<name>`. `wandb`: a project of Weights & Biases to log to."""
 
     name: str = "run"
     dir: str | None = None
+    on_damaged: OnDamaged = OnDamaged.STOP
+    tensorboard: bool = True
+    wandb: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,16 @@
-"""Shuffled batches of token windows, on grain. A batch is a function of the seed and the step alone."""
+"""Batches of rows, on grain. A batch is a function of the seed and the step alone, so no state leads to it."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import grain
+import jax
 import numpy as np
 
 from ladder_jax.config import DataConfig, TrainConfig
+from ladder_jax.data.batch import Batch
+from ladder_jax.data.packing import pack
+from ladder_jax.data.store import Store
 from ladder_jax.errors import UserError
 
 
@@ -27,28 +32,85 @@ class Windows:
         return f"Windows({len(self)} of {self.length})"
 
 
+class PackedRows:
+    """A grain data source: rows of T + 1 tokens of a store's documents `first` to `end` - 1, one row's Batch each."""
+
+    def __init__(self, store: Store, *, first: int, end: int, length: int):
+        self._store, self._size = store, length + 1
+        starts = store.starts[first : end + 1]
+        self._rows = pack(starts[:-1], np.diff(starts), row=self._size)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index) -> Batch:
+        """Raises UserError where the store cannot be read."""
+        rows, at = self._rows, 0
+        tokens, segments = np.zeros((2, self._size), np.int32)
+        first, end = rows.first[int(index)], rows.first[int(index) + 1]
+        for segment, piece in enumerate(range(first, end), start=1):
+            length = int(rows.length[piece])
+            tokens[at : at + length] = self._store.read(int(rows.start[piece]), length)
+            segments[at : at + length] = segment
+            at += length
+        return Batch(tokens, segments)
+
+    def __repr__(self) -> str:
+        return f"PackedRows({len(self)} of {self._size})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """`batches[step]`: the rows of that step, stacked, [B, ...].
+
+    rows: without end. share: which rows of each batch are wanted here; None for all. Others are never read.
+    """
+
+    rows: grain.MapDataset
+    batch: int
+    share: Sequence[int] | None = None
+
+    def __getitem__(self, step: int) -> np.ndarray | Batch:
+        share = range(self.batch) if self.share is None else self.share
+        found = [self.rows[step * self.batch + index] for index in share]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
+
+
+def shuffled(rows: Windows | PackedRows, *, seed: int) -> grain.MapDataset:
+    """Every row once an epoch, every epoch in another order, without end."""
+    return grain.MapDataset.source(rows).shuffle(seed).repeat()
+
+
+def repeated(rows: Windows | PackedRows) -> grain.MapDataset:
+    """As they come, without end."""
+    return grain.MapDataset.source(rows).repeat()
+
+
 def split(text: np.ndarray, *, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """Training text, and the held-out end of it."""
     cut = len(text) - int(len(text) * config.validation_fraction)
     return text[:cut], text[cut:]
 
 
-def training(text: np.ndarray, *, config: TrainConfig) -> grain.MapDataset:
+def training(text: np.ndarray, *, config: TrainConfig) -> Batches:
     """`training(...)[step]` is that step's tokens [batch, T + 1]; every epoch is shuffled anew."""
-    windows = _windows(text, config.sequence, "training")
-    return grain.MapDataset.source(windows).shuffle(config.seed).repeat().batch(config.batch)
+    return Batches(shuffled(windows(text, config.sequence, "training"), seed=config.seed), config.batch)
 
 
 def held_out(text: np.ndarray, *, config: TrainConfig) -> list[np.ndarray]:
     """The first few batches [batch, T + 1] of held-out text, repeated where it is short."""
-    windows = _windows(text, config.sequence, "held-out")
-    dataset = grain.MapDataset.source(windows).repeat().batch(config.batch)
-    count = max(1, min(config.evaluation_batches, len(windows) // config.batch))
-    return [dataset[index] for index in range(count)]
+    rows = windows(text, config.sequence, "held-out")
+    return evaluated(repeated(rows), len(rows), config=config)
 
 
-def _windows(text: np.ndarray, length: int, part: str) -> Windows:
-    windows = Windows(text, length)
-    if len(windows) == 0:
+def evaluated(rows: grain.MapDataset, count: int, *, config: TrainConfig) -> list[np.ndarray | Batch]:
+    """The batches of held-out `rows`, of which there are `count` before they repeat, that are evaluated."""
+    found = Batches(rows, config.batch)
+    return [found[index] for index in range(max(1, min(config.evaluation_batches, count // config.batch)))]
+
+
+def windows(text: np.ndarray, length: int, part: str) -> Windows:
+    found = Windows(text, length)
+    if len(found) == 0:
         raise UserError(f"the {part} text has {len(text)} tokens, fewer than train.sequence + 1 = {length + 1}")
-    return windows
+    return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.decode.engine import Engine, Finish, Request
+from ladder_jax.decode.engine import Engine, Finish, Request, Result
 from ladder_jax.errors import UserError
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
@@ -29,7 +29,7 @@ class Conversation:
         self._engine, self._tokenizer, self._settings, self._stop, self._say = engine, tokenizer, settings, stop, say
         self.messages: list[dict[str, str]] = []
 
-    def ask(self, text: str, *, show: Callable[[str], None], stopped: Callable[[], bool] = lambda: False) -> None:
+    def ask(self, text: str, *, show: Callable[[str], None], stopped: Callable[[], bool] = lambda: False) -> Result:
         """The answer, shown piece by piece, until `stopped`; what was shown stays said.
 
         Where the history has outgrown the engine's capacity, its oldest exchanges are forgotten. Raises UserError,
@@ -44,10 +44,7 @@ class Conversation:
                 handle.cancel()
         result = handle.result()
         self.messages = [*kept, {"role": "assistant", "content": result.text}]
-        if result.finish is Finish.CANCELLED:
-            self._say("(stopped)")
-        elif result.finish is Finish.LENGTH:
-            self._say(f"(cut after {len(result.tokens)} tokens; --max-new-tokens allows more)")
+        return result
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], list[dict[str, str]]]:
         """The prompt, and the messages that are in it."""
@@ -64,11 +61,15 @@ class Conversation:
         return prompt, messages
 
 
-def answer(conversation: Conversation, message: str) -> None:
+def answer(conversation: Conversation, message: str, *, say: Callable[[str], None]) -> None:
     """Show the answer. Ctrl-C stops it at its next tokens; a second one ends the program."""
     with _noticed() as interrupted:
-        conversation.ask(message, show=_show, stopped=interrupted.is_set)
+        result = conversation.ask(message, show=_show, stopped=interrupted.is_set)
     print()
+    if result.finish is Finish.CANCELLED:
+        say("(stopped)")
+    elif result.finish is Finish.LENGTH:
+        say(f"(cut after {len(result.tokens)} tokens; --max-new-tokens allows more)")
 
 
 @contextlib.contextmanager
@@ -99,7 +100,7 @@ def talk(conversation: Conversation, *, say: Callable[[str], None]) -> None:
             say(f"(unknown command {line.split()[0]}: {HELP})")
         elif line:
             try:
-                answer(conversation, line)
+                answer(conversation, line, say=say)
             except UserError as error:
                 say(f"({error})")
     print()

@@ -1,18 +1,19 @@
 """The verb `generate`: one prompt, several, a file of them, or a conversation."""
 
 import dataclasses
+import itertools
 import json
 import sys
 
 from ladder_jax import checkpoint, config, decode, files
-from ladder_jax.checkpoint.store import Checkpoint
+from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import chat
 from ladder_jax.decode.engine import Engine, Request, jsonl
 from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
 from ladder_jax.decode.engine.request import SAMPLING
-from ladder_jax.decode.progress import progress
 from ladder_jax.errors import UserError, member
+from ladder_jax.progress import progress
 
 SLOTS = 8
 CONTEXT = 2048  # positions of a conversation
@@ -74,7 +75,9 @@ def _file(
     ends = dict(stop=stop, stop_ids=tokenizer.stop_ids)
     jobs = jsonl.read(args["prompts"], defaults=settings, **ends, model=model, **encoding)
     left = jsonl.unanswered(args["out"], jobs)
-    with progress(done=len(jobs) - len(left), total=len(jobs)) as advance:
+    answered = itertools.count(len(jobs) - len(left) + 1)
+    with progress(len(jobs), done=len(jobs) - len(left), label="{done}/{total} prompts") as update:
+        advance = lambda: update(next(answered), "")
         if left:
             requests = [job.request for job in left]
             engine = _engine_for(requests, args=args, saved=saved, tokenizer=tokenizer, settings=settings)
@@ -92,7 +95,7 @@ def _chat(
     # A thread of its own decodes, so that Ctrl-C reaches this one and not the middle of a round.
     with _engine(args, saved=saved, slots=1, capacity=args["context"] or CONTEXT, **more) as engine:
         conversation = chat.Conversation(engine, stop=stop, say=say, **more)
-        chat.talk(conversation, say=say) if message is None else chat.answer(conversation, message)
+        chat.talk(conversation, say=say) if message is None else chat.answer(conversation, message, say=say)
 
 
 def _engine_for(requests: list[Request], *, args: dict, saved: Checkpoint, **more) -> Engine:

@@ -11,7 +11,7 @@ from ladder_jax.config import Loop, Quantize
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params, parameter, quantized
 from ladder_jax.nn.quantized import Int8
-from ladder_jax.parallel import Layout, on_mesh, over_ranks
+from ladder_jax.parallel import Layout, is_v5e, on_mesh, over_ranks
 
 
 def prepare(definition: Definition, params: Params, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
@@ -50,10 +50,12 @@ def abstract(definition: Definition, *, loop: Loop, quantize: Quantize = Quantiz
 def faster_joined(definition: Definition) -> bool:
     """Whether one matmul is faster than those of queries, keys and values, and of gate and up, each for itself.
 
-    By the compilers' estimates of a decode step: 3 % fewer cycles on v5p, 6 % on v6e, 8 % on v5e, 1 % more on tpu7x.
-    A GPU launches three kernels a layer less; that was not timed.
+    By the compilers' estimates of a decode step: 3 % fewer cycles on v5p, 8 % on v6e, 1 % more on tpu7x; on v5e 5 %
+    fewer, but then a reduction and the larger matmul that should hide it do not fit into vector memory together, and
+    ladder-2 hides none. A GPU launches three kernels a layer less; that was not timed.
     """
-    return definition.layout.mesh.devices.flat[0].device_kind != "TPU7x"
+    kind = definition.layout.mesh.devices.flat[0].device_kind
+    return kind != "TPU7x" and not is_v5e(kind)
 
 
 def _kept(definition: Definition, of: Callable) -> Params:

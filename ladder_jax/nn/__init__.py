@@ -6,6 +6,7 @@ from ladder_jax.nn.place import Begin as Begin
 from ladder_jax.nn.place import Cache as Cache
 from ladder_jax.nn.place import Extend as Extend
 from ladder_jax.nn.place import Next as Next
+from ladder_jax.nn.place import Packed as Packed
 from ladder_jax.nn.place import Place as Place
 from ladder_jax.nn.transformer import Definition as Definition
 from ladder_jax.nn.transformer import Params as Params

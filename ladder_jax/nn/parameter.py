@@ -103,6 +103,11 @@ def dims_of(module: nnx.Module) -> dict:
     return jax.tree.map(lambda param: param.dims, declared(module), is_leaf=_is_param)
 
 
+def is_matrix(dims: str) -> bool:
+    """Whether a parameter of these dimensions is multiplied with activations; norm gains and biases are not."""
+    return len(dims.removeprefix("L")) > 1 and dims.removeprefix("L") not in ("NH", "KH")
+
+
 def abstract(module: nnx.Module, *, layout: Layout) -> dict:
     """The parameters as ShapeDtypeStructs with their shardings, by their stored names."""
 

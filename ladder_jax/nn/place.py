@@ -52,6 +52,24 @@ BEGIN = Begin()
 
 
 @dataclasses.dataclass(frozen=True)
+class Packed:
+    """Rows of several documents, each of which sees itself alone and begins at position 0. For training: no cache.
+
+    segments: [B, T] integers, the same throughout a document, another one in its neighbours.
+    """
+
+    segments: jax.Array
+
+    def positions(self, length):
+        index = jnp.broadcast_to(jnp.arange(length)[None, :], self.segments.shape)
+        begins = jnp.pad(self.segments[:, 1:] != self.segments[:, :-1], ((0, 0), (1, 0)))
+        return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+    def attend(self, query, key, value, *, cache, kernel):
+        return kernels.causal(query, key, value, kernel=kernel, segments=self.segments), cache
+
+
+@dataclasses.dataclass(frozen=True)
 class Extend:
     """Positions start..start+T-1 of every row, of which the cache must have room for the last.
 

@@ -19,22 +19,35 @@ LANES = 128  # the kernel's blocks of positions are multiples of it
 MAX_BLOCK = 512  # large enough to keep the matrix unit busy, small enough for every TPU's VMEM
 
 
-def causal(query: jax.Array, key: jax.Array, value: jax.Array, *, interpret: bool = False) -> jax.Array:
+def causal(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segments: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
     """Attention of a block to itself, each position to those before it and itself.
 
     query [B, T, N, H], key and value [B, T, K, H] with K dividing N; the result is as query.
+    segments: [B, T] integers; a position sees only those of its own number. None: all are of one.
     interpret: run the kernel without a TPU, slowly, to test its values.
     """
     length, head_dim = query.shape[1], query.shape[3]
     # Padding is on the right, where causal attention does not look.
     padding = ((0, 0), (0, 0), (0, -length % LANES), (0, 0))
     args = [jnp.pad(x.swapaxes(1, 2), padding) for x in (query * head_dim**-0.5, key, value)]
-    attend = differentiable(_kernel(args[0].shape, interpret))
-    return attend(*args)[:, :, :length].swapaxes(1, 2)
+    kernel = _kernel(args[0].shape, interpret)
+    if segments is None:
+        attended = differentiable(kernel)(*args)
+    else:
+        numbers = jnp.pad(segments.astype(jnp.int32), ((0, 0), (0, -length % LANES)))
+        attended = differentiable(kernel, fixed=1)(*args, numbers)
+    return attended[:, :, :length].swapaxes(1, 2)
 
 
 def _kernel(shape: tuple[int, ...], interpret: bool) -> Callable:
-    """Attention for a query of this shape: [B, N, T, H], T a multiple of LANES."""
+    """Attention for a query of this shape, [B, N, T, H], T a multiple of LANES; a fourth argument is the segments."""
     _, heads, length, _ = shape
     mask = _mask(heads, length)
     block = math.gcd(length, MAX_BLOCK)
@@ -42,10 +55,14 @@ def _kernel(shape: tuple[int, ...], interpret: bool) -> Callable:
         block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
     )
 
-    def attend(query, key, value):
+    def attend(query, key, value, segments=None):
         # Made here because it holds arrays, which belong to the trace that they are made in.
         make = splash_attention.make_splash_mha_single_device
-        return jax.vmap(make(mask=mask, block_sizes=sizes, interpret=interpret))(query, key, value)
+        kernel = make(mask=mask, block_sizes=sizes, interpret=interpret)
+        if segments is None:
+            return jax.vmap(kernel)(query, key, value)
+        number = lambda row: splash_attention.SegmentIds(q=row, kv=row)
+        return jax.vmap(lambda q, k, v, row: kernel(q, k, v, segment_ids=number(row)))(query, key, value, segments)
 
     return attend
 

@@ -1,6 +1,5 @@
 """Call a kernel that knows no varying types inside a type-checked `shard_map`, and differentiate it."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -35,8 +34,10 @@ def unchecked(function: Callable) -> Callable:
     return call
 
 
-def differentiable(kernel: Callable) -> Callable:
-    """`unchecked(kernel)` with the kernel's own gradient; all arguments are of floating point.
+def differentiable(kernel: Callable, *, fixed: int = 0) -> Callable:
+    """`unchecked(kernel)` with the kernel's own gradient.
+
+    fixed: how many arguments, the last ones, have no gradient; all others are of floating point.
 
     jax cannot type a gradient through the inner `shard_map`, so forward and backward are one each:
     the kernel's pull-back itself is the residual, and nothing is computed twice.
@@ -47,10 +48,15 @@ def differentiable(kernel: Callable) -> Callable:
         return unchecked(kernel)(*args)
 
     def forward(*args):
-        return unchecked(functools.partial(jax.vjp, kernel))(*args)
+        def with_pull_back(*args):
+            count = len(args) - fixed
+            return jax.vjp(lambda *moving: kernel(*moving, *args[count:]), *args[:count])
+
+        return unchecked(with_pull_back)(*args)
 
     def backward(pull_back, gradient):
-        return unchecked(lambda pull_back, gradient: pull_back(gradient))(pull_back, gradient)
+        gradients = unchecked(lambda pull_back, gradient: pull_back(gradient))(pull_back, gradient)
+        return *gradients, *(None,) * fixed
 
     call.defvjp(forward, backward)
 

@@ -8,6 +8,8 @@ import os
 import pathlib
 import tempfile
 
+from ladder_jax import files
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -39,9 +41,7 @@ class Record:
 
 
 def folder() -> pathlib.Path:
-    """LADDER_JAX_CACHE, or ladder_jax in the user's cache folder."""
-    default = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ladder_jax"
-    return pathlib.Path(os.environ.get("LADDER_JAX_CACHE") or default) / "schedules"
+    return files.cache_folder() / "schedules"
 
 
 def read(path: str | os.PathLike) -> Record | None:

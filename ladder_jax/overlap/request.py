@@ -6,7 +6,7 @@ import enum
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Quantize, Remat, preset, residual_names
 from ladder_jax.config.schema import MeshConfig, check_fits_mesh
 from ladder_jax.errors import UserError
-from ladder_jax.schedule import targets
+from ladder_jax.schedule import shards, targets
 from ladder_jax.schedule.targets import Target
 
 
@@ -108,11 +108,8 @@ def make(
 
 def sublayer_flops(request: Request) -> dict[str, float]:
     """Matmul FLOPs of one sublayer, forward, on one device: its projections (see `schedule.report.read`)."""
-    config, tokens, ranks = request.config, request.tokens, request.tensor
-    queries = config.num_heads // ranks * config.head_dim
-    keys = max(1, config.num_kv_heads // ranks) * config.head_dim
-    attention = 2 * tokens * config.d_model * (2 * queries + 2 * keys)
-    mlp = 2 * tokens * config.d_model * 3 * config.d_ff // ranks
+    held = shards.shard(request.config, ranks=request.tensor)
+    attention, mlp = 2 * request.tokens * held.attention, 2 * request.tokens * held.mlp
     return {"attention": attention, "mlp": mlp, "joint": attention + mlp}
 
 

@@ -1,5 +1,6 @@
 """Meshes, partition rules and collectives: everything that knows about several devices."""
 
+from ladder_jax.parallel.cache import use_compilation_cache as use_compilation_cache
 from ladder_jax.parallel.collectives import all_gather as all_gather
 from ladder_jax.parallel.collectives import all_max as all_max
 from ladder_jax.parallel.collectives import all_reduce as all_reduce
@@ -18,3 +19,4 @@ from ladder_jax.parallel.on_mesh import over_ranks as over_ranks
 from ladder_jax.parallel.options import Overlap as Overlap
 from ladder_jax.parallel.options import Traits as Traits
 from ladder_jax.parallel.options import compile_options as compile_options
+from ladder_jax.parallel.options import is_v5e as is_v5e

@@ -120,7 +120,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
         ),
     ),
     "TPU v5": (_OFFLOAD, _OFFLOAD_SMALL, _stream(65536, "8 % fewer")),
-    "TPU v6 lite": (_OFFLOAD, _OFFLOAD_SMALL, _EARLIER, _stream(65536, "2 % fewer")),
+    "TPU v6 lite": (_OFFLOAD, _OFFLOAD_SMALL, _EARLIER),
     # All-reduces run on the SparseCore by default.
     "TPU7x": (_OFFLOAD_SMALL, _stream(49152, "8 % fewer")),
     "NVIDIA": (
@@ -140,6 +140,11 @@ TABLE: dict[str, tuple[Option, ...]] = {
 }
 
 ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}  # what some versions call them
+
+
+def is_v5e(device_kind: str) -> bool:
+    """Whether it is the one TPU whose reductions are overlapped by being fused with matmuls, in its vector memory."""
+    return ALIASES.get(device_kind, device_kind) == "TPU v5 lite"
 
 
 def options_for(device_kind: str, traits: Traits, *, when: When = When.ALWAYS) -> dict[str, Any]:

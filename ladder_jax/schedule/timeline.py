@@ -1,6 +1,7 @@
 """A scheduled program played through: when each operation would compute, and when the wire would be busy.
 
-An estimate, to look at and not to quote. The device computes one operation after another in issue
+An estimate: without latencies to look at and not to quote; with a machine's own (`wire`, launches, contention) the
+compiled half of `ladder-jax predict`. The device computes one operation after another in issue
 order. An operation takes what the compiler estimates, in cycles of the device's clock; where it
 estimates nothing (GPUs, kernels) the longer of its FLOPs at the published peak and its bytes at the
 published bandwidth. A collective takes its bytes over the published link, 2 (n-1)/n of them for an
@@ -8,6 +9,7 @@ all-reduce, from when it is issued and the wire is free; a `done` waits for it.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from ladder_jax.schedule import collectives, hlo
 from ladder_jax.schedule.collectives import Collective
@@ -34,16 +36,29 @@ class Bar:
     turn: int = 0  # of the loop that it stands in
 
 
-def play(program: Program, *, hardware: Hardware, ranks: int) -> list[Bar]:
-    """All bars that take time, in the order of their begin."""
-    player = _Player(program, hardware, ranks)
+def play(
+    program: Program,
+    *,
+    hardware: Hardware,
+    ranks: int,
+    wire: Callable[[Collective], float] | None = None,
+    launch: float = 0.0,
+    contention: float = 0.0,
+) -> list[Bar]:
+    """All bars that take time, in the order of their begin.
+
+    wire: seconds of a collective, in place of its bytes over the published link; launch: seconds more for each
+    operation; contention: how much longer an operation takes while a collective is in flight.
+    """
+    player = _Player(program, hardware, wire or _published(hardware, ranks), launch, contention)
     player.run(program.entry, turn=0)
     return sorted(player.bars, key=lambda bar: bar.start)
 
 
 class _Player:
-    def __init__(self, program: Program, hardware: Hardware, ranks: int):
-        self.program, self.hardware, self.ranks = program, hardware, ranks
+    def __init__(self, program: Program, hardware: Hardware, wire: Callable, launch: float, contention: float):
+        self.program, self.hardware, self.wire = program, hardware, wire
+        self.launch, self.contention = launch, contention
         self.costs = Costs(program)
         self.bars: list[Bar] = []
         self.now = self.wire_free = 0.0
@@ -64,10 +79,8 @@ class _Player:
                 self._compute(instruction, computation, turn)
 
     def _send(self, collective: Collective, turn: int) -> float:
-        rounds = 2 if collective.kind == "all-reduce" else 1
-        seconds = rounds * (self.ranks - 1) / self.ranks * collective.bytes / self.hardware.link
         start = max(self.now, self.wire_free)
-        self.wire_free = start + seconds
+        self.wire_free = start + self.wire(collective)
         self.bars.append(Bar(collective.name, collective.op_name, start, self.wire_free, wire=True, turn=turn))
         return self.wire_free
 
@@ -80,11 +93,16 @@ class _Player:
             for name in instruction.calls:
                 self.run(self.program.computations[name], turn=turn)
         elif instruction.opcode not in FREE:
-            seconds = self._seconds(instruction, computation)
+            seconds = self.launch + self._slowed(self._seconds(instruction, computation))
             self.bars.append(
                 Bar(instruction.name, instruction.op_name, self.now, self.now + seconds, wire=False, turn=turn)
             )
             self.now += seconds
+
+    def _slowed(self, seconds: float) -> float:
+        """Until the link is free it takes 1 + contention times as long."""
+        window, slower = max(0.0, self.wire_free - self.now), 1 + self.contention
+        return seconds * slower if seconds * slower <= window else seconds + window * (1 - 1 / slower)
 
     def _seconds(self, instruction: Instruction, computation: Computation) -> float:
         cycles = self.costs.cycles(instruction, within=computation)
@@ -94,3 +112,11 @@ class _Player:
         arrays = [a for name in instruction.operands for a in computation.by_name[name].arrays]
         moved = hlo.size_in_bytes((*arrays, *instruction.arrays))
         return max(flops / self.hardware.flops, moved / self.hardware.bandwidth)
+
+
+def _published(hardware: Hardware, ranks: int) -> Callable[[Collective], float]:
+    def seconds(collective: Collective) -> float:
+        rounds = 2 if collective.kind == "all-reduce" else 1
+        return rounds * (ranks - 1) / ranks * collective.bytes / hardware.link
+
+    return seconds

@@ -8,7 +8,7 @@ import os
 import sys
 
 from ladder_jax import checkpoint, config
-from ladder_jax.checkpoint.store import Checkpoint
+from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import Engine
 from ladder_jax.decode.engine.of_checkpoint import of_checkpoint

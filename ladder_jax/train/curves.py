@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from ladder_jax.train.folder import read_metrics
+from ladder_jax.train import metrics
 
 
 def table(runs: Mapping[str, pathlib.Path], *, baseline: float | None = None, rows: int = 10) -> Table:
@@ -41,4 +41,4 @@ def plot(runs: Mapping[str, pathlib.Path], path: pathlib.Path, *, baseline: floa
 
 
 def _losses(folder: pathlib.Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_metrics(folder)}
+    return {row["step"]: row["loss"] for row in metrics.read(folder) if row["loss"] is not None}

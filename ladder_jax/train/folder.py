@@ -1,16 +1,26 @@
-"""A run's folder: config.json, metrics.jsonl, checkpoints/. What it allows when a run is resumed."""
+"""A run's folder: whose it is, and what may change when its run is resumed."""
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
-from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import UserError
+import jax
 
-# What may change when a run is resumed: it moves where and how the same numbers are computed.
+from ladder_jax.config import RunConfig, to_dict
+from ladder_jax.errors import RunFailed, UserError
+
+# What may change when a run is resumed: where and how the same numbers are computed, what is shown and kept of them,
+# and what becomes of steps that would end the run.
 FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.log_every", "train.checkpoint_every",
-        "train.keep_checkpoints", "train.evaluation_batches")  # fmt: skip
+        "train.keep_", "train.evaluat", "train.on_bad_step", "train.spike_", "train.max_bad_steps",
+        "train.rollback_batches", "train.peak_tflops")  # fmt: skip
+
+_PARTIAL = ".tmp"  # of a file that a kill left half written
 
 
 def path_of(config: RunConfig) -> pathlib.Path:
@@ -21,7 +31,7 @@ def check(config: RunConfig, folder: pathlib.Path) -> None:
     """Raises UserError where `folder` belongs to a run of another configuration, or to something else."""
     file = folder / "config.json"
     if not file.is_file():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(not f.name.endswith(_PARTIAL) for f in folder.iterdir())):
             raise UserError(f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder")
         return
     try:
@@ -48,35 +58,41 @@ def describe(config: RunConfig) -> str:
     return "\n".join(f"{name}: {' '.join(f'{k}={v}' for k, v in flat.items())}" for name, flat in sections)
 
 
-def write_config(config: RunConfig, folder: pathlib.Path) -> None:
-    write_atomically(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
+@contextlib.contextmanager
+def owned(folder: pathlib.Path) -> Iterator[None]:
+    """Makes the folder, and holds it against another process that would train in it: UserError there.
 
-
-def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The logged steps. A last line that a kill cut short is left out."""
-    file = folder / "metrics.jsonl"
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+    The lock goes with the process, however that ends; of the processes of one run the first has it. RunFailed where
+    the folder cannot be written to.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    try:
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+            if jax.process_index() == 0:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is training in {str(folder)!r}") from None
+        except OSError as error:  # a file system without locks: then nobody is kept out
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                raise
+        yield
+    finally:
+        os.close(handle)
 
 
-def rewind_metrics(folder: pathlib.Path, *, step: int) -> None:
-    """Drop what was logged after `step`: those steps are about to be made again."""
-    rows = [row for row in read_metrics(folder) if row["step"] <= step]
-    write_atomically(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def append_metrics(folder: pathlib.Path, row: dict[str, Any]) -> None:
-    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+@contextlib.contextmanager
+def writing(folder: pathlib.Path) -> Iterator[None]:
+    """A disk that refuses is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"cannot write into {str(folder)!r}: {error.strerror}") from None
 
 
 def write_atomically(file: pathlib.Path, text: str) -> None:
-    temporary = file.with_name(file.name + ".tmp")
+    temporary = file.with_name(file.name + _PARTIAL)
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, file)
 

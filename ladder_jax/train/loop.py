@@ -1,24 +1,33 @@
-"""The training loop: resume, step, log, save, evaluate."""
+"""A whole run: what it needs, where it goes on, its steps, and what it leaves."""
 
 import contextlib
 import dataclasses
 import json
-import time
+import pathlib
 from collections.abc import Callable
 
 import jax
-import numpy as np
 
-from ladder_jax import nn
-from ladder_jax.checkpoint import Store, open_checkpoint, steps
-from ladder_jax.config import RunConfig
-from ladder_jax.data import batches, text
+from ladder_jax import nn, parallel
+from ladder_jax.checkpoint import Store
+from ladder_jax.config import RunConfig, to_dict
+from ladder_jax.data import batches, dataset, text
 from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import make_mesh, with_ranks
-from ladder_jax.train import folder, optimizer
-from ladder_jax.train.progress import Progress
-from ladder_jax.train.step import TrainState, abstract_state, initial_state, mean_loss, train_step
+from ladder_jax.train import folder, goodput, resume, signals
+from ladder_jax.train.evaluation import Evaluation
+from ladder_jax.train.feed import Feed
+from ladder_jax.train.goodput import Account
+from ladder_jax.train.keeper import Keeper
+from ladder_jax.train.metrics import Metrics
+from ladder_jax.train.mfu import mfu
+from ladder_jax.train.policy import Judge
+from ladder_jax.train.profile import Profile
+from ladder_jax.train.session import Session
+from ladder_jax.train.speed import Speed
+from ladder_jax.train.trackers import trackers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,99 +46,87 @@ def resolve(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model)
 
 
-def run(config: RunConfig, *, say: Callable[[str], None] = print) -> Result:
+def run(config: RunConfig, *, say: Callable[[str], None] = print, profile: range | None = None) -> Result:
     """Train as `config` says, resuming from the run's last checkpoint; returns the final losses.
 
-    Raises UserError for anything that cannot work, before it writes anything.
+    profile: steps to trace into `profile/`. Raises UserError for anything that cannot work, before it writes anything;
+    then RunFailed for what stops a run, and Stopped after SIGTERM or SIGINT. Only process 0 shows and logs.
     """
+    account = Account()
     config = resolve(config)
     place = folder.path_of(config)
     folder.check(config, place)
+    parallel.use_compilation_cache()
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
-    tokenizer = tokenizers.load(config.data.tokenizer)
-    tokenizers.check_vocabulary(tokenizer, vocab_size=config.model.vocab_size)
-    content = text.tokens(text.load(config.data), tokenizer=tokenizer)
-    train_text, held_out_text = batches.split(content, config=config.data)
-    dataset = batches.training(train_text, config=config.train)
-    held_out = batches.held_out(held_out_text, config=config.train)
+    if profile and profile[-1] > config.train.steps:
+        raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
+    data = dataset.load(config.data, train=config.train, vocab_size=config.model.vocab_size)
     definition = nn.define(config.model, mesh=mesh)
-    say(folder.describe(config))
-    say(f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {place}")
+    shown = trackers(config, folder=place)
+    say = say if jax.process_index() == 0 else lambda line: None
 
-    if saved := steps(place / "checkpoints"):
-        state = _restored(config, definition, open_checkpoint(place / "checkpoints" / str(saved[-1])))
-        say(f"resuming {place} from step {saved[-1]}")
-    else:
-        state = initial_state(definition, config=config.train)
-    place.mkdir(parents=True, exist_ok=True)
-    tokenizers.save(tokenizer, place / tokenizers.FOLDER)
-    folder.write_config(config, place)
-    folder.rewind_metrics(place, step=int(state.step))
-
-    with contextlib.closing(Store(place / "checkpoints", config=config)) as store:
-        state = _steps(config, definition, state, dataset, store, place, say)
-
-    loss = mean_loss(definition, loop=config.train.loop)
-    sharding = definition.layout.sharding("BT")
-    result = Result(
-        steps=int(state.step),
-        validation_loss=float(np.mean([loss(state.params, jax.device_put(b, sharding)) for b in held_out])),
-        bigram_entropy=text.bigram_entropy(train_text) if tokenizer.name == tokenizers.BYTES else None,
-        parameters=_count(definition),
-    )
-    folder.write_atomically(place / "result.json", json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+    with contextlib.ExitStack() as stack:
+        asked = stack.enter_context(signals.caught())
+        stack.enter_context(folder.owned(place))
+        say(folder.describe(config))
+        say(f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {place}")
+        utilisation = mfu(definition, config=config.train, mesh=mesh)
+        say(utilisation.said)
+        with folder.writing(place):
+            goodput.begin(account, file=place / goodput.NAME)
+        position = {}
+        if checkpoint := resume.newest(place / "checkpoints", config=config, say=say):
+            resume.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
+            state = resume.restored(checkpoint, config=config.train, definition=definition)
+            say(f"resuming {place} from step {checkpoint.step}")
+            position = checkpoint.data
+            account.go_back(position.get("account"), restarts=1)
+        else:
+            state = resume.begun(config=config.train, definition=definition)
+        step = int(state.train.step)
+        with folder.writing(place):
+            _write_json(place / "config.json", to_dict(config))
+            tokenizers.save(data.tokenizer, place / tokenizers.FOLDER)
+            metrics = stack.enter_context(contextlib.closing(Metrics(place, step=step, trackers=shown, say=say)))
+            store = stack.enter_context(contextlib.closing(Store(place / "checkpoints", config=config)))
+        train = config.train
+        held_out = batches.evaluated(data.held_out, data.held_out_rows, config=train)
+        judge = Judge(train, skipped=position.get("skipped", []))
+        session = Session(
+            config=config,
+            definition=definition,
+            folder=place,
+            state=state,
+            feed=Feed(data, config=train, sharding=definition.layout.sharding("BT")),
+            evaluation=Evaluation(definition, held_out, config=train, account=account, asked=asked),
+            judge=judge,
+            keeper=Keeper(store, fingerprint=data.fingerprint, metrics=metrics, judge=judge, account=account),
+            metrics=metrics,
+            speed=Speed(account, tokens_a_step=train.batch * train.sequence, mfu=utilisation, step=step),
+            profile=Profile(profile, folder=place / "profile"),
+            account=account,
+            asked=asked,
+            say=say,
+        )
+        session.run()
+        result = Result(
+            steps=int(session.state.train.step),
+            validation_loss=session.finish(),
+            bigram_entropy=None if data.text is None else text.bigram_entropy(data.text),
+            parameters=_count(definition),
+        )
+        with folder.writing(place):
+            _write_json(place / "result.json", dataclasses.asdict(result))
+            if step < train.steps:  # a finished run that is only evaluated took no time
+                summary = account.summary()
+                _write_json(place / goodput.NAME, summary)
+                say(goodput.as_text(summary))
     return result
 
 
-def _steps(config, definition: Definition, state: TrainState, dataset, store: Store, place, say) -> TrainState:
-    """All remaining steps. Each is dispatched before the metrics of the one before are read."""
-    train = config.train
-    first, last = int(state.step), train.steps
-    if first >= last:
-        return state
-    sharding = definition.layout.sharding("BT")
-    say("compiling the training step")
-    example = jax.ShapeDtypeStruct((train.batch, train.sequence + 1), np.int32, sharding=sharding)
-    step_fn = train_step(definition, config=train).compile(state, example)
-    tokens_a_step = train.batch * train.sequence
-
-    with Progress(total=last, start=first, say=say) as progress:
-        logged_at, logged_step, pending = time.perf_counter(), first, None
-
-        def log(step, metrics):
-            nonlocal logged_at, logged_step
-            if step % train.log_every and step != last:
-                return
-            metrics = {name: float(value) for name, value in metrics.items()}  # waits for that step
-            now = time.perf_counter()
-            rate = (step - logged_step) * tokens_a_step / (now - logged_at)
-            logged_at, logged_step = now, step
-            row = {"step": step, "loss": metrics.pop("loss"), "tokens": step * tokens_a_step}
-            row |= {"tokens_per_second": rate, **metrics}
-            folder.append_metrics(place, row)
-            progress.update(step, loss=row["loss"], tokens_per_second=rate)
-
-        for step in range(first + 1, last + 1):
-            tokens = jax.device_put(dataset[step - 1], sharding)
-            state, metrics = step_fn(state, tokens)
-            if pending:
-                log(*pending)
-            pending = (step, metrics)
-            if step % train.checkpoint_every == 0 or step == last:
-                log(*pending)
-                pending = None
-                store.save(step, params=state.params, optimizer=optimizer.to_dict(state.optimizer))
-    return state
-
-
-def _restored(config: RunConfig, definition: Definition, checkpoint) -> TrainState:
-    shapes = abstract_state(definition, config=config.train)
-    moments = checkpoint.optimizer(optimizer.to_dict(shapes.optimizer))
-    return TrainState(
-        checkpoint.params(definition),
-        optimizer.from_dict(moments, like=shapes.optimizer),
-        jax.device_put(np.int32(checkpoint.step), shapes.step.sharding),
-    )
+def _write_json(file: pathlib.Path, value: dict) -> None:
+    if jax.process_index() == 0:
+        folder.write_atomically(file, json.dumps(value, indent=2) + "\n")
 
 
 def _count(definition: Definition) -> int:

@@ -6,6 +6,7 @@ import optax
 
 from ladder_jax.config import TrainConfig
 from ladder_jax.nn import Definition, Params
+from ladder_jax.nn.parameter import is_matrix
 
 
 def schedule(config: TrainConfig) -> optax.Schedule:
@@ -27,7 +28,7 @@ def adamw(config: TrainConfig, *, definition: Definition) -> optax.GradientTrans
         optax.clip_by_global_norm(config.clip_norm),
         optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=jnp.float32),
         # Norm gains and biases are not decayed: only what is multiplied with activations.
-        optax.add_decayed_weights(config.weight_decay, mask=jax.tree.map(_is_matrix, definition.dims)),
+        optax.add_decayed_weights(config.weight_decay, mask=jax.tree.map(is_matrix, definition.dims)),
     )
 
 
@@ -38,7 +39,3 @@ def to_dict(state: optax.OptState) -> Params:
 
 def from_dict(tree: Params, *, like: optax.OptState) -> optax.OptState:
     return optax.tree.set(like, **tree)
-
-
-def _is_matrix(dims: str) -> bool:
-    return len(dims.removeprefix("L")) > 1 and dims.removeprefix("L") not in ("NH", "KH")

@@ -1,21 +1,18 @@
 """One training step: gradients inside the shard_map, optimizer outside of it, in one compiled function."""
 
 import dataclasses
-import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from ladder_jax import nn
-from ladder_jax.config import Loop, Phase, Remat, TrainConfig
+from ladder_jax.config import Phase, TrainConfig
 from ladder_jax.nn import Definition, Params
-from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, vary, varying
-from ladder_jax.parallel.collectives import EMULATED
+from ladder_jax.parallel import Compiled
 from ladder_jax.train import optimizer
+from ladder_jax.train.gradients import Terms, loss_and_gradients
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +23,9 @@ class TrainState:
     params: Params
     optimizer: optax.OptState
     step: jax.Array
+
+
+Update = Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def abstract_state(definition: Definition, *, config: TrainConfig) -> TrainState:
@@ -47,7 +47,13 @@ def initial_state(definition: Definition, *, config: TrainConfig, params: Params
 
 
 def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
-    """A compiled (state, tokens [B, T+1]) -> (state, metrics); the old state's buffers are reused.
+    """A compiled `update`; the old state's buffers are reused."""
+    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop)
+    return Compiled(update(definition, config=config), mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
+
+
+def update(definition: Definition, *, config: TrainConfig) -> Update:
+    """A (state, tokens [B, T+1] or a Batch) -> (state, metrics), to be compiled.
 
     metrics: loss (nats a token), gradient_norm (before clipping), learning_rate.
     """
@@ -69,110 +75,4 @@ def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
         return TrainState(params, moments, state.step + 1), metrics
 
-    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop)
-    return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What a loss is made of, as in `nn.loss_sum`: `z_loss`, and `chunk` for its memory alone."""
-
-    z_loss: float = 0.0
-    chunk: int = TrainConfig.loss_chunk
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> "Terms":
-        return cls(config.z_loss, config.loss_chunk)
-
-
-def loss_and_gradients(
-    definition: Definition,
-    *,
-    loop: Loop = Loop.SCAN,
-    remat: Remat = Remat.NONE,
-    accumulate: int = 1,
-    sequence_parallel: bool = False,
-    terms: Terms = Terms(),
-) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
-    """A (params, tokens [B, T+1]) -> (mean loss in nats a token, float32 gradients), to be compiled.
-
-    accumulate: in how many parts, one after another, a device computes its rows; their gradients are summed in float32.
-    """
-    layout = definition.layout
-
-    def local(params, tokens):
-        # From here on every rank owns its copy of what is replicated: gradients stay local, in
-        # float32, until the one reduction below; none is left for the layer loop to communicate.
-        own = jax.tree.map(lambda p: vary(p, layout.all_axes), params)
-        total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
-        forward = dict(loop_form=loop, remat=remat, sequence_parallel=sequence_parallel)
-        share = lambda p, part: _loss_sum(definition, p, part, terms, **forward) / total
-        loss, grads = _accumulated(jax.value_and_grad(share), own, tokens, accumulate)
-        grads = _after_backward(grads, definition)
-        return all_reduce(loss, layout.batch), jax.tree.map(
-            lambda g, dims: _reduce_gradient(g, dims, layout), grads, definition.dims
-        )
-
-    return on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=("", definition.dims))
-
-
-def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Params, jax.Array], jax.Array]:
-    """A compiled (params, tokens [B, T+1]) -> mean loss in nats a token, for evaluation."""
-    layout = definition.layout
-
-    def local(params, tokens):
-        total = math.prod((tokens.shape[0], tokens.shape[1] - 1, layout.batch_ranks))
-        return all_reduce(_loss_sum(definition, params, tokens, Terms(), loop_form=loop), layout.batch) / total
-
-    meshed = on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims="")
-    return Compiled(meshed, mesh=layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop))
-
-
-def _accumulated(value_and_grad: Callable, params: Params, batch: Any, count: int) -> tuple[jax.Array, Params]:
-    """The sums over `count` parts of a batch's rows."""
-    if count == 1:
-        return value_and_grad(params, batch)
-    parts = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
-
-    def turn(sums, part):
-        return jax.tree.map(jnp.add, sums, value_and_grad(params, part)), None
-
-    zeros = lambda axes, shape: vary(jnp.zeros(shape, jnp.float32), axes)
-    start = zeros(varying(jax.tree.leaves(batch)[0]), ()), jax.tree.map(lambda p: zeros(varying(p), p.shape), params)
-    return lax.scan(turn, start, parts)[0]
-
-
-def _loss_sum(definition: Definition, params: Params, tokens: jax.Array, terms: Terms, **forward: Any) -> jax.Array:
-    """The summed loss of this batch shard, equal on its tensor ranks; `forward` as in `nn.hidden`."""
-
-    def local(params: Any, tokens: jax.Array) -> jax.Array:
-        x, _ = nn.hidden(definition, params, tokens[:, :-1], **forward)
-        return nn.loss_sum(definition, params, x, tokens[:, 1:], **dataclasses.asdict(terms))
-
-    return over_ranks(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")(params, tokens)
-
-
-def _after_backward(gradients: Params, definition: Definition) -> Params:
-    """Gradients that ranks of the tensor axes must sum (norm gains and the like), held back to the end.
-
-    Left alone, a compiler may merge their reductions with the last sublayer's, over the same ranks; so
-    they are tied to the embedding's gradient, which comes after it.
-    """
-    leaves, tree = jax.tree.flatten(gradients)
-    first = jax.tree.leaves(gradients["embedding"])[0]
-    layout, dims = definition.layout, jax.tree.leaves(definition.dims)
-    if layout.ranks == 1:
-        return gradients
-    held = [leaf is first or set(_replicated(d, layout)) & set(layout.tensor) for leaf, d in zip(leaves, dims)]
-    tied = iter(lax.optimization_barrier([leaf for leaf, hold in zip(leaves, held) if hold]))
-    return tree.unflatten([next(tied) if hold else leaf for leaf, hold in zip(leaves, held)])
-
-
-def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """Sum over every axis on which the parameter is replicated: data, for some fsdp, and for some the tensor ranks."""
-    return all_reduce(gradient, _replicated(dims, layout))
-
-
-def _replicated(dims: str, layout: Layout) -> tuple[str, ...]:
-    sharded = [axis for part in layout.spec(dims) if part for axis in ((part,) if isinstance(part, str) else part)]
-    return tuple(axis for axis in layout.all_axes if axis not in sharded and axis != EMULATED)
+    return step

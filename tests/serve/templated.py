@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 
-from ladder_jax.checkpoint.store import Checkpoint
+from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.cli import main
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.errors import UserError

@@ -69,7 +69,8 @@ class HuggingFace:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise UserError("the text is not UTF-8, and only a model of bytes could read it") from None
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        # Fast: without the offsets of tokens in the text, a third of the time.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     @functools.cached_property
     def _bytes(self) -> dict[int, bytes]:

@@ -1,7 +1,7 @@
 """From a checkpoint to an engine."""
 
 from ladder_jax import nn, parallel
-from ladder_jax.checkpoint.store import Checkpoint
+from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.engine.engine import Engine
 from ladder_jax.decode.engine.task import Decoder

@@ -1,0 +1,101 @@
+"""The verb `checkpoints`: list a run's, verify them, prune them."""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import pathlib
+
+from ladder_jax.checkpoint import retention, saved
+from ladder_jax.checkpoint.retention import Keep
+from ladder_jax.errors import RunFailed, UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """state: "whole" (verified), "damaged", "unchecked", or "no manifest", which says that it is an old one."""
+
+    step: int
+    path: str
+    bytes: int
+    time: float | None
+    validation_loss: float | None
+    state: str
+    problems: tuple[str, ...] = ()
+
+
+def run(args: dict) -> None:
+    """Print the list. Raises UserError for what is no run, and RunFailed, at the end, where a checkpoint is damaged."""
+    keep = retention.parse(args["prune"]) if args["prune"] else None
+    path = pathlib.Path(args["run"]).expanduser().absolute()
+    folder = saved.folder_of(path)
+    if not saved.steps(folder):
+        raise UserError(f"there is no checkpoint below {str(path)!r}")
+    thorough = args["verify"] or keep is not None
+    rows = [_row(folder / str(step), thorough=thorough) for step in saved.steps(folder)]
+    rows = [row for row in rows if pathlib.Path(row.path).is_dir()]  # a run at work may have removed some meanwhile
+    removed = _prune(rows, folder=folder, keep=keep) if keep else []
+    rows = [row for row in rows if row.step not in removed]
+    damaged = [row for row in rows if row.state == "damaged"]
+    if args["json"]:
+        print(
+            json.dumps({"run": str(path), "checkpoints": [dataclasses.asdict(row) for row in rows], "removed": removed})
+        )
+    else:
+        _show(rows, removed)
+    if damaged:
+        steps = ", ".join(str(row.step) for row in damaged)
+        raise RunFailed(f"damaged: the checkpoint of step {steps} (train with run.on_damaged=previous goes on without)")
+
+
+def _row(folder: pathlib.Path, *, thorough: bool) -> Row:
+    found = dict(step=int(folder.name), path=str(folder), bytes=_size(folder))
+    try:
+        checkpoint = saved.open_checkpoint(folder)
+    except UserError as error:
+        wrong = saved.verify(folder) if isinstance(error, saved.Damaged) else [str(error)]
+        return Row(**found, time=None, validation_loss=None, state="damaged", problems=tuple(wrong))
+    wrong = saved.verify(folder) if thorough else []
+    state = "damaged" if wrong else "no manifest" if not checkpoint.listed else "whole" if thorough else "unchecked"
+    return Row(
+        **found,
+        time=checkpoint.time,
+        validation_loss=checkpoint.validation_loss,
+        state=state,
+        problems=tuple(wrong),
+    )
+
+
+def _size(folder: pathlib.Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
+
+
+def _prune(rows: list[Row], *, folder: pathlib.Path, keep: Keep) -> list[int]:
+    """Only whole ones count for what is kept, and only they are removed: a damaged one stays for its owner to see."""
+    losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
+    removed = retention.doomed(losses, keep=keep) if losses else []
+    for step in removed:
+        retention.remove(folder / str(step))
+    return removed
+
+
+def _show(rows: list[Row], removed: list[int]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table("step", "written", "MB", "held-out loss", "state", box=None, pad_edge=False)
+    for row in rows:
+        when = "" if row.time is None else f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
+        loss = "" if row.validation_loss is None else f"{row.validation_loss:.4f}"
+        table.add_row(str(row.step), when, f"{row.bytes / 1e6:,.1f}", loss, row.state)
+    console.print(table)
+    for row in rows:
+        for problem in row.problems:
+            console.print(f"step {row.step}: {problem}", markup=False)
+    if removed:
+        console.print(f"removed: {', '.join(map(str, removed))}")

@@ -1,0 +1,43 @@
+"""What Orbax and tensorstore print when a disk refuses: pages that would bury the one line that a user needs.
+
+The error itself is raised where the save is waited for. Beside that, Orbax logs it in several threads, with tracebacks;
+and each write that it abandons complains that nobody asked for its error, or that its event loop is closed.
+"""
+
+import logging
+import sys
+import threading
+
+_LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
+
+
+class Quiet:
+    """From now until `close()` neither is printed; everything else is."""
+
+    def __init__(self):
+        self._before = sys.unraisablehook
+        sys.unraisablehook = self._hook
+        for logger in _LOGGERS:
+            logger.addFilter(_not_orbax)
+
+    def close(self, *, after: float = 0.0) -> None:
+        """`after` so many seconds, where abandoned writes may still be under way."""
+        if after:
+            timer = threading.Timer(after, self.close)
+            timer.daemon = True
+            timer.start()
+            return
+        for logger in _LOGGERS:
+            logger.removeFilter(_not_orbax)
+        if sys.unraisablehook == self._hook:
+            sys.unraisablehook = self._before
+
+    def _hook(self, unraisable) -> None:
+        value = unraisable.exc_value
+        if not (isinstance(value, RuntimeError) and str(value) == "Event loop is closed"):
+            self._before(unraisable)
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    told = record.getMessage() if record.name == "asyncio" else record.pathname
+    return "orbax" not in told

@@ -1,0 +1,58 @@
+"""Which checkpoints stay: the last n, every m-th step, and the best by held-out loss."""
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Mapping
+
+from ladder_jax.config import TrainConfig
+from ladder_jax.errors import UserError, unknown
+
+DELETING = "deleting."  # a folder's name while it goes: a kill in between leaves nothing that looks like a checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """last: the newest that many; every: also each step that it divides; best: also that many of the lowest
+    held-out loss. 0 is none. The newest always stays.
+    """
+
+    last: int = 1
+    every: int = 0
+    best: int = 0
+
+
+def of(config: TrainConfig) -> Keep:
+    return Keep(last=config.keep_checkpoints, every=config.keep_every, best=config.keep_best)
+
+
+def parse(words: str) -> Keep:
+    """`last=3,every=1000,best=1`, any of them. Raises UserError for anything else."""
+    values = {}
+    for word in words.split(","):
+        name, _, value = word.strip().partition("=")
+        if name not in (names := [field.name for field in dataclasses.fields(Keep)]):
+            raise unknown("rule of --prune", name, names)
+        if not value.isdecimal() or (name == "last" and int(value) < 1):
+            raise UserError(f"--prune {name}={value}: {name} must be a whole number, at least {int(name == 'last')}")
+        values[name] = int(value)
+    return Keep(**values)
+
+
+def doomed(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
+    """The steps to remove, of those in `losses` (held-out loss by step; None where it was not measured)."""
+    steps = sorted(losses)
+    measured = sorted((step for step in steps if losses[step] is not None), key=lambda step: (losses[step], -step))
+    stay = {*steps[-keep.last :], *measured[: keep.best]}
+    return [step for step in steps if step not in stay and not (keep.every and step % keep.every == 0)]
+
+
+def remove(folder: pathlib.Path) -> None:
+    """Remove one step's folder, in a way that a kill cannot leave half of it in its place."""
+    going = folder.with_name(DELETING + folder.name)
+    shutil.rmtree(going, ignore_errors=True)
+    try:
+        folder.rename(going)
+    except FileNotFoundError:  # another process was faster
+        return
+    shutil.rmtree(going, ignore_errors=True)

@@ -1,0 +1,24 @@
+"""Rows of tokens from several documents: what a training step is given."""
+
+import dataclasses
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """tokens, segments: [B, T + 1] integers (one row's: [T + 1]), a pytree.
+
+    segments: which document of its row a token belongs to, counted from 1; 0 is padding. A token is
+    predicted from those of its own document before it: each document's first is predicted by none.
+    """
+
+    tokens: jax.Array
+    segments: jax.Array
+
+    @property
+    def predicted(self) -> jax.Array:
+        """[B, T]: whether token t + 1 is predicted, from t and what it sees."""
+        before, after = self.segments[:, :-1], self.segments[:, 1:]
+        return (before == after) & (after != 0)

@@ -1,0 +1,46 @@
+"""A mixture file: token stores and their weights, as YAML.
+
+mixture:
+  web: 7      # a store's folder, from where this file lies
+  code: 3     # 3 rows of 10, whatever the stores' sizes
+"""
+
+import dataclasses
+import math
+import pathlib
+
+from ladder_jax.errors import UserError
+
+ENDINGS = (".yaml", ".yml")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """weight: above 0; a store's share of the rows is its weight's share of all weights, to within 1 %."""
+
+    path: pathlib.Path
+    weight: float
+
+
+def read(file: pathlib.Path) -> list[Part]:
+    """Raises UserError for what is not a mixture."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"the mixture {str(file)!r} is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"the mixture {str(file)!r} is not YAML: {' '.join(str(error).split())}") from None
+    given = tree.get("mixture") if isinstance(tree, dict) and len(tree) == 1 else None
+    if not isinstance(given, dict) or not given:
+        raise UserError(
+            f"{str(file)!r} must hold one section 'mixture:' with token stores and weights, such as 'web: 7'"
+        )
+    for name, weight in given.items():
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not number or not 0 < weight < math.inf:
+            raise UserError(f"{str(file)!r}: the weight of {str(name)!r} must be a number above 0, not {weight!r}")
+    return [Part(file.parent / str(name), float(weight)) for name, weight in given.items()]

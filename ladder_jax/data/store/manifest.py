@@ -1,0 +1,105 @@
+"""What a token store's folder holds, and how much of it: `manifest.json` once it is whole, a journal before.
+
+Shard `00000` is two files: `00000.tokens`, little-endian integers one after another, and `00000.offsets`,
+where each document begins, uint64 [documents + 1].
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+
+from ladder_jax.errors import UserError
+
+FORMAT, VERSION = "ladder_jax tokens", 1
+MANIFEST, JOURNAL = "manifest.json", "unfinished.json"
+SETTINGS = ("tokenizer", "field", "shard_tokens")
+"""What one command decides for a whole store."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """sha256: of its two files, tokens first. parts: digests of the stretches of the sources that are in it.
+
+    skipped: files of a folder that are no text. empty: documents without any token, which are left out.
+    """
+
+    name: str
+    tokens: int
+    documents: int
+    sha256: str
+    parts: tuple[str, ...]
+    empty: int = 0
+    skipped: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """tokenizer: its name. dtype: of the tokens, "<u1", "<u2" or "<u4". field: of JSON lines and Parquet."""
+
+    tokenizer: str
+    vocab_size: int
+    dtype: str
+    field: str
+    shard_tokens: int
+    shards: tuple[Shard, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the documents' tokens and their order, wherever they came from and lie."""
+        content = json.dumps([self.tokenizer, self.dtype, [shard.sha256 for shard in self.shards]])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def is_store(folder: pathlib.Path) -> bool:
+    """Whether a token store lies there. Raises UserError for one that is not finished."""
+    if (folder / JOURNAL).is_file() and not (folder / MANIFEST).is_file():
+        raise UserError(f"the token store {str(folder)!r} is not finished: run its `ladder-jax tokenize` again")
+    return (folder / MANIFEST).is_file()
+
+
+def read(file: pathlib.Path) -> Manifest:
+    """Raises UserError for what is not a manifest, or one of another version."""
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        found, version = tree.pop("format"), tree.pop("version")
+    except OSError as error:
+        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError):
+        raise UserError(f"{str(file)!r} is damaged, or not a token store's") from None
+    if found != FORMAT:
+        raise UserError(f"{str(file)!r} is not a token store's")
+    if version != VERSION:
+        raise UserError(
+            f"the token store of {str(file)!r} has format version {version}; this ladder_jax reads {VERSION}"
+        )
+    try:
+        shards = tuple(Shard(**{**shard, "parts": tuple(shard["parts"])}) for shard in tree.pop("shards"))
+        return Manifest(**tree, shards=shards)
+    except (TypeError, KeyError):
+        raise UserError(f"{str(file)!r} is damaged, or not a token store's") from None
+
+
+def write(manifest: Manifest, file: pathlib.Path) -> None:
+    """Whole or not at all, and on the disk when this returns."""
+    tree = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
+    partial = file.with_name(file.name + ".partial")
+    with partial.open("w", encoding="utf-8") as out:
+        out.write(json.dumps(tree, indent=1) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(partial, file)
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest that holds every token."""
+    return "<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4"

@@ -1,0 +1,112 @@
+"""Tokens out of a store, by their position among all of them."""
+
+import collections
+import hashlib
+import os
+import pathlib
+import threading
+
+import numpy as np
+
+from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.store import manifest as manifests
+from ladder_jax.errors import UserError
+
+OPEN_FILES = 128  # of which a process may have but so many
+BLOCK = 2**24
+
+
+class Store:
+    """A finished store, opened: `store.read(start, count)`. Any thread may read.
+
+    Files are read, not mapped into memory: where one is cut short or its disk fails, a map ends the process
+    without a word. What was read before comes from the system's page cache, as with a map.
+
+    starts: int64 [documents + 1], the documents' first tokens, and the end.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        """Raises UserError for what is missing, of another size than the manifest says, or no store."""
+        self.folder = pathlib.Path(folder).expanduser()
+        if not manifests.is_store(self.folder):
+            raise UserError(f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)")
+        self.manifest = manifests.read(self.folder / manifests.MANIFEST)
+        self._dtype = np.dtype(self.manifest.dtype)
+        shards = self.manifest.shards
+        self._first = np.concatenate([[0], np.cumsum([shard.tokens for shard in shards])]).astype(np.int64)
+        begins = [self._offsets(shard)[:-1] + first for shard, first in zip(shards, self._first)]
+        self.starts = np.concatenate([*begins, self._first[-1:]])
+        self._files: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens a document, int64 [documents]."""
+        return np.diff(self.starts)
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The store's own copy."""
+        folder = self.folder / tokenizers.FOLDER
+        return tokenizers.load(None if self.manifest.tokenizer == tokenizers.BYTES else folder)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """The tokens [count] from `start` on, all in one shard. Raises UserError where they cannot be read."""
+        shard = int(np.searchsorted(self._first, start, side="right")) - 1
+        size = self._dtype.itemsize
+        path = self._path(self.manifest.shards[shard], "tokens")
+        try:
+            with self._lock:
+                content = os.pread(self._file(shard, path), count * size, (start - int(self._first[shard])) * size)
+        except OSError as error:
+            raise UserError(f"cannot read the token store's {str(path)!r}: {error.strerror}") from None
+        if len(content) != count * size:
+            raise UserError(f"the token store's {str(path)!r} was cut short: it was complete when it was opened")
+        return np.frombuffer(content, self._dtype)
+
+    def verify(self) -> None:
+        """Read everything. Raises UserError for the first shard that is not what was written."""
+        for shard in self.manifest.shards:
+            digest = hashlib.sha256()
+            for kind in ("tokens", "offsets"):
+                with self._path(shard, kind).open("rb") as file:
+                    while block := file.read(BLOCK):
+                        digest.update(block)
+            if digest.hexdigest() != shard.sha256:
+                raise UserError(f"shard {shard.name} of the token store {str(self.folder)!r} is damaged")
+
+    def close(self) -> None:
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1])
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __del__(self):
+        if hasattr(self, "_lock"):
+            self.close()
+
+    def _file(self, shard: int, path: pathlib.Path) -> int:
+        if shard not in self._files:
+            if len(self._files) == OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            self._files[shard] = os.open(path, os.O_RDONLY)
+        self._files.move_to_end(shard)
+        return self._files[shard]
+
+    def _offsets(self, shard: manifests.Shard) -> np.ndarray:
+        for kind, size in (("tokens", shard.tokens * self._dtype.itemsize), ("offsets", 8 * (shard.documents + 1))):
+            path = self._path(shard, kind)
+            try:
+                found = path.stat().st_size
+            except OSError as error:
+                raise UserError(f"cannot read the token store's {str(path)!r}: {error.strerror}") from None
+            if found != size:
+                raise UserError(f"the token store's {str(path)!r} has {found} bytes, not {size}: it is damaged")
+        return np.fromfile(path, "<u8").astype(np.int64)
+
+    def _path(self, shard: manifests.Shard, kind: str) -> pathlib.Path:
+        return self.folder / f"{shard.name}.{kind}"

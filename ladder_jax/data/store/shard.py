@@ -1,0 +1,43 @@
+"""Join parts to a shard."""
+
+import hashlib
+import os
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from ladder_jax.data.store.manifest import Shard
+from ladder_jax.data.store.part import Done
+from ladder_jax.data.store.sources import Part
+
+PARTS = "parts"
+"""Of a store's folder: where parts wait for their shard."""
+BLOCK = 2**24
+
+
+def join(group: Sequence[Part], counts: Sequence[Done], *, index: int, out: pathlib.Path) -> Shard:
+    """Shard `index` of those parts. Its files are on the disk when this returns."""
+    name, digest = f"{index:05d}", hashlib.sha256()
+    with (out / f"{name}.tokens").open("wb") as tokens:
+        for part in group:
+            with (out / PARTS / f"{part.digest}.tokens").open("rb") as file:
+                while block := file.read(BLOCK):
+                    digest.update(block)
+                    tokens.write(block)
+        tokens.flush()
+        os.fsync(tokens.fileno())
+    begins, first = [], 0
+    for part, done in zip(group, counts):
+        offsets = np.fromfile(out / PARTS / f"{part.digest}.offsets", "<u8")
+        begins.append(offsets[:-1] + np.uint64(first))
+        first += done.tokens
+    content = np.concatenate([*begins, np.array([first], "<u8")]).astype("<u8").tobytes()
+    digest.update(content)
+    with (out / f"{name}.offsets").open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    total = lambda what: sum(getattr(done, what) for done in counts)
+    digests = tuple(part.digest for part in group)
+    return Shard(name, first, total("documents"), digest.hexdigest(), digests, total("empty"), total("skipped"))

@@ -1,0 +1,1 @@
+"""Measures a machine's constants on the devices at hand."""

@@ -1,0 +1,89 @@
+"""This machine's constants, each with how it was measured, as `predict.machine` reads them."""
+
+import itertools
+import math
+
+import jax
+
+from ladder_jax.bench import memory
+from ladder_jax.errors import UserError
+from ladder_jax.predict import machine
+from ladder_jax.predict.calibrate import fit, measure
+from ladder_jax.predict.link import Link, Ring
+from ladder_jax.progress import progress
+from ladder_jax.schedule import roofline
+
+ASSUMED = "h100-nvlink"  # whose contention stands in where none can be measured
+
+
+def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dict]]:
+    """The sections of a machine's file, constants as (value, source); and the timed all-reduces.
+
+    Raises UserError for what cannot be: a rate that is no number, all-reduces that do not grow with their bytes.
+    """
+    device = jax.devices()[0]
+    simulated = device.platform == "cpu"
+    ranks = [size for size in (2, 4, 8, 16, 32) if size < tensor] + [tensor] if tensor > 1 else []
+    sizes = measure.SIMULATED if simulated else measure.SIZES
+    timing = dict(warmup=warmup, repeats=repeats)
+    room = memory.room(device, devices=jax.device_count())
+    done = itertools.count()  # before each measurement: how many are behind it
+    with progress(4 + len(ranks) * len(sizes)) as update:
+        advance = lambda what: update(next(done), what)
+        advance("copying")
+        copy = roofline.copy_bandwidth(device, room=room, samples=repeats)
+        advance("multiplying")
+        matmul = roofline.matmul_peak(device, dtype="bfloat16", samples=repeats)
+        advance("starting kernels")
+        launch = measure.launch(**timing)
+        reduced = measure.all_reduces(ranks=ranks, sizes=sizes, advance=advance, **timing)
+        advance("computing beside an all-reduce")
+        # A CPU's collectives never run beside compute, so there is nothing to measure.
+        beside = None if simulated or tensor == 1 else measure.contention(ranks=tensor, **timing)
+    of = f"of {repeats} runs"
+    sections: dict = {
+        "devices": (tensor, f"measured on {tensor} {'simulated ' if simulated else ''}devices"),
+        "memory": (room or 0, "what the device has, or what of this machine's is free for each"),
+        "flops": (matmul.best, f"measured: the best {of}, {matmul.what}, spread {_spread(matmul.rates)}"),
+        "bandwidth": (copy.best, f"measured: a copy's best {of}, {copy.what}, spread {_spread(copy.rates)}"),
+        "flops_share": (1.0, "flops is what was reached, not a published peak"),
+        "bandwidth_share": (1.0, "bandwidth is what was reached, not a published peak"),
+        "launch": (launch.median, f"measured: the median {of}, spread {launch.spread:.0%}"),
+        "contention": _contention(beside, tensor, of),
+    }
+    for name in ("memory", "flops", "bandwidth", "launch"):
+        if not (math.isfinite(sections[name][0]) and sections[name][0] > 0):
+            raise UserError(f"{name} could not be measured on this machine (found {sections[name][0]})")
+    if not reduced:
+        return {**sections, "link": None}, []
+    fitted = fit.link(reduced, ring=Ring.TWO_WAY if device.platform == "tpu" else Ring.ONE_WAY)
+    worst = max(one.timing.spread for one in reduced)
+    source = (
+        f"fitted to {len(reduced)} all-reduces of {sizes[0] // 1024} KiB to {sizes[-1] // 1024} KiB over"
+        f" {', '.join(map(str, ranks))} devices, medians {of}, spread up to {worst:.0%},"
+        f" off by {fit.error(reduced, fitted):.0%} in the median"
+    )
+    sections["link"] = _link(fitted, source)
+    samples = [
+        {"ranks": one.ranks, "bytes": one.size, "seconds": one.timing.median, "spread": one.timing.spread}
+        for one in reduced
+    ]
+    return sections, samples
+
+
+def _contention(beside: tuple[float, float] | None, tensor: int, of: str) -> tuple[float, str]:
+    if tensor == 1:
+        return 0.0, "one device communicates nothing"
+    if beside is None:
+        value = machine.load(ASSUMED).contention
+        return value, f"assumed as on {ASSUMED}: here nothing ran beside an all-reduce"
+    return beside[0], f"measured: medians {of}, spread {beside[1]:.0%}"
+
+
+def _link(fitted: Link, source: str) -> dict:
+    values = {name: (getattr(fitted, name), source) for name in ("latency", "step", "bandwidth")}
+    return {**values, "ring": fitted.ring.value}
+
+
+def _spread(rates: tuple[float, ...]) -> str:
+    return f"{(max(rates) - min(rates)) / max(rates):.0%}" if max(rates) else "unknown"

@@ -1,0 +1,172 @@
+"""Plots: where the time of each topology goes; and of a sweep, what nothing beats and which topology wins where."""
+
+from collections.abc import Sequence
+
+from ladder_jax import files
+from ladder_jax.predict import sweep as sweeps
+from ladder_jax.predict.advice import WORTH
+from ladder_jax.predict.result import Result
+from ladder_jax.predict.sweep import Point
+from ladder_jax.predict.text import number
+
+COMPUTE, EXPOSED = "#4c78a8", "#e45756"
+COLOURS = {
+    "standard": "#b8b8b8",
+    "ladder": "#4c78a8",
+    "ladder-fresh": "#9ecae9",
+    "ladder-2": "#2d4f73",
+    "parallel": "#f2a35e",
+    "parallel-shared-norm": "#f6cf8e",
+    "parallel-ladder": "#54a24b",
+    "desync-2": "#b279a2",
+    "no-communication": "#dddddd",
+}
+
+
+def colour(residual: str, names: Sequence[str]) -> str:
+    return COLOURS.get(residual) or f"C{list(names).index(residual) % 10}"
+
+
+def plot(answer: Result, *, file: str) -> None:
+    """A bar a topology for a decode step and for the prefill: compute, and what communication adds to it."""
+    pyplot = _pyplot()
+    request, rows = answer.request, answer.rows
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.7 + 0.38 * len(rows)), sharey=True, layout="constrained")
+    for axis, (title, name) in zip(axes, (("decode step", "step"), ("prefill", "prefill"))):
+        passes = [getattr(row.speed, name) for row in rows]
+        exposed = [one.exposed * 1e3 for one in passes]
+        compute = [one.seconds * 1e3 - lost for one, lost in zip(passes, exposed)]
+        places = range(len(rows))
+        axis.barh(places, compute, color=COMPUTE, height=0.68, label="compute")
+        axis.barh(places, exposed, left=compute, color=EXPOSED, height=0.68, label="communication that shows")
+        standard = next((one.seconds for row, one in zip(rows, passes) if row.residual == "standard"), None)
+        for place, one in enumerate(passes):
+            ratio = f"   {standard / one.seconds:.2f} x" if standard else ""
+            axis.annotate(f" {number(one.seconds * 1e3)}{ratio}", (one.seconds * 1e3, place), va="center", fontsize=8.5)
+        axis.set_yticks(places, [row.residual for row in rows])
+        axis.set_xlim(0, 1.22 * max(one.seconds for one in passes) * 1e3)
+        axis.set_xlabel("ms")
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    what = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {request.machine.name}"
+    figure.suptitle(f"{what}: predicted ({answer.fidelity})", fontsize=11, x=0.01, ha="left")
+    shown = axes[0].get_legend_handles_labels()
+    figure.legend(*shown, fontsize=8.5, frameon=False, loc="outside upper right", ncols=2)
+    _save(figure, file)
+
+
+def plot_sweep(points: Sequence[Point], *, file: str) -> None:
+    """Left: every topology's latency and throughput, and those that nothing beats. Right: a map a tensor size."""
+    pyplot = _pyplot()
+    sizes = sorted({point.tensor for point in points})
+    figure = pyplot.figure(figsize=(7.2 + 2.7 * len(sizes), 5.2), layout="constrained")
+    widths = [2.6, *([1.0] * len(sizes))]
+    axes = figure.subplots(1, 1 + len(sizes), width_ratios=widths)
+    request = points[0].result.request
+    used = _front(axes[0], points)
+    for axis, tensor in zip(axes[1:], sizes):
+        used |= _map(axis, [point for point in points if point.tensor == tensor], first=tensor == sizes[0])
+        axis.set_title(f"tensor {tensor}", fontsize=10)
+    _legend(figure, request.residuals, used)
+    shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
+    figure.suptitle(f"{request.model} on {request.machine.name}, predicted: {shape}", fontsize=11, x=0.01, ha="left")
+    _save(figure, file)
+
+
+def _front(axis, points: Sequence[Point]) -> set[str]:
+    names = points[0].result.request.residuals
+    best = sweeps.front(points)
+    own = [point for point in sweeps.at_own_link(points) if point.fits]
+    for point in own:
+        for row in point.result.rows:
+            if row.residual != "no-communication":
+                place = sweeps.latency(row) * 1e3, sweeps.throughput(point, row)
+                axis.plot(*place, "o", color=colour(row.residual, names), ms=5, alpha=0.45, mew=0)
+    xs = [sweeps.latency(row) * 1e3 for _, row in best]
+    ys = [sweeps.throughput(point, row) for point, row in best]
+    axis.plot(xs, ys, color="#333333", lw=1.1, zorder=3)
+    for x, y, (point, row) in zip(xs, ys, best):
+        axis.plot(x, y, "o", color=colour(row.residual, names), ms=9, mec="#333333", zorder=4)
+        label = f"TP {point.tensor}, batch {point.batch}"
+        axis.annotate(label, (x, y), xytext=(-7, 6), textcoords="offset points", fontsize=7.5, ha="right")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.margins(x=0.2, y=0.1)
+    _plain_ticks(axis)
+    axis.set_xlabel("ms a token of each user (decode)")
+    axis.set_ylabel("tokens a second of each device")
+    axis.set_title("what nothing beats: up and to the left is better", fontsize=10, loc="left")
+    axis.grid(True, which="both", lw=0.4, color="#eeeeee")
+    axis.spines[["top", "right"]].set_visible(False)
+    return {row.residual for point in own for row in point.result.rows if row.residual != "no-communication"}
+
+
+def _map(axis, points: Sequence[Point], *, first: bool) -> set[str]:
+    """Batches across, links up. A cell: the topology to take, its speed-up; hatched where Ladder does not help."""
+    from matplotlib.patches import Rectangle
+
+    batches, links = (sorted({getattr(point, name) for point in points}) for name in ("batch", "link"))
+    names, used = points[0].result.request.residuals, set()
+    for point in points:
+        x, y = batches.index(point.batch), links.index(point.link)
+        row, ladder = point.chosen, point.result.advice.ladder_helps
+        if not point.fits:
+            axis.text(x + 0.5, y + 0.5, "too\nlarge", ha="center", va="center", fontsize=7.5, color="#999999")
+            continue
+        used.add(row.residual)
+        fill = colour(row.residual, names)
+        axis.add_patch(Rectangle((x, y), 1, 1, fc=fill, ec="w", lw=2))
+        if ladder is False:
+            axis.add_patch(Rectangle((x, y), 1, 1, fc="none", ec="#ffffff", lw=0, hatch="////", alpha=0.8))
+        text = f"{row.speedup:.2f}" if row.speedup >= WORTH else "-"
+        axis.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=9, color=_ink(fill))
+    axis.set_xlim(0, len(batches))
+    axis.set_ylim(0, len(links))
+    axis.set_xticks([i + 0.5 for i in range(len(batches))], batches)
+    axis.set_yticks([i + 0.5 for i in range(len(links))], [f"{link:g} x" for link in links] if first else [])
+    axis.set_xlabel("batch")
+    axis.set_ylabel("speed of the link" if first else "")
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    return used
+
+
+def _plain_ticks(axis) -> None:
+    """1, 2, 5, 10, ... instead of powers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    for one in (axis.xaxis, axis.yaxis):
+        one.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        one.set_minor_locator(NullLocator())
+        one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _legend(figure, names: Sequence[str], used: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(fc=colour(name, names), label=name) for name in names if name in used]
+    handles.append(Patch(fc="#b8b8b8", ec="#ffffff", hatch="////", lw=0, label="Ladder does not help"))
+    caption = "cells: the topology to take, and its tokens/s over Standard's"
+    figure.legend(handles=handles, loc="outside lower right", ncols=5, fontsize=8.5, frameon=False, title=caption)
+
+
+def _ink(fill: str) -> str:
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(fill)
+    return "#222222" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.55 else "#ffffff"
+
+
+def _pyplot():
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure, file: str) -> None:
+    files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
+    _pyplot().close(figure)

@@ -1,0 +1,133 @@
+"""What `ladder-jax predict` was asked, checked and with its defaults."""
+
+import dataclasses
+import re
+
+from ladder_jax.config import ModelConfig, preset, residual_names
+from ladder_jax.errors import UserError, unknown
+from ladder_jax.predict import implementation as implementations
+from ladder_jax.predict import machine as machines
+from ladder_jax.predict.implementation import Implementation
+from ladder_jax.predict.machine import Machine
+from ladder_jax.splits import check_divides, divisors
+from ladder_jax.words import positive, words
+
+BASELINE = "standard"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """residuals: in the order of the answer; ladder_layers: makes hybrids of those of them that are ladder kinds."""
+
+    model: str
+    machine: Machine
+    tensor: int
+    batch: int
+    prompt_length: int = 1024
+    new_tokens: int = 512
+    residuals: tuple[str, ...] = residual_names.NAMES
+    ladder_layers: str | None = None
+    layers: int | None = None
+    implementation: Implementation = implementations.OURS
+
+    def config(self, residual: str) -> ModelConfig:
+        """The model's configuration with one of the residuals."""
+        name = residual_names.parse(residual)
+        changes = {} if self.layers is None else {"num_layers": self.layers}
+        if name.depends_on_ranks:
+            changes["ranks"] = self.tensor
+        if name.is_ladder:
+            changes["ladder_layers"] = self.ladder_layers
+        return preset(self.model, residual=residual, **changes)
+
+
+def make(
+    *,
+    model: str,
+    hardware: str,
+    tensor: int | None = None,
+    batch: int | None = None,
+    prompt_length: int | None = None,
+    new_tokens: int | None = None,
+    residual: str | None = None,
+    ladder_layers: str | None = None,
+    layers: int | None = None,
+    implementation: str | None = None,
+) -> Request:
+    """A checked request from the command line's words; None leaves a default: all devices, one row, all residuals."""
+    preset(model)
+    machine = machines.load(hardware)
+    numbers = dict(tensor=tensor, batch=batch, prompt_length=prompt_length, new_tokens=new_tokens, layers=layers)
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
+    if new_tokens == 1:
+        raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
+    if implementation is not None and implementation not in implementations.ALL:
+        raise unknown("implementation", implementation, implementations.ALL)
+    given = {name: value for name, value in numbers.items() if value is not None}
+    if residual is not None:
+        given["residuals"] = words("residual", residual)
+    asked = Request(
+        model=model,
+        machine=machine,
+        ladder_layers=ladder_layers,
+        implementation=implementations.ALL[implementation or "ours"],
+        **{"tensor": machine.devices, "batch": 1, **given},
+    )
+    check_tensor(asked)
+    for name in asked.residuals:
+        asked.config(name)
+    if ladder_layers is not None and not any(residual_names.parse(name).is_ladder for name in asked.residuals):
+        raise UserError(f"--ladder-layers needs a ladder kind of residual, not {', '.join(asked.residuals)}")
+    return asked
+
+
+def check_tensor(request: Request) -> None:
+    """Raises UserError where the machine has fewer devices, or the model cannot be split over them."""
+    most = request.machine.devices
+    if request.tensor > most:
+        allowed = ", ".join(map(str, divisors(request.model, most=most)))
+        raise UserError(
+            f"--tensor {request.tensor} is more than the {most} devices of {request.machine.name}"
+            f" (allowed for {request.model}: {allowed})"
+        )
+    check_divides(request.model, tensor=request.tensor, most=most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What is varied. link: how many times as fast as the machine's own; unsplit: sizes that the model cannot take."""
+
+    tensor: tuple[int, ...]
+    batch: tuple[int, ...]
+    link: tuple[float, ...]
+    unsplit: tuple[int, ...] = ()
+
+
+def sweep(request: Request, phrases: list[str]) -> Sweep:
+    """From words such as `tensor=1,2,4,8`; what is not named stays as the request has it."""
+    values: dict[str, tuple] = {"tensor": (request.tensor,), "batch": (request.batch,), "link": (1.0,)}
+    for phrase in phrases:
+        name, equals, text = phrase.partition("=")
+        if name not in values:
+            raise unknown("axis of --sweep", name, values)
+        if not equals:
+            raise UserError(f"--sweep {phrase!r} has no values: write it as in {name}=1,2,4")
+        read = _speed if name == "link" else lambda word: positive(f"sweep {name}", word)
+        values[name] = tuple(read(word) for word in words("sweep", text))
+    for tensor in values["tensor"]:
+        if tensor > request.machine.devices:
+            check_tensor(dataclasses.replace(request, tensor=tensor))
+    able = set(divisors(request.model, most=max(values["tensor"])))
+    fits = tuple(size for size in values["tensor"] if size in able)
+    if not fits:
+        check_tensor(dataclasses.replace(request, tensor=values["tensor"][0]))
+    unsplit = tuple(size for size in values["tensor"] if size not in able)
+    return Sweep(fits, values["batch"], values["link"], unsplit)
+
+
+def _speed(word: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", word) or float(word) == 0:
+        raise UserError(f"--sweep link must be factors above 0 as in 0.25,1,4, not {word!r}")
+    return float(word)

@@ -1,0 +1,98 @@
+"""The answer of `ladder-jax predict` for a terminal."""
+
+from collections.abc import Sequence
+
+from ladder_jax.predict.request import Sweep
+from ladder_jax.predict.result import Result
+from ladder_jax.predict.sweep import Point
+
+COLUMNS = ("residual", "tokens/s", "speed-up", "prefill ms", "step ms", "exposed ms", "hidden", "GiB a device")
+SWEPT = ("tensor", "batch", "link", "take", "speed-up", "ladder", "tokens/s", "a device", "ms/token")
+PROGRAMS = {"ours": "this library's programs", "authors": "the paper's authors' programs"}
+WIDTH = 110  # of the tables; a narrower terminal wraps them, which loses nothing
+
+
+def lines(answer: Result) -> list:
+    """Lines and a table, to be printed by rich."""
+    request, machine = answer.request, answer.request.machine
+    what = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {machine.name}"
+    shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
+    tail = []
+    if any(row.speed.memory > machine.memory for row in answer.rows):
+        tail.append(f"note      weights and cache need more than a device's {machine.memory / 2**30:.0f} GiB")
+    guessed = sum("assumed" in source for source in machine.sources.values())
+    if guessed:
+        tail.append(
+            f"note      {guessed} of {machine.name}'s constants are assumed: ladder-jax calibrate measures them"
+        )
+    return [
+        *verdict(answer),
+        f"{what}; {shape}; {answer.fidelity}, {PROGRAMS[request.implementation.name]}",
+        "",
+        _table(answer),
+        "step and exposed: of a decode step; hidden: the share of its all-reduces' time that costs nothing",
+        *tail,
+    ]
+
+
+def verdict(answer: Result) -> list[str]:
+    found = [f"take {answer.advice.residual}: {answer.advice.reason}"]
+    if answer.advice.ladder_helps is False:
+        found.append("the plain Ladder does not help here")
+    return found
+
+
+def sweep_lines(points: Sequence[Point], sweep: Sweep) -> list:
+    """A table with a row a point: which topology to take, what it and the plain Ladder give."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in SWEPT:
+        table.add_column(name, justify="left" if name == "take" else "right", no_wrap=True)
+    for point in points:
+        row = point.chosen
+        ladder = next((one for one in point.result.rows if one.residual == "ladder"), None)
+        helps = "no help, " if point.result.advice.ladder_helps is False else ""
+        table.add_row(
+            str(point.tensor),
+            str(point.batch),
+            f"{point.link:g} x",
+            row.residual if point.fits else f"{row.residual} *",
+            f"{row.speedup:.2f}",
+            f"{helps}{ladder.speedup:.2f}" if ladder else "-",
+            number(row.speed.tokens_per_second),
+            number(row.speed.tokens_per_second / point.tensor),
+            f"{row.speed.step.seconds * 1e3:.2f}",
+        )
+    notes = [f"note      the model cannot be split over {size} devices: left out" for size in sweep.unsplit]
+    if not all(point.fits for point in points):
+        notes.append("*         weights and cache need more memory than a device has")
+    return [table, *notes]
+
+
+def number(value: float) -> str:
+    """Three significant digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _table(answer: Result):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "residual" else "right", no_wrap=True)
+    for row in answer.rows:
+        speed = row.speed
+        table.add_row(
+            row.residual,
+            number(speed.tokens_per_second),
+            f"{row.speedup:.2f}",
+            f"{speed.prefill_seconds * 1e3:.1f}",
+            f"{speed.step.seconds * 1e3:.2f}",
+            f"{speed.step.exposed * 1e3:.2f}",
+            f"{speed.step.hidden:.0%}" if speed.step.wire else "-",
+            f"{speed.memory / 2**30:.1f}",
+        )
+    return table

@@ -1,0 +1,28 @@
+"""Over how many devices a preset can be split, for the command line."""
+
+from ladder_jax.config.presets import preset
+from ladder_jax.config.schema import MeshConfig, check_fits_mesh
+from ladder_jax.errors import UserError
+
+
+def check_divides(model: str, *, tensor: int, most: int) -> None:
+    """Raises UserError where `tensor` devices cannot hold the preset; it names the numbers up to `most` that can."""
+    try:
+        check_fits_mesh(preset(model), MeshConfig(tensor=tensor))
+    except UserError as error:
+        allowed = divisors(model, most=most)
+        nearest = min(allowed, key=lambda size: abs(size - tensor))
+        names = ", ".join(map(str, allowed))
+        raise UserError(f"--tensor {tensor}: {error}; did you mean {nearest}? (allowed: {names})") from None
+
+
+def divisors(model: str, *, most: int) -> list[int]:
+    """The numbers of devices, up to `most`, over which the preset can be split."""
+    found = []
+    for tensor in range(1, most + 1):
+        try:
+            check_fits_mesh(preset(model), MeshConfig(tensor=tensor))
+            found.append(tensor)
+        except UserError:
+            pass
+    return found

@@ -1,0 +1,135 @@
+"""Loss and gradients of a batch, inside the shard_map: rank by rank, part by part, reduced once."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ladder_jax import nn
+from ladder_jax.config import Loop, Phase, Remat, TrainConfig
+from ladder_jax.data.batch import Batch
+from ladder_jax.nn import Definition, Params
+from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, vary, varying
+from ladder_jax.parallel.collectives import EMULATED
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a loss is made of, as in `nn.loss_sum`: `z_loss`, and `chunk` for its memory alone."""
+
+    z_loss: float = 0.0
+    chunk: int = TrainConfig.loss_chunk
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Terms":
+        return cls(config.z_loss, config.loss_chunk)
+
+
+def loss_and_gradients(
+    definition: Definition,
+    *,
+    loop: Loop = Loop.SCAN,
+    remat: Remat = Remat.NONE,
+    accumulate: int = 1,
+    sequence_parallel: bool = False,
+    terms: Terms = Terms(),
+) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
+    """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to be compiled.
+
+    accumulate: in how many parts, one after another, a device computes its rows; their gradients are summed in float32.
+    """
+    layout = definition.layout
+
+    def local(params, tokens):
+        # From here on every rank owns its copy of what is replicated: gradients stay local, in
+        # float32, until the one reduction below; none is left for the layer loop to communicate.
+        own = jax.tree.map(lambda p: vary(p, layout.all_axes), params)
+        total = _predicted(tokens, layout)
+        forward = dict(loop_form=loop, remat=remat, sequence_parallel=sequence_parallel)
+        share = lambda p, part: _loss_sum(definition, p, part, terms, **forward) / total
+        loss, grads = _accumulated(jax.value_and_grad(share), own, tokens, accumulate)
+        grads = _after_backward(grads, definition)
+        return all_reduce(loss, layout.batch), jax.tree.map(
+            lambda g, dims: _reduce_gradient(g, dims, layout), grads, definition.dims
+        )
+
+    return on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=("", definition.dims))
+
+
+def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Params, jax.Array], jax.Array]:
+    """A compiled (params, tokens [B, T+1] or a Batch) -> mean loss in nats a token, for evaluation."""
+    layout = definition.layout
+
+    def local(params, tokens):
+        loss = all_reduce(_loss_sum(definition, params, tokens, Terms(), loop_form=loop), layout.batch)
+        return loss / _predicted(tokens, layout)
+
+    meshed = on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims="")
+    return Compiled(meshed, mesh=layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop))
+
+
+def _accumulated(value_and_grad: Callable, params: Params, batch: Any, count: int) -> tuple[jax.Array, Params]:
+    """The sums over `count` parts of a batch's rows."""
+    if count == 1:
+        return value_and_grad(params, batch)
+    parts = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
+
+    def turn(sums, part):
+        return jax.tree.map(jnp.add, sums, value_and_grad(params, part)), None
+
+    zeros = lambda axes, shape: vary(jnp.zeros(shape, jnp.float32), axes)
+    start = zeros(varying(jax.tree.leaves(batch)[0]), ()), jax.tree.map(lambda p: zeros(varying(p), p.shape), params)
+    return lax.scan(turn, start, parts)[0]
+
+
+def _predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
+    """How many tokens the whole batch predicts, of which this is a shard."""
+    if isinstance(batch, Batch):  # at least 1: a batch may be padding throughout
+        return jnp.maximum(all_reduce(batch.predicted.sum(), layout.batch), 1)
+    return math.prod((batch.shape[0], batch.shape[1] - 1, layout.batch_ranks))
+
+
+def _loss_sum(
+    definition: Definition, params: Params, batch: jax.Array | Batch, terms: Terms, **forward: Any
+) -> jax.Array:
+    """The summed loss of this batch shard, equal on its tensor ranks; `forward` as in `nn.hidden`."""
+
+    def local(params: Any, batch: jax.Array | Batch) -> jax.Array:
+        packed = isinstance(batch, Batch)
+        tokens = batch.tokens if packed else batch
+        place = nn.Packed(batch.segments[:, :-1]) if packed else nn.Begin()
+        x, _ = nn.hidden(definition, params, tokens[:, :-1], place=place, **forward)
+        weights = batch.predicted.astype(jnp.float32) if packed else None
+        return nn.loss_sum(definition, params, x, tokens[:, 1:], weights=weights, **dataclasses.asdict(terms))
+
+    return over_ranks(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")(params, batch)
+
+
+def _after_backward(gradients: Params, definition: Definition) -> Params:
+    """Gradients that ranks of the tensor axes must sum (norm gains and the like), held back to the end.
+
+    Left alone, a compiler may merge their reductions with the last sublayer's, over the same ranks; so
+    they are tied to the embedding's gradient, which comes after it.
+    """
+    leaves, tree = jax.tree.flatten(gradients)
+    first = jax.tree.leaves(gradients["embedding"])[0]
+    layout, dims = definition.layout, jax.tree.leaves(definition.dims)
+    if layout.ranks == 1:
+        return gradients
+    held = [leaf is first or set(_replicated(d, layout)) & set(layout.tensor) for leaf, d in zip(leaves, dims)]
+    tied = iter(lax.optimization_barrier([leaf for leaf, hold in zip(leaves, held) if hold]))
+    return tree.unflatten([next(tied) if hold else leaf for leaf, hold in zip(leaves, held)])
+
+
+def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
+    """Sum over every axis on which the parameter is replicated: data, for some fsdp, and for some the tensor ranks."""
+    return all_reduce(gradient, _replicated(dims, layout))
+
+
+def _replicated(dims: str, layout: Layout) -> tuple[str, ...]:
+    sharded = [axis for part in layout.spec(dims) if part for axis in ((part,) if isinstance(part, str) else part)]
+    return tuple(axis for axis in layout.all_axes if axis not in sharded and axis != EMULATED)

@@ -1,0 +1,82 @@
+"""When the state of a run goes to the disk, and what goes there beside it."""
+
+import dataclasses
+from typing import Any
+
+from ladder_jax.checkpoint import Failure, Store, steps
+from ladder_jax.errors import RunFailed
+from ladder_jax.train import optimizer
+from ladder_jax.train.goodput import Account
+from ladder_jax.train.metrics import Metrics
+from ladder_jax.train.policy import Guarded, Judge
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """What a checkpoint holds beside the arrays and the configuration, as its item `data`.
+
+    step: the last one made, so the next batch is that of step + 1; fingerprint: of the training data; skipped: steps
+    whose batches changed nothing; mean, count: of the recent losses (`policy.Guarded`); account: of time (`goodput`).
+    """
+
+    step: int
+    fingerprint: str
+    skipped: list[int]
+    mean: float
+    count: int
+    account: dict[str, Any]
+
+
+class Keeper:
+    """Saves a run's state after a step, and knows which is the newest that is safe. All waiting counts as saving."""
+
+    def __init__(self, store: Store, *, fingerprint: str, metrics: Metrics, judge: Judge, account: Account):
+        self._store, self._fingerprint = store, fingerprint
+        self._metrics, self._judge, self._account = metrics, judge, account
+
+    def save(self, step: int, state: Guarded, *, validation: float | None) -> None:
+        """Start to save; `failure()` tells, later, if that went wrong."""
+        with self._account.time("saving"):
+            self._metrics.sync()
+            position = Position(
+                step=step,
+                fingerprint=self._fingerprint,
+                skipped=sorted(self._judge.left_out),
+                mean=float(state.mean),
+                count=int(state.count),
+                account=self._account.as_dict(),
+            )
+            self._store.save(
+                step,
+                params=state.train.params,
+                optimizer=optimizer.to_dict(state.train.optimizer),
+                data=dataclasses.asdict(position),
+                validation_loss=validation,
+            )
+        self._judge.saved()
+
+    def make_sure(self, step: int, state: Guarded, *, validation: float | None) -> None:
+        """Return when the state after `step`, the newest, is on the disk; RunFailed where it cannot get there."""
+        if step > self.newest():
+            self._store.failure()  # it is tried once more
+            self.save(step, state, validation=validation)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is being saved. Raises RunFailed where that fails."""
+        self.wait()
+        if failure := self._store.failure():
+            raise RunFailed(f"{failure}; the same command goes on from there")
+
+    def failure(self) -> Failure | None:
+        """What went wrong since this was last asked, without waiting."""
+        return self._store.failure()
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint, once all are written; 0 for none."""
+        self.wait()
+        return max(steps(self._store.folder), default=0)
+
+    def wait(self) -> None:
+        with self._account.time("saving"):
+            self._store.wait()

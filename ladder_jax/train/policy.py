@@ -1,0 +1,139 @@
+"""Bad steps, whose loss or gradient is no number, or whose loss jumps: found in the compiled step, judged on the host.
+
+The compiled step keeps the old state wherever its loss is bad, so neither the parameters nor the moments are ever
+poisoned, whatever `train.on_bad_step` says, and no device waits for the host. Only the step's number goes on, so that
+the batch of step s stays a function of the seed and s. The host reads the metrics one step later, and
+
+    stop      ends the run; the last checkpoint is from before
+    skip      says so, and goes on
+    rollback  returns to the last checkpoint, and leaves out the batches up to the bad one ("batches that were seen
+              before and during the spike": PaLM, arXiv 2204.02311, section 5.1)
+
+The mean that a jump is measured against is part of the state, and saved with it: a resumed run judges alike.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ladder_jax.config import OnBadStep, Phase, TrainConfig
+from ladder_jax.errors import RunFailed
+from ladder_jax.nn import Definition
+from ladder_jax.parallel import Compiled
+from ladder_jax.train import step as steps
+from ladder_jax.train.step import TrainState
+
+BAD = "bad"  # the metric that says whether a step was kept from changing anything
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Guarded:
+    """A training state, and the mean of its recent good losses: `mean` float32 [], over `count` int32 [] steps."""
+
+    train: TrainState
+    mean: jax.Array
+    count: jax.Array
+
+
+class RollBack(Exception):
+    """Return to the last checkpoint, because of this step."""
+
+    def __init__(self, reason: str, *, step: int):
+        super().__init__(reason)
+        self.step = step
+
+
+def guard(state: TrainState, *, mean: float = 0.0, count: int = 0) -> Guarded:
+    """`state`, with the mean that a checkpoint held."""
+    place = lambda value: jax.device_put(value, state.step.sharding)
+    return Guarded(state, place(np.float32(mean)), place(np.int32(count)))
+
+
+def guarded_step(definition: Definition, *, config: TrainConfig) -> Compiled:
+    """A compiled (Guarded, tokens [B, T+1]) -> (Guarded, metrics); the old state's buffers are reused.
+
+    metrics: those of `step.update`, and `bad`, bool [].
+    """
+    update = steps.update(definition, config=config)
+
+    def step(old: Guarded, tokens: jax.Array) -> tuple[Guarded, dict[str, jax.Array]]:
+        new, metrics = update(old.train, tokens)
+        loss = metrics["loss"]
+        good = jnp.isfinite(loss) & jnp.isfinite(metrics["gradient_norm"])
+        if config.spike_factor:
+            good &= (old.count < config.spike_window) | (loss <= config.spike_factor * old.mean)
+        kept = jax.tree.map(lambda a, b: lax.select(good, a, b), new, old.train)
+        kept = dataclasses.replace(kept, step=new.step)
+        # The plain mean of the first steps, then an exponential one.
+        share = 1 / jnp.minimum(old.count + 1, config.spike_window).astype(jnp.float32)
+        mean = jnp.where(good, old.mean + share * (loss - old.mean), old.mean)
+        return Guarded(kept, mean, old.count + good), {**metrics, BAD: ~good}
+
+    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop)
+    return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
+
+
+def pass_over(state: Guarded) -> Guarded:
+    """The state after a step whose batch is left out."""
+    train = dataclasses.replace(state.train, step=state.train.step + 1)
+    return dataclasses.replace(state, train=train)
+
+
+class Judge:
+    """What becomes of bad steps.
+
+    left_out: the steps whose batch changes nothing, and why; those that a checkpoint knew have no reason any more.
+    """
+
+    def __init__(self, config: TrainConfig, *, skipped: list[int]):
+        self._config = config
+        self.left_out = dict.fromkeys(skipped, "known from the checkpoint")
+        self._in_a_row = self._returns = 0
+
+    def good(self) -> None:
+        self._in_a_row = 0
+
+    def bad(self, step: int, metrics: dict[str, Any], *, saved: int) -> None:
+        """`metrics`: of a bad step, on the host; `saved`: the step of the last checkpoint, 0 for none.
+
+        Returns where training goes on without this batch; raises RunFailed or RollBack.
+        """
+        config, reason = self._config, _reason(metrics, config=self._config)
+        newest = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
+        if config.on_bad_step is OnBadStep.STOP:
+            raise RunFailed(
+                f"step {step}: {reason}: stopped; {newest}."
+                " With train.on_bad_step=skip or rollback the same command goes on without such batches"
+            )
+        if config.on_bad_step is OnBadStep.ROLLBACK:
+            if self._returns == config.max_bad_steps:
+                raise RunFailed(f"step {step}: {reason}: stopped after {self._returns} returns; {newest}")
+            raise RollBack(reason, step=step)
+        self._in_a_row += 1
+        if self._in_a_row > config.max_bad_steps:
+            raise RunFailed(f"step {step}: {reason}: stopped after {self._in_a_row} bad steps in a row; {newest}")
+        self.left_out[step] = reason
+
+    def returned(self, bad: RollBack, *, to: int) -> range:
+        """The steps that are left out once the run is back at the checkpoint of step `to`."""
+        steps = range(max(to, bad.step - self._config.rollback_batches) + 1, bad.step + 1)
+        self.left_out |= dict.fromkeys(steps, f"step {bad.step}: {bad}")
+        self._returns += 1
+        return steps
+
+    def saved(self) -> None:
+        """There is a newer checkpoint to return to."""
+        self._returns = 0
+
+
+def _reason(metrics: dict[str, Any], *, config: TrainConfig) -> str:
+    for name in ("loss", "gradient_norm"):
+        if not math.isfinite(metrics[name]):
+            return f"the {name.replace('_', ' ')} is {metrics[name]}"
+    return f"the loss jumped to {metrics['loss']:.3f}, over {config.spike_factor:g} times its recent mean"

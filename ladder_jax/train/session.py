@@ -1,0 +1,182 @@
+"""The steps of one process: dispatch, read, log, evaluate, save; and the return to a checkpoint.
+
+Step s + 1 is dispatched before the metrics of step s are read, so that the devices never wait for the host. Only where
+the state after a step is needed itself, to evaluate or to save, its metrics are read at once.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from ladder_jax.checkpoint import open_checkpoint
+from ladder_jax.config import RunConfig
+from ladder_jax.errors import RunFailed, Stopped, UserError
+from ladder_jax.nn import Definition
+from ladder_jax.progress import progress
+from ladder_jax.train import policy, resume
+from ladder_jax.train import speed as speeds
+from ladder_jax.train.ahead import read_ahead
+from ladder_jax.train.evaluation import Evaluation
+from ladder_jax.train.feed import Feed
+from ladder_jax.train.goodput import Account
+from ladder_jax.train.keeper import Keeper
+from ladder_jax.train.metrics import Metrics
+from ladder_jax.train.policy import BAD, Guarded, Judge, RollBack
+from ladder_jax.train.profile import Profile
+from ladder_jax.train.signals import Asked
+from ladder_jax.train.speed import Speed
+
+
+@dataclasses.dataclass(kw_only=True)
+class Session:
+    """What the steps work on. `state` is the newest; `validation` the held-out loss after it, if it was measured."""
+
+    config: RunConfig
+    definition: Definition
+    folder: pathlib.Path
+    state: Guarded
+    feed: Feed
+    evaluation: Evaluation
+    judge: Judge
+    keeper: Keeper
+    metrics: Metrics
+    speed: Speed
+    profile: Profile
+    account: Account
+    asked: Asked
+    say: Callable[[str], None]
+    validation: float | None = None
+
+    def __post_init__(self):
+        self._step_fn = None
+
+    def run(self) -> None:
+        """All remaining steps. Raises Stopped after a signal, RunFailed for what no step can follow."""
+        first, last = int(self.state.train.step), self.config.train.steps
+        while first < last:
+            try:
+                self._compile()
+                self._make_up(first)
+                with self.account.time("steps"):
+                    return self._steps(first, last)
+            except RollBack as bad:
+                first = self._go_back(bad)
+
+    def _steps(self, first: int, last: int) -> None:
+        train, pending = self.config.train, None
+        shown = progress(last, done=first, label="step {done}/{total}", say=self.say)
+        with (
+            shown if jax.process_index() == 0 else contextlib.nullcontext(lambda done, text: None) as self._update,
+            contextlib.closing(self.profile),
+            read_ahead(self.feed.read, first=first, last=last) as batches,
+        ):
+            for step in range(first + 1, last + 1):
+                if self.asked.at(step - 1):
+                    self._settle(pending)
+                    self._end(step - 1)
+                try:
+                    with self.account.time("data"):
+                        batch = self.feed.place(next(batches))
+                except (OSError, UserError) as error:
+                    self._settle(pending)
+                    why = f"the batch of step {step} cannot be read: {error}"
+                    raise RunFailed(f"{why}; {self._keep(step - 1)}") from None
+                self.profile.before(step, waited_for=self.state)
+                if step in self.judge.left_out:
+                    self.state, metrics = policy.pass_over(self.state), None
+                else:
+                    self.state, metrics = self._step_fn(self.state, batch)
+                self._settle(pending)
+                pending = step, metrics
+                if self.profile.after(step, waited_for=metrics):
+                    self.say(f"profile of the steps {self.profile} in {self.folder / 'profile'}")
+                if _due(step, train.checkpoint_every, last) or _due(step, train.evaluate_every, last):
+                    self._settle(pending)
+                    pending = None
+        self.keeper.finish()
+
+    def _settle(self, pending: tuple[int, dict[str, jax.Array] | None] | None) -> None:
+        """Read the metrics of a step, which waits for it, and do what is due after it."""
+        if pending is None:
+            return
+        (step, metrics), train = pending, self.config.train
+        read = {name: value.item() for name, value in jax.device_get(metrics or {"loss": np.float32(np.nan)}).items()}
+        if read.pop(BAD, False):
+            self.judge.bad(step, read, saved=self.keeper.newest())
+        elif metrics:
+            self.judge.good()
+        evaluated = _due(step, train.evaluate_every, train.steps)
+        self.validation = self.evaluation(self.state.train.params) if evaluated else None
+        note = {"validation_loss": self.validation} if self.validation is not None else {}
+        if reason := self.judge.left_out.get(step):
+            note["event"] = f"batch left out: {reason}"
+            self.say(f"step {step}: {note['event']}")
+        if note or evaluated or _due(step, train.log_every, train.steps):
+            row = {"step": step, "loss": read.pop("loss"), **self.speed.since_last(step), **read, "time": time.time()}
+            row = self.metrics.add({**row, **note})
+            self._update(step, speeds.as_text(row))
+        if _due(step, train.checkpoint_every, train.steps):
+            self.keeper.save(step, self.state, validation=self.validation)
+        # That of the last step ends the run, in `_steps`.
+        if step < train.steps and (failure := self.keeper.failure()):
+            self.say(f"step {step}: {failure}; training goes on, and the next checkpoint is tried as usual")
+
+    def _keep(self, step: int) -> str:
+        """Save the state after `step`, which is the newest; says so."""
+        if step:
+            self.keeper.make_sure(step, self.state, validation=self.validation)
+        return f"step {step} is saved, and the same command goes on from there" if step else "no step was made yet"
+
+    def _end(self, step: int) -> None:
+        signum = self.asked.which
+        raise Stopped(f"{signum.name}: {self._keep(step)} ({self.folder})", signum=signum)
+
+    def finish(self) -> float:
+        """The held-out loss after the last step; Stopped if a signal came before it was measured."""
+        if self.validation is None:
+            self.validation = self.evaluation(self.state.train.params)
+        if self.validation is None:
+            self._end(self.config.train.steps)
+        return self.validation
+
+    def _compile(self) -> None:
+        if self._step_fn is not None:
+            return
+        train = self.config.train
+        self.say("compiling the training step")
+        with self.account.time("compile"):
+            self._step_fn = policy.guarded_step(self.definition, config=train).compile(self.state, self.feed.abstract())
+
+    def _make_up(self, first: int) -> None:
+        """The evaluation that a signal cut short, just before the checkpoint of step `first`."""
+        rows = self.metrics.rows
+        if first and _due(first, self.config.train.evaluate_every, 0) and rows and rows[-1]["step"] == first:
+            if "validation_loss" not in rows[-1] and (loss := self.evaluation(self.state.train.params)) is not None:
+                self.metrics.rewind(first - 1, then={**rows[-1], "validation_loss": loss})
+        self.speed.restart(first)
+
+    def _go_back(self, bad: RollBack) -> int:
+        step, train = self.keeper.newest(), self.config.train
+        if step:
+            checkpoint = open_checkpoint(self.folder / "checkpoints" / str(step))
+            self.state = resume.restored(checkpoint, config=train, definition=self.definition)
+            self.account.go_back(checkpoint.data.get("account"), restarts=0)
+        else:
+            self.account.go_back(None, restarts=0)
+            self.state = resume.begun(config=train, definition=self.definition)
+        left_out = self.judge.returned(bad, to=step)
+        self.metrics.rewind(step)
+        self.say(
+            f"step {bad.step}: {bad}: back to step {step}, and on without the batches of the steps"
+            f" {left_out[0]} to {left_out[-1]}"
+        )
+        return step
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)

@@ -1,0 +1,155 @@
+"""`ladder-jax calibrate` on simulated devices: what it writes, `predict` reads. No time is judged."""
+
+import json
+import os
+
+import jax
+import pytest
+import yaml
+
+from ladder_jax import cli
+from ladder_jax.errors import UserError
+from ladder_jax.predict import machine
+from ladder_jax.predict.calibrate import constants, fit, measure
+from ladder_jax.predict.calibrate.measure import Reduced, Timing
+from ladder_jax.predict.link import Link, Ring
+from ladder_jax.schedule import roofline
+
+
+@pytest.fixture(scope="module")
+def written(run_cli, tmp_path_factory):
+    """The JSON of one run on four simulated devices, and the folder that it wrote to."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    words = ("--cpu-devices", 4, "--out", "mine.yaml", "--warmup", 1, "--repeats", 3, "--json")
+    done = run_cli("calibrate", *words, cwd=folder, check_status=0)
+    assert len(done.stdout.splitlines()) == 1
+    return json.loads(done.stdout), folder
+
+
+def test_predict_reads_what_was_written(written, run_cli):
+    found, folder = written
+    assert os.listdir(folder) == ["mine.yaml"]
+    mine = machine.load(str(folder / "mine.yaml"))
+    assert (mine.name, mine.devices) == ("mine", 4)
+    for name, value in found["constants"].items():
+        *section, last = name.split(".")
+        assert getattr(mine.link if section else mine, last) == pytest.approx(value, rel=1e-3)
+        assert mine.sources[name]
+    assert mine.flops > 1e9 and mine.bandwidth > 1e8 and 0 < mine.launch < 1e-2 and mine.link.bandwidth > 1e6
+    words = ("--model", "tiny", "--hardware", "mine.yaml", "--tensor", 2, "--json")
+    rows = json.loads(run_cli("predict", *words, cwd=folder, check_status=0).stdout)["rows"]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_what_it_says_of_itself(written):
+    found, folder = written
+    text = (folder / "mine.yaml").read_text()
+    first, second = text.splitlines()[:2]
+    assert first.startswith("# ") and f"with jax {jax.__version__}" in first and "Simulated devices" in second
+    tree = yaml.safe_load(text)
+    assert "spread" in tree["launch"]["source"] and "best of 3 runs" in tree["bandwidth"]["source"]
+    assert tree["contention"]["source"].startswith("assumed as on h100-nvlink: here nothing ran beside")
+    assert "over 2, 4 devices" in tree["link"]["step"]["source"]
+    assert [(one["ranks"], one["bytes"]) for one in found["all_reduces"]] == [
+        (ranks, size) for ranks in (2, 4) for size in measure.SIMULATED
+    ]
+    assert all(one["seconds"] > 0 and one["spread"] >= 0 for one in found["all_reduces"])
+
+
+def test_the_chain_reduces_as_often_as_it_says():
+    """No compiler may see that a sum of sums needs no communication."""
+    from ladder_jax import parallel
+
+    run = measure._chain_of_all_reduces(parallel.make_mesh(tensor=4, devices=jax.devices()[:4]), 4096)
+    chain, x, scale = (cell.cell_contents for cell in run.__closure__)
+    text = chain.lower(x, scale).compile().as_text()
+    assert sum(" all-reduce(" in line or "all-reduce-start(" in line for line in text.splitlines()) == measure.CHAIN
+    assert run().shape == (4, 2048)
+
+
+def samples(link, *, ranks=(2, 4, 8), sizes=(4096, 2**20, 2**24), noise=1.0):
+    times = [(n, size, link.all_reduce(size, ranks=n)) for n in ranks for size in sizes]
+    return [Reduced(n, size, Timing((seconds * noise, seconds / noise))) for n, size, seconds in times]
+
+
+@pytest.mark.parametrize("ring", Ring)
+def test_the_fit_finds_a_links_constants(ring):
+    true = Link(latency=12e-6, step=0.8e-6, bandwidth=250e9, ring=ring)
+    measured = samples(true)
+    found = fit.link(measured, ring=ring)
+    for name in ("latency", "step", "bandwidth"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6)
+    assert fit.error(measured, found) < 1e-9
+    two = fit.link(samples(true, ranks=(4,)), ring=ring)  # one size of ring: steps are part of the latency
+    assert two.step == 0 and two.all_reduce(4096, ranks=4) == pytest.approx(true.all_reduce(4096, ranks=4))
+
+
+def test_nonsense_is_refused():
+    same = [Reduced(2, size, Timing((1e-3, 1e-3))) for size in (4096, 2**20)]
+    with pytest.raises(UserError, match="do not take longer with more bytes \\(4 KiB: 1000 µs, 1024 KiB: 1000 µs\\)"):
+        fit.link(same, ring=Ring.ONE_WAY)
+    with pytest.raises(UserError, match="took no time at all"):
+        fit.link([Reduced(2, 4096, Timing((0.0,)))], ring=Ring.ONE_WAY)
+
+
+def test_nothing_is_written_that_was_not_measured(monkeypatch, tmp_path, capsys):
+    zero = roofline.Ceiling((0.0,), "nothing")
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda *_, **__: zero)
+    monkeypatch.setattr(roofline, "matmul_peak", lambda *_, **__: zero)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main("calibrate --out mine.yaml --tensor 1 --repeats 1 --warmup 0".split()) == 2
+    assert "ladder-jax: flops could not be measured on this machine (found 0.0)" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_device(monkeypatch, tmp_path, capsys):
+    ceiling = roofline.Ceiling((90e9, 100e9), "an array")
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda *_, **__: ceiling)
+    monkeypatch.setattr(roofline, "matmul_peak", lambda *_, **__: ceiling)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main("calibrate --out one.yml --tensor 1 --repeats 2 --warmup 0".split()) == 0
+    said = capsys.readouterr().out
+    assert "one.yml: 1 devices" in said and "100.0 GB/s" in said and "all-reduce" not in said
+    one = machine.load("one.yml")
+    assert one.link is None and one.devices == 1 and one.bandwidth == 100e9
+    assert "the best of 2 runs, an array, spread 10%" in one.sources["flops"]
+
+
+def test_timings():
+    timing = Timing((1.0, 2.0, 3.0, 4.0, 100.0))
+    assert timing.median == 3 and timing.spread == pytest.approx((4 - 2) / 3)
+    assert Timing((2.0,)).spread == 0
+    calls = []
+    found = measure.timed(lambda: calls.append(1), of=4, warmup=2, repeats=3)
+    assert len(calls) == 5 and len(found.samples) == 3
+
+
+def test_contention(monkeypatch):
+    """Where an all-reduce of 1 s makes 3 s of compute last 3.2 s, its second did the work of 0.8 s."""
+    seconds = {(0, True): 1.0, (8, False): 3.0, (8, True): 3.2}
+    monkeypatch.setattr(measure, "_beside", lambda mesh, *, products, reduce: (products, reduce))
+    monkeypatch.setattr(measure, "timed", lambda run, **_: Timing((seconds[run],)))
+    found, _ = measure.contention(ranks=2, warmup=0, repeats=1)
+    assert found == pytest.approx(0.25)
+    seconds[8, True] = 4.0  # one after the other
+    assert measure.contention(ranks=2, warmup=0, repeats=1) is None
+    value, source = constants._contention(None, 2, "of 1 runs")
+    assert value == machine.load(constants.ASSUMED).contention and source.startswith("assumed as on")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "the following arguments are required: --out"),
+        ("--out mine.txt", "--out mine.txt: the file must end in .yaml or .yml"),
+        ("--out nowhere/mine.yaml", "there is no folder nowhere"),
+        ("--out mine.yaml --repeats 0", "--repeats must be positive, not 0"),
+        ("--out mine.yaml --warmup -1", "--warmup must not be negative, not -1"),
+        ("--out mine.yaml --tensor 99", "--tensor 99 is more than this machine's 8 devices"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["calibrate", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and said in err and os.listdir(tmp_path) == []

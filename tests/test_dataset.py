@@ -1,0 +1,296 @@
+"""Token stores as rows to train on: epochs, shares, mixtures, and runs that stop and go on."""
+
+import collections
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ladder_jax import config, train
+from ladder_jax.checkpoint import open_checkpoint
+from ladder_jax.config import DataConfig, TrainConfig
+from ladder_jax.data import dataset, tokenizer
+from ladder_jax.data.batches import Batches
+from ladder_jax.data.store import Store, sources
+from ladder_jax.data.store.build import build
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.train import folder as run_folder
+from tests import tokenizers
+
+RECIPE = TrainConfig(batch=4, sequence=16, seed=3)
+
+
+def store(folder, documents, *, tokens="bytes"):
+    """Of documents given as strings."""
+    folder.mkdir()
+    file = folder / "lines.jsonl"
+    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
+    more = dict(source=str(tokens), field="text", shard_tokens=600, workers=1)
+    plan = sources.plan([str(file)], part_bytes=300)
+    build(plan, out=folder / "store", tokenizer=tokenizer.load(tokens), **more)
+    return folder / "store"
+
+
+def numbered(count, *, letter="a", longest=40):
+    """Documents that name themselves throughout: "a7,a7,a7"."""
+    rng = np.random.default_rng(count)
+    return [",".join([f"{letter}{index}"] * int(rng.integers(1, longest // 3))) for index in range(count)]
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    documents = numbered(150)
+    return store(tmp_path_factory.mktemp("book") / "s", documents), documents
+
+
+def load(path, *, recipe=RECIPE, **more):
+    return dataset.load(DataConfig(path=str(path), **more), train=recipe, vocab_size=400)
+
+
+def pieces(rows):
+    """Each piece of a document in rows of a Batch, as text."""
+    for tokens, segments in zip(rows.tokens, rows.segments):
+        for segment in range(1, segments.max() + 1):
+            yield bytes(tokens[segments == segment].tolist()).decode()
+
+
+def predicted(found):
+    """How often each (token before, token) pair is predicted, by the text of the piece, its first token apart."""
+    return collections.Counter(piece[at : at + 2] for piece in found for at in range(len(piece) - 1))
+
+
+def test_two_epochs_hold_every_document_twice(book):
+    path, documents = book
+    data, size = load(path), len(Store(path).starts)
+    with Store(path) as opened:
+        cut = int(np.searchsorted(opened.starts, opened.manifest.tokens - int(opened.manifest.tokens * 0.05)))
+    assert size - 1 == len(documents) and 130 < cut < 150
+    length = len(dataset.batches.PackedRows(Store(path), first=0, end=cut, length=16))
+    epochs = [[data.training[index] for index in range(start, start + length)] for start in (0, length)]
+    for epoch in epochs:
+        found = [
+            piece for row in epoch for piece in pieces(dataset.batches.Batch(row.tokens[None], row.segments[None]))
+        ]
+        assert predicted(found) == predicted(documents[:cut])
+        whole = collections.Counter(piece for piece in found if len(piece) < 17)
+        assert all(whole[one] >= 1 for one in documents[:cut] if len(one) <= 17)
+    order = [[row.tokens.tobytes() for row in epoch] for epoch in epochs]
+    assert order[0] != order[1] and sorted(order[0]) == sorted(order[1])
+    held_out = [data.held_out[index] for index in range(data.held_out_rows)]
+    rest = [piece for row in held_out for piece in pieces(dataset.batches.Batch(row.tokens[None], row.segments[None]))]
+    assert predicted(rest) == predicted(documents[cut:])
+
+
+def test_a_batch_is_a_function_of_the_seed_and_the_step(book):
+    path, _ = book
+    rows = lambda recipe: Batches(load(path, recipe=recipe).training, recipe.batch)
+    one, same, other = (rows(TrainConfig(batch=4, sequence=16, seed=seed)) for seed in (3, 3, 4))
+    for step in (900, 0, 31):  # any step, in any order
+        assert np.array_equal(one[step].tokens, same[step].tokens)
+        assert np.array_equal(one[step].segments, same[step].segments)
+        assert one[step].tokens.shape == one[step].segments.shape == (4, 17)
+        assert not np.array_equal(one[step].tokens, other[step].tokens)
+
+
+def test_each_process_reads_its_own_share(book, monkeypatch):
+    path, _ = book
+    whole = Batches(load(path).training, 4)
+    read = []
+    plain = Store.read
+    monkeypatch.setattr(Store, "read", lambda self, *args: read.append(args) or plain(self, *args))
+    for step in (0, 7):
+        all_rows, (first, second) = whole[step], ((0, 1), (2, 3))
+        everything, parts = sorted(read), []
+        for share in (first, second):
+            read.clear()
+            mine = Batches(load(path).training, 4, share)[step]
+            assert np.array_equal(mine.tokens, all_rows.tokens[list(share)])
+            parts += read
+        assert sorted(parts) == everything  # nobody reads what is another's
+        read.clear()
+
+
+PROCESS = """
+import sys, jax, numpy as np
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), initialization_timeout=60)
+from ladder_jax.config import DataConfig, TrainConfig
+from ladder_jax.data import dataset
+from ladder_jax.data.batches import Batches
+from ladder_jax.train.feed import Feed
+from jax.sharding import NamedSharding, PartitionSpec as P
+recipe = TrainConfig(batch=4, sequence=16, seed=3)
+data = dataset.load(DataConfig(path=sys.argv[3]), train=recipe, vocab_size=256)
+mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+feed, whole = Feed(data, config=recipe, sharding=NamedSharding(mesh, P("data"))), Batches(data.training, 4)[5]
+asked = []
+rows = data.training
+class Asked:
+    def __getitem__(self, index):
+        asked.append(index)
+        return rows[index]
+object.__setattr__(feed._batches, "rows", Asked())
+batch = feed[5]
+assert batch.tokens.shape == (4, 17) and not batch.tokens.is_fully_addressable
+for array, expected in ((batch.tokens, whole.tokens), (batch.segments, whole.segments)):
+    for shard in array.addressable_shards:
+        assert np.array_equal(shard.data, expected[shard.index])
+first = 20 + 2 * int(sys.argv[2])
+assert sorted(asked) == [first, first + 1], asked
+print("fed")
+"""
+
+
+def test_two_processes_feed_one_batch(book):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4"}
+    command = lambda index: [sys.executable, "-c", PROCESS, address, str(index), str(book[0])]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    both = [subprocess.Popen(command(index), **pipes) for index in range(2)]
+    for process in both:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0 and out == "fed\n", error[-2000:]
+
+
+@pytest.fixture(scope="module")
+def mixture(book, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mix")
+    other = store(folder / "b", numbered(60, letter="b"))
+    (folder / "mix.yaml").write_text(f"mixture:\n  {book[0]}: 3\n  b/store: 1\n")
+    return folder / "mix.yaml", other
+
+
+def test_a_mixture_is_by_weight_and_each_store_whole(book, mixture):
+    data = load(mixture[0])
+    kinds = lambda row: {piece[0] for piece in pieces(dataset.batches.Batch(row.tokens[None], row.segments[None]))}
+    own = {letter: load(path).training for letter, path in (("a", book[0]), ("b", mixture[1]))}
+    rows = [data.training[index] for index in range(400)]
+    assert all(len(kinds(row)) <= 2 for row in rows)
+    counts = collections.Counter("b" if b"b" in bytes(row.tokens.tolist()) else "a" for row in rows)
+    assert counts == {"a": 300, "b": 100}
+    # The first store's rows come in the order that they have alone; so both have whole epochs.
+    mine = [row.tokens.tobytes() for row in rows if b"b" not in bytes(row.tokens.tolist())]
+    assert mine == [own["a"][index].tokens.tobytes() for index in range(300)]
+    assert data.fingerprint != load(book[0]).fingerprint
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("mixture: 3", "must hold one section 'mixture:'"),
+        ("stores: {a: 1}", "must hold one section 'mixture:'"),
+        ("mixture: {a: 0}", "the weight of 'a' must be a number above 0, not 0"),
+        ("mixture: {a: much}", "the weight of 'a' must be a number above 0, not 'much'"),
+        ("mixture: [", "is not YAML"),
+        ("mixture: {nowhere: 1}", "there is no token store at .*nowhere"),
+    ],
+)
+def test_mixtures_that_are_wrong(tmp_path, content, message):
+    (tmp_path / "m.yaml").write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
+        load(tmp_path / "m.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_stores_that_cannot_be_used(book, tmp_path):
+    folder = tokenizers.folder(tmp_path / "t")
+    words = store(tmp_path / "words", numbered(9), tokens=folder)
+    assert load(words).tokenizer.name == tokenizer.load(folder).name == load(words, tokenizer=folder).tokenizer.name
+    with pytest.raises(UserError, match="is of bytes, not of data.tokenizer="):
+        load(book[0], tokenizer=folder)
+    (tmp_path / "m.yaml").write_text(f"mixture:\n  {book[0]}: 1\n  words/store: 1\n")
+    with pytest.raises(UserError, match="a mixture has one tokenizer: .* is of bytes, .* of tokenizer-"):
+        load(tmp_path / "m.yaml")
+    with pytest.raises(UserError, match="has one document"):
+        load(store(tmp_path / "one", ["a"]))
+    with pytest.raises(UserError, match=r"model.vocab_size=256 is too small for tokenizer-\w+ \(at least 301\)"):
+        train.run(settings(words, tmp_path / "run"), say=lambda line: None)
+    os.rename(words / "manifest.json", words / "unfinished.json")
+    with pytest.raises(UserError, match="is not finished: run its `ladder-jax tokenize` again"):
+        load(words)
+
+
+TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=10",
+        "train.batch=4", "train.sequence=16", "train.log_every=1", "train.checkpoint_every=4", "train.warmup_steps=2",
+        "mesh.data=2", "mesh.tensor=2"]  # fmt: skip
+
+
+def settings(data, directory, *more):
+    return config.load("tiny", overrides=[*TINY, f"data.path={data}", f"run.dir={directory}", *more])
+
+
+def losses(directory):
+    return [(row["step"], row["loss"]) for row in run_folder.read_metrics(directory)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(book, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    result = train.run(settings(book[0], directory), say=lambda line: None)
+    assert result.bigram_entropy is None and losses(directory)[-1][1] < losses(directory)[0][1]
+    return directory, result
+
+
+def first_read(path, step, monkeypatch):
+    """A shard of which `step` reads bytes beyond all that the steps before read, and where those begin."""
+    read, plain = [], Store.read
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "read", lambda self, *args: read.append(args) or plain(self, *args))
+        rows, ends = Batches(load(path, recipe=settings(path, "x").train).training, 4), []
+        for _ in range(step):
+            rows[len(ends)]
+            ends.append({start: start + count for start, count in read})
+            read.clear()
+    begin = 0
+    for shard in Store(path).manifest.shards:
+        mine = [[e for s, e in one.items() if begin <= s < begin + shard.tokens] for one in ends]
+        before = max(sum(mine[:-1], [begin]))
+        if max([begin, *mine[-1]]) > before:
+            return shard.name, before - begin
+        begin += shard.tokens
+    raise AssertionError("every byte was read before")
+
+
+def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(book, uninterrupted, tmp_path, monkeypatch):
+    """One clear line; what was computed is saved, and mended, the run ends as if nothing had been."""
+    data, directory = tmp_path / "store", tmp_path / "run"
+    shutil.copytree(book[0], data)
+    shard, size = first_read(data, 7, monkeypatch)
+    file = data / f"{shard}.tokens"
+    whole = file.read_bytes()
+
+    def cut(line):
+        if line.startswith("compiling"):
+            file.write_bytes(whole[:size])
+
+    here = settings(data, directory)
+    with pytest.raises(RunFailed, match=rf"{file.name}' was cut short.*; step 6 is saved") as caught:
+        train.run(here, say=cut)
+    assert "\n" not in str(caught.value)
+    assert open_checkpoint(directory).step == 6 and [step for step, _ in losses(directory)] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(UserError, match=rf"{file.name}' has \d+ bytes, not \d+: it is damaged"):
+        train.run(here, say=lambda line: None)
+    file.write_bytes(whole)
+    assert train.run(here, say=lambda line: None) == uninterrupted[1]
+    assert losses(directory) == losses(uninterrupted[0])
+
+
+def test_other_data_is_refused_when_a_run_is_resumed(book, uninterrupted, tmp_path):
+    data, directory = tmp_path / "s" / "store", tmp_path / "run"
+    store(tmp_path / "s", book[1])  # the same documents: the same fingerprint
+    shutil.copytree(uninterrupted[0], directory)
+    stored = json.loads((directory / "config.json").read_text())
+    stored["data"]["path"] = str(data)
+    (directory / "config.json").write_text(json.dumps(stored))
+    assert train.run(settings(data, directory), say=lambda line: None) == uninterrupted[1]
+    shutil.rmtree(tmp_path / "s")
+    store(tmp_path / "s", [*book[1][:-1], "x"])
+    with pytest.raises(UserError, match=r"has changed since step 10 \(its fingerprint was \w+, now \w+\)"):
+        train.run(settings(data, directory), say=lambda line: None)

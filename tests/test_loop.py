@@ -1,0 +1,302 @@
+"""What the training loop shows and keeps beside the steps: order, speed, profile, trackers, goodput, progress."""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax import config, nn, parallel, train
+from ladder_jax import progress as progresses
+from ladder_jax.config import TrainConfig
+from ladder_jax.errors import UserError
+from ladder_jax.nn import flops
+from ladder_jax.train import ahead, goodput, metrics, mfu, policy, signals, trackers
+from tests import cases
+
+TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=9",
+        "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=4", "train.warmup_steps=2",
+        "train.evaluate_every=6", "train.evaluation_batches=1", "mesh.tensor=2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "book.txt"
+    path.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(500)))
+    return path
+
+
+def run(book, directory, *more, profile=None):
+    said = []
+    settings = config.load("tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more])
+    train.run(settings, say=said.append, profile=profile)
+    return said
+
+
+class Watched:
+    """A metric that notes when it is read."""
+
+    def __init__(self, value, step, seen):
+        self._value, self._step, self._seen = value, step, seen
+
+    def __array__(self, dtype=None, copy=None):
+        self._seen.append(("read", self._step))
+        return np.asarray(self._value)
+
+
+def test_a_step_is_dispatched_before_the_last_ones_metrics_are_read(book, tmp_path, monkeypatch):
+    """But for the steps after which the state itself is needed: 4, 6, 8 and 9."""
+    seen = []
+
+    class Compiled:
+        def __init__(self, step):
+            self._step = step
+
+        def __call__(self, state, tokens):
+            number = sum(what == "dispatch" for what, _ in seen) + 1
+            seen.append(("dispatch", number))
+            state, found = self._step(state, tokens)
+            return state, {**found, "loss": Watched(found["loss"], number, seen)}
+
+    def watched(*args, real=policy.guarded_step, **settings):
+        return types.SimpleNamespace(compile=lambda *shapes: Compiled(real(*args, **settings).compile(*shapes)))
+
+    monkeypatch.setattr(policy, "guarded_step", watched)
+    run(book, tmp_path / "run")
+    order = [("dispatch", 1)]
+    for step in range(2, 10):
+        late = [("dispatch", step), ("read", step - 1)]
+        order += late if step - 1 not in (4, 6, 8) else late[::-1]
+    assert seen == [*order, ("read", 9)]
+
+
+def events(directory):
+    """(step, tag, value) of an event file: records of length, its checksum, an Event, its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (file,) = (directory / "tensorboard").glob("events.out.tfevents.*")
+    content, found = file.read_bytes(), []
+    while content:
+        (size,) = struct.unpack("<Q", content[:8])
+        event = Event.FromString(content[12 : 12 + size])
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        content = content[16 + size :]
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(book, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("finished") / "run"
+    return directory, run(book, directory, "train.peak_tflops=0.001", profile=range(3, 5))
+
+
+def test_profile(finished):
+    directory, said = finished
+    assert any(line == f"profile of the steps 3 to 4 in {directory / 'profile'}" for line in said)
+    (trace,) = (directory / "profile").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 1000
+
+
+def test_tensorboard_holds_what_the_log_holds(finished):
+    directory, _ = finished
+    rows, shown = metrics.read(directory), events(directory)
+    assert [(step, value) for step, tag, value in shown if tag == "loss"] == [
+        (row["step"], pytest.approx(row["loss"])) for row in rows
+    ]
+    assert [step for step, tag, _ in shown if tag == "validation_loss"] == [6, 9]
+    assert {tag for _, tag, _ in shown} == set(rows[-1]) - {"step", "time", "tokens"}
+
+
+def test_tensorboard_has_no_step_twice_after_a_return(tmp_path):
+    board = trackers.TensorBoard(tmp_path / "tensorboard")
+    log = metrics.Metrics(tmp_path, step=0, trackers=[board], say=print)
+    for step in (1, 2, 3):
+        log.add({"step": step, "loss": step / 2})
+    log.rewind(1)
+    log.add({"step": 2, "loss": float("nan"), "event": "batch left out"})
+    log.add({"step": 3, "loss": 7.0})
+    log.close()
+    again = metrics.Metrics(tmp_path, step=2, trackers=[trackers.TensorBoard(tmp_path / "tensorboard")], say=print)
+    again.add({"step": 3, "loss": 8.0})
+    again.close()
+    assert events(tmp_path) == [(1, "loss", 0.5), (3, "loss", 8.0)]
+
+
+def test_weights_and_biases(book, tmp_path, monkeypatch):
+    """What is asked of the package, by a stand-in for it: one run for a folder, every row once, at its step."""
+    calls = []
+    handle = types.SimpleNamespace(
+        log=lambda row, step: calls.append((step, row["loss"])), finish=lambda: calls.append("finish")
+    )
+
+    def init(**settings):
+        calls.append((settings["project"], settings["id"], settings["resume"]))
+        return handle
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Error=RuntimeError))
+    run(book, tmp_path / "run", "run.wandb=ladders", "run.tensorboard=false")
+    (project, identity, resume), *logged = calls
+    rows = [(row["step"], row["loss"]) for row in metrics.read(tmp_path / "run")]
+    assert (project, resume) == ("ladders", "allow") and logged == [*rows, "finish"]
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    calls.clear()
+    run(book, tmp_path / "run", "run.wandb=ladders", "run.tensorboard=false")
+    assert calls == [("ladders", identity, "allow"), "finish"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="run.wandb=ladders needs Weights & Biases: pip install 'ladder-jax.wandb.'"):
+        run(book, tmp_path / "other", "run.wandb=ladders")
+    assert not (tmp_path / "other").exists()
+
+
+def test_goodput_of_a_run(finished):
+    directory, said = finished
+    summary = json.loads((directory / "goodput.json").read_text())
+    assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_seconds"])
+    assert sum(summary["shares"].values()) == pytest.approx(1) and summary["restarts"] == 0
+    assert all(summary["seconds"][part] > 0 for part in ("steps", "data", "evaluation", "saving", "compile", "start"))
+    assert summary["goodput"] == summary["shares"]["steps"] and summary["seconds"]["lost"] == 0
+    assert said[-1].startswith(f"goodput {summary['goodput']:.1%} of ")
+
+
+def test_what_is_lost_to_restarts(monkeypatch):
+    """A clock that moves only here. 10 s of steps with 2 s of saving in it; 5 s made in vain; 100 s down."""
+    clock = types.SimpleNamespace(now=0.0)
+    fake = types.SimpleNamespace(time=lambda: 1000 + clock.now, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(goodput, "time", fake)
+
+    def passes(seconds):
+        clock.now += seconds
+
+    account = goodput.Account()
+    passes(3)
+    with account.time("steps"):
+        passes(8)
+        with account.time("saving"):
+            passes(2)
+        saved = json.loads(json.dumps(account.as_dict()))
+        passes(5)
+    seconds = account.summary()["seconds"]
+    assert (seconds["start"], seconds["steps"], seconds["saving"]) == (3, 13, 2)
+    passes(100)
+    resumed = goodput.Account()
+    passes(1)
+    resumed.go_back(saved, restarts=1)
+    with resumed.time("steps"):
+        passes(4)
+    summary = resumed.summary()
+    assert summary["seconds"] == {
+        "steps": 12, "data": 0, "evaluation": 0, "saving": 2, "compile": 0, "start": 3, "lost": 106,
+    }  # fmt: skip
+    assert (summary["wall_seconds"], summary["restarts"]) == (123, 1)
+    assert goodput.as_text(summary) == (
+        "goodput 9.8% of 123 s, 1 restart: steps 9.8%, saving 1.6%, starting 2.4%, lost to restarts 86.2%"
+    )
+
+
+def test_flops_a_token():
+    """By hand: 4 layers, D 32, 8 heads of 4, 4 key/value heads, F 48, V 251, T 10."""
+    layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
+    expected = 3 * (2 * (4 * layer + 251 * 32) + 2 * 4 * 8 * 4 * 11)
+    for changes in (dict(), dict(tensor=8), dict(biases=config.Biases.ALL, qk_norm=True), dict(tie_embeddings=True)):
+        assert mfu.flops_a_token(cases.define("ladder", **changes), length=10) == expected
+    assert flops.attention(cases.model(), rows=3, length=1, heads=8) == 3 * 8 * 4 * 4 * 4  # one position, itself
+
+
+def test_flops_agree_with_the_compiler():
+    """XLA's count of a training step, which sees the masked half of attention and all that is no matmul."""
+    definition = nn.define(cases.model(d_model=128, d_ff=256, num_layers=2), mesh=parallel.make_mesh())
+    recipe = TrainConfig(batch=2, sequence=32, loop=config.Loop.UNROLLED)
+    example = jax.ShapeDtypeStruct((2, 33), np.int32, sharding=definition.layout.sharding("BT"))
+    gradients = jax.jit(train.loss_and_gradients(definition, loop=recipe.loop))
+    counted = gradients.lower(definition.abstract, example).compile().cost_analysis()["flops"]
+    assert mfu.flops_a_token(definition, length=32) * 64 == pytest.approx(counted, rel=0.15)
+
+
+def test_peaks():
+    assert mfu.peak_of("NVIDIA H100 80GB HBM3") == 989e12 and mfu.peak_of("NVIDIA H100 PCIe") == 756e12
+    assert mfu.peak_of("TPU v5 lite") == 197e12 and mfu.peak_of("TPU v5p") == mfu.peak_of("TPU v5") == 459e12
+    assert mfu.peak_of("TPU v6 lite") == 918e12 and mfu.peak_of("NVIDIA GeForce GTX 285") is None
+
+
+def test_mfu_is_shown_with_its_formula(finished):
+    directory, said = finished
+    (formula,) = [line for line in said if line.startswith("MFU")]
+    settings = config.load("tiny", overrides=TINY)
+    work = mfu.flops_a_token(nn.define(settings.model, mesh=parallel.make_mesh(tensor=2)), length=32)
+    assert f"tokens/s x {work:.4g} FLOPs a token / (2 x 0.001 TFLOP/s, train.peak_tflops)" in formula
+    for row in metrics.read(directory):
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * work / 2e9)
+        assert 0 <= row["data_wait"] <= 1
+    assert "MFU" in said[-2] and "data wait" in said[-2] and "step 9/9" in said[-2]
+
+
+def test_no_mfu_without_a_peak(book, tmp_path):
+    said = run(book, tmp_path / "run", "train.steps=1")
+    assert "no MFU: the peak of 'cpu' devices is not known (train.peak_tflops=... gives it)" in said
+    assert "mfu" not in metrics.read(tmp_path / "run")[0]
+
+
+def test_lines_of_progress(monkeypatch):
+    """Where there is no terminal: a line after 10 seconds, and the last."""
+    clock, said = types.SimpleNamespace(now=0.0), []
+    monkeypatch.setattr(progresses, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    with progresses.progress(8, done=2, label="step {done}/{total}", say=said.append) as update:
+        for step in range(3, 9):
+            clock.now += 6
+            update(step, f"loss {step}")
+    assert said == ["step 4/8  loss 4  24 s left", "step 6/8  loss 6  12 s left", "step 8/8  loss 8"]
+
+
+def test_the_compilation_cache_is_on_unless_the_user_decides(tmp_path):
+    code = (
+        "import jax; from ladder_jax import parallel; parallel.use_compilation_cache();"
+        " print(jax.config.jax_compilation_cache_dir)"
+    )
+    for environment, expected in (
+        ({"LADDER_JAX_CACHE": str(tmp_path)}, str(tmp_path / "programs")),
+        ({"LADDER_JAX_CACHE": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": "/mine"}, "/mine"),
+    ):
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION")}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env={**plain, **environment})
+        assert done.stdout.strip() == expected, done.stderr
+
+
+def test_no_handler_stays_and_none_is_set_in_a_thread():
+    before = signal.getsignal(signal.SIGTERM)
+    with signals.caught() as asked:
+        assert signal.getsignal(signal.SIGTERM) is not before and not asked.at(3) and not asked.now
+    assert signal.getsignal(signal.SIGTERM) is before
+    found = []
+
+    def thread():
+        with signals.caught() as asked:
+            found.append((signal.getsignal(signal.SIGTERM), asked.at(1)))
+
+    worker = threading.Thread(target=thread)
+    worker.start()
+    worker.join()
+    assert found == [(before, False)]
+
+
+def test_read_ahead_raises_where_the_batch_is_asked_for():
+    class Source:
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            if int(index) == 6:
+                raise OSError(5, "Input/output error")
+            return np.full(2, int(index))
+
+    with ahead.read_ahead(Source().__getitem__, first=4, last=9) as read:
+        assert [next(read)[0] for _ in range(2)] == [4, 5]
+        with pytest.raises(OSError, match="Input/output"):
+            next(read)

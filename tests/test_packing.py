@@ -1,0 +1,188 @@
+"""Packing: every document whole, once an epoch, and unseen by its neighbours."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax import train
+from ladder_jax.config import Loop, Remat
+from ladder_jax.data.batch import Batch
+from ladder_jax.data.packing import pack
+from ladder_jax.nn import kernels, splash
+from ladder_jax.nn.unchecked import differentiable
+from tests import cases, reference
+
+
+def best_fit(lengths, row):
+    """Piece by piece, longest first, into the row that it leaves least room in; of several, any."""
+    rooms = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        rooms.append((rooms.pop(rooms.index(min(fitting))) if fitting else row) - length)
+    return sorted(rooms)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_hold_every_token_once(seed):
+    rng = np.random.default_rng(seed)
+    row, lengths = int(rng.integers(2, 40)), rng.integers(0, 100, rng.integers(1, 80))
+    if seed % 2:
+        lengths = np.minimum(lengths, rng.integers(1, row + 1))  # none that must be cut
+    starts = np.cumsum(lengths) - lengths
+    rows = pack(starts, lengths, row=row)
+    pieces = list(zip(rows.start.tolist(), rows.length.tolist()))
+    filled = [int(rows.length[a:b].sum()) for a, b in zip(rows.first, rows.first[1:])]
+    assert all(0 < tokens <= row for tokens in filled) and rows.first[-1] == len(pieces)
+    assert sorted(row - tokens for tokens in filled) == best_fit(rows.length.tolist(), row)
+    for start, length in zip(starts.tolist(), lengths.tolist()):
+        mine = sorted(piece for piece in pieces if start <= piece[0] < start + length)
+        if length <= row:
+            assert mine == ([(start, length)] if length else [])
+            continue
+        # Each token but the first is predicted once: a piece begins with the token that the one before ended with.
+        predicted = [token for first, size in mine for token in range(first + 1, first + size)]
+        assert predicted == list(range(start + 1, start + length))
+    again = pack(starts, lengths, row=row)
+    assert all(np.array_equal(getattr(rows, name), getattr(again, name)) for name in ("start", "length", "first"))
+
+
+def test_nothing_to_pack():
+    assert len(pack(np.array([], np.int64), np.array([], np.int64), row=8)) == 0
+
+
+def documents(lengths, *, seed=0, vocab=251):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, length).astype(np.int32) for length in lengths]
+
+
+def batch(rows, *, length):
+    """Rows of documents, padded: a Batch of NumPy arrays."""
+    tokens, segments = np.zeros((2, len(rows), length), np.int32)
+    for index, row in enumerate(rows):
+        joined = np.concatenate(row)
+        tokens[index, : len(joined)] = joined
+        segments[index, : len(joined)] = np.repeat(np.arange(1, len(row) + 1), [len(one) for one in row])
+    return Batch(tokens, segments)
+
+
+@pytest.fixture(scope="module")
+def unpacked():
+    """Documents of two lengths; their loss and gradient alone, in float64, weighted by what they predict."""
+    definition = cases.define("ladder", num_layers=2)
+    params, shape = cases.parameters(definition), cases.shape("ladder", definition.config, ranks=1)
+    long, short = np.stack(documents([9, 9, 9])), np.stack(documents([5, 5], seed=1))
+    total, loss = long[:, 1:].size + short[:, 1:].size, 0.0
+    grads = jax.tree.map(lambda p: np.zeros(p.shape), params)
+    for alike in (long, short):
+        value, gradient = reference.evaluate(reference.loss, params, alike, shape, gradient=True)
+        weight = alike[:, 1:].size / total
+        loss, grads = loss + weight * value, jax.tree.map(lambda g, new: g + weight * new, grads, gradient)
+    (single,), empty = documents([1], seed=2), np.zeros(0, np.int32)
+    rows = [[long[0], short[0], single], [short[1], long[1]], [long[2]], [empty]]
+    return batch(rows, length=16), params, loss, grads
+
+
+@pytest.mark.parametrize(
+    "mesh, form",
+    [
+        (dict(), dict(loop=Loop.SCAN)),
+        (dict(data=2, tensor=4), dict(loop=Loop.SCAN, remat=Remat.FULL)),
+        (dict(data=2, tensor=4), dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS)),
+    ],
+    ids=["one device", "recomputed", "unrolled"],
+)
+def test_the_packed_loss_is_that_of_the_documents(unpacked, mesh, form):
+    packed, params, loss, grads = unpacked
+    definition = cases.define("ladder", num_layers=2, **mesh)
+    params = cases.place(params, definition)
+    ours, gradients = jax.jit(train.loss_and_gradients(definition, **form))(params, packed)
+    limit = cases.bound(definition.config, passes=2)
+    assert cases.error(ours, loss) < limit
+    for mine, expected in zip(jax.tree.leaves(gradients), jax.tree.leaves(grads), strict=True):
+        assert cases.error_but_for_padding(mine, expected) < limit
+    if not mesh:
+        assert cases.error(train.mean_loss(definition)(params, packed), loss) < limit
+
+
+def test_emulated_ranks_pack_as_real_ones(unpacked):
+    packed, *_ = unpacked
+    losses = []
+    for mesh in (dict(), dict(tensor=4)):
+        definition = cases.define("ladder-fresh", ranks=4, num_layers=2, **mesh)
+        params = cases.place(cases.parameters(definition), definition)
+        losses.append(train.mean_loss(definition)(params, packed))
+    assert cases.error(*losses) < cases.bound(definition.config)
+
+
+def test_no_token_attends_to_another_document():
+    """Documents of one token predict nothing, so that what they are must not matter at all."""
+    own = documents([6, 5], vocab=100)
+    others = [np.array([token], np.int32) for token in range(200, 210)]
+    packed = batch([[own[0], *others[:4]], [*others[4:], own[1]]], length=16)
+    definition = cases.define("ladder", num_layers=2)
+    params = cases.parameters(definition)
+    _, gradients = jax.jit(train.loss_and_gradients(definition))(params, packed)
+    rows = np.abs(np.asarray(gradients["embedding"]["table"])).sum(axis=1)
+    assert not rows[200:].any()
+    read = {int(token) for one in own for token in one[:-1]}
+    assert {index for index in range(251) if rows[index]} == read
+
+
+def test_one_document_that_fills_its_rows_is_a_plain_batch():
+    tokens = cases.tokens((4, 10))
+    definition = cases.define("ladder", num_layers=2)
+    params, loss = cases.parameters(definition), train.mean_loss(definition)
+    plain, packed = loss(params, tokens), loss(params, Batch(tokens, np.ones_like(tokens)))
+    assert cases.error(packed, plain) < cases.bound(definition.config)
+
+
+def masked(query, key, value, segments):
+    """Causal attention within segments, in float64 NumPy, one query at a time."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    group = query.shape[2] // key.shape[2]
+    out = np.zeros(query.shape)
+    for b, t, n in np.ndindex(query.shape[:3]):
+        seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
+        scores = key[b, seen, n // group] @ query[b, t, n] / np.sqrt(query.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = weights @ value[b, seen, n // group] / weights.sum()
+    return out
+
+
+def like_cudnn(query, key, value, *, segments):
+    """As `kernels.causal` calls cuDNN, which needs a GPU: with a mask, and a gradient of its own."""
+    same = (segments[:, :, None] == segments[:, None, :])[:, None]
+    attend = lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+    return differentiable(attend, fixed=1)(query, key, value, same)
+
+
+SPLASH = functools.partial(splash.causal, interpret=True)
+XLA = functools.partial(kernels.causal, kernel=kernels.Kernel.XLA)
+
+
+@pytest.mark.parametrize("attend", [SPLASH, XLA, like_cudnn], ids=["splash", "xla", "as cudnn is called"])
+def test_attention_within_segments(attend):
+    rng = np.random.default_rng(0)
+    args = [rng.standard_normal((2, 70, heads, 16)).astype(np.float32) for heads in (4, 4, 4)]
+    segments = np.sort(rng.integers(0, 4, (2, 70)), axis=1)[:, ::-1].astype(np.int32)  # 0, padding, comes last
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
+    spec, rows = jax.P("data", None, "tensor", None), jax.P("data", None)
+
+    def both(query, key, value, segments):
+        call = lambda *args: attend(*args, segments=segments)
+        weigh = lambda *args: (call(*args) * np.cos(np.arange(16))[None, None, None]).sum()
+        return call(query, key, value), jax.grad(weigh, argnums=(0, 1, 2))(query, key, value)
+
+    local = jax.shard_map(both, mesh=mesh, in_specs=(spec, spec, spec, rows), out_specs=spec)
+    out, gradients = jax.jit(local)(*args, segments)
+    limit = 16 * np.sqrt(70) * cases.UNIT_ROUNDOFF  # as in test_kernels
+    assert cases.error(out, masked(*args, segments)) < limit
+    if attend is not XLA:
+        dense = jax.jit(jax.shard_map(
+            lambda q, k, v, s: jax.grad(
+                lambda *a: (XLA(*a, segments=s) * np.cos(np.arange(16))[None, None, None]).sum(), argnums=(0, 1, 2)
+            )(q, k, v), mesh=mesh, in_specs=(spec, spec, spec, rows), out_specs=spec))(*args, segments)  # fmt: skip
+        for ours, theirs in zip(gradients, dense, strict=True):
+            assert cases.error(ours, theirs) < 2 * limit

@@ -1,0 +1,323 @@
+"""Runs that are killed, preempted, starved of disk and fed with damage: what they lose, and what they say."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ladder_jax import config, train
+from ladder_jax.checkpoint import Damaged, steps
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.train import folder, metrics
+from ladder_jax.train.feed import Feed
+
+STEPS, SAVE, EVALUATE = 90, 15, 5
+TINY = [
+    "model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "mesh.tensor=2",
+    f"train.steps={STEPS}", "train.batch=4", "train.sequence=32", "train.warmup_steps=5", "train.log_every=1",
+    f"train.checkpoint_every={SAVE}", f"train.evaluate_every={EVALUATE}", "train.evaluation_batches=40",
+
+]  # fmt: skip
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "book.txt"
+    path.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000)))
+    return path
+
+
+def command(book, directory, *more):
+    arguments = [*TINY, f"data.path={book}", f"run.dir={directory}", *more]
+    return [sys.executable, "-m", "ladder_jax", "train", "tiny", "--cpu-devices", "2", *arguments]
+
+
+def start(book, directory, *more):
+    return subprocess.Popen(
+        command(book, directory, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(book, directory, *more, status=0):
+    done = subprocess.run(command(book, directory, *more), capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def settings(book, directory, *more):
+    return config.load("tiny", overrides=[*TINY, f"data.path={book}", f"run.dir={directory}", *more])
+
+
+def losses(directory):
+    return [(row["step"], row["loss"], row.get("validation_loss")) for row in metrics.read(directory)]
+
+
+def last_step(directory):
+    rows = metrics.read(directory)
+    return rows[-1]["step"] if rows else 0
+
+
+def wait(process, condition, *, timeout=120):
+    """Until `condition()` holds; whether it did before the process ended."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        if process.poll() is not None:
+            return False
+        time.sleep(0.001)
+    raise AssertionError("nothing happened")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(book, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    done = finish(book, directory)
+    assert f"step {STEPS}/{STEPS}" in done.stderr and "goodput" in done.stderr
+    rows = losses(directory)
+    assert [step for step, _, _ in rows] == list(range(1, STEPS + 1))
+    assert [step for step, _, held_out in rows if held_out is not None] == list(range(EVALUATE, STEPS + 1, EVALUATE))
+    return directory
+
+
+def being_written(directory):
+    return {path.stat().st_ino for path in directory.glob("checkpoints/writing.*.orbax*") if path.exists()}
+
+
+def test_killed_again_and_again(book, tmp_path, uninterrupted):
+    """SIGKILL in steps, saves and evaluations, until a run has died 20 times: the losses are bit-identical."""
+    directory, moments = tmp_path / "run", random.Random(0)
+    died = {"step": 0, "save": 0, "evaluation": 0}
+    while sum(died.values()) < KILLS:
+        kind = min(died, key=died.get)  # the one with the fewest
+        resumed = max([0, *(int(p.name) for p in directory.glob("checkpoints/*") if p.name.isdigit())])
+        left, target = being_written(directory), resumed + moments.randint(1, SAVE - 2)
+        process = start(book, directory)
+
+        def there():
+            """The moment that this life is to end in."""
+            if kind == "save":
+                return being_written(directory) - left
+            step = last_step(directory)
+            return target <= step < resumed + SAVE and (kind == "step" or (step + 1) % EVALUATE == 0)
+
+        # What was logged after the checkpoint is there until the new process has dropped it.
+        wait(process, lambda: last_step(directory) <= resumed)
+        if wait(process, there):
+            time.sleep(moments.uniform(0, 0.02))
+            process.kill()
+        process.communicate()
+        if process.returncode == -signal.SIGKILL:
+            evaluating = (last_step(directory) + 1) % EVALUATE == 0
+            died["save" if being_written(directory) - left else "evaluation" if evaluating else "step"] += 1
+        else:  # it came to its end first
+            shutil.rmtree(directory)
+    print(died)
+    assert min(died.values()) >= 4, died
+    finish(book, directory)
+    assert losses(directory) == losses(uninterrupted)
+    # On another mesh: the same batches, so the same losses but for rounding.
+    *_, resumed, last = sorted(int(p.name) for p in directory.glob("checkpoints/*"))
+    shutil.rmtree(directory / "checkpoints" / str(last))
+    finish(book, directory, "mesh.tensor=1", "mesh.data=2")
+    for ours, theirs in zip(losses(directory), losses(uninterrupted), strict=True):
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-4 if ours[0] > resumed else 0)
+
+
+@pytest.fixture
+def resumable(uninterrupted, tmp_path):
+    """A copy of the run as it stood some steps after its checkpoint of step 75, with that of step 60 before it."""
+    directory = tmp_path / "copy"
+    shutil.copytree(uninterrupted, directory)
+    checkpoints = directory / "checkpoints"
+    shutil.rmtree(checkpoints / "90")
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["60", "75"]
+    return directory
+
+
+def run(book, directory, *more):
+    said = []
+    return train.run(settings(book, directory, *more), say=said.append), said
+
+
+def test_preempted_in_a_step_and_in_a_save(book, tmp_path, uninterrupted):
+    """SIGTERM: everything is saved, the status is the shell's; the same command goes on. Ctrl-C likewise."""
+    directory = tmp_path / "run"
+    for moment, signum in (
+        (lambda: last_step(directory) > 3, signal.SIGTERM),
+        (lambda: any(directory.glob("checkpoints/writing.*")), signal.SIGTERM),
+        (lambda: last_step(directory) % EVALUATE == EVALUATE - 1 and last_step(directory) > 32, signal.SIGINT),
+    ):
+        process = start(book, directory)
+        assert wait(process, moment)
+        process.send_signal(signum)
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 128 + signum and "Traceback" not in said, said
+        step = last_step(directory)
+        assert f"ladder-jax: {signum.name}: step {step} is saved, and the same command goes on from there" in said
+        assert (directory / "checkpoints" / str(step)).is_dir() and not any(directory.glob("checkpoints/writing.*"))
+    finish(book, directory)
+    assert losses(directory) == losses(uninterrupted)
+
+
+def test_the_second_signal_ends_at_once(book, tmp_path):
+    directory = tmp_path / "run"
+    process = start(book, directory, "train.steps=100000", "train.evaluation_batches=100000", "train.batch=2")
+    assert wait(process, lambda: last_step(directory) >= 3)
+    lines = iter(process.stdout.readline, "")
+    process.send_signal(signal.SIGTERM)
+    assert any("SIGTERM: saving, then ending" in line for line in lines)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_full_disk(book, tmp_path, uninterrupted):
+    """Room for the log and one checkpoint: the next ones are reported, and that one stays; then there is room again."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    size = sum(p.stat().st_size for p in (uninterrupted / "checkpoints" / "90").rglob("*") if p.is_file())
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={2 * size}", "tmpfs", str(directory)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here (it needs root); test_a_disk_that_refuses_in_the_middle runs")
+    try:
+        with pytest.raises(RunFailed, match="checkpoint of step 90 could not be written: No space left on device"):
+            run(book, directory / "run")
+        assert [p.name for p in (directory / "run" / "checkpoints").iterdir()] == ["15"]
+        assert len(losses(directory / "run")) == STEPS
+        # Not a byte of room: the log waits in memory.
+        ballast = directory / "ballast"
+        with pytest.raises(OSError, match="No space"), ballast.open("wb") as file:
+            while True:
+                file.write(b"x" * 512)
+                file.flush()
+        before = (directory / "run" / "metrics.jsonl").read_bytes()
+        with pytest.raises(RunFailed, match="cannot write into .*: No space left on device"):
+            run(book, directory / "run")
+        assert (directory / "run" / "metrics.jsonl").read_bytes() == before
+        subprocess.run([*mount[:4], f"remount,size={20 * size}", str(directory)], check=True)
+        run(book, directory / "run")
+        assert losses(directory / "run") == losses(uninterrupted)
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted):
+    """No file may become larger than 40 KiB, so every save fails while it writes; the run says so, and why.
+
+    (Its programs are in the compilation cache, where nothing could be written either.)
+    """
+    limited = ["bash", "-c", 'ulimit -f 40; exec "$@"', "bash", *command(book, tmp_path / "run")]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "the checkpoint of step 15 could not be written: File too large (there is none before it)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ladder-jax: the checkpoint of step 90 could not be written")
+    # An abandoned write may leave a folder behind, which does not count, and which the next start removes.
+    assert steps(tmp_path / "run" / "checkpoints") == [] and len(losses(tmp_path / "run")) == STEPS
+
+
+def test_lines_wait_for_room(tmp_path):
+    """The log cannot be written for a while, once after half a line: nothing is lost, nothing stands twice."""
+    said = []
+    log = metrics.Metrics(tmp_path, step=0, say=said.append)
+    log.add({"step": 1, "loss": 1.0})
+    file = tmp_path / metrics.NAME
+    content = file.read_bytes()
+    file.rename(tmp_path / "aside")
+    file.mkdir()
+    log.add({"step": 2, "loss": float("nan")})
+    log.add({"step": 3, "loss": 3.0})
+    file.rmdir()
+    (tmp_path / "aside").rename(file)
+    file.write_bytes(content + b'{"step": 2, "lo')
+    log.add({"step": 4, "loss": float("inf")})
+    assert metrics.read(tmp_path) == [{"step": s, "loss": x} for s, x in ((1, 1.0), (2, None), (3, 3.0), (4, None))]
+    assert len(said) == 1 and "metrics.jsonl cannot be written: Is a directory; its lines are kept" in said[0]
+
+
+def test_unreadable_data_in_the_middle(book, tmp_path, uninterrupted, monkeypatch):
+    """What was made until then is saved; once the data is back, the run goes on exactly."""
+    whole = Feed.read
+
+    def broken(feed, step):
+        if int(step) == 36:
+            raise OSError(5, "Input/output error", "/data/shard-7")
+        return whole(feed, step)
+
+    monkeypatch.setattr(Feed, "read", broken)
+    with pytest.raises(RunFailed, match="the batch of step 37 cannot be read: .*/data/shard-7.*; step 36 is saved"):
+        run(book, tmp_path / "run")
+    assert last_step(tmp_path / "run") == 36
+    monkeypatch.setattr(Feed, "read", whole)
+    run(book, tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+
+
+def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupted):
+    """Refused, with the whole one before it on offer; taken up, it is put aside, and the run ends as it should."""
+    file = max((resumable / "checkpoints" / "75" / "optimizer").rglob("d/*"), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[99] ^= 4
+    file.write_bytes(content)
+    before = (resumable / "metrics.jsonl").read_bytes()
+    with pytest.raises(Damaged, match="the newest whole one before it is step 60 .run.on_damaged=previous"):
+        run(book, resumable)
+    assert (resumable / "metrics.jsonl").read_bytes() == before
+    _, said = run(book, resumable, "run.on_damaged=previous")
+    assert any(line.endswith("put aside as 75.damaged") for line in said)
+    assert f"resuming {resumable} from step 60" in said
+    assert losses(resumable) == losses(uninterrupted)
+    assert sorted(p.name for p in (resumable / "checkpoints").iterdir()) == ["60", "75", "75.damaged", "90"]
+
+
+def test_no_whole_checkpoint_is_no_fresh_start(book, resumable):
+    for path in (resumable / "checkpoints").iterdir():
+        (path / "manifest.json").unlink()
+    with pytest.raises(Damaged, match="manifest.json is missing, and there is no whole one before it"):
+        run(book, resumable, "run.on_damaged=previous")
+
+
+def test_a_checkpoint_from_before_there_were_manifests(book, resumable, uninterrupted):
+    step = resumable / "checkpoints" / "75"
+    (step / "manifest.json").unlink()
+    shutil.rmtree(step / "data")
+    meta = json.loads((step / "meta" / "metadata").read_text())
+    old = {key: meta[key] for key in ("format", "version", "step", "config")}
+    (step / "meta" / "metadata").write_text(json.dumps(old))
+    _, said = run(book, resumable)
+    assert any("has no manifest: a changed bit in it would go unseen" in line for line in said)
+    assert losses(resumable) == losses(uninterrupted)
+
+
+def test_other_data_is_refused(book, resumable, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(book.read_text().replace("little", "larger"))
+    shutil.copy(book, tmp_path / "original.txt")
+    config_file = resumable / "config.json"
+    config_file.write_text(config_file.read_text().replace(str(book), str(other)))
+    with pytest.raises(UserError, match="the data is not what checkpoint .*75' was trained on"):
+        run(other, resumable)
+
+
+def test_one_process_a_folder(book, resumable):
+    before = sorted(p.stat().st_mtime_ns for p in resumable.rglob("*"))
+    with folder.owned(resumable), pytest.raises(UserError, match="another process is training in"):
+        run(book, resumable)
+    assert sorted(p.stat().st_mtime_ns for p in resumable.rglob("*")) == before
+
+
+def test_the_evaluation_that_a_signal_cut_short_is_made_up_for(book, resumable, uninterrupted):
+    """The checkpoint of step 75 was saved without the held-out loss that belongs to it."""
+    rows = [row for row in metrics.read(resumable) if row["step"] <= 75]
+    del rows[-1]["validation_loss"]
+    (resumable / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(book, resumable)
+    assert losses(resumable) == losses(uninterrupted)
