@@ -63,7 +63,9 @@ MISTAKES = [
     ("model.num_kv_heads=3", "model.num_kv_heads=3 does not divide model.num_heads=8"),
     ("mesh.tensor=3", "model.num_heads=8 is not divisible by mesh.tensor=3"),
     ("mesh.data=3", "train.batch=16 is not divisible by the mesh's data x fsdp = 3"),
-    ("mesh.fsdp=2", "mesh.fsdp=2 is not supported yet"),
+    ("mesh.fsdp=3", "model.d_model=128 is not divisible by mesh.fsdp=3"),
+    ("train.accumulate=3", "train.accumulate=3 does not divide a device's 16 rows"),
+    ("train.z_loss=-1", "train.z_loss must not be negative"),
     ("model.residual=lader", "unknown residual 'lader'; did you mean 'ladder'?"),
     ("model.preset=tinny", "unknown preset 'tinny'; did you mean 'tiny'?"),
     ("model.ladder_layers=9", "ladder_layers='9' is not a number of layers"),
@@ -117,3 +119,10 @@ def test_the_import_is_light():
         (line,) = [line for line in done.stderr.splitlines() if line.endswith("| ladder_jax")]
         best = min(best, int(line.split("|")[1]) / 1000)
     assert best < 50
+
+
+def test_a_sequence_that_does_not_split_over_the_ranks():
+    settings = ["mesh.tensor=8", "train.sequence=100", "train.sequence_parallel=true"]
+    with pytest.raises(UserError, match="train.sequence=100 positions over mesh.tensor=8 ranks"):
+        config.load("tiny", overrides=settings)
+    assert config.load("tiny", overrides=[*settings, "train.sequence=104"]).train.sequence_parallel
