@@ -2,6 +2,9 @@
 #   make demo ARGS='...'    adds arguments to the command of demo, test, test-oldest or smoke-oldest
 #   make demo PYTHON=...    makes .venv with that Python (PYTHON_OLDEST: .venv-oldest); after `make clean` if there is one
 
+# A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. For none: WORKERS=
+WORKERS = -n auto --maxprocesses 4 --dist loadfile
+
 .PHONY: help venv demo test audit test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
@@ -14,13 +17,13 @@ demo: .venv/.installed  ## train a Ladder and a Standard on 8 simulated devices,
 	@.venv/bin/python -m experiments.demo $(ARGS)
 
 test: .venv/.installed  ## the tests
-	@.venv/bin/python -m pytest -q $(ARGS)
+	@.venv/bin/python -m pytest -q $(WORKERS) $(ARGS)
 
 audit: .venv/.compilers  ## what the compilers for TPUs and GPUs make of the programs (no accelerator needed)
 	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m audit $(ARGS)
 
 test-oldest: .venv-oldest/.installed  ## the tests on the oldest Python and jax they are run with
-	@.venv-oldest/bin/python -m pytest -q $(ARGS)
+	@.venv-oldest/bin/python -m pytest -q $(WORKERS) $(ARGS)
 
 smoke-oldest: .venv-oldest/.installed  ## a few of them on those
 	@.venv-oldest/bin/python -m pytest -q tests/test_smoke.py $(ARGS)
@@ -120,7 +123,7 @@ make_venv() {
         touch "$$venv/.installing"
         "$$python" -m venv "$$venv"
     fi
-    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable '.[test-serve]'
+    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable '.[suite]'
     mv "$$venv/.installing" "$$venv/.installed"
 }
 endef
