@@ -13,6 +13,9 @@ EMULATED = "emulated_rank"
 # LAUNCH where the output reduced is not the step's own but that of the sublayer before it.
 LAUNCH, ENTER, PREVIOUS = "launch_sublayer_output", "enter_sublayer_input", "previous"
 
+# And the two of parameters that are split over the fsdp axis (see fsdp.py).
+GATHER, SCATTER = "gather_weights", "scatter_gradients"
+
 
 def varying(x: jax.Array) -> frozenset[str]:
     """The mesh axes over which `x` may differ, by its type."""
