@@ -35,12 +35,13 @@ def prefill(
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
         caches = jax.tree.map(lambda c: vary(c, definition.layout.all_axes), caches)
-        x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches, sequence_parallel=sequence_parallel)
+        settings = dict(loop_form=loop, caches=caches, sequence_parallel=sequence_parallel)
+        x, caches = nn.hidden(definition, params, tokens, **settings)
         logits = nn.logits(definition, params, sampling.pick_last(x, lengths))
         return logits[:, 0], caches
 
     out_dims = ("BV", cache.dims(definition, loop=loop))
-    traits = definition.traits(phase=Phase.PREFILL, loop=loop)
+    traits = definition.traits(phase=Phase.PREFILL, loop=loop, sequence_parallel=sequence_parallel)
     return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
 
 

@@ -51,17 +51,16 @@ class Run:
         def turn(carry, first):
             (state, whole), kept = carry, []
             for index, (layer, scope) in enumerate(zip(self.layers, self.scopes, strict=True)):
+                ahead = self._take(params, first * len(self.layers) + index + 1)
+                state, (whole, ahead) = _tie(state, (whole, ahead))
+                following = whole if ahead is None else self._gather(ahead, index + 1)
                 with jax.named_scope(scope):
-                    ahead = self._take(params, first * len(self.layers) + index + 1)
-                    state, (whole, ahead) = _tie(state, (whole, ahead))
-                    following = whole if ahead is None else self.shares.gather(ahead)
                     state, of_layer = compute(layer, state, whole)
                 kept.append(of_layer)
                 whole = following
             return (state, whole), kept
 
-        with jax.named_scope(self.scopes[0]):
-            carry = (state, self.shares.gather(self._take(params, 0)))
+        carry = (state, self._gather(self._take(params, 0), 0))
         return turn(carry, 0) if self.turns == 1 else lax.scan(turn, carry, jnp.arange(self.turns))
 
     def _keep(self, state: State, params: Any) -> tuple[State, Any]:
@@ -77,12 +76,12 @@ class Run:
             gradient, whole, pending, given, gradients = carry
             for index in reversed(range(len(self.layers))):
                 layer = first * len(self.layers) + index
+                ahead = self._take(params, layer - 1)
+                gradient, (whole, ahead, pending, given) = _tie(gradient, (whole, ahead, pending, given))
+                gradients = _write(gradients, layer + 2, given)
+                given = None if pending is None else self._scatter(pending, index + 1)
+                preceding = whole if ahead is None else self._gather(ahead, index - 1)
                 with jax.named_scope(self.scopes[index]):
-                    ahead = self._take(params, layer - 1)
-                    gradient, (whole, ahead, pending, given) = _tie(gradient, (whole, ahead, pending, given))
-                    gradients = _write(gradients, layer + 2, given)
-                    given = None if pending is None else self.shares.scatter(pending)
-                    preceding = whole if ahead is None else self.shares.gather(ahead)
                     gradient, pending = kept[index].pull_back(gradient, whole, tied=self.recomputes)
                 whole = preceding
             return (gradient, whole, pending, given, gradients), None
@@ -97,10 +96,17 @@ class Run:
             turns = jnp.arange(self.turns)
             carry, _ = lax.scan(turn, (gradient, last, pending, given, gradients), (turns, kept), reverse=True)
         gradient, _, pending, given, gradients = carry
-        gradients = _write(gradients, 1, given)
-        with jax.named_scope(self.scopes[0]):
-            gradients = _write(gradients, 0, self.shares.scatter(pending))
+        gradient, (pending, given) = _tie(gradient, (pending, given))
+        gradients = _write(_write(gradients, 1, given), 0, self._scatter(pending, 0))
         return gradient, tuple(gradients) if isinstance(gradients, list) else gradients
+
+    def _gather(self, shares: Any, index: int) -> Any:
+        with jax.named_scope(self.scopes[index % len(self.scopes)]):
+            return self.shares.gather(shares)
+
+    def _scatter(self, gradients: Any, index: int) -> Any:
+        with jax.named_scope(self.scopes[index % len(self.scopes)]):
+            return self.shares.scatter(gradients)
 
     def _take(self, params: Any, layer: int | jax.Array) -> Any:
         """A layer's shares; beyond the ends None, or (of several turns) those of the layer there."""

@@ -20,6 +20,7 @@ from ladder_jax.nn.place import BEGIN, Place
 from ladder_jax.parallel import (
     Compiled,
     Layout,
+    Split,
     Traits,
     all_reduce,
     explicit,
@@ -91,9 +92,12 @@ class Definition:
         """What computes attention on this mesh's devices; it decides how caches are kept, too."""
         return kernels.choose(self.config, mesh=self.layout.mesh)
 
-    def traits(self, *, phase: Phase, loop: Loop) -> Traits:
+    def traits(self, *, phase: Phase, loop: Loop, sequence_parallel: bool = False) -> Traits:
         """What the compiler's options for a program of this model depend on."""
-        return Traits(self.topology.overlap, phase, loop)
+        split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
+        return Traits(
+            self.topology.overlap, phase, loop, frozenset(what for what, is_split in split.items() if is_split)
+        )
 
     @functools.cached_property
     def dims(self) -> Params:

@@ -83,9 +83,7 @@ def make(
     parsed = targets.parse(target)
     shape = preset(model)
     count = parsed.count
-    named = dict(
-        layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context
-    )
+    named = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
     for name, value in named.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")

@@ -3,8 +3,9 @@
 An estimate, to look at and not to quote. The device computes one operation after another in issue
 order. An operation takes what the compiler estimates, in cycles of the device's clock; where it
 estimates nothing (GPUs, kernels) the longer of its FLOPs at the published peak and its bytes at the
-published bandwidth. A collective takes its bytes over the published link, 2 (n-1)/n of them for an
-all-reduce, from when it is issued and the wire is free; a `done` waits for it.
+published bandwidth. A collective over n devices takes its bytes over the published link, 2 (n-1)/n of them
+for an all-reduce, (n-1)/n for a reduce-scatter, n-1 for an all-gather (of a share each), from when it is
+issued and the wire is free; a `done` waits for it.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ class Bar:
 
 
 def play(program: Program, *, hardware: Hardware, ranks: int) -> list[Bar]:
-    """All bars that take time, in the order of their begin."""
+    """All bars that take time, in the order of their begin. ranks: of collectives that do not say theirs."""
     player = _Player(program, hardware, ranks)
     player.run(program.entry, turn=0)
     return sorted(player.bars, key=lambda bar: bar.start)
@@ -64,8 +65,9 @@ class _Player:
                 self._compute(instruction, computation, turn)
 
     def _send(self, collective: Collective, turn: int) -> float:
-        rounds = 2 if collective.kind == "all-reduce" else 1
-        seconds = rounds * (self.ranks - 1) / self.ranks * collective.bytes / self.hardware.link
+        ranks = collective.ranks or self.ranks
+        rounds = {"all-reduce": 2, "all-gather": ranks}.get(collective.kind, 1)
+        seconds = rounds * (ranks - 1) / ranks * collective.bytes / self.hardware.link
         start = max(self.now, self.wire_free)
         self.wire_free = start + seconds
         self.bars.append(Bar(collective.name, collective.op_name, start, self.wire_free, wire=True, turn=turn))

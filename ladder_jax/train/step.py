@@ -69,7 +69,7 @@ def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
         return TrainState(params, moments, state.step + 1), metrics
 
-    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop)
+    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop, sequence_parallel=config.sequence_parallel)
     return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
 
 
