@@ -188,7 +188,7 @@ def _measure(form: _Form, computation: Computation, program: Program, costs: Cos
     return Collective(
         name=computation.instructions[form.issued].name,
         kind=_kind(collective, holder),
-        op_name=collective.op_name or computation.instructions[form.issued].op_name,
+        op_name=collective.op_name or computation.instructions[form.issued].op_name or _of_reducer(collective, program),
         operands=max(len(collective.operands), _joined(collective, holder, program)),
         bytes=hlo.size_in_bytes(payload),
         axes=members.axes,
@@ -215,6 +215,12 @@ def _joined(collective: Instruction, holder: Computation, program: Program) -> i
     if source.opcode == "fusion":
         source = program.computations[source.calls[0]].instructions[-1]
     return len(source.operands) if source.opcode == "concatenate" else 1
+
+
+def _of_reducer(collective: Instruction, program: Program) -> str:
+    """What a reduction that the compiler rewrote was made from: its addition still says so."""
+    reducer = program.computations.get((collective.attribute("to_apply") or "").lstrip("%"))
+    return reducer.instructions[-1].op_name if reducer else ""
 
 
 def _kind(collective: Instruction, holder: Computation) -> str:
