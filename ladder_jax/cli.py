@@ -185,11 +185,15 @@ def _parser() -> Parser:
     for option, letter, text in (
         ("layers", "N", "layers (default: the preset's)"),
         ("tensor", "N", "tensor-parallel devices (default: all of the target's)"),
-        ("batch", "B", "rows (default: 16 for decode, else 1)"),
+        ("fsdp", "N", "for train: split every parameter over N devices more (default 1)"),
+        ("batch", "B", "rows, on each of the fsdp devices (default: 16 for decode, else 1)"),
         ("prompt-length", "P", "tokens a row in prefill and train (default 1024)"),
         ("context", "S", "cache positions a row in decode (default 2048)"),
     ):
         overlap.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+    overlap.add_argument(
+        "--sequence-parallel", action="store_true", help="for train and prefill: split the stream along the sequence"
+    )
     overlap.add_argument("--json", action="store_true", help="print one JSON object")
     overlap.add_argument(
         "--plot", metavar="FILE", help="draw two layers' timeline, Standard above NAME (PNG, SVG, PDF)"

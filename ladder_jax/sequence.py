@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ladder_jax import residual
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, all_gather, ranks, reduce_scatter
+from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, all_gather, ranks, reduce_scatter
 from ladder_jax.residual import REDUCED, Delayed, State, Sublayer, Topology
 
 LENGTH = 1  # the dimension of [B, T, D] that is split
@@ -63,7 +63,7 @@ class Split:
             return State(residual.add(stream, (*launched, scatter(partial, axes))))
         added = step.lag + 1 - step.keep
         stream, sums = residual.add(stream, launched[:added]), launched[added:]
-        following = self._enter(stream, axes)
+        following = self._enter(stream, axes, FOLLOWING)
         if ranks(axes) > 1:
             partial, following, stream = residual.tie_forward((partial, following, stream))
         return State(stream, sums, partial, entered=following)
@@ -87,9 +87,9 @@ class Split:
         """Whether the step before could make this one's input: it leaves out all that was pending then."""
         return self.step.skip == self.step.lag > 0
 
-    def _enter(self, stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    def _enter(self, stream: jax.Array, axes: tuple[str, ...], scope: str = "") -> jax.Array:
         """The input [B, T, D] of a stream's own positions. A fresh ladder adds to it before it is normalised."""
-        return gather(stream if self.step.fresh else self.normalise(stream), axes)
+        return gather(stream if self.step.fresh else self.normalise(stream), axes, scope)
 
 
 def layers(topology: Topology, *, normalise: Normalise) -> tuple[tuple[Split, ...], ...]:
@@ -112,9 +112,9 @@ def scatter(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -
         return checkpoint_name(reduce_scatter(partial, axes, dimension=LENGTH), REDUCED)
 
 
-def gather(stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def gather(stream: jax.Array, axes: tuple[str, ...], scope: str = FOLLOWING) -> jax.Array:
     """All ranks' positions [B, T, D]. Its transpose is the reduce-scatter of the gradient."""
-    with jax.named_scope(ENTER):
+    with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
         return all_gather(stream, axes, dimension=LENGTH)
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from ladder_jax import decode, nn, parallel, train
 from ladder_jax.config import Loop, Phase, TrainConfig
-from ladder_jax.parallel import Compiled, Overlap, Traits, compiled, options
+from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled, options
 from ladder_jax.parallel.options import TABLE, When, options_for
 from tests import cases
 
-ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Phase, Loop)]
+SPLITS = [frozenset(some) for count in range(3) for some in itertools.combinations(Split, count)]
+ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Phase, Loop, SPLITS)]
 V5E, V5P, TPU7X, H100 = "TPU v5 lite", "TPU v5", "TPU7x", "NVIDIA H100 80GB HBM3"
 
 
@@ -25,11 +26,7 @@ def test_every_option_says_where_it_is_known_from():
 @pytest.mark.parametrize("kind", TABLE)
 def test_no_two_rows_set_one_option(kind):
     for traits in ALL_TRAITS:
-        rows = [
-            row.name
-            for row in TABLE[kind]
-            if traits.overlap in row.overlap and traits.phase in row.phases and traits.loop in row.loops
-        ]
+        rows = [row.name for row in TABLE[kind] if row.serves(traits) and row.when is When.ALWAYS]
         assert len(rows) == len(set(rows))
 
 
@@ -54,6 +51,20 @@ def test_each_kind_of_program_has_its_own():
     assert earlier in options_for("TPU v6 lite", hides(Phase.TRAIN))
     assert earlier not in options_for("TPU v6 lite", hides(Phase.PREFILL))
     assert options_for("TPU v5p", hides(Phase.PREFILL)) == options_for(V5P, hides(Phase.PREFILL))
+
+
+def test_what_is_split_has_its_own():
+    offload = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
+    for overlap, phase in itertools.product(Overlap, (Phase.PREFILL, Phase.TRAIN)):
+        one = lambda *split: Traits(overlap, phase, Loop.UNROLLED, frozenset(split))
+        assert all(offload in options_for("TPU v6e", one(split)) for split in Split)
+        assert offload not in options_for("TPU v6e", one())
+        limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+        assert [limit in options_for(H100, one(*split)) for split in SPLITS] == [Split.WEIGHTS in s for s in SPLITS]
+    split = cases.define("ladder", fsdp=2, tensor=2, num_kv_heads=2).traits(
+        phase=Phase.TRAIN, loop=Loop.SCAN, sequence_parallel=True
+    )
+    assert split.split == frozenset(Split)
 
 
 def test_what_a_topology_needs():

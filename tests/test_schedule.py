@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import parallel, schedule
 from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.schedule import collectives, cost, hlo, report, targets, timeline, traffic
+from ladder_jax.schedule import collectives, cost, groups, hlo, report, targets, timeline, traffic
 from ladder_jax.schedule.hardware import HARDWARE
 from ladder_jax.schedule.report import Status
 
@@ -50,6 +50,93 @@ def test_a_scan_counts_by_its_turns(name):
     inside = [r for r in found.reductions if r.collective.executions > 1]
     assert [r.count for r in inside] == [3, 3] and all(r.status is Status.HIDDEN for r in inside)
     assert (found.all_reduces, found.hidden) == (7, 6)  # the last one's output is reduced after the loop
+
+
+def read(name, *, ranks, ff=F):
+    """As the library's own programs are read: by scopes."""
+    one = 2 * 2 * T * D * ff / ranks
+    return report.read(parsed(name), sublayer_flops={"attention": one, "mlp": one})
+
+
+@pytest.mark.parametrize("name, ff", [("h100-split", F), ("tpu7x-split", 4 * F), ("v5p-split", 4 * F)])
+def test_both_halves_of_a_reduction_hide(name, ff):
+    """v5p's compiler rewrites a reduce-scatter to an all-reduce, of which it forgets whose it was."""
+    found = read(name, ranks=RANKS, ff=ff)
+    kinds = [(r.collective.kind, r.layer, r.sublayer, r.status is Status.HIDDEN) for r in found.reductions]
+    half = "all-reduce" if name.startswith("v5p") else "reduce-scatter"
+    gathered = [(kind, *rest) for kind, *rest in kinds if kind == "all-gather"]
+    assert gathered == [
+        ("all-gather", "0", "attention", False),  # the second sublayer reads the same
+        ("all-gather", "1", "attention", True),
+        ("all-gather", "1", "mlp", True),
+        ("all-gather", "2", "attention", True),
+        ("all-gather", "2", "mlp", True),
+    ]
+    owners = [(str(layer), sublayer) for layer in range(3) for sublayer in ("attention", "mlp")][:-1]
+    reduced = [(kind, *rest) for kind, *rest in kinds if kind != "all-gather"]
+    assert reduced == [(half, *owner, True) for owner in owners] + [(half, "last", "", False)]
+    sizes = {r.collective.kind: r.collective.bytes for r in found.reductions}
+    assert sizes == {half: T * D * 2, "all-gather": T * D * 2 // RANKS}
+    assert (found.merged, found.gathers, found.scatters) == (0, (), ())
+
+
+def test_a_standard_stream_that_is_split_hides_nothing():
+    found = read("h100-split-standard", ranks=RANKS)
+    assert (found.all_reduces, found.hidden) == (2 * SUBLAYERS, 0)
+
+
+@pytest.mark.parametrize("name", ["h100-sharded", "tpu7x-sharded"])
+def test_weights_are_gathered_one_layer_ahead(name):
+    """Of 4 matrices in each of 3 layers: all but the first layer's. The last one's are kept for the backward pass."""
+    found = read(name, ranks=4)
+    hidden = lambda transfers: [
+        (t.layer, t.backward, t.status is Status.HIDDEN) for t in transfers for _ in range(t.count)
+    ]
+    forward, backward = ([t for t in found.gathers if t.backward is way] for way in (False, True))
+    assert hidden(forward) == [("0", False, False)] * 4 + [("1", False, True)] * 4 + [("2", False, True)] * 4
+    # The input has no gradient, so of the first layer only the matrix that the second one's output needs.
+    assert hidden(backward) == [("1", True, True)] * 4 + [("0", True, True)] * 2
+    assert hidden(found.scatters) == [("2", True, True)] * 4 + [("1", True, True)] * 4 + [("0", True, False)] * 4
+    assert {t.collective.axes for t in (*found.gathers, *found.scatters)} == {("fsdp",)}
+    assert {t.collective.ranks for t in (*found.gathers, *found.scatters)} == {2}
+    whole = D * F // 4
+    assert {t.collective.bytes // t.collective.operands for t in found.gathers} == {whole * 2 // 2}  # shares, bfloat16
+    assert {t.collective.bytes // t.collective.operands for t in found.scatters} == {whole * 4}  # whole, float32
+    assert {r.collective.axes for r in found.reductions} == {("tensor",)}
+    assert found.hidden >= found.all_reduces - 1 and found.merged == 0 and found.others == ()
+
+
+def test_reduce_scatters_that_a_compiler_made_of_all_reduces():
+    """An all-reduce of a padded array and its slice, in one nameless fusion over devices by their numbers."""
+    found = read("v5p-sharded-sync", ranks=4)
+    assert sum(t.count for t in found.gathers) == 18 and sum(t.count for t in found.scatters) == 12
+    assert {t.status for t in (*found.gathers, *found.scatters)} == {Status.SYNCHRONOUS}
+    assert {t.collective.kind for t in found.scatters} == {"reduce-scatter"}
+    assert sorted(t.layer for t in found.scatters) == sorted("012" * 4)
+    assert {t.collective.axes for t in found.scatters} == {("fsdp",)}
+
+
+@pytest.mark.parametrize(
+    "groups_, axes, ranks",
+    [
+        ("mesh['data'=1,'fsdp'=2,'tensor'=4] {'fsdp'}", ("fsdp",), 2),
+        ("mesh['data'=1,'fsdp'=2,'tensor'=4] {'tensor','fsdp'}", ("tensor", "fsdp"), 8),
+        ("{{0,4},{1,5},{2,6},{3,7}}", ("fsdp",), 2),
+        ("{{0,1,2,3},{4,5,6,7}}", ("tensor",), 4),
+        ("{{0,1,2,3,4,5,6,7}}", ("fsdp", "tensor"), 8),
+        ("{{0,1},{2,3},{4,5},{6,7}}", (), 2),  # half of an axis
+        ("[4,2]<=[2,4]T(1,0)", ("fsdp",), 2),
+        ("[2,4]<=[8]", ("tensor",), 4),
+        ("{{0,8}}", (), 2),  # not of this mesh
+        ("", (), 0),
+    ],
+)
+def test_groups_of_devices(groups_, axes, ranks):
+    program = parsed("h100-sharded")
+    mesh = groups.mesh_of(program)
+    assert mesh == {"data": 1, "fsdp": 2, "tensor": 4}
+    one = hlo.Instruction("r", "f32[8]{0}", "reduce-scatter", (), f"channel_id=1, replica_groups={groups_}, a={{0}}")
+    assert groups.parse(one, mesh=mesh) == groups.Groups(axes, ranks)
 
 
 def test_small_reductions_of_a_gpu():
@@ -258,6 +345,12 @@ def test_garbage_estimates_are_skipped():
         ("jit(f)/layers_0_to_79/while/body/attention/launch_sublayer_output/previous/psum", ("0-79", "mlp")),
         ("jit(f)/transpose(jvp(layer_1))/attention/enter_sublayer_input/psum", ("1", "attention")),
         ("jit(f)/launch_sublayer_output/previous/psum", ("last", "")),
+        ("jit(f)/layer_0/attention/enter_sublayer_input/all_gather", ("0", "attention")),
+        ("jit(f)/layer_3/attention/enter_sublayer_input/following/all_gather", ("3", "mlp")),
+        ("jit(f)/layer_3/mlp/enter_sublayer_input/following/all_gather", ("4", "attention")),
+        ("jit(f)/layer_3/joint/enter_sublayer_input/following/all_gather", ("4", "joint")),
+        ("jit(f)/enter_sublayer_input/following/all_gather", ("last", "")),
+        ("jit(f)/transpose(jvp(layer_3))/gather_weights/all_gather", ("3", "")),
         ("jit(f)/jit(_splash_attention)/psum", ("", "")),
     ],
 )

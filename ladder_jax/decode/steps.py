@@ -18,23 +18,30 @@ from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, ov
 
 @functools.cache
 def prefill(
-    definition: Definition, *, capacity: int, loop: Loop = Loop.UNROLLED, quantize: Quantize = Quantize.NONE
+    definition: Definition,
+    *,
+    capacity: int,
+    loop: Loop = Loop.UNROLLED,
+    quantize: Quantize = Quantize.NONE,
+    sequence_parallel: bool = False,
 ) -> Compiled:
     """A compiled (params, tokens [B, T], lengths [B]) -> (logits [B, V] after each row's last token, caches).
 
     Rows are right-padded; what lies beyond a row's length does not matter. The caches hold `capacity`
     positions a row. `params` are `weights.prepare`d, for the same loop and quantize.
+    With `sequence_parallel`, T is divisible by the tensor ranks: see sequence.py.
     """
 
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
         caches = jax.tree.map(lambda c: vary(c, definition.layout.all_axes), caches)
-        x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches)
+        settings = dict(loop_form=loop, caches=caches, sequence_parallel=sequence_parallel)
+        x, caches = nn.hidden(definition, params, tokens, **settings)
         logits = nn.logits(definition, params, sampling.pick_last(x, lengths))
         return logits[:, 0], caches
 
     out_dims = ("BV", cache.dims(definition, loop=loop))
-    traits = definition.traits(phase=Phase.PREFILL, loop=loop)
+    traits = definition.traits(phase=Phase.PREFILL, loop=loop, sequence_parallel=sequence_parallel)
     return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
 
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.config import Loop, Remat
+from ladder_jax.nn import prefetch
 from ladder_jax.parallel.collectives import vary, varying
-from ladder_jax.parallel.fsdp import GATHERED
+from ladder_jax.parallel.fsdp import Shares
 from ladder_jax.residual import REDUCED, State, Step
 
 MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
@@ -29,15 +30,19 @@ def run(
     remat: Remat,
     axes: tuple[str, ...],
     dtype: jnp.dtype,
-    split: bool = False,
+    shares: Shares | None = None,
 ) -> tuple[State, Any]:
     """The state after all layers, and the caches in the form in which they came.
 
     params: stacked [L, ...], or (unrolled only) a tuple with each layer's own arrays.
     caches: likewise, or None.
     dtype: of a sublayer's output.
-    split: as in `remat_body`.
+    shares: how a layer's parameters are made of a rank's shares, where they are split over the fsdp axis.
     """
+    if shares is not None and caches is None:
+        return _run_ahead(body, state, params, steps, loop, remat, shares, axes=axes, dtype=dtype), None
+    if shares is not None:
+        of_whole, body = body, lambda state, layer, cache, steps: of_whole(state, shares.gather(layer), cache, steps)
     form = type(caches)
     if loop is Loop.UNROLLED:
         runs = [(layer, 1, 1) for layer in range(len(steps))]
@@ -49,7 +54,7 @@ def run(
         stop = start + period * repeats
         if repeats == 1:
             for layer in range(start, stop):
-                step_body = remat_body(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED, split=split)
+                step_body = remat_body(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED)
                 with jax.named_scope(f"layer_{layer}"):  # which the schedule's report reads
                     state, cache = step_body(state, _layer(params, layer), _layer(caches, layer))
                 updated.append(cache)
@@ -58,7 +63,7 @@ def run(
         def turn(state, slices, kinds=steps[start : start + period]):
             these, below = slices, []
             for index, kind in enumerate(kinds):
-                step_body = remat_body(body, steps=kind, remat=remat, loop=Loop.SCAN, split=split)
+                step_body = remat_body(body, steps=kind, remat=remat, loop=Loop.SCAN)
                 state, cache = step_body(state, *(_layer(tree, index) for tree in these))
                 below.append(cache)
             return state, _stack(below)
@@ -92,15 +97,31 @@ def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat, loop: Loop, split: bool = False) -> Callable:
-    """`body` of a layer with those steps, its intermediate values recomputed in the backward pass.
+def _run_ahead(body, state, params, steps, loop, remat, shares, *, axes, dtype) -> State:
+    """`run` where each layer's parameters are gathered one layer ahead."""
 
-    split: its parameters are shares, which it gathers itself, and must gather again in the backward pass.
-    """
+    def layer(kind):
+        # As in a scan: what keeps a recomputation apart is the loop's own.
+        of_layer = remat_body(body, steps=kind, remat=remat, loop=Loop.SCAN)
+        return lambda state, whole: of_layer(state, whole, None)[0]
+
+    whole_loop = [(0, len(steps), 1)]
+    for start, period, repeats in whole_loop if loop is Loop.UNROLLED else runs_of(steps):
+        stop = start + period * repeats
+        if repeats == 1:
+            scopes, arrays = [f"layer_{n}" for n in range(start, stop)], _split(params)[start:stop]
+        else:
+            scopes, arrays = [f"layers_{start}_to_{stop - 1}"] * period, jax.tree.map(lambda a: a[start:stop], params)
+            state = steps[start][0].fill(state, axes=axes, dtype=dtype)
+        layers = [layer(kind) for kind in steps[start : start + period]]
+        state = prefetch.Run(layers, scopes, repeats, shares, recomputes=remat is not Remat.NONE)(state, arrays)
+    return state
+
+
+def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat, loop: Loop) -> Callable:
+    """`body` of a layer with those steps, its intermediate values recomputed in the backward pass."""
     body = functools.partial(body, steps=steps)
     policies = jax.checkpoint_policies
-    if remat is Remat.NONE and split:  # keep every activation, but no parameter
-        return jax.checkpoint(body, policy=policies.save_anything_except_these_names(GATHERED), prevent_cse=False)
     if remat is Remat.NONE:
         return body
     policy = policies.save_only_these_names(REDUCED)

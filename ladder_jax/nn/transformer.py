@@ -20,6 +20,7 @@ from ladder_jax.nn.place import BEGIN, Place
 from ladder_jax.parallel import (
     Compiled,
     Layout,
+    Split,
     Traits,
     all_reduce,
     explicit,
@@ -91,9 +92,12 @@ class Definition:
         """What computes attention on this mesh's devices; it decides how caches are kept, too."""
         return kernels.choose(self.config, mesh=self.layout.mesh)
 
-    def traits(self, *, phase: Phase, loop: Loop) -> Traits:
+    def traits(self, *, phase: Phase, loop: Loop, sequence_parallel: bool = False) -> Traits:
         """What the compiler's options for a program of this model depend on."""
-        return Traits(self.topology.overlap, phase, loop)
+        split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
+        return Traits(
+            self.topology.overlap, phase, loop, frozenset(what for what, is_split in split.items() if is_split)
+        )
 
     @functools.cached_property
     def dims(self) -> Params:
@@ -183,7 +187,7 @@ def hidden(
     )
 
     def body(state, layer, cache, steps):
-        return definition.bind("layers", part("layers", layer))(state, cache, steps=steps, call=call)
+        return definition.bind("layers", layer)(state, cache, steps=steps, call=call)
 
     table = definition.bind("embedding", part("embedding", params["embedding"]))
     x = table.lookup(tokens, axes=axes, dtype=dtype, reduce=reduce)
@@ -200,12 +204,13 @@ def hidden(
             remat=remat,
             axes=axes,
             dtype=dtype,
-            split=definition.layout.fsdp > 1,
+            shares=_shares(definition),
         )
 
     # Only the layers: XLA's common-subexpression pass aborts on ordered code around them (jax 0.12.0.1).
     run_layers = explicit.ordered(layers) if launch is Launch.EXPLICIT else layers
-    state, caches = run_layers(state, params["layers"], caches)
+    stacked = fsdp.with_vectors(params["layers"], definition.dims["layers"], layout=definition.layout)
+    state, caches = run_layers(state, stacked, caches)
     x = vary(flush(state, axes=axes), axes)
     x = definition.bind("final_norm", part("final_norm", params["final_norm"]))(x, dtype=dtype)
     return (sequence.gather(x, axes) if split else x), caches
@@ -247,10 +252,16 @@ def loss_sum(
 
 
 def _whole(definition: Definition, name: str, params: Params) -> Params:
-    """The parameters of the module called `name` ("layers": of one layer), from a rank's shares of them."""
-    dims = jax.tree.map(lambda dims: dims.removeprefix("L"), definition.dims[name])
+    """The parameters of the module called `name`, from a rank's shares of them."""
     dtype = jnp.dtype(definition.config.dtype.value)
-    return fsdp.whole(params, dims, layout=definition.layout, dtype=dtype)
+    return fsdp.whole(params, definition.dims[name], layout=definition.layout, dtype=dtype)
+
+
+def _shares(definition: Definition) -> fsdp.Shares | None:
+    if definition.layout.fsdp == 1:
+        return None
+    dims = jax.tree.map(lambda dims: dims.removeprefix("L"), definition.dims["layers"])
+    return fsdp.Shares(dims, jnp.dtype(definition.config.dtype.value))
 
 
 @functools.cache

@@ -24,7 +24,8 @@ def run(args: dict) -> None:
         remat=member(Remat, "--remat", args["remat"]) if args["remat"] else Remat.NONE,
         launch=member(Launch, "--launch", args["launch"]) if args["launch"] else Launch.CHAINED,
         quantize=member(Quantize, "--quantize", args["quantize"]) if args["quantize"] else Quantize.NONE,
-        **{name: args[name] for name in ("layers", "tensor", "batch", "prompt_length", "context")},
+        sequence_parallel=args["sequence_parallel"],
+        **{name: args[name] for name in ("layers", "tensor", "fsdp", "batch", "prompt_length", "context")},
     )
     answer = result.read(request, compiling.compiled(request))
     if args["plot"]:

@@ -19,22 +19,24 @@ from ladder_jax.parallel import Compiled, make_mesh
 def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     """The program and the shapes of its arguments, placed on the target's devices."""
     found = schedule.devices(request.target)
-    if len(found) < request.tensor:
-        raise UserError(f"--tensor {request.tensor} is more than the {len(found)} devices of {request.target.name}")
-    definition = nn.define(request.config, mesh=make_mesh(tensor=request.tensor, devices=found))
+    if len(found) < request.fsdp * request.tensor:
+        raise UserError(f"{request.target.name} has {len(found)} devices, fewer than --fsdp x --tensor")
+    mesh = make_mesh(fsdp=request.fsdp, tensor=request.tensor, devices=found)
+    definition = nn.define(request.config, mesh=mesh)
 
     def tokens(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)]))
 
-    rows, loop = request.batch, request.loop
+    rows, loop, split = request.batch * request.fsdp, request.loop, request.sequence_parallel
     if request.phase is Phase.TRAIN:
-        config = TrainConfig(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
+        shape = dict(batch=rows, sequence=request.prompt_length)
+        config = TrainConfig(**shape, loop=loop, remat=request.remat, sequence_parallel=split)
         state = train.abstract_state(definition, config=config)
         return train.train_step(definition, config=config), (state, tokens(rows, request.prompt_length + 1))
     form = dict(loop=loop, quantize=request.quantize)
     params = weights.abstract(definition, **form)
     if request.phase is Phase.PREFILL:
-        step = decode.prefill(definition, capacity=request.prompt_length, **form)
+        step = decode.prefill(definition, capacity=request.prompt_length, sequence_parallel=split, **form)
         return step, (params, tokens(rows, request.prompt_length), tokens(rows))
     caches = cache.abstract(definition, rows=rows, capacity=request.context, loop=loop)
     step = decode.decode(definition, launch=request.launch, **form)

@@ -12,7 +12,11 @@ from ladder_jax.schedule.targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A program to compile. batch: rows on one data shard; context: filled positions of the cache (decode)."""
+    """A program to compile.
+
+    batch: rows on one data shard, of which fsdp counts as well; context: filled positions of the cache (decode).
+    sequence_parallel: the stream is split along the sequence over the tensor ranks (see sequence.py).
+    """
 
     target: Target
     model: str
@@ -28,6 +32,8 @@ class Request:
     remat: Remat = Remat.NONE
     launch: Launch = Launch.CHAINED
     quantize: Quantize = Quantize.NONE
+    fsdp: int = 1
+    sequence_parallel: bool = False
 
     @property
     def config(self) -> ModelConfig:
@@ -70,18 +76,22 @@ def make(
     remat: Remat = Remat.NONE,
     launch: Launch = Launch.CHAINED,
     quantize: Quantize = Quantize.NONE,
+    fsdp: int | None = None,
+    sequence_parallel: bool = False,
 ) -> Request:
     """A checked request; raises UserError for what cannot be."""
     parsed = targets.parse(target)
     shape = preset(model)
     count = parsed.count
-    named = dict(layers=layers, tensor=tensor, batch=batch, prompt_length=prompt_length, context=context)
+    named = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
     for name, value in named.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
-    tensor = count if tensor is None else tensor
-    if tensor > count:
-        raise UserError(f"--tensor {tensor} is more than the {count} devices of {parsed.name}")
+    fsdp = fsdp or 1
+    tensor = max(1, count // fsdp) if tensor is None else tensor
+    if tensor * fsdp > count:
+        asked = f"--tensor {tensor}" + (f" x --fsdp {fsdp}" if fsdp > 1 else "")
+        raise UserError(f"{asked} is more than the {count} devices of {parsed.name}")
     request = Request(
         target=parsed,
         model=model,
@@ -97,12 +107,20 @@ def make(
         remat=remat,
         launch=launch,
         quantize=quantize,
+        fsdp=fsdp,
+        sequence_parallel=sequence_parallel,
     )
+    if fsdp > 1 and phase is not Phase.TRAIN:
+        raise UserError(f"--fsdp is for train (serving keeps every layer's weights), not for {phase.value}")
+    if sequence_parallel and phase is Phase.DECODE:
+        raise UserError("--sequence-parallel is for train and prefill: a decode step has one position a row")
+    if sequence_parallel and request.prompt_length % tensor:
+        raise UserError(f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}")
     if launch is Launch.EXPLICIT and phase is not Phase.DECODE:
         raise UserError(f"--launch explicit is for decode (it has no gradient), not for {phase.value}")
     if quantize is not Quantize.NONE and phase is Phase.TRAIN:
         raise UserError(f"--quantize {quantize.value} is for prefill and decode, not for train")
-    check_fits_mesh(request.config, MeshConfig(tensor=tensor))
+    check_fits_mesh(request.config, MeshConfig(fsdp=fsdp, tensor=tensor))
     return request
 
 

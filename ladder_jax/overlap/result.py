@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 
 from ladder_jax.config import Phase
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.record import Record
 from ladder_jax.overlap.request import Request
+from ladder_jax.parallel.collectives import ENTER
 from ladder_jax.schedule import hlo, report, traffic
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.report import Reduction, Report, Status
+from ladder_jax.schedule.report import Reduction, Report, Status, Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Result:
             "compiler_options": self.record.options,
             "notices": list(self.record.notices),
             "reductions": [_reduction(one) for one in found.reductions],
+            "weights_gathers": _transfers(found.gathers),
+            "gradients_scatters": _transfers(found.scatters),
             "other_collectives": [_collective(one) for one in found.others],
             "jax": self.record.jax,
             "compiler": self.record.compiler,
@@ -60,7 +64,8 @@ class Result:
         found = self.report
         if not found.all_reduces:
             return "no all-reduces: no sublayer of this program communicates"
-        line = f"{found.hidden} of {found.all_reduces} all-reduces hidden"
+        noun = "collectives" if self.request.sequence_parallel else "all-reduces"
+        line = f"{found.hidden} of {found.all_reduces} {noun} hidden"
         left = [r for r in found.reductions if r.status is not Status.HIDDEN]
         if not left:
             return line
@@ -81,7 +86,9 @@ class Result:
         """Lines and tables, to be printed by rich."""
         request, record = self.request, self.record
         what = f"{request.model}, {request.residual}, {request.phase.value}, {request.layers} layers"
-        lines = [self.verdict, f"{what}, tensor {request.tensor}, {request.loop.value}, on {request.target.name}", ""]
+        mesh = (f"fsdp {request.fsdp}, " if request.fsdp > 1 else "") + f"tensor {request.tensor}"
+        split = ", sequence-parallel" if request.sequence_parallel else ""
+        lines = [self.verdict, f"{what}, {mesh}{split}, {request.loop.value}, on {request.target.name}", ""]
         memory = f"{record.bytes_per_device / 2**30:.1f} GiB a device"
         if self.fits is not None:
             room = request.target.memory / 2**30
@@ -96,6 +103,9 @@ class Result:
         if self.report.hidden_time_fraction is not None:
             share = f"{self.report.hidden_time_fraction:.0%} of the step's estimated compute"
             tail.append(f"time      a hidden reduction is in flight during {share}")
+        for name, transfers in (("gathers", self.report.gathers), ("scatters", self.report.scatters)):
+            if transfers:
+                tail.append(f"{name:<10}{_in_words(transfers)}")
         if self.report.others:
             waiting = sum(one.synchronous for one in self.report.others)
             kinds = "embedding, head, loss, gradients" if request.phase is Phase.TRAIN else "embedding"
@@ -126,6 +136,34 @@ def _reduction(one: Reduction) -> dict:
     }
 
 
+def _transfers(found: Sequence[Transfer]) -> dict:
+    """Of the layers' weights, counted by arrays: how many, how many of them asynchronous and hidden, and each."""
+    one = lambda t: {"layer": t.layer, "direction": "backward" if t.backward else "forward", "arrays": t.count}
+    return {
+        "count": sum(t.count for t in found),
+        "asynchronous": sum(t.count for t in found if not t.collective.synchronous),
+        "hidden": _hidden(found),
+        "each": [
+            one(t) | {"status": t.status.name.lower(), "window_flops_fraction": t.window} | _collective(t.collective)
+            for t in found
+        ],
+    }
+
+
+def _in_words(found: Sequence[Transfer]) -> str:
+    what = "gradients reduce-scattered" if found[0].collective.kind == "reduce-scatter" else "weights gathered"
+    line = f"{_hidden(found)} of {sum(t.count for t in found)} arrays of layers' {what}, hidden"
+    left = Counter()
+    for t in found:
+        if t.status is not Status.HIDDEN:
+            left[f"of layer {t.layer or '?'}, {'backward' if t.backward else 'forward'}, {t.status.value}"] += t.count
+    return line + "".join(f"; {count} {what}" for what, count in left.items())
+
+
+def _hidden(found: Sequence[Transfer]) -> int:
+    return sum(t.count for t in found if t.status is Status.HIDDEN)
+
+
 def _collective(one: Collective) -> dict:
     kept = ("kind", "bytes", "axes", "executions", "operations", "kernels", "cycles", "op_name")
     return {name: getattr(one, name) for name in kept} | {"synchronous": one.synchronous}
@@ -139,6 +177,8 @@ def _belongs(name: str, request: Request) -> bool:
         "launch": request.phase is Phase.DECODE,
         "quantize": request.phase is not Phase.TRAIN,
         "remat": request.phase is Phase.TRAIN,
+        "fsdp": request.phase is Phase.TRAIN,
+        "sequence_parallel": request.phase is not Phase.DECODE,
         "ladder_layers": request.ladder_layers is not None,
     }
     return elsewhere.get(name, True)
@@ -153,8 +193,9 @@ def _table(found: Report):
         table.add_column(name, justify="left" if name in ("reduction", "layers", "status") else "right")
     groups: dict[tuple, list[Reduction]] = {}
     for reduction in found.reductions:
-        direction = "gradient of the input of" if reduction.backward else "output of"
-        name = f"{direction} {reduction.sublayer}" if reduction.sublayer else "last output"
+        end = "input" if ENTER in reduction.collective.op_name else "output"
+        direction = f"gradient of the {end} of" if reduction.backward else f"{end} of"
+        name = f"{direction} {reduction.sublayer}" if reduction.sublayer else f"last {end}"
         groups.setdefault((name, reduction.collective.bytes, reduction.status), []).append(reduction)
     for (name, size, status), members in groups.items():
         cycles = [r.collective.cycles for r in members if r.collective.cycles is not None]

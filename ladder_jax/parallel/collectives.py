@@ -10,8 +10,12 @@ EMULATED = "emulated_rank"
 
 # The two places where a topology communicates, named so that a compiled program can be searched for
 # them: the outputs, forward, and (the gradients of) the inputs, backward. PREVIOUS stands inside
-# LAUNCH where the output reduced is not the step's own but that of the sublayer before it.
-LAUNCH, ENTER, PREVIOUS = "launch_sublayer_output", "enter_sublayer_input", "previous"
+# LAUNCH where the output reduced is not the step's own but that of the sublayer before it; FOLLOWING
+# inside ENTER where the input is that of the sublayer after it (or, after the last, the head's).
+LAUNCH, ENTER, PREVIOUS, FOLLOWING = "launch_sublayer_output", "enter_sublayer_input", "previous", "following"
+
+# And the two of parameters that are split over the fsdp axis (see fsdp.py).
+GATHER, SCATTER = "gather_weights", "scatter_gradients"
 
 
 def varying(x: jax.Array) -> frozenset[str]:

@@ -1,21 +1,19 @@
 """Parameters split over the fsdp axis (ZeRO-3, arXiv 1910.02054): whole only while a layer computes with them.
 
-A rank holds its share of every array along D. Forward, a layer's shares are gathered in the dtype in which they
-are used; backward they are gathered again, and each gradient goes back to its shares by one reduce-scatter.
+A rank holds its share of every array along D. Matrices are gathered in the dtype in which they are used, a layer
+at a time (nn/prefetch.py says when); each gradient goes back to its shares by one reduce-scatter, in float32. The
+vectors of all layers, norm gains and the like, are smaller than one message costs: those are gathered together.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from ladder_jax.parallel.collectives import all_gather, reduce_scatter
+from ladder_jax.parallel.collectives import GATHER, SCATTER, all_gather, reduce_scatter
 from ladder_jax.parallel.mesh import FSDP, Layout
-
-GATHERED = "gathered"
-"""The checkpoint name of gathered parameters, which no remat policy may save: it would save the whole model."""
 
 
 def whole(params: Any, dims: Any, *, layout: Layout, dtype: jnp.dtype) -> Any:
@@ -26,24 +24,56 @@ def whole(params: Any, dims: Any, *, layout: Layout, dtype: jnp.dtype) -> Any:
     """
     if layout.fsdp == 1:
         return params
-    return jax.tree.map(lambda dims, a: _whole(a, dims, dtype), dims, params)
+    return jax.tree.map(lambda dims, a: _whole(a, dims, dtype) if "D" in dims else a, dims, params)
+
+
+def with_vectors(params: Any, dims: Any, *, layout: Layout) -> Any:
+    """All layers' stacked parameters, of which every "LD" is whole and the rest are shares."""
+    if layout.fsdp == 1:
+        return params
+    return jax.tree.map(lambda dims, a: _whole(a, dims, a.dtype) if dims == "LD" else a, dims, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """How the matrices of one layer are gathered from their shares, and their gradients given back.
+
+    dims: a tree of one layer's dimensions. Vectors are whole already (`with_vectors`).
+    """
+
+    dims: Any
+    dtype: jnp.dtype
+
+    def gather(self, shares: Any) -> Any:
+        return jax.tree.map(lambda dims, a: _whole(a, dims, self.dtype) if _split(dims) else a, self.dims, shares)
+
+    def scatter(self, gradients: Any) -> Any:
+        """Float32 shares of the sums over the fsdp axis of whole arrays' gradients."""
+        give = lambda dims, g: _give_back(g, dims.index("D")) if _split(dims) else g
+        return jax.tree.map(give, self.dims, gradients)
+
+
+def _split(dims: str) -> bool:
+    return "D" in dims and len(dims) > 1
 
 
 def _whole(array: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
-    if "D" not in dims:
-        return array
-    target = jnp.dtype(dtype if len(dims) > 1 else array.dtype)  # norm gains multiply in float32
-    return checkpoint_name(_gather(array, dims.index("D"), target), GATHERED)
+    vector = len(dims.removeprefix("L")) == 1  # norm gains multiply in float32
+    return _gather(array, dims.index("D"), jnp.dtype(array.dtype if vector else dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(share: jax.Array, axis: int, dtype: jnp.dtype) -> jax.Array:
-    return all_gather(share.astype(dtype), (FSDP,), dimension=axis)
+    with jax.named_scope(GATHER):
+        return all_gather(share.astype(dtype), (FSDP,), dimension=axis)
 
 
-def _scatter(axis: int, _, share_like, gradient: jax.Array) -> tuple[jax.Array]:
-    summed = reduce_scatter(gradient.astype(jnp.float32), (FSDP,), dimension=axis)
-    return (summed.astype(share_like.dtype),)
+def _give_back(gradient: jax.Array, axis: int) -> jax.Array:
+    with jax.named_scope(SCATTER):
+        return reduce_scatter(gradient.astype(jnp.float32), (FSDP,), dimension=axis)
 
 
-_gather.defvjp(lambda share, axis, dtype: (_gather(share, axis, dtype), jnp.zeros((), share.dtype)), _scatter)
+_gather.defvjp(
+    lambda share, axis, dtype: (_gather(share, axis, dtype), jnp.zeros((), share.dtype)),
+    lambda axis, dtype, like, gradient: (_give_back(gradient, axis).astype(like.dtype),),
+)

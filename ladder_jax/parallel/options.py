@@ -1,4 +1,4 @@
-"""Compiler options that make all-reduces asynchronous, by kind of device: the one table, used by all that compiles.
+"""Compiler options that make collectives asynchronous, by kind of device: the one table, used by all that compiles.
 
 Read from schedules compiled with jax 0.12.0.1, libtpu 0.0.50.1 and the CUDA 13 plugin; `ladder-jax overlap`
 repeats the reading, and `make audit` fails when a new compiler behaves otherwise.
@@ -25,6 +25,13 @@ class Overlap(enum.Enum):
     WAITS = "waits"  # standard, parallel, desync: the fastest reduction is best, asynchronous or not
 
 
+class Split(enum.Enum):
+    """What beside the tensor-parallel dimensions is split, and so gathered and reduce-scattered."""
+
+    WEIGHTS = "weights"  # over the fsdp axis
+    SEQUENCE = "sequence"  # of the stream, over the tensor ranks
+
+
 @dataclasses.dataclass(frozen=True)
 class Traits:
     """What the options of a program depend on, beside the device."""
@@ -32,6 +39,7 @@ class Traits:
     overlap: Overlap
     phase: Phase
     loop: Loop
+    split: frozenset[Split] = frozenset()
 
 
 class When(enum.Enum):
@@ -41,7 +49,10 @@ class When(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A compiler option, for which programs it is set, and where that is known from (`why`)."""
+    """A compiler option, for which programs it is set, and where that is known from (`why`).
+
+    split: for programs in which one of these is; empty, for all.
+    """
 
     name: str
     value: bool | int | float | str
@@ -50,6 +61,15 @@ class Option:
     phases: tuple[Phase, ...] = tuple(Phase)
     loops: tuple[Loop, ...] = tuple(Loop)
     when: When = When.ALWAYS
+    split: tuple[Split, ...] = ()
+
+    def serves(self, traits: Traits) -> bool:
+        return (
+            traits.overlap in self.overlap
+            and traits.phase in self.phases
+            and traits.loop in self.loops
+            and (not self.split or not traits.split.isdisjoint(self.split))
+        )
 
 
 _OFFLOAD = Option(
@@ -69,6 +89,18 @@ _EARLIER = Option(
     "the compiler believes in less time than the wire takes, and issues too late: of a rematerialised scan's backward"
     " it left an all-reduce two small operations; with 3 it has half a sublayer, at no more estimated cycles",
     phases=(Phase.TRAIN,),
+)
+
+
+_OFFLOAD_HALVES = tuple(
+    Option(
+        f"xla_tpu_enable_sparse_core_collective_offload_{kind}",
+        True,
+        f"every {kind.replace('_', '-')} is synchronous on the TensorCore without it (schedules of v5p and v6e)",
+        overlap=tuple(Overlap),
+        split=tuple(Split),
+    )
+    for kind in ("all_gather", "reduce_scatter")
 )
 
 
@@ -119,10 +151,21 @@ TABLE: dict[str, tuple[Option, ...]] = {
             when=When.RESCUE,
         ),
     ),
-    "TPU v5": (_OFFLOAD, _OFFLOAD_SMALL, _stream(65536, "8 % fewer")),
-    "TPU v6 lite": (_OFFLOAD, _OFFLOAD_SMALL, _EARLIER),
-    # All-reduces run on the SparseCore by default.
-    "TPU7x": (_OFFLOAD_SMALL, _stream(49152, "8 % fewer")),
+    "TPU v5": (_OFFLOAD, *_OFFLOAD_HALVES, _OFFLOAD_SMALL, _stream(65536, "8 % fewer")),
+    "TPU v6 lite": (_OFFLOAD, *_OFFLOAD_HALVES, _OFFLOAD_SMALL, _EARLIER),
+    # Collectives run on the SparseCore by default.
+    "TPU7x": (
+        _OFFLOAD_SMALL,
+        Option(
+            "xla_tpu_sparse_core_all_gather_latency_multiplier",
+            0.5,
+            "the compiler gives all of attention to the gather of the next input, and nothing to the reduce-scatter"
+            " before it: in 4 layers 3 of 7 were left bare; with half of its estimate, none",
+            phases=(Phase.PREFILL,),
+            split=(Split.SEQUENCE,),
+        ),
+        _stream(49152, "8 % fewer"),
+    ),
     "NVIDIA": (
         Option(
             "xla_gpu_enable_latency_hiding_scheduler",
@@ -135,6 +178,29 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "",
             "an all-reduce of at most 4 MiB is a Triton kernel by default: fast, and never overlapped; this gives NCCL",
             phases=(Phase.DECODE,),
+        ),
+        Option(
+            "xla_gpu_experimental_parallel_collective_overlap_limit",
+            4,
+            "one collective at a time by default: weights and sublayers' outputs took each other's place, and 8 of 16"
+            " all-reduces were left with nothing beside them; with 4, one",
+            overlap=tuple(Overlap),
+            split=(Split.WEIGHTS,),
+        ),
+        Option(
+            "xla_gpu_all_gather_combine_threshold_bytes",
+            2**28,
+            "one or two messages a layer instead of six: each hides under a sublayer or more, where of six some hid"
+            " under nothing. Larger, it would join the embedding's and the head's to the first layer's",
+            overlap=tuple(Overlap),
+            split=(Split.WEIGHTS,),
+        ),
+        Option(
+            "xla_gpu_reduce_scatter_combine_threshold_bytes",
+            2**29,
+            "the same for gradients, which are in float32",
+            overlap=tuple(Overlap),
+            split=(Split.WEIGHTS,),
         ),
     ),
 }
@@ -150,14 +216,7 @@ def is_v5e(device_kind: str) -> bool:
 def options_for(device_kind: str, traits: Traits, *, when: When = When.ALWAYS) -> dict[str, Any]:
     """The table's options for a kind of device (`jax.Device.device_kind`); none for a CPU, which hides nothing."""
     kind = "NVIDIA" if device_kind.startswith("NVIDIA") else ALIASES.get(device_kind, device_kind)
-    return {
-        row.name: row.value
-        for row in TABLE.get(kind, ())
-        if row.when is when
-        and traits.overlap in row.overlap
-        and traits.phase in row.phases
-        and traits.loop in row.loops
-    }
+    return {row.name: row.value for row in TABLE.get(kind, ()) if row.when is when and row.serves(traits)}
 
 
 def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> dict[str, Any]:

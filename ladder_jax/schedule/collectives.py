@@ -3,8 +3,8 @@
 A collective is *synchronous* (the device waits) or has a *window*: the instructions that are issued
 between its start and its done. The forms that XLA writes:
 
-    all-reduce                                   synchronous, on every backend
-    all-reduce-start ... all-reduce-done         NVIDIA GPU; likewise all-gather, collective-permute
+    all-reduce                                   synchronous, on every backend; likewise the other kinds
+    all-reduce-start ... all-reduce-done         NVIDIA GPU; likewise the other kinds
     async-start ... async-done, fusion-start ... fusion-done
                                                  NVIDIA GPU, the collective in the called computation
     call-start, call-update ... call-done        TPU SparseCore; the start may come early, without
@@ -12,13 +12,15 @@ between its start and its done. The forms that XLA writes:
     fusion(AsyncCollectiveStart) ... fusion(AsyncCollectiveDone)
                                                  TPU v5e; pieces of one collective share a chain_id,
                                                  and those fused with compute stand in the window
+
+A reduce-scatter may also be an all-reduce and the slice that this device keeps, in one fusion (TPU).
 """
 
 import dataclasses
 import re
 from collections.abc import Iterator
 
-from ladder_jax.schedule import hlo
+from ladder_jax.schedule import groups, hlo
 from ladder_jax.schedule.cost import Costs, Flops
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
@@ -40,8 +42,9 @@ class Collective:
 
     operands: how many arrays it carries; an all-reduce of several is a merged one. The compiler for
         NVIDIA GPUs joins them into one flat array instead, and those are counted too.
-    bytes: of those arrays, on one device.
-    axes: mesh axes that it spans, such as ("tensor",); empty where the program does not name them.
+    bytes: of those arrays, on one device, before it: whole ones to be scattered, shares to be gathered.
+    axes: mesh axes that it spans, such as ("tensor",); empty where the program does not say.
+    ranks: over how many devices it goes, 0 where the program does not say.
     executions: how often it runs in one execution of the program.
     issued, awaited: positions of its start and its done in `computation`; equal if it is synchronous.
     operations, flops, cycles, kernels: of the instructions between them: how many compute, the FLOPs of
@@ -55,6 +58,7 @@ class Collective:
     operands: int
     bytes: int
     axes: tuple[str, ...]
+    ranks: int
     computation: str
     executions: int
     issued: int
@@ -71,10 +75,10 @@ class Collective:
 
 def find(program: Program, *, costs: Costs) -> list[Collective]:
     """All collectives that run, in issue order computation by computation."""
-    found = []
+    found, mesh = [], groups.mesh_of(program)
     for computation in _scheduled(program):
         for form in _forms(computation, program):
-            found.append(_measure(form, computation, program, costs))
+            found.append(_measure(form, computation, program, costs, mesh))
     return found
 
 
@@ -174,19 +178,21 @@ def _calls_target(instruction: Instruction, program: Program, target: str) -> bo
     )
 
 
-def _measure(form: _Form, computation: Computation, program: Program, costs: Costs) -> Collective:
+def _measure(form: _Form, computation: Computation, program: Program, costs: Costs, mesh: dict[str, int]) -> Collective:
     collective, holder = form.collective, form.holder
+    members = groups.parse(collective, mesh=mesh)
     payload = tuple(a for name in collective.operands for a in holder.by_name[name].arrays)
     window = computation.instructions[form.issued + 1 : form.awaited]
     cycles = [costs.cycles(i, within=computation) for i in window]
     known = [c for c in cycles if c is not None]
     return Collective(
         name=computation.instructions[form.issued].name,
-        kind=collective.opcode.removesuffix("-start"),
-        op_name=collective.op_name,
+        kind=_kind(collective, holder),
+        op_name=collective.op_name or computation.instructions[form.issued].op_name or _of_reducer(collective, program),
         operands=max(len(collective.operands), _joined(collective, holder, program)),
         bytes=hlo.size_in_bytes(payload),
-        axes=_axes(collective),
+        axes=members.axes,
+        ranks=members.ranks,
         computation=computation.name,
         executions=costs.trips(computation.name),
         issued=form.issued,
@@ -211,6 +217,13 @@ def _joined(collective: Instruction, holder: Computation, program: Program) -> i
     return len(source.operands) if source.opcode == "concatenate" else 1
 
 
-def _axes(collective: Instruction) -> tuple[str, ...]:
-    named = re.search(r"replica_groups=mesh\[[^\]]*\]\s*\{([^}]*)\}", collective.attributes)
-    return tuple(re.findall(r"'([^']+)'", named[1])) if named else ()
+def _of_reducer(collective: Instruction, program: Program) -> str:
+    """What a reduction that the compiler rewrote was made from: its addition still says so."""
+    reducer = program.computations.get((collective.attribute("to_apply") or "").lstrip("%"))
+    return reducer.instructions[-1].op_name if reducer else ""
+
+
+def _kind(collective: Instruction, holder: Computation) -> str:
+    kind, kept = collective.opcode.removesuffix("-start"), holder.instructions[-1]
+    sliced = not holder.entry and kept.opcode == "dynamic-slice" and kept.operands[0] == collective.name
+    return "reduce-scatter" if kind == "all-reduce" and sliced else kind

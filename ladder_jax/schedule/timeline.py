@@ -4,8 +4,9 @@ An estimate: without latencies to look at and not to quote; with a machine's own
 compiled half of `ladder-jax predict`. The device computes one operation after another in issue
 order. An operation takes what the compiler estimates, in cycles of the device's clock; where it
 estimates nothing (GPUs, kernels) the longer of its FLOPs at the published peak and its bytes at the
-published bandwidth. A collective takes its bytes over the published link, 2 (n-1)/n of them for an
-all-reduce, from when it is issued and the wire is free; a `done` waits for it.
+published bandwidth. A collective over n devices takes its bytes over the published link, 2 (n-1)/n of them
+for an all-reduce, (n-1)/n for a reduce-scatter, n-1 for an all-gather (of a share each), from when it is
+issued and the wire is free; a `done` waits for it.
 """
 
 import dataclasses
@@ -47,6 +48,7 @@ def play(
 ) -> list[Bar]:
     """All bars that take time, in the order of their begin.
 
+    ranks: of collectives that do not say theirs.
     wire: seconds of a collective, in place of its bytes over the published link; launch: seconds more for each
     operation; contention: how much longer an operation takes while a collective is in flight.
     """
@@ -116,7 +118,8 @@ class _Player:
 
 def _published(hardware: Hardware, ranks: int) -> Callable[[Collective], float]:
     def seconds(collective: Collective) -> float:
-        rounds = 2 if collective.kind == "all-reduce" else 1
-        return rounds * (ranks - 1) / ranks * collective.bytes / hardware.link
+        count = collective.ranks or ranks
+        rounds = {"all-reduce": 2, "all-gather": count}.get(collective.kind, 1)
+        return rounds * (count - 1) / count * collective.bytes / hardware.link
 
     return seconds

@@ -75,7 +75,7 @@ def guarded_step(definition: Definition, *, config: TrainConfig) -> Compiled:
         mean = jnp.where(good, old.mean + share * (loss - old.mean), old.mean)
         return Guarded(kept, mean, old.count + good), {**metrics, BAD: ~good}
 
-    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop)
+    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop, sequence_parallel=config.sequence_parallel)
     return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
 
 

@@ -48,7 +48,7 @@ def initial_state(definition: Definition, *, config: TrainConfig, params: Params
 
 def train_step(definition: Definition, *, config: TrainConfig) -> Compiled:
     """A compiled `update`; the old state's buffers are reused."""
-    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop)
+    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop, sequence_parallel=config.sequence_parallel)
     return Compiled(update(definition, config=config), mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
 
 

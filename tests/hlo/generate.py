@@ -1,6 +1,6 @@
 """Makes the fixtures beside it: small programs as the compilers for TPUs and GPUs schedule them.
 
-    python -m tests.hlo.generate          (needs jax[tpu] and the CUDA plugin, and neither a TPU nor a GPU)
+    python -m tests.hlo.generate [NAME]...     (needs jax[tpu] and the CUDA plugin, and neither a TPU nor a GPU)
 
 Only what the parser reads is kept of each line's attributes: they are long, and change with every compiler.
 """
@@ -8,6 +8,7 @@ Only what the parser reads is kept of each line's attributes: they are long, and
 import os
 import pathlib
 import re
+import sys
 
 from ladder_jax.schedule import targets
 
@@ -19,13 +20,16 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from ladder_jax import parallel, residual, schedule  # noqa: E402
+from ladder_jax import parallel, residual, schedule, sequence  # noqa: E402
 from ladder_jax.config import Loop, Phase  # noqa: E402
-from ladder_jax.parallel import Overlap, Traits  # noqa: E402
+from ladder_jax.nn import prefetch  # noqa: E402
+from ladder_jax.nn.norm import normalise  # noqa: E402
+from ladder_jax.parallel import Overlap, Split, Traits, fsdp  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 TENSOR = ("tensor",)
 LAYERS, T, D, F = 3, 512, 2048, 16384
+TPU_SPLIT_F = 4 * F  # a TPU's sublayer at F is shorter than the two messages of a split stream
 
 
 def sublayer(w_in, w_out):
@@ -69,6 +73,49 @@ def naive(x, weights):
     return x + pending
 
 
+def split(x, weights, *, name):
+    """A stream that is split along the sequence: both halves of every reduction."""
+    topology = residual.topology(name, num_layers=LAYERS)
+    steps = sequence.layers(topology, normalise=lambda x: normalise(x, eps=1e-5).astype(x.dtype))
+    state = residual.begin(sequence.share(parallel.vary(x, TENSOR), TENSOR), topology=topology, axes=TENSOR)
+    for layer in range(LAYERS):
+        state = scoped(steps[layer], layer)(state, [(w_in[layer], w_out[layer]) for w_in, w_out in weights])
+    return parallel.all_reduce(jnp.sum(sequence.flush(state, axes=TENSOR).astype(jnp.float32)), TENSOR)
+
+
+def scoped(steps, layer):
+    """A layer of two sublayers, named as the library's are."""
+
+    def compute(state, pairs):
+        for step in steps:
+            with jax.named_scope(f"layer_{layer}/{('attention', 'mlp')[step.sublayers[0]]}"):
+                state = step(state, [sublayer(*pair) for pair in pairs], axes=TENSOR)
+        return state
+
+    return compute
+
+
+def sharded(x, weights):
+    """Gradients of an unrolled Ladder whose weights are split over the fsdp axis, too."""
+    topology = residual.topology("ladder", num_layers=LAYERS)
+    names = [f"layer_{n}" for n in range(LAYERS)]
+    run = prefetch.Run(
+        [lambda state, whole, n=n: scoped(topology.layers[n], n)(state, whole) for n in range(LAYERS)],
+        names,
+        1,
+        fsdp.Shares((("DF", "FD"),) * 2, jnp.dtype(jnp.bfloat16)),
+        recomputes=False,
+    )
+
+    def loss(weights):
+        layers = tuple(jax.tree.map(lambda w: w[n], weights) for n in range(LAYERS))
+        state = run(residual.begin(x, topology=topology, axes=TENSOR), layers)
+        return jnp.sum(residual.flush(state, axes=TENSOR).astype(jnp.float32))
+
+    own = jax.tree.map(lambda w: parallel.vary(w, ("data", "fsdp", "tensor")), weights)
+    return jax.tree.map(lambda g: parallel.all_reduce(g, ("data",)), jax.grad(loss)(own))
+
+
 def tiny(x, weights):
     """A reduction beside which only a very small matmul can run."""
     (w_in, w_out), _ = weights
@@ -79,6 +126,8 @@ def tiny(x, weights):
 
 STANDARD = lambda x, weights: layers(x, weights, name="standard")
 LADDER = lambda x, weights: layers(x, weights, name="ladder")
+SPLIT = lambda x, weights: split(x, weights, name="ladder")
+SPLIT_STANDARD = lambda x, weights: split(x, weights, name="standard")
 FIXTURES = {
     # name: (function, target, tokens, loop, with the library's options)
     "h100-unrolled": (LADDER, "h100:8", T, Loop.UNROLLED, True),
@@ -94,22 +143,38 @@ FIXTURES = {
     "v5p-unrolled": (LADDER, "v5p:2x2x2", T, Loop.UNROLLED, True),
     "v5p-sync": (LADDER, "v5p:2x2x2", T, Loop.UNROLLED, False),
     "v5e-unrolled": (LADDER, "v5e:2x4", T, Loop.UNROLLED, True),
+    "h100-split": (SPLIT, "h100:8", T, Loop.UNROLLED, True),
+    "h100-split-standard": (SPLIT_STANDARD, "h100:8", T, Loop.UNROLLED, True),
+    "tpu7x-split": (SPLIT, "tpu7x:2x2x1", T, Loop.UNROLLED, True),
+    "v5p-split": (SPLIT, "v5p:2x2x2", T, Loop.UNROLLED, True),
+    "h100-sharded": (sharded, "h100:8", T, Loop.UNROLLED, True),
+    "tpu7x-sharded": (sharded, "tpu7x:2x2x1", T, Loop.UNROLLED, True),
+    "v5p-sharded-sync": (sharded, "v5p:2x2x2", T, Loop.UNROLLED, False),
 }
 
 
 def compile_text(name):
     function, target, tokens, loop, optioned = FIXTURES[name]
-    mesh = schedule.make_mesh(target)
-    place = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-    specs = (P(None, None, "tensor"), P(None, "tensor", None))
-    weights = ((place((LAYERS, D, F), specs[0]), place((LAYERS, F, D), specs[1])),) * 2
-    local = jax.shard_map(function, mesh=mesh, in_specs=(P(), (specs, specs)), out_specs=P())
+    of_fsdp = function is sharded
+    mesh = parallel.make_mesh(
+        **(dict(fsdp=2, tensor=4) if of_fsdp else dict(tensor=8)), devices=schedule.devices(schedule.parse(target))
+    )
+    dtype, rows = (jnp.float32, P("fsdp")) if of_fsdp else (jnp.bfloat16, P())
+    place = lambda shape, spec, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    share = "fsdp" if of_fsdp else None
+    specs = (P(None, share, "tensor"), P(None, "tensor", share))
+    size = TPU_SPLIT_F if function is SPLIT and not target.startswith("h100") else F
+    weights = ((place((LAYERS, D, size), specs[0], dtype), place((LAYERS, size, D), specs[1], dtype)),) * 2
+    out = (specs, specs) if of_fsdp else P()
+    local = jax.shard_map(function, mesh=mesh, in_specs=(rows, (specs, specs)), out_specs=out)
     options = None
     if optioned:
-        overlap = Overlap.WAITS if function is STANDARD else Overlap.HIDES
-        options = parallel.compile_options(mesh, traits=Traits(overlap, Phase.PREFILL, loop))
+        overlap = Overlap.WAITS if function in (STANDARD, SPLIT_STANDARD) else Overlap.HIDES
+        splits = {sharded: {Split.WEIGHTS}, SPLIT: {Split.SEQUENCE}, SPLIT_STANDARD: {Split.SEQUENCE}}
+        traits = Traits(overlap, Phase.PREFILL, loop, frozenset(splits.get(function, ())))
+        options = parallel.compile_options(mesh, traits=traits)
     jitted = jax.jit(local, compiler_options=options)
-    return jitted.lower(place((1, tokens, D), P()), weights).compile().as_text()
+    return jitted.lower(place((len(mesh.devices[0]), tokens, D), rows, jnp.bfloat16), weights).compile().as_text()
 
 
 def trim(text):
@@ -130,6 +195,6 @@ def _trim_line(line):
 
 
 if __name__ == "__main__":
-    for fixture in FIXTURES:
+    for fixture in sys.argv[1:] or FIXTURES:
         (HERE / f"{fixture}.hlo").write_text(trim(compile_text(fixture)))
         print(fixture, flush=True)

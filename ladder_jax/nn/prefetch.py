@@ -1,0 +1,173 @@
+"""The loop over layers whose matrices are split over the fsdp axis, with a VJP of its own: one layer ahead.
+
+    forward, layer l      gather the matrices of l+1                                    beside its compute
+    backward, layer l     gather those of l-1 again; reduce-scatter the gradients       beside its compute
+                          of l+1
+
+What stands beside a layer is tied to the state that enters it, and to what stood beside the layer before, so that a
+compiler can neither begin it earlier, nor merge it with its neighbours', nor take the second gather for the first.
+The loop keeps the activations of every layer, and the matrices of two. That is what its own VJP is for: jax's would
+keep whatever a scan carries, the prefetched matrices of all layers among it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ladder_jax.parallel.collectives import vary, varying
+from ladder_jax.parallel.fsdp import Shares
+from ladder_jax.residual import State
+
+LayerOf = Callable[[State, Any], State]  # (state, one layer's whole parameters) -> state
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run of layers: `turns` times the same `layers`, or, if it turns once, any layers one after another.
+
+    scopes: the names of the layers of one turn, which the schedule's report reads.
+    recomputes: a layer's pullback computes the layer again.
+    """
+
+    layers: Sequence[LayerOf]
+    scopes: Sequence[str]
+    turns: int
+    shares: Shares
+    recomputes: bool
+
+    def __call__(self, state: State, params: Any) -> State:
+        """params: a tuple with each layer's shares, or (of several turns) their stack [turns * layers, ...]."""
+        loop = jax.custom_vjp(lambda state, params: self._forward(state, params, _compute)[0][0])
+        loop.defvjp(self._keep, self._backward)
+        return loop(state, params)
+
+    def _forward(self, state: State, params: Any, compute: Callable) -> tuple[tuple[State, Any], Any]:
+        """((the last state, the last layer's whole parameters), what `compute` kept of each layer)."""
+
+        def turn(carry, first):
+            (state, whole), kept = carry, []
+            for index, (layer, scope) in enumerate(zip(self.layers, self.scopes, strict=True)):
+                ahead = self._take(params, first * len(self.layers) + index + 1)
+                state, (whole, ahead) = _tie(state, (whole, ahead))
+                following = whole if ahead is None else self._gather(ahead, index + 1)
+                with jax.named_scope(scope):
+                    state, of_layer = compute(layer, state, whole)
+                kept.append(of_layer)
+                whole = following
+            return (state, whole), kept
+
+        carry = (state, self._gather(self._take(params, 0), 0))
+        return turn(carry, 0) if self.turns == 1 else lax.scan(turn, carry, jnp.arange(self.turns))
+
+    def _keep(self, state: State, params: Any) -> tuple[State, Any]:
+        (state, last), kept = self._forward(state, params, _pull_back)
+        return state, (params, last, kept)
+
+    def _backward(self, residuals: tuple, gradient: State) -> tuple[State, Any]:
+        params, last, kept = residuals
+        gradients = self._no_gradients(params)
+
+        def turn(carry, of_turn):
+            first, kept = of_turn
+            gradient, whole, pending, given, gradients = carry
+            for index in reversed(range(len(self.layers))):
+                layer = first * len(self.layers) + index
+                ahead = self._take(params, layer - 1)
+                gradient, (whole, ahead, pending, given) = _tie(gradient, (whole, ahead, pending, given))
+                gradients = _write(gradients, layer + 2, given)
+                given = None if pending is None else self._scatter(pending, index + 1)
+                preceding = whole if ahead is None else self._gather(ahead, index - 1)
+                with jax.named_scope(self.scopes[index]):
+                    gradient, pending = kept[index].pull_back(gradient, whole, tied=self.recomputes)
+                whole = preceding
+            return (gradient, whole, pending, given, gradients), None
+
+        if self.turns == 1:
+            carry, _ = turn((gradient, last, None, None, gradients), (0, kept))
+        else:
+            # The first turns give back zeros, to places that later turns write again.
+            zero = lambda a, dtype: vary(jnp.zeros(a.shape, dtype), varying(a))
+            pending = jax.tree.map(lambda a: zero(a, a.dtype), last)
+            given = jax.tree.map(lambda a: zero(a[0], a.dtype), params)
+            turns = jnp.arange(self.turns)
+            carry, _ = lax.scan(turn, (gradient, last, pending, given, gradients), (turns, kept), reverse=True)
+        gradient, _, pending, given, gradients = carry
+        gradient, (pending, given) = _tie(gradient, (pending, given))
+        gradients = _write(_write(gradients, 1, given), 0, self._scatter(pending, 0))
+        return gradient, tuple(gradients) if isinstance(gradients, list) else gradients
+
+    def _gather(self, shares: Any, index: int) -> Any:
+        with jax.named_scope(self.scopes[index % len(self.scopes)]):
+            return self.shares.gather(shares)
+
+    def _scatter(self, gradients: Any, index: int) -> Any:
+        with jax.named_scope(self.scopes[index % len(self.scopes)]):
+            return self.shares.scatter(gradients)
+
+    def _take(self, params: Any, layer: int | jax.Array) -> Any:
+        """A layer's shares; beyond the ends None, or (of several turns) those of the layer there."""
+        if isinstance(params, tuple):
+            return params[layer] if 0 <= layer < len(params) else None
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, _inside(layer, a), keepdims=False), params)
+
+    def _no_gradients(self, params: Any) -> Any:
+        if isinstance(params, tuple):
+            return [None] * len(params)
+        return jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), params)
+
+
+def _write(gradients: Any, layer: int | jax.Array, given: Any) -> Any:
+    """`gradients` with a layer's: in place, as a list's item or in the stack."""
+    if isinstance(gradients, list):
+        if given is not None:
+            gradients[layer] = given
+        return gradients
+    write = lambda stack, a: lax.dynamic_update_index_in_dim(stack, a.astype(stack.dtype), _inside(layer, stack), 0)
+    return jax.tree.map(write, gradients, given)
+
+
+def _inside(layer: int | jax.Array, stack: jax.Array) -> jax.Array:
+    return jnp.clip(layer, 0, stack.shape[0] - 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A layer's pullback without the layer's whole parameters. places: where among its leaves they were, which."""
+
+    leaves: list[jax.Array | None]
+    structure: Any = dataclasses.field(metadata=dict(static=True))
+    places: tuple[tuple[int, int], ...] = dataclasses.field(metadata=dict(static=True))
+
+    def pull_back(self, gradient: State, whole: Any, *, tied: bool) -> tuple[State, Any]:
+        leaves, arrays = list(self.leaves), jax.tree.leaves(whole)
+        for place, which in self.places:
+            leaves[place] = arrays[which]
+        if tied:  # as in `loop.run`, a recomputation hides the later layer's reduction
+            gradient, leaves = _tie(gradient, leaves)
+        return jax.tree.unflatten(self.structure, leaves)(gradient)
+
+
+def _compute(layer: LayerOf, state: State, whole: Any) -> tuple[State, None]:
+    return layer(state, whole), None
+
+
+def _pull_back(layer: LayerOf, state: State, whole: Any) -> tuple[State, _Kept]:
+    state, pullback = jax.vjp(layer, state, whole)
+    leaves, structure = jax.tree.flatten(pullback)
+    arrays = jax.tree.leaves(whole)
+    places = tuple((n, m) for n, leaf in enumerate(leaves) for m, array in enumerate(arrays) if leaf is array)
+    for place, _ in places:
+        leaves[place] = None
+    return state, _Kept(leaves, structure, places)
+
+
+def _tie(state: State, others: Any) -> tuple[State, Any]:
+    """`others`, there only when the newest array of `state` is (or of its gradient): the one not in flight."""
+    newest = "residual" if state.partial is None else "partial"
+    here, others = lax.optimization_barrier((getattr(state, newest), others))
+    return dataclasses.replace(state, **{newest: here}), others
