@@ -26,7 +26,8 @@ def progress(
         yield _lines(total, done, named, say or (lambda line: console.print(line, markup=False, soft_wrap=True)))
         return
     words = (TextColumn("{task.description}", markup=False), TextColumn("{task.fields[news]}", markup=False))
-    with Progress(words[0], BarColumn(), words[1], TimeRemainingColumn(), console=console, transient=True) as bar:
+    columns = (words[0], BarColumn(bar_width=16), words[1], TimeRemainingColumn(compact=True))
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(named(done), total=total, completed=done, news="")
         yield lambda done, text: bar.update(task, description=named(done), completed=done, news=text)
 
