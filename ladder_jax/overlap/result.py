@@ -194,8 +194,8 @@ def _table(found: Report):
     groups: dict[tuple, list[Reduction]] = {}
     for reduction in found.reductions:
         end = "input" if ENTER in reduction.collective.op_name else "output"
-        direction = f"gradient of the {end} of" if reduction.backward else f"{end} of"
-        name = f"{direction} {reduction.sublayer}" if reduction.sublayer else f"last {end}"
+        name = f"{end} of {reduction.sublayer}" if reduction.sublayer else f"last {end}"
+        name = f"gradient of the {name}" if reduction.backward else name
         groups.setdefault((name, reduction.collective.bytes, reduction.status), []).append(reduction)
     for (name, size, status), members in groups.items():
         cycles = [r.collective.cycles for r in members if r.collective.cycles is not None]
