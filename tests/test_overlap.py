@@ -84,7 +84,10 @@ def test_weights_and_a_stream_that_are_split(run_cli, kept):
     text = run_cli("overlap", *args.split(), "--sequence-parallel", LADDER_JAX_CACHE=str(kept)).stdout
     assert text.splitlines()[0] == f"0 of {found['all_reduces']} collectives hidden: each is synchronous"
     assert "fsdp 2, tensor 4, sequence-parallel, unrolled" in text
-    assert "0 of 49 arrays of layers' weights gathered, hidden; 7 of layer 0, forward, synchronous" in text
+    assert (
+        "0 of 49 arrays of layers' weights gathered, hidden (0% of their bytes); 7 of layer 0, forward, synchronous"
+        in text
+    )
 
 
 MISTAKES = {

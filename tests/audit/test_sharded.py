@@ -17,6 +17,7 @@ from tests.audit.test_overlap import LAYERS, absent, case
 pytestmark = pytest.mark.audit
 
 MATRICES = 7  # of a layer
+LEAST = {"v6e": 15, "v5p": 9}  # of 16 all-reduces
 TRAIN = [case(target, Phase.TRAIN, fsdp=2) for target in ("tpu7x:2x2x1", "h100:8")]
 ONE_AT_A_TIME = [case(target, Phase.TRAIN, fsdp=2) for target in ("v5p:2x2x2", "v6e:2x4")]
 SCANNED = [case("h100:8", Phase.TRAIN, loop=Loop.SCAN, fsdp=2)]
@@ -77,6 +78,20 @@ def test_sublayers_reductions_stay_hidden_beside_them(request_, compiled):
     answer = compiled(request_)
     assert (answer.report.all_reduces, answer.report.merged) == (4 * LAYERS, 0)
     assert answer.report.hidden == 4 * LAYERS - 1, answer.verdict
+
+
+@pytest.mark.parametrize("request_", ONE_AT_A_TIME)
+def test_where_one_weight_is_gathered_at_a_time(request_, compiled):
+    """v5p and v6e: their compiler finds too little compute for each of 7 messages, and leaves the smallest bare."""
+    answer = compiled(request_)
+    found = answer.report
+    assert found.merged == 0 and found.all_reduces == 4 * LAYERS
+    assert found.hidden >= LEAST[request_.target.kind], answer.verdict
+    for moved, bare in ((found.gathers, ("0", False)), (found.scatters, ("0", True))):
+        assert not any(t.collective.synchronous for t in moved)
+        inner = [t for t in moved if (t.layer, t.backward) != bare]
+        hidden = sum(t.collective.bytes for t in inner if t.status is Status.HIDDEN)
+        assert hidden >= 0.9 * sum(t.collective.bytes for t in inner)
 
 
 @pytest.mark.parametrize("request_", SCANNED)
