@@ -68,6 +68,28 @@ def test_phases(run_cli, kept, phase, loop, count):
     assert found["bytes_accessed"] > found["bytes_per_device"] / 4
 
 
+def test_weights_and_a_stream_that_are_split(run_cli, kept):
+    """4 layers of 7 matrices: gathered again in the backward pass, but for the last; and both halves of 8 sums."""
+    args = "--model tiny --target cpu:8 --phase train --residual ladder --prompt-length 16 --loop unrolled --fsdp 2"
+    done = run_cli("overlap", *args.split(), "--sequence-parallel", "--json", LADDER_JAX_CACHE=str(kept))
+    found = json.loads(done.stdout)
+    assert (found["fsdp"], found["tensor"], found["sequence_parallel"]) == (2, 4, True)
+    gathers, scatters = found["weights_gathers"], found["gradients_scatters"]
+    assert [gathers[name] for name in ("count", "asynchronous", "hidden")] == [7 * (4 + 3), 0, 0]
+    assert [scatters[name] for name in ("count", "asynchronous", "hidden")] == [7 * 4, 0, 0]
+    assert [one["layer"] for one in scatters["each"]] == [layer for layer in "3210" for _ in range(7)]
+    forward = [one["kind"] for one in found["reductions"] if one["direction"] == "forward"]
+    assert sorted(forward) == ["all-gather"] * 8 + ["reduce-scatter"] * 8
+    assert found["all_reduces"] == len(found["reductions"]) and found["merged"] == 0
+    text = run_cli("overlap", *args.split(), "--sequence-parallel", LADDER_JAX_CACHE=str(kept)).stdout
+    assert text.splitlines()[0] == f"0 of {found['all_reduces']} collectives hidden: each is synchronous"
+    assert "fsdp 2, tensor 4, sequence-parallel, unrolled" in text
+    assert (
+        "0 of 49 arrays of layers' weights gathered, hidden (0% of their bytes); 7 of layer 0, forward, synchronous"
+        in text
+    )
+
+
 MISTAKES = {
     "--target v5q:2x2": "unknown target 'v5q:2x2'; did you mean 'v5p:2x2x2'? (allowed: v5e:2x4,",
     "--target v5p:8": "target 'v5p:8' has no size that v5p is made in: write it as in v5p:2x2x2",
@@ -80,6 +102,12 @@ MISTAKES = {
     "--phase train --launch explicit": "--launch explicit is for decode (it has no gradient), not for train",
     "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3",
     "--tensor 16": "--tensor 16 is more than the 8 devices of cpu:8",
+    "--tensor 4 --fsdp 4 --phase train": "--tensor 4 x --fsdp 4 is more than the 8 devices of cpu:8",
+    "--fsdp 0": "--fsdp must be positive, not 0",
+    "--fsdp 2": "--fsdp is for train (serving keeps every layer's weights), not for decode",
+    "--fsdp 3 --phase train": "model.d_model=128 is not divisible by mesh.fsdp=3",
+    "--sequence-parallel": "--sequence-parallel is for train and prefill: a decode step has one position a row",
+    "--sequence-parallel --phase train --prompt-length 12": "splits --prompt-length 12 over --tensor 8",
     "--layers 0": "--layers must be positive, not 0",
     "--batch -1": "--batch must be positive, not -1",
     "--ladder-layers 9": "ladder_layers='9' is not a number of layers",
@@ -107,6 +135,9 @@ def test_mistakes_found_by_the_compiler_process(run_cli, kept, tmp_path):
     done = run_cli("overlap", *ASKED, "--launch", "explicit", LADDER_JAX_CACHE=str(kept), check_status=2, cwd=tmp_path)
     assert done.stderr.splitlines()[-1].startswith("ladder-jax: launch 'explicit' is for NVIDIA GPUs")
     assert "Traceback" not in done.stderr and os.listdir(tmp_path) == []
+    split = "--phase prefill --residual desync-4 --sequence-parallel".split()
+    done = run_cli("overlap", *ASKED, *split, LADDER_JAX_CACHE=str(kept), check_status=2, cwd=tmp_path)
+    assert "not desync-n" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
     done = run_cli("overlap", *ASKED, "--plot", "a.png", LADDER_JAX_CACHE=str(kept), check_status=2, cwd=tmp_path)
     assert "cpu hides nothing" in done.stderr and os.listdir(tmp_path) == []
 

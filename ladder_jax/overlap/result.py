@@ -137,12 +137,16 @@ def _reduction(one: Reduction) -> dict:
 
 
 def _transfers(found: Sequence[Transfer]) -> dict:
-    """Of the layers' weights, counted by arrays: how many, how many of them asynchronous and hidden, and each."""
+    """Of the layers' weights, counted by arrays: how many, how many of them asynchronous and hidden, and each.
+
+    hidden_bytes_fraction: the share of their bytes that is hidden, null where none is moved.
+    """
     one = lambda t: {"layer": t.layer, "direction": "backward" if t.backward else "forward", "arrays": t.count}
     return {
         "count": sum(t.count for t in found),
         "asynchronous": sum(t.count for t in found if not t.collective.synchronous),
         "hidden": _hidden(found),
+        "hidden_bytes_fraction": _hidden_bytes(found),
         "each": [
             one(t) | {"status": t.status.name.lower(), "window_flops_fraction": t.window} | _collective(t.collective)
             for t in found
@@ -153,11 +157,17 @@ def _transfers(found: Sequence[Transfer]) -> dict:
 def _in_words(found: Sequence[Transfer]) -> str:
     what = "gradients reduce-scattered" if found[0].collective.kind == "reduce-scatter" else "weights gathered"
     line = f"{_hidden(found)} of {sum(t.count for t in found)} arrays of layers' {what}, hidden"
+    line += f" ({_hidden_bytes(found):.0%} of their bytes)"
     left = Counter()
     for t in found:
         if t.status is not Status.HIDDEN:
             left[f"of layer {t.layer or '?'}, {'backward' if t.backward else 'forward'}, {t.status.value}"] += t.count
     return line + "".join(f"; {count} {what}" for what, count in left.items())
+
+
+def _hidden_bytes(found: Sequence[Transfer]) -> float | None:
+    moved = lambda these: sum(t.collective.executions * t.collective.bytes for t in these)
+    return moved(t for t in found if t.status is Status.HIDDEN) / moved(found) if found else None
 
 
 def _hidden(found: Sequence[Transfer]) -> int:
@@ -194,8 +204,8 @@ def _table(found: Report):
     groups: dict[tuple, list[Reduction]] = {}
     for reduction in found.reductions:
         end = "input" if ENTER in reduction.collective.op_name else "output"
-        direction = f"gradient of the {end} of" if reduction.backward else f"{end} of"
-        name = f"{direction} {reduction.sublayer}" if reduction.sublayer else f"last {end}"
+        name = f"{end} of {reduction.sublayer}" if reduction.sublayer else f"last {end}"
+        name = f"gradient of the {name}" if reduction.backward else name
         groups.setdefault((name, reduction.collective.bytes, reduction.status), []).append(reduction)
     for (name, size, status), members in groups.items():
         cycles = [r.collective.cycles for r in members if r.collective.cycles is not None]

@@ -1,0 +1,55 @@
+"""Weights gathered one layer ahead: what the loop's own VJP keeps, and runs of layers of several kinds.
+
+Its numbers on every mesh are held to one device's in test_meshes.py, its schedules in test_schedule.py.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax.config import Loop, Remat
+from ladder_jax.nn import prefetch
+from ladder_jax.train.step import loss_and_gradients
+from tests import cases
+from tests.test_meshes import LENGTH, ROWS
+
+
+@pytest.mark.parametrize("remat", Remat)
+@pytest.mark.parametrize("loop", Loop)
+def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch):
+    kept = []
+    pull_back = prefetch._pull_back
+
+    def watch(layer, state, whole):
+        state, of_layer = pull_back(layer, state, whole)
+        kept.append((jax.tree.leaves(whole), [leaf for leaf in of_layer.leaves if leaf is not None]))
+        return state, of_layer
+
+    monkeypatch.setattr(prefetch, "_pull_back", watch)
+    definition = cases.define("ladder", num_layers=2, fsdp=4, tensor=2)
+    batch = jax.ShapeDtypeStruct((ROWS, LENGTH + 1), "int32", sharding=definition.layout.sharding("BT"))
+    jax.jit(loss_and_gradients(definition, loop=loop, remat=remat)).lower(definition.abstract, batch)
+    assert len(kept) == (2 if loop is Loop.UNROLLED else 1)
+    for whole, leaves in kept:
+        matrices = {a.shape for a in whole if a.ndim > 1}
+        assert len(matrices) >= 4 and not matrices & {leaf.shape for leaf in leaves}
+
+
+def loss_and_gradients_of(*, mesh, loop):
+    """A hybrid: in a scan, a layer, a run of two, a layer."""
+    definition = cases.define("ladder", num_layers=4, ladder_layers="1,2", **mesh)
+    params = cases.place(cases.parameters(definition), definition)
+    batch = jax.device_put(cases.tokens((ROWS, LENGTH + 1)), definition.layout.sharding("BT"))
+    loss, gradients = jax.jit(loss_and_gradients(definition, loop=loop))(params, batch)
+    return definition.config, float(loss), jax.tree.map(np.asarray, gradients)
+
+
+def test_several_runs_of_layers():
+    config, loss, gradients = loss_and_gradients_of(mesh={}, loop=Loop.SCAN)
+    for loop in Loop:
+        _, ours, found = loss_and_gradients_of(mesh=dict(fsdp=4, tensor=2), loop=loop)
+        bound = cases.bound(config, passes=2)
+        assert abs(ours - loss) <= bound * loss
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+            padded = a.ndim == 2 and a.shape[0] >= config.vocab_size
+            assert (cases.error_but_for_padding if padded else cases.error)(a, b) < bound
