@@ -18,7 +18,7 @@ from ladder_jax.data.batches import Batches
 from ladder_jax.data.store import Store, sources
 from ladder_jax.data.store.build import build
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.train import folder as run_folder
+from ladder_jax.train import metrics
 from tests import tokenizers
 
 RECIPE = TrainConfig(batch=4, sequence=16, seed=3)
@@ -227,7 +227,7 @@ def settings(data, directory, *more):
 
 
 def losses(directory):
-    return [(row["step"], row["loss"]) for row in run_folder.read_metrics(directory)]
+    return [(row["step"], row["loss"]) for row in metrics.read(directory)]
 
 
 @pytest.fixture(scope="module")
