@@ -303,7 +303,7 @@ def test_other_data_is_refused(book, resumable, tmp_path):
     shutil.copy(book, tmp_path / "original.txt")
     config_file = resumable / "config.json"
     config_file.write_text(config_file.read_text().replace(str(book), str(other)))
-    with pytest.raises(UserError, match="the data is not what checkpoint .*75' was trained on"):
+    with pytest.raises(UserError, match="has changed since step 75 .its fingerprint was"):
         run(other, resumable)
 
 
