@@ -1,0 +1,6 @@
+"""`ladder-jax <verb>`: a file a verb, in `verbs`, each with SUMMARY, EXAMPLE, `arguments(parser)` and `run(args)`."""
+
+from ladder_jax.cli.devices import prepare_devices
+from ladder_jax.cli.main import main
+
+__all__ = ["main", "prepare_devices"]

@@ -1,0 +1,27 @@
+"""The verbs, in the order in which `--help` lists them. What is slow to import, a verb imports when it runs."""
+
+from ladder_jax.cli.verbs import (
+    bench,
+    calibrate,
+    checkpoints,
+    doctor,
+    generate,
+    overlap,
+    predict,
+    serve,
+    tokenize,
+    train,
+)
+
+VERBS = {
+    "doctor": doctor,
+    "train": train,
+    "checkpoints": checkpoints,
+    "tokenize": tokenize,
+    "generate": generate,
+    "serve": serve,
+    "overlap": overlap,
+    "bench": bench,
+    "predict": predict,
+    "calibrate": calibrate,
+}
