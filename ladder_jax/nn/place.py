@@ -96,13 +96,10 @@ class Next:
         return self.lengths[:, None]
 
     def attend(self, query, key, value, *, cache, kernel):
-        rows, heads = jnp.arange(key.shape[0])[:, None], jnp.arange(key.shape[2])[None, :]
-        where = dict(B=rows, S=self.lengths[:, None], N=heads)
-        index = tuple(where[dim] for dim in kernel.cache_dims if dim in where)
-        cache = Cache(
-            cache.key.at[index].set(key[:, 0], unique_indices=True),
-            cache.value.at[index].set(value[:, 0], unique_indices=True),
-        )
+        here = (slice(None),) * (kernel.cache_dims.index("S") - 1)  # a row's heads, where these come first
+        # vmap, as XLA for GPUs aborts on the constants of an index of rows, among operations in program order.
+        write = jax.vmap(lambda row, length, new: row.at[*here, length].set(new, unique_indices=True))
+        cache = Cache(write(cache.key, self.lengths, key[:, 0]), write(cache.value, self.lengths, value[:, 0]))
         return kernels.decode(query, cache.key, cache.value, self.lengths + 1, kernel=kernel), cache
 
 

@@ -47,6 +47,7 @@ HYBRIDS = {"2": 4, "0,1": 3, "0,3": 3}
 HYBRID = [case(target, Phase.DECODE, ladder_layers=which) for which in HYBRIDS for target in ("v5p:2x2x2", "h100:8")]
 BATCH_1 = [case(target, Phase.DECODE, batch=1) for target in ("v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")]
 EXPLICIT = [case(target, Phase.DECODE, launch=Launch.EXPLICIT) for target in GPUS]
+EXPLICIT += [case("h100:8", Phase.DECODE, launch=Launch.EXPLICIT, batch=1)]
 RESCUED = [case("v5e:2x2", Phase.PREFILL)]
 CASES = sum(
     (
