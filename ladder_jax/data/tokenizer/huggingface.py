@@ -41,12 +41,17 @@ class HuggingFace:
         self._special = _special_tokens(_object(folder, "special_tokens_map.json") | self._config)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.stop_ids = self._stop_ids()
+        named = self._special.get("bos_token")
+        self.begin_id = None if named is None else self._tokenizer.token_to_id(named)
         source = _template(folder, self._config)
         self._chat = None if source is None else ChatTemplate(source, special=self._special)
         self.has_chat = self._chat is not None
 
     def encode(self, text: str) -> list[int]:
         return self._ids(text, special=True)
+
+    def encode_bare(self, text: str) -> list[int]:
+        return self._ids(text, special=False)
 
     def to_bytes(self, tokens: Iterable[int]) -> bytes:
         table = self._bytes

@@ -15,16 +15,21 @@ class Tokenizer(Protocol):
     name: "bytes", or a digest that tells it from others; checkpoints and token stores hold it.
     vocab_size: all tokens are below it.
     stop_ids: tokens that end a text, the one that ends a document first; none for bytes.
+    begin_id: the token that begins a text, if there is one.
     has_chat: whether there is a chat template.
     """
 
     name: str
     vocab_size: int
     stop_ids: tuple[int, ...]
+    begin_id: int | None
     has_chat: bool
 
     def encode(self, text: str) -> list[int]:
         """With what the tokenizer puts around a text by itself, such as a beginning-of-sequence token."""
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Without what `encode` puts around a text."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Without special tokens; what is not UTF-8 becomes replacement characters."""
@@ -46,11 +51,15 @@ class Bytes:
     name: str = BYTES
     vocab_size: int = 256
     stop_ids: tuple[int, ...] = ()
+    begin_id: int | None = None
     has_chat: bool = False
 
     def encode(self, text: str) -> list[int]:
         """Bytes of a command line that are not UTF-8 stay what they were."""
         return list(text.encode("utf-8", errors="surrogateescape"))
+
+    def encode_bare(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self.to_bytes(tokens).decode("utf-8", errors="replace")
