@@ -8,7 +8,6 @@ from ladder_jax import files
 from ladder_jax.data.store import documents, sources
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import (
-    Model,
     generation,
     multiple_choice,
     open_model,

@@ -36,17 +36,17 @@ def encode(text: str, *, tokenizer: Tokenizer) -> list[int]:
 def pair(context: str, continuation: str, *, tokenizer: Tokenizer, prefix: int) -> Span:
     """The span whose log-likelihood is that of `continuation` after `context`.
 
-    Spaces at the end of the context are moved to the continuation, then context + continuation and context are
-    tokenized, and what the first has beyond the length of the second is scored. After an empty context the prefix
-    token stands, or the continuation's own first token, where that is the prefix.
+    Spaces at the end of the context are moved to the continuation; then context + continuation is tokenized, and
+    what it has beyond as many tokens as the context alone has is scored, after the tokens of the context alone. (Where
+    the two meet within a token, these are not the first ones of the whole.) An empty context is the prefix token, or
+    the continuation's own first token, where that is the prefix.
 
     Raises UserError where no token is left to be scored.
     """
     if stripped := context.rstrip():
         moved = context[len(stripped) :] + continuation
-        tokens = encode(stripped + moved, tokenizer=tokenizer)
-        length = len(encode(stripped, tokenizer=tokenizer))
-        before, scored = tokens[:length], tokens[length:]
+        before = encode(stripped, tokenizer=tokenizer)
+        scored = encode(stripped + moved, tokenizer=tokenizer)[len(before) :]
     else:
         # The harness fails for a context of nothing but spaces; here it is an empty one.
         scored = tokenizer.encode_bare(context + continuation)
