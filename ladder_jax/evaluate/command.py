@@ -48,7 +48,7 @@ def run(args: dict) -> None:
         prefix=args["prefix_token"],
         batch_tokens=args["batch_tokens"] or BATCH_TOKENS,
     )
-    result = dataclasses.asdict(measure(model))
+    result = {"checkpoint": args["checkpoint"], "file": args[way], **dataclasses.asdict(measure(model))}
     print(json.dumps(result) if args["json"] else _words(way, result))
 
 

@@ -31,7 +31,6 @@ class LadderJax(TemplateLM):
     """checkpoint: a path, or a Model. The other arguments are `open_model`'s, under the harness's names.
 
     batch_size, max_batch_size, device: given by the harness; batches are made by `batch_tokens`, on the mesh's devices.
-    Chat templates are not supported: the harness is told so where a task asks for one.
     """
 
     def __init__(
@@ -71,6 +70,15 @@ class LadderJax(TemplateLM):
             return pairs.encode(string, tokenizer=self.model.tokenizer)
         tokenizer = self.model.tokenizer
         return tokenizer.encode(string) if add_special_tokens else tokenizer.encode_bare(string)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.model.tokenizer.name
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not add_generation_prompt:
+            raise UserError("the model ladder_jax always asks for the next answer: gen_prefix cannot be used with chat")
+        return self.model.tokenizer.chat_text(chat_history)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         spans, owners = [], []

@@ -68,7 +68,7 @@ def perplexity(
     tokens: Sequence[int] | Sequence[Sequence[int]],
     *,
     params: Params | None = None,
-    window: int = WINDOW,
+    window: int | None = None,
     stride: int | None = None,
     prefix: int | None = None,
 ) -> Perplexity:
@@ -76,12 +76,15 @@ def perplexity(
 
     model: a Transformer, a Definition with its `params`, a Scorer, a Model, or a checkpoint's path. Programs are kept
         by definition and shape: the same model with other parameters is not compiled again.
-    window, stride, prefix: see `windows`; with no prefix the first token of each document is not scored.
+    window: the most tokens that the model reads at once; by default a Model's or checkpoint's own, else 2,048.
+    stride, prefix: see `windows`; with no prefix the first token of each document is not scored.
 
     Raises UserError where there is nothing to score.
     """
     if isinstance(model, str | os.PathLike):
         model = open_model(model)
+    if window is None:
+        window = model.window if isinstance(model, Model) else WINDOW
     scorer = model.scorer if isinstance(model, Model) else model if isinstance(model, Scorer) else Scorer(model, params)
     one = len(tokens) and np.ndim(tokens[0]) == 0
     documents = [np.asarray(document).tolist() for document in ([tokens] if one else tokens)]

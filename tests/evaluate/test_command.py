@@ -80,7 +80,18 @@ def test_a_killed_evaluation_goes_on(run, run_cli, evaluate, files, tmp_path, ca
     (files / "long.txt").write_text(TEXT * 12, encoding="utf-8")
     out = tmp_path / "out.jsonl"
     ask = ["--text", "long.txt", "--stride", "4", "--tensor", "1"]
-    command = [sys.executable, "-m", "ladder_jax", "evaluate", str(run), *ask, "--batch-tokens", "64", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "ladder_jax",
+        "evaluate",
+        str(run),
+        *ask,
+        "--batch-tokens",
+        "64",
+        "--out",
+        str(out),
+    ]
     process = subprocess.Popen(command, cwd=files, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 240
     while not (out.exists() and out.stat().st_size > 2000):

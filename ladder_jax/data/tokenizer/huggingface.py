@@ -64,10 +64,13 @@ class HuggingFace:
         return content.decode("utf-8", errors="replace")
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        # The template writes the special tokens itself, the first one too.
+        return self._ids(self.chat_text(messages), special=False)
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self._chat is None:
             raise UserError(f"the tokenizer in {str(self.folder)!r} has no chat template")
-        # The template writes the special tokens itself, the first one too.
-        return self._ids(self._chat(messages), special=False)
+        return self._chat(messages)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         try:

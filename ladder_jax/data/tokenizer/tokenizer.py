@@ -43,6 +43,9 @@ class Tokenizer(Protocol):
         Raises UserError where there is no template, or where it refuses the messages.
         """
 
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of that prompt, special tokens written out."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
@@ -68,6 +71,9 @@ class Bytes:
         return bytes(int(token) for token in tokens if token < 256)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode(self.chat_text(messages))
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
         raise UserError("a model of bytes has no chat template; ask it with --prompt")
 
 
