@@ -22,7 +22,8 @@ from ladder_jax.nn import Definition, Params, Transformer
 class Perplexity:
     """Of documents with log-likelihoods LL (nats), each the sum over its windows.
 
-    tokens: that were scored. loss: -sum(LL) / tokens, nats a token. perplexity: exp(loss).
+    tokens: that were scored, with what the tokenizer puts around a text.
+    loss: -sum(LL) / tokens, nats a token. perplexity: exp(loss).
     loss_stderr: the standard error of that ratio, if windows are what is drawn at random (Cochran, Sampling
         Techniques, 1977, section 6.4); None for a single window.
     word_perplexity: exp(-sum(LL) / words). byte_perplexity: exp(-sum(LL) / bytes). bits_per_byte:
