@@ -163,7 +163,9 @@ def test_an_empty_prompt(run_cli, trained):
     assert "the prompt is empty" in is_one_line(run_cli("generate", trained, "--prompt", "", check_status=2))
 
 
-@pytest.mark.parametrize("verb", ["train", "checkpoints", "tokenize", "generate", "serve", "doctor", "bench"])
+@pytest.mark.parametrize(
+    "verb", ["train", "checkpoints", "tokenize", "generate", "evaluate", "serve", "doctor", "bench"]
+)
 def test_help_has_an_example(run_cli, verb):
     done = run_cli(verb, "--help", check_status=0)
     assert f"example:\n  ladder-jax {verb}" in done.stdout

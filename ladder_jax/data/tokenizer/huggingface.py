@@ -41,12 +41,17 @@ class HuggingFace:
         self._special = _special_tokens(_object(folder, "special_tokens_map.json") | self._config)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.stop_ids = self._stop_ids()
+        named = self._special.get("bos_token")
+        self.begin_id = None if named is None else self._tokenizer.token_to_id(named)
         source = _template(folder, self._config)
         self._chat = None if source is None else ChatTemplate(source, special=self._special)
         self.has_chat = self._chat is not None
 
     def encode(self, text: str) -> list[int]:
         return self._ids(text, special=True)
+
+    def encode_bare(self, text: str) -> list[int]:
+        return self._ids(text, special=False)
 
     def to_bytes(self, tokens: Iterable[int]) -> bytes:
         table = self._bytes
@@ -59,10 +64,13 @@ class HuggingFace:
         return content.decode("utf-8", errors="replace")
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        # The template writes the special tokens itself, the first one too.
+        return self._ids(self.chat_text(messages), special=False)
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self._chat is None:
             raise UserError(f"the tokenizer in {str(self.folder)!r} has no chat template")
-        # The template writes the special tokens itself, the first one too.
-        return self._ids(self._chat(messages), special=False)
+        return self._chat(messages)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         try:

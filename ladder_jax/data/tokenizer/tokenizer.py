@@ -15,16 +15,21 @@ class Tokenizer(Protocol):
     name: "bytes", or a digest that tells it from others; checkpoints and token stores hold it.
     vocab_size: all tokens are below it.
     stop_ids: tokens that end a text, the one that ends a document first; none for bytes.
+    begin_id: the token that begins a text, if there is one.
     has_chat: whether there is a chat template.
     """
 
     name: str
     vocab_size: int
     stop_ids: tuple[int, ...]
+    begin_id: int | None
     has_chat: bool
 
     def encode(self, text: str) -> list[int]:
         """With what the tokenizer puts around a text by itself, such as a beginning-of-sequence token."""
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Without what `encode` puts around a text."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Without special tokens; what is not UTF-8 becomes replacement characters."""
@@ -38,6 +43,9 @@ class Tokenizer(Protocol):
         Raises UserError where there is no template, or where it refuses the messages.
         """
 
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of that prompt, special tokens written out."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
@@ -46,11 +54,15 @@ class Bytes:
     name: str = BYTES
     vocab_size: int = 256
     stop_ids: tuple[int, ...] = ()
+    begin_id: int | None = None
     has_chat: bool = False
 
     def encode(self, text: str) -> list[int]:
         """Bytes of a command line that are not UTF-8 stay what they were."""
         return list(text.encode("utf-8", errors="surrogateescape"))
+
+    def encode_bare(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self.to_bytes(tokens).decode("utf-8", errors="replace")
@@ -59,6 +71,9 @@ class Bytes:
         return bytes(int(token) for token in tokens if token < 256)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode(self.chat_text(messages))
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
         raise UserError("a model of bytes has no chat template; ask it with --prompt")
 
 

@@ -1,0 +1,135 @@
+"""The verb `evaluate`: perplexity of a text, or the share of right answers to a file of questions."""
+
+import dataclasses
+import functools
+import json
+
+from ladder_jax import files
+from ladder_jax.data.store import documents, sources
+from ladder_jax.errors import UserError
+from ladder_jax.evaluate import (
+    generation,
+    multiple_choice,
+    open_model,
+    read_choices,
+    read_questions,
+    text_perplexity,
+)
+from ladder_jax.evaluate.generation import MAX_NEW_TOKENS, STOP
+from ladder_jax.evaluate.model import SLOTS
+from ladder_jax.evaluate.scorer import BATCH_TOKENS
+from ladder_jax.progress import progress
+
+WAYS = ("text", "multiple_choice", "generation")
+ONLY = {
+    "stride": ("text",),
+    "field": ("text",),
+    "shots": ("multiple_choice", "generation"),
+    "shots_file": ("multiple_choice", "generation"),
+    "limit": ("multiple_choice", "generation"),
+    "max_new_tokens": ("generation",),
+    "stop": ("generation",),
+    "slots": ("generation",),
+    "batch_tokens": ("text", "multiple_choice"),
+    "data": ("text", "multiple_choice"),
+}
+"""Options that are for some of the ways."""
+
+
+def run(args: dict) -> None:
+    """Print the result. Raises UserError for what cannot be evaluated, before any weights are read where it can."""
+    way = _check(args)
+    measure = {"text": _text, "multiple_choice": _multiple_choice, "generation": _generation}[way](args)
+    model = open_model(
+        args["checkpoint"],
+        tensor=args["tensor"],
+        data=args["data"] or 1,
+        window=args["window"],
+        prefix=args["prefix_token"],
+        batch_tokens=args["batch_tokens"] or BATCH_TOKENS,
+    )
+    result = {"checkpoint": args["checkpoint"], "file": args[way], **dataclasses.asdict(measure(model))}
+    print(json.dumps(result) if args["json"] else _words(way, result))
+
+
+def _check(args: dict) -> str:
+    given = [way for way in WAYS if args[way] is not None]
+    if len(given) != 1:
+        raise UserError("evaluate needs --text FILE, --multiple-choice FILE or --generation FILE, one of these")
+    for name, ways in ONLY.items():
+        if args[name] is not None and given[0] not in ways:
+            raise UserError(f"{_option(name)} is for {' and '.join(map(_option, ways))}")
+    for name in ("window", "stride", "shots", "limit", "max_new_tokens", "slots", "batch_tokens", "tensor", "data"):
+        if args[name] is not None and args[name] < 1:
+            raise UserError(f"{_option(name)} must be at least 1, not {args[name]}")
+    if bool(args["shots"]) != bool(args["shots_file"]):
+        raise UserError("--shots N and --shots-file FILE go together")
+    files.check_writable("out", args["out"])
+    return given[0]
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _text(args: dict):
+    field = args["field"] or "text"
+    parts = sources.plan([args["text"]])
+    texts = [text for part in parts for text in documents.read(part, field=field) if text]
+    if not texts:
+        raise UserError(f"{args['text']!r} holds no text")
+    return functools.partial(
+        text_perplexity, texts=texts, stride=args["stride"], file=args["out"], progress=_progress("windows")
+    )
+
+
+def _multiple_choice(args: dict):
+    return functools.partial(multiple_choice, **_questions(args, "multiple_choice", read_choices))
+
+
+def _generation(args: dict):
+    return functools.partial(
+        generation,
+        **_questions(args, "generation", read_questions),
+        max_new_tokens=args["max_new_tokens"] or MAX_NEW_TOKENS,
+        stop=tuple(args["stop"] or STOP),
+        slots=args["slots"] or SLOTS,
+    )
+
+
+def _questions(args: dict, way: str, read) -> dict:
+    return dict(
+        examples=read(args[way])[: args["limit"]],
+        shots=args["shots"] or 0,
+        shots_from=read(args["shots_file"]) if args["shots_file"] else (),
+        file=args["out"],
+        progress=_progress("questions"),
+    )
+
+
+def _progress(what: str):
+    return lambda total, done: progress(total, done=done, label=f"{{done}}/{{total}} {what}")
+
+
+def _words(way: str, result: dict) -> str:
+    if way == "text":
+        rest = f"{result['tokens']:,} tokens in windows of {result['window']:,}, each {result['stride']:,} further"
+        lines = [
+            ("loss", f"{_sure(result, 'loss')} nats a token"),
+            ("perplexity", f"{_number(result['perplexity'])} a token, {_number(result['word_perplexity'])} a word"),
+            ("bits a byte", _number(result["bits_per_byte"])),
+        ]
+    else:
+        rest = f"{result['examples']:,} questions, {result['shots']} shots, {result['truncated']:,} cut on the left"
+        last = {"multiple_choice": "by length", "generation": "any last number"}[way]
+        lines = [("accuracy", _sure(result, "accuracy")), (last, _sure(result, "accuracy_normalised"))]
+    return "\n".join([*(f"{name:<16}{value}" for name, value in lines), rest])
+
+
+def _sure(result: dict, name: str) -> str:
+    error = result[f"{name}_stderr"]
+    return _number(result[name]) + ("" if error is None else f" +- {_number(error)}")
+
+
+def _number(value: float | None) -> str:
+    return "too large" if value is None else f"{value:.4f}"

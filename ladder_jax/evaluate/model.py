@@ -1,0 +1,116 @@
+"""What is evaluated: a model on its mesh with its tokenizer, from a checkpoint or from memory."""
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable
+
+import jax
+
+from ladder_jax import checkpoint, config, nn, parallel
+from ladder_jax.checkpoint import Checkpoint, manifest
+from ladder_jax.data.tokenizer import Tokenizer
+from ladder_jax.decode import Engine, default_tensor
+from ladder_jax.errors import UserError
+from ladder_jax.evaluate import pairs
+from ladder_jax.evaluate.scorer import BATCH_TOKENS, Scorer
+from ladder_jax.nn import Definition, Params, Transformer
+
+WINDOW = 2048  # lm-evaluation-harness's default, where a model names none
+SLOTS = 8  # texts that are written at the same time
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """`open_model("runs/book")`, or `Model.of(transformer, tokenizer=Bytes())`.
+
+    load: gives the parameters, when they are first needed.
+    window: the most tokens that the model is to read at once, the harness's `max_length`.
+    prefix: the token before a text's first.
+    digest: tells the model from others; results in a file are only taken up for the same.
+    """
+
+    definition: Definition
+    load: Callable[[], Params]
+    tokenizer: Tokenizer
+    window: int
+    prefix: int
+    digest: str = ""
+    batch_tokens: int = BATCH_TOKENS
+
+    def __post_init__(self):
+        if self.window < 1:
+            raise UserError(f"window must be at least 1, not {self.window}")
+        if not 0 <= self.prefix < self.definition.config.vocab_size:
+            raise UserError(
+                f"the prefix token {self.prefix} is outside the model's vocabulary of"
+                f" {self.definition.config.vocab_size}"
+            )
+
+    @classmethod
+    def of(
+        cls, model: Transformer, *, tokenizer: Tokenizer, window: int = WINDOW, prefix: int | None = None
+    ) -> "Model":
+        """prefix: by default the tokenizer's (see `pairs.prefix_of`)."""
+        prefix = pairs.prefix_of(tokenizer) if prefix is None else prefix
+        return cls(model.definition, lambda: model.params, tokenizer, window, prefix)
+
+    @functools.cached_property
+    def params(self) -> Params:
+        return self.load()
+
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        return Scorer(self.definition, self.params, batch_tokens=self.batch_tokens)
+
+    def engine(self, *, capacity: int, slots: int = SLOTS) -> Engine:
+        """For requests of at most `capacity` tokens. Its weights, in decoding's layout, are held beside `params`."""
+        sizes = dict(slots=slots, capacity=capacity, max_queue=slots)
+        return Engine(self.definition, self.params, **sizes, decoder=self.tokenizer.to_bytes)
+
+
+def open_model(
+    path: str | os.PathLike,
+    *,
+    tensor: int | None = None,
+    data: int = 1,
+    window: int | None = None,
+    prefix: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Model:
+    """The checkpoint at `path` on data x tensor devices (default tensor: as trained, if there are as many).
+
+    window: by default the length of the sequences it was trained on. prefix: see `pairs.prefix_of`.
+    Its weights are read when they are needed. Raises UserError where there is no checkpoint, it is damaged, or the
+    mesh is not possible.
+    """
+    saved = checkpoint.open_checkpoint(path)
+    tokenizer = saved.tokenizer()
+    prefix = pairs.prefix_of(tokenizer) if prefix is None else prefix
+    mesh = parallel.make_mesh(data=data, tensor=tensor or default_tensor(saved.config))
+    definition = nn.define(saved.config.model, mesh=mesh)
+    return Model(
+        definition,
+        lambda: _in_compute_dtype(definition, saved.params(definition)),
+        tokenizer,
+        saved.config.train.sequence if window is None else window,
+        prefix,
+        _digest(saved, tokenizer),
+        batch_tokens,
+    )
+
+
+def _digest(saved: Checkpoint, tokenizer: Tokenizer) -> str:
+    listed = (saved.path / manifest.NAME).read_text(encoding="utf-8") if saved.listed else ""
+    return json.dumps([saved.step, config.to_dict(saved.config.model), tokenizer.name, listed])
+
+
+def _in_compute_dtype(definition: Definition, params: Params) -> Params:
+    """As the model casts matrices anyway, leaf by leaf; the norms' gains stay float32, in which they multiply."""
+    leaves, tree = jax.tree.flatten(params)
+    del params
+    for index, dims in enumerate(tree.flatten_up_to(definition.dims)):
+        if len(dims.removeprefix("L")) > 1:
+            leaves[index] = leaves[index].astype(definition.config.dtype.value)
+    return tree.unflatten(leaves)

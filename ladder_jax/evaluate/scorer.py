@@ -1,0 +1,140 @@
+"""Log-likelihoods of many token sequences, in batches of few shapes."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.evaluate.program import compiled_scores
+from ladder_jax.nn import Definition, Params, Transformer
+
+SHORTEST = 32  # rows are padded to this or to a power of two above it, so that few programs are compiled
+BATCH_TOKENS = 4096  # of a batch, padding included
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Tokens to be scored, and what stands before them; at least one of each."""
+
+    context: Sequence[int]
+    scored: Sequence[int]
+
+    def __post_init__(self):
+        if not (len(self.context) and len(self.scored)):
+            raise UserError("a score needs at least one token, and one before it")
+
+    @property
+    def length(self) -> int:
+        """How many tokens the model reads for it: all but the last."""
+        return len(self.context) + len(self.scored) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """logprobs: each scored token's log-probability, in nats; greedy: whether each is the most probable one."""
+
+    logprobs: np.ndarray
+    greedy: bool
+
+    @property
+    def loglikelihood(self) -> float:
+        """The sum, in float64."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+
+class Scorer:
+    """Scores spans on a model's mesh: `for index, score in Scorer(model).scores(spans)`.
+
+    params: those of a Definition, float32 as stored or in the compute dtype; a Transformer has its own.
+    batch_tokens: the most tokens of a batch, padding included. Where a device's memory does not suffice it is
+    halved, for good, and what has not been scored is tried again.
+    """
+
+    def __init__(
+        self,
+        model: Transformer | Definition,
+        params: Params | None = None,
+        *,
+        batch_tokens: int = BATCH_TOKENS,
+    ):
+        self.definition = model.definition if isinstance(model, Transformer) else model
+        self.params = model.params if isinstance(model, Transformer) and params is None else params
+        if self.params is None:
+            raise UserError("an evaluation needs a Transformer, or a Definition and its params")
+        if batch_tokens < 1:
+            raise UserError(f"batch_tokens must be at least 1, not {batch_tokens}")
+        self.batch_tokens = batch_tokens
+        self._sharding = self.definition.layout.sharding("BT")
+        self._program = compiled_scores(self.definition)
+
+    def scores(self, spans: Sequence[Span]) -> Iterator[tuple[int, Score]]:
+        """(index, score) of every span, the longest first.
+
+        Raises UserError for a token outside the vocabulary, RunFailed where one row is too much for the memory or
+        a score is no number.
+        """
+        for span in spans:
+            self._check(span)
+        left = dict(enumerate(spans))
+        while left:
+            try:
+                for index, score in self._pass(left):
+                    del left[index]
+                    yield index, score
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                longest = _padded(max(span.length for span in left.values()))
+                if self.batch_tokens <= longest * self.definition.layout.batch_ranks:
+                    raise RunFailed(f"out of memory with one row of {longest} tokens a device") from error
+                self.batch_tokens //= 2
+
+    def _pass(self, spans: dict[int, Span]) -> Iterator[tuple[int, Score]]:
+        """One batch is computed while the one before it is read."""
+        pending = None
+        for batch in [*self._batches(spans), None]:
+            sent = batch and self._send(*batch, spans)
+            if pending:
+                yield from _read(*pending, spans)
+            pending = sent
+
+    def _batches(self, spans: dict[int, Span]) -> Iterator[tuple[list[int], int, int]]:
+        """(indices, rows, length) of each batch; those of one length all have as many rows."""
+        order = sorted(spans, key=lambda index: -spans[index].length)
+        ranks = self.definition.layout.batch_ranks
+        for length, indices in itertools.groupby(order, key=lambda index: _padded(spans[index].length)):
+            indices = list(indices)
+            most = min(max(1, self.batch_tokens // length), 2 ** (len(indices) - 1).bit_length())
+            rows = -(-max(1, most // ranks * ranks) // ranks) * ranks
+            for first in range(0, len(indices), rows):
+                yield indices[first : first + rows], rows, length
+
+    def _send(self, indices: list[int], rows: int, length: int, spans: dict[int, Span]):
+        tokens, targets = np.zeros((2, rows, length), np.int32)
+        for row, index in enumerate(indices):
+            whole = [*spans[index].context, *spans[index].scored]
+            tokens[row, : len(whole) - 1], targets[row, : len(whole) - 1] = whole[:-1], whole[1:]
+        return indices, self._program(self.params, *jax.device_put((tokens, targets), self._sharding))
+
+    def _check(self, span: Span) -> None:
+        vocab_size = self.definition.config.vocab_size
+        for token in (*span.context, *span.scored):
+            if not 0 <= token < vocab_size:
+                raise UserError(f"the token {token} is outside the model's vocabulary of {vocab_size}")
+
+
+def _read(indices: list[int], computed: tuple[jax.Array, jax.Array], spans: dict[int, Span]):
+    logprobs, greedy = map(np.asarray, computed)
+    for row, index in enumerate(indices):
+        end = spans[index].length
+        begin = end - len(spans[index].scored)
+        if not np.isfinite(logprobs[row, begin:end]).all():
+            raise RunFailed("the model's log-probabilities are no numbers: its weights are not, or they overflow")
+        yield index, Score(logprobs[row, begin:end], bool(greedy[row, begin:end].all()))
+
+
+def _padded(length: int) -> int:
+    return max(SHORTEST, 2 ** (length - 1).bit_length())

@@ -1,0 +1,88 @@
+"""A small model with random weights as checkpoints of bytes and of another tokenizer's tokens, and its exact scores."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ladder_jax import checkpoint
+from ladder_jax.config import MeshConfig, RunConfig, TrainConfig
+from ladder_jax.data.tokenizer import Bytes
+from ladder_jax.data.tokenizer import load as load_tokenizer
+from ladder_jax.evaluate import Model
+from tests import cases, reference, tokenizers
+
+WINDOW = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """Log-probabilities in float64 by the reference, which shares no code with the package."""
+
+    params: dict
+    shape: reference.Shape
+
+    def scores(self, context, scored):
+        """(the sum over `scored`, whether it is greedy), from one row [1, WINDOW], so that one program serves all."""
+        whole = [*context, *scored]
+        row = np.zeros((1, WINDOW), np.int32)
+        row[0, : len(whole) - 1] = whole[:-1]
+        places = np.arange(len(context) - 1, len(whole) - 1)
+        logits = self.logits(row)[0, places]
+        shifted = logits - logits.max(-1, keepdims=True)
+        logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        return logprobs[np.arange(len(scored)), scored].sum(), (logits.argmax(-1) == scored).all()
+
+    def logits(self, row):
+        """[1, WINDOW, V] for tokens [1, WINDOW]."""
+        with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+            return np.asarray(_logits(self.shape)(self.params, row))
+
+
+@functools.cache
+def _logits(shape):
+    wide = lambda params: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
+    return jax.jit(lambda params, tokens: reference.logits(wide(params), tokens, shape))
+
+
+def small(**mesh):
+    return cases.define("ladder", num_layers=2, vocab_size=303, **mesh)
+
+
+@pytest.fixture(scope="session")
+def exact():
+    definition = small()
+    return Exact(cases.parameters(definition), cases.shape("ladder", definition.config, ranks=1))
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """A run's folder with one checkpoint, of bytes."""
+    folder = tmp_path_factory.mktemp("evaluate") / "run"
+    definition = small(tensor=2)
+    config = RunConfig(definition.config, MeshConfig(tensor=2), TrainConfig(sequence=WINDOW))
+    store = checkpoint.Store(folder / "checkpoints", config=config)
+    store.save(1, params=cases.place(cases.parameters(definition), definition), optimizer={"count": np.zeros(())})
+    store.close()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pieces(tmp_path_factory):
+    """A tokenizer that puts a token before each text, and has one that ends it."""
+    return load_tokenizer(tokenizers.folder(tmp_path_factory.mktemp("tokenizer") / "pieces"))
+
+
+@pytest.fixture(scope="module")
+def model(pieces):
+    definition = small()
+    params = cases.place(cases.parameters(definition), definition)
+    return Model(definition, lambda: params, pieces, WINDOW, pieces.begin_id)
+
+
+@pytest.fixture(scope="module")
+def bytes_model(model):
+    return dataclasses.replace(model, tokenizer=Bytes(), prefix=10)

@@ -1,0 +1,198 @@
+"""`ladder-jax evaluate` as a user meets it: files with mistakes, kills, one JSON object."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ladder_jax import cli
+from tests.evaluate.conftest import WINDOW
+
+TEXT = "the cat sat on the mat, and the rat sat on the cat.\nnaïve café, 東京 🙂\n" * 6
+CHOICES = [
+    {"question": "Who sat?", "choices": ["the cat", "the mat"], "answer": "A", "id": 3},
+    {"context": "the rat", "choices": [" sat", "東京", "ü"], "answer": 2},
+    {"context": "", "choices": ["yes", "no"], "answer": "no"},
+]
+QUESTIONS = [{"question": "2 + 2 =", "answer": "It is 4.\n#### 4"}, {"context": "the cat", "answer": "5"}]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "book.txt").write_text(TEXT, encoding="utf-8")
+    (folder / "pages.jsonl").write_text("".join(json.dumps({"page": text}) + "\n" for text in (TEXT, "the rat")))
+    (folder / "choices.jsonl").write_text("".join(json.dumps(line) + "\n\n" for line in CHOICES))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in QUESTIONS))
+    return folder
+
+
+def one_object(out):
+    """The numbers of the one line on stdout."""
+    assert out.count("\n") == 1
+    found = json.loads(out)
+    assert found.pop("checkpoint") and found.pop("file")
+    return found
+
+
+@pytest.fixture
+def evaluate(run, files, monkeypatch, capsys):
+    """In this process: `evaluate("--text", "book.txt")` gives the object that --json prints."""
+    monkeypatch.chdir(files)
+
+    def call(*args):
+        assert cli.main(["evaluate", str(run), *args, "--json"]) == 0, capsys.readouterr().err
+        return one_object(capsys.readouterr().out)
+
+    return call
+
+
+def test_text(evaluate, run, run_cli, files):
+    found = evaluate("--text", "book.txt")
+    assert found["tokens"] == found["bytes"] == len(TEXT.encode()) and found["window"] == WINDOW
+    assert found["perplexity"] == found["byte_perplexity"] < found["word_perplexity"]
+    # In a process of its own, where only the one line goes to stdout.
+    done = run_cli("evaluate", run, "--text", "book.txt", "--json", cwd=files, check_status=0)
+    assert one_object(done.stdout) == pytest.approx(found, rel=1e-6)
+    assert "windows" in done.stderr
+    pages = evaluate("--text", "pages.jsonl", "--field", "page", "--stride", "32", "--tensor", "1", "--data", "2")
+    assert pages["documents"] == 2 and pages["stride"] == 32 and pages["tokens"] == found["tokens"] + 7
+
+
+def test_questions(evaluate, run, files, capsys):
+    found = evaluate("--multiple-choice", "choices.jsonl", "--shots", "1", "--shots-file", "choices.jsonl")
+    assert found["examples"] == 3 and {found["accuracy"], found["accuracy_normalised"]} <= {0, 1 / 3, 2 / 3, 1}
+    assert evaluate("--multiple-choice", "choices.jsonl", "--limit", "2")["examples"] == 2
+    assert cli.main(["evaluate", str(run), "--multiple-choice", "choices.jsonl"]) == 0
+    assert "3 questions, 0 shots, 0 cut on the left" in capsys.readouterr().out
+
+
+def test_generation(evaluate, files, tmp_path):
+    out = tmp_path / "out.jsonl"
+    ask = ["--generation", "questions.jsonl", "--max-new-tokens", "8", "--stop", "Q", "--out", str(out)]
+    found = evaluate(*ask)
+    lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    assert found["examples"] == 2 and found["unfinished"] == sum(l["finish_reason"] == "length" for l in lines.values())
+    assert [lines[i]["line"] for i in (0, 1)] == [1, 2] and all("Q" not in line["text"] for line in lines.values())
+    before = out.read_bytes()
+    assert evaluate(*ask) == found and out.read_bytes() == before
+
+
+def test_a_killed_evaluation_goes_on(run, run_cli, evaluate, files, tmp_path, capsys):
+    (files / "long.txt").write_text(TEXT * 12, encoding="utf-8")
+    out = tmp_path / "out.jsonl"
+    ask = ["--text", "long.txt", "--stride", "4", "--tensor", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "ladder_jax",
+        "evaluate",
+        str(run),
+        *ask,
+        "--batch-tokens",
+        "64",
+        "--out",
+        str(out),
+    ]
+    process = subprocess.Popen(command, cwd=files, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not (out.exists() and out.stat().st_size > 2000):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    content = out.read_bytes()
+    done = content.count(b"\n")
+    out.write_bytes(content[: content.rindex(b"\n") - 5])  # as if the disk had not got the last of it
+    found = evaluate(*ask, "--out", str(out))
+    assert 10 < done < found["windows"], "it was killed after its end"
+    lines = [json.loads(line) for line in out.read_bytes().splitlines()]
+    assert sorted(line["index"] for line in lines) == list(range(found["windows"]))
+    assert found == pytest.approx(evaluate(*ask), rel=1e-5)
+    # What it is asked now is another question.
+    assert cli.main(["evaluate", str(run), "--text", "long.txt", "--stride", "8", "--out", str(out)]) == 2
+    assert "answers another prompt, model or setting" in capsys.readouterr().err
+
+
+BROKEN = {
+    "not json": ("{'choices'", "line 2: this is not JSON"),
+    "a list": ("[1]", "line 2: this must be a JSON object, not list"),
+    "latin 1": (b'{"context": "\xe9"}', "line 2: this is not UTF-8 text"),
+    "choises": ('{"context": "x", "choises": ["a", "b"]}', "must be a list of two texts or more; there is 'choises'"),
+    "one choice": ('{"context": "x", "choices": ["a"], "answer": 0}', "must be a list of two texts or more"),
+    "no text": ('{"context": "x", "choices": ["a", 1], "answer": 0}', "must be a list of two texts or more"),
+    "empty": ('{"context": "x", "choices": ["a", ""], "answer": 0}', "choice 1 is empty"),
+    "no prompt": ('{"choices": ["a", "b"], "answer": 0}', 'either "context" or "question"'),
+    "both": ('{"context": "x", "question": "x", "choices": ["a", "b"], "answer": 0}', 'either "context" or "question"'),
+    "number": (
+        '{"context": "x", "choices": ["a", "b"], "answer": 2}',
+        "answer 2 is none of the 2 choices (allowed: 0 t",
+    ),
+    "letter": ('{"context": "x", "choices": ["a", "b"], "answer": "C"}', 'answer "C" is none of the 2 choices'),
+    "true": ('{"context": "x", "choices": ["a", "b"], "answer": true}', "answer true is none of the 2 choices"),
+    "missing": ('{"context": "x", "choices": ["a", "b"], "anwser": 1}', "there is no \"answer\"; there is 'anwser'"),
+    "two readings": ('{"context": "x", "choices": ["B", "A"], "answer": "A"}', "name it by its number"),
+    "surrogate": ('{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}', "half of a surrogate pair"),
+    "long": (json.dumps({"context": "x", "choices": ["a", TEXT], "answer": 0}), "longer than the window of 64"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_lines(name, run, tmp_path, capsys):
+    line, message = BROKEN[name]
+    file = tmp_path / "choices.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    file.write_bytes(json.dumps(CHOICES[1]).encode() + b"\n" + line + b"\n")
+    is_mistake(capsys, [run, "--multiple-choice", file], message)
+    assert "line 2" in message or name != "not json"
+
+
+def is_mistake(capsys, args, message):
+    assert cli.main(["evaluate", *map(str, args)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1, captured.err
+
+
+MISTAKES = {
+    "--text book.txt --multiple-choice choices.jsonl": "--text FILE, --multiple-choice FILE or --generation FILE, one",
+    "": "--text FILE, --multiple-choice FILE or --generation FILE, one of these",
+    "--text nowhere.txt": "'nowhere.txt' does not exist",
+    "--text empty.txt": "'empty.txt' holds no text",
+    "--text latin.txt": "latin.txt: not UTF-8 text",
+    "--text pages.jsonl": "pages.jsonl:1: no text in 'text' (--field names it)",
+    "--multiple-choice empty.txt": "'empty.txt' holds no questions",
+    "--multiple-choice nowhere.jsonl": "cannot read 'nowhere.jsonl': No such file",
+    "--generation choices.jsonl": 'choices.jsonl line 3: "answer" must be a text',
+    "--text book.txt --shots 2": "--shots is for --multiple-choice and --generation",
+    "--multiple-choice choices.jsonl --stride 2": "--stride is for --text",
+    "--multiple-choice choices.jsonl --shots 2": "--shots N and --shots-file FILE go together",
+    "--multiple-choice choices.jsonl --shots 3 --shots-file choices.jsonl": "line 1: --shots 3: --shots-file holds",
+    "--text book.txt --window 0": "--window must be at least 1, not 0",
+    "--text book.txt --stride 65": "stride must be between 1 and the window, 64, not 65",
+    "--text book.txt --prefix-token 303": "the prefix token 303 is outside the model's vocabulary of 303",
+    "--text book.txt --tensor 16": "but this machine has 8",
+    "--generation questions.jsonl": "max_new_tokens=256 must be at least 1, and leave room for a prompt in the window",
+    "--generation questions.jsonl --data 2": "--data is for --text and --multiple-choice",
+    "--text book.txt --out nowhere/out.jsonl": "there is no folder nowhere",
+    "--text book.txt --out questions.jsonl": "questions.jsonl line 1 is not an answer that this command wrote",
+    "--text book.txt --stirde 2": "unknown option '--stirde'; did you mean '--stride'?",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(words, run, files, monkeypatch, capsys):
+    (files / "empty.txt").write_text("\n" if "choice" in words else "")
+    (files / "latin.txt").write_bytes(b"caf\xe9")
+    monkeypatch.chdir(files)
+    before = sorted(os.listdir())
+    is_mistake(capsys, [run, *words.split()], MISTAKES[words])
+    assert sorted(os.listdir()) == before
+
+
+def test_no_checkpoint(capsys, files):
+    is_mistake(capsys, [files / "gone", "--text", files / "book.txt"], "there is no checkpoint at")
+    is_mistake(capsys, [files, "--text", files / "book.txt"], "holds no ladder_jax checkpoint")

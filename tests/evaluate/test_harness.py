@@ -1,0 +1,239 @@
+"""The same model through lm-evaluation-harness and through our own evaluation: the numbers are equal."""
+
+import json
+
+import pytest
+import yaml
+
+from ladder_jax import evaluate
+from ladder_jax.errors import UserError
+from ladder_jax.evaluate import answers
+from tests.evaluate.conftest import WINDOW
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'ladder-jax[lm-eval]'")
+
+TEXTS = ["the cat sat on the mat, and the rat sat on the cat.\nnaïve café, 東京 🙂\n" * 4, "the rat", " a  cat\n"]
+CHOICES = [
+    {"context": "the cat sat on", "choices": ["the mat", "東京", "a"], "answer": 1},
+    {"context": "the rat  ", "choices": ["sat on the mat, and the cat", "🙂 ü"], "answer": 0},
+    {"context": TEXTS[0], "choices": ["mat", "the cat"], "answer": 1},
+    {"context": "", "choices": ["rat", "the café"], "answer": 0},
+    {"context": "naïve", "choices": ["café", "cat", "and", "three"], "answer": 3},
+]
+QUESTIONS = [{"question": f"{n} cats and {n} rats sat on the mat", "answer": f"So\n#### {2 * n}"} for n in range(4)]
+# As lm_eval/tasks/gsm8k/gsm8k.yaml has them.
+GSM8K = {
+    "output_type": "generate_until",
+    "doc_to_text": "Question: {{question}}\nAnswer:",
+    "doc_to_target": "{{answer}}",
+    "generation_kwargs": {"until": ["Question:", "</s>", "<|im_end|>"], "do_sample": False, "max_gen_toks": 12},
+    "metric_list": [
+        {
+            "metric": "exact_match",
+            "aggregation": "mean",
+            "higher_is_better": True,
+            "ignore_case": True,
+            "ignore_punctuation": False,
+            "regexes_to_ignore": [",", r"\$", "(?s).*#### ", r"\.$"],
+        }
+    ],
+    "filter_list": [
+        {
+            "name": "strict-match",
+            "filter": [{"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"}, {"function": "take_first"}],
+        },
+        {
+            "name": "flexible-extract",
+            "filter": [
+                {"function": "regex", "group_select": -1, "regex_pattern": "(-?[$0-9.,]{2,})|(-?[0-9]+)"},
+                {"function": "take_first"},
+            ],
+        },
+    ],
+}
+METRICS = {
+    "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+                "metric_list": [{"metric": m} for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")]},
+    "choices": {"output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
+                "doc_to_target": "answer", "metric_list": [{"metric": m} for m in ("acc", "acc_norm", "acc_bytes")]},
+    "questions": GSM8K,
+}  # fmt: skip
+ROWS = {"rolling": [{"text": text} for text in TEXTS], "choices": CHOICES, "questions": QUESTIONS}
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory):
+    """`harness(lm, task)`: the results of a local task, by the harness's own `simple_evaluate`."""
+    folder = tmp_path_factory.mktemp("tasks")
+    # Read as `datasets` is imported: nothing is fetched, and nothing is written to the user's cache.
+    monkeypatch = pytest.MonkeyPatch()
+    for name, value in {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    for name, rows in ROWS.items():
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        local = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
+        shots = {"fewshot_split": "test", "fewshot_config": {"sampler": "first_n"}}
+        task = {"task": f"local_{name}", **local, **shots, **METRICS[name]}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    tasks = TaskManager(include_path=str(folder), include_defaults=False)
+
+    def run(lm, name, *, shots=0):
+        done = simple_evaluate(
+            lm, tasks=[f"local_{name}"], num_fewshot=shots, bootstrap_iters=100, task_manager=tasks, log_samples=True
+        )
+        return done["results"][f"local_{name}"], done["samples"][f"local_{name}"]
+
+    yield run
+    monkeypatch.undo()
+
+
+@pytest.fixture(scope="module", params=["pieces", "bytes"])
+def ours(request, model, bytes_model):
+    return model if request.param == "pieces" else bytes_model
+
+
+@pytest.fixture
+def adapter(ours):
+    from ladder_jax.evaluate.harness import LadderJax
+
+    return LadderJax(ours, max_gen_toks=12)
+
+
+@pytest.fixture
+def independent(ours, exact):
+    """A model of the harness that shares nothing with ours but the tokenizer: scored one by one, in float64."""
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+
+    class Exact(TemplateLM):
+        eot_token_id = prefix_token_id = ours.prefix
+
+        def tok_encode(self, string, add_special_tokens=None, **_):
+            bare = add_special_tokens is False
+            return ours.tokenizer.encode_bare(string) if bare else ours.tokenizer.encode(string)
+
+        def _loglikelihood_tokens(self, requests, **_):
+            rows = [([*context, *scored][-(WINDOW + 1) :], len(scored)) for _, context, scored in requests]
+            return [exact.scores(whole[:-count], whole[-count:]) for whole, count in rows]
+
+        def loglikelihood_rolling(self, requests, **_):
+            how = dict(prefix_token=ours.prefix, max_seq_len=WINDOW, context_len=1)
+            cut = lambda text: utils.get_rolling_token_windows(self.tok_encode(text), **how)
+            pairs = lambda text: [("", *utils.make_disjoint_window(pair)) for pair in cut(text)]
+            return [sum(s for s, _ in self._loglikelihood_tokens(pairs(r.args[0]))) for r in requests]
+
+        def generate_until(self, requests, **_):
+            raise NotImplementedError
+
+    return Exact()
+
+
+def test_perplexity(ours, adapter, independent, harness):
+    found = evaluate.text_perplexity(ours, TEXTS)
+    theirs, own = harness(adapter, "rolling")[0], harness(independent, "rolling")[0]
+    for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+        assert getattr(found, name) == pytest.approx(theirs[f"{name},none"], rel=1e-6)
+        loose = 1e-3 if name == "word_perplexity" else 1e-5  # an error of the loss times 30 nats or more a word
+        assert getattr(found, name) == pytest.approx(own[f"{name},none"], rel=loose)
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_multiple_choice(ours, adapter, independent, harness, shots, tmp_path):
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHOICES))
+    questions = evaluate.read_choices(str(tmp_path / "choices.jsonl"))
+    found = evaluate.multiple_choice(ours, questions, shots=shots, shots_from=questions, file=str(out))
+    lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    for lm, close in ((adapter, 1e-6), (independent, 1e-5)):
+        theirs, samples = harness(lm, "choices", shots=shots)
+        for name, metric in (("accuracy", "acc"), ("accuracy_normalised", "acc_norm"), ("accuracy_bytes", "acc_bytes")):
+            assert getattr(found, name) == pytest.approx(theirs[f"{metric},none"], rel=1e-6)
+            assert getattr(found, f"{name}_stderr") == pytest.approx(theirs[f"{metric}_stderr,none"], rel=1e-6)
+        for sample in samples:
+            scores = [float(score) for ((score, _),) in sample["resps"]]
+            assert lines[sample["doc_id"]]["loglikelihoods"] == pytest.approx(scores, rel=close)
+            assert lines[sample["doc_id"]]["greedy"] == [bool(greedy) for ((_, greedy),) in sample["resps"]]
+    assert len(lines) == len(samples) == len(CHOICES)
+
+
+@pytest.mark.parametrize("shots", [0, 1])
+def test_generation(ours, adapter, harness, shots, tmp_path):
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    questions, out = evaluate.read_questions(str(tmp_path / "questions.jsonl")), tmp_path / "out.jsonl"
+    found = evaluate.generation(ours, questions, max_new_tokens=12, shots=shots, shots_from=questions, file=str(out))
+    theirs, samples = harness(adapter, "questions", shots=shots)
+    for name, kept in (("accuracy", "strict-match"), ("accuracy_normalised", "flexible-extract")):
+        assert getattr(found, name) == theirs[f"exact_match,{kept}"]
+        assert getattr(found, f"{name}_stderr") == theirs[f"exact_match_stderr,{kept}"]
+    lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    for sample in samples:
+        assert lines[sample["doc_id"]]["text"] == sample["resps"][0][0]
+
+
+def test_answers_are_extracted_and_judged_alike():
+    """By the harness's own filters and metric, on texts that a tiny model would never write."""
+    from lm_eval.api.metrics import exact_match_hf_evaluate
+    from lm_eval.filters.extraction import RegexFilter
+
+    ours = {"strict-match": answers.strict, "flexible-extract": answers.flexible}
+    texts = [
+        "so #### 1,234. The end",
+        "#### -7 and #### 8.",
+        "it is $18.50",
+        "####9",
+        "7",
+        "$",
+        "..",
+        "",
+        "a\n#### 5\n6",
+    ]
+    settings = {k: v for k, v in GSM8K["metric_list"][0].items() if k.startswith(("ignore", "regexes"))}
+    for described in GSM8K["filter_list"]:
+        how = {key: value for key, value in described["filter"][0].items() if key != "function"}
+        found = [one for (one,) in RegexFilter(**how).apply([[text] for text in texts], [{}] * len(texts))]
+        assert [ours[described["name"]](text) for text in texts] == found
+        for one in found:
+            for gold in ("#### 1234", "8 and\n#### -7", "18.50", "[INVALID]", "#### 5."):
+                judged = exact_match_hf_evaluate(predictions=[one], references=[gold], **settings)["exact_match"]
+                assert answers.matches(one, gold) == (judged == 1.0)
+
+
+def test_what_tasks_ask_for(model, adapter):
+    request = lambda **settings: adapter._request("the cat", settings, seed=3)
+    found = request(until=["\n", ""], max_new_tokens=5, do_sample=True, top_p=0.5, num_beams=1)
+    assert (found.stop, found.max_new_tokens, found.temperature, found.top_p, found.seed) == (("\n",), 5, 1.0, 0.5, 3)
+    greedy = request(until="x", do_sample=False, temperature=0.7, repetition_penalty=1.2)
+    assert (greedy.temperature, greedy.repetition_penalty, greedy.max_new_tokens) == (0.0, 1.2, 12)
+    for settings, message in (
+        ({"num_beams": 4}, "cannot honour the task's num_beams=4"),
+        ({"max_gen_toks": 64}, "no room"),
+    ):
+        with pytest.raises(UserError, match=message):
+            request(**settings)
+
+
+def test_chat_template(model, bytes_model, pieces):
+    """A prompt of the template, whose beginning stands once, is what the conversation's own prompt is."""
+    from ladder_jax.evaluate.harness import LadderJax
+
+    messages, adapter = [{"role": "user", "content": "the cat"}], LadderJax(model)
+    assert adapter.tok_encode(adapter.apply_chat_template(messages)) == pieces.chat(messages)
+    assert adapter.tokenizer_name == pieces.name
+    with pytest.raises(UserError, match="always asks for the next answer"):
+        adapter.apply_chat_template(messages, add_generation_prompt=False)
+    with pytest.raises(UserError, match="no chat template"):
+        LadderJax(bytes_model).apply_chat_template(messages)
+
+
+def test_by_name(run):
+    """As `lm_eval --model ladder_jax --model_args checkpoint=...` makes it."""
+    from lm_eval.api.registry import get_model
+
+    import ladder_jax.evaluate.harness  # noqa: F401
+
+    made = get_model("ladder_jax").create_from_arg_string(f"checkpoint={run},tensor=1", {"batch_size": 1})
+    assert made.max_length == WINDOW and made.prefix_token_id == 10 and made.tok_encode("é") == [195, 169]

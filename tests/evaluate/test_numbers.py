@@ -1,0 +1,336 @@
+"""Every number of an evaluation against one that is computed from the reference's logits, in float64."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax import evaluate, nn
+from ladder_jax.decode import Request
+from ladder_jax.decode.engine.compilations import Compilations
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.evaluate import Choice, Question, Score, Scorer, Span, answers, pairs, program
+from ladder_jax.evaluate.generation import stop_ids
+from ladder_jax.evaluate.means import standard_error
+from ladder_jax.evaluate.windows import windows
+from tests import cases
+from tests.evaluate.conftest import WINDOW, Exact
+from tests.tokenizers import BEGIN, END
+
+TOLERANCE = 1e-4  # nats a token; float32, logits of about 10
+TEXT = "the cat sat on the mat, and the rat sat on the cat.\nnaïve café, 東京 🙂 and   three spaces\n" * 3
+
+
+def spans(count=11, *, seed=0, longest=WINDOW):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        length = int(rng.integers(2, longest + 2))
+        cut = int(rng.integers(1, length))
+        tokens = rng.integers(0, 303, length).tolist()
+        yield Span(tokens[:cut], tokens[cut:])
+
+
+MESHES = {
+    "data 2, tensor 4": ("ladder", dict(data=2, tensor=4)),
+    "4 ranks on one device": ("ladder-fresh", dict(ranks=4)),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_scores(mesh, monkeypatch):
+    """In batches of several lengths and in chunks of positions; each span's score is the same alone."""
+    name, how = MESHES[mesh]
+    monkeypatch.setattr(program, "CHUNK", 50)
+    program.compiled_scores.cache_clear()
+    definition = cases.define(name, num_layers=2, vocab_size=303, **how)
+    params = cases.parameters(definition)
+    exact = Exact(params, cases.shape(name, definition.config, ranks=4))
+    scorer = Scorer(definition, cases.place(params, definition), batch_tokens=256)
+    asked = list(spans())
+    found = dict(scorer.scores(asked))
+    assert sorted(found) == list(range(len(asked)))
+    for index, span in enumerate(asked):
+        loglikelihood, _ = exact.scores(span.context, span.scored)
+        assert abs(found[index].loglikelihood - loglikelihood) < TOLERANCE * len(span.scored)
+        assert len(found[index].logprobs) == len(span.scored)
+    program.compiled_scores.cache_clear()
+
+
+def test_greedy(model, exact):
+    """A span made of most probable tokens is greedy; with its last token changed it is not."""
+    tokens = [5]
+    for _ in range(4):
+        tokens.append(int(exact.logits(np.array([tokens + [0] * (WINDOW - len(tokens))]))[0, len(tokens) - 1].argmax()))
+    other = [*tokens[:-1], (tokens[-1] + 1) % 303]
+    found = dict(model.scorer.scores([Span(tokens[:1], tokens[1:]), Span(other[:1], other[1:])]))
+    assert (found[0].greedy, found[1].greedy) == (True, False)
+    assert exact.scores(tokens[:1], tokens[1:])[1] and not exact.scores(other[:1], other[1:])[1]
+
+
+def test_windows_as_the_harness_documents_them():
+    """The example in lm_eval/api/model.py; the last window's context reaches back."""
+    found = [(span.context, span.scored) for span in windows(range(10), prefix=99, window=4)]
+    assert found == [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
+
+
+@pytest.mark.parametrize("window, stride", [(1, 1), (7, 1), (7, 3), (7, 7), (40, 7), (41, 41)])
+def test_each_token_is_scored_once(window, stride):
+    tokens = list(range(40))
+    found = list(windows(tokens, prefix=99, window=window, stride=stride))
+    assert sum((span.scored for span in found), []) == tokens
+    for index, span in enumerate(found):
+        assert span.length <= window and (index == 0 or len(span.scored) <= stride)
+        if index:
+            assert span.length == window  # all the context that there is room for
+    assert sum((s.scored for s in windows(tokens, prefix=None, window=window, stride=stride)), []) == tokens[1:]
+
+
+def test_wrong_windows():
+    for how, message in (
+        (dict(window=0), "window must be at least 1, not 0"),
+        (dict(window=8, stride=9), "stride must be between 1 and the window, 8, not 9"),
+        (dict(window=8, stride=0), "stride must be between 1 and the window, 8, not 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            list(windows([1, 2], prefix=0, **how))
+
+
+@pytest.mark.parametrize("stride", [WINDOW, 20])
+def test_text_perplexity(model, pieces, exact, stride):
+    """Of two documents; each token's own context is worked out here, token by token."""
+    texts = [TEXT, "a rat ", ""]
+    total = count = 0
+    for text in texts[:2]:
+        tokens = [pieces.begin_id, *pieces.encode(text)]
+        for place in range(1, len(tokens)):
+            last = len(tokens) - 1 if place > WINDOW else WINDOW  # of the window that scores it
+            if place > WINDOW:
+                last = min(WINDOW + -(-(place - WINDOW) // stride) * stride, last)
+            begin = max(0, last - WINDOW)
+            total -= exact.scores(tokens[begin:place], tokens[place : place + 1])[0]
+            count += 1
+    found = evaluate.text_perplexity(model, texts, stride=stride)
+    words, size = len((TEXT + " a rat").split()) + 2, len((TEXT + "a rat ").encode())  # one empty word a text's end
+    assert (found.tokens, found.documents, found.words, found.bytes) == (count, 2, words, size)
+    assert abs(found.loss - total / count) < TOLERANCE
+    assert found.perplexity == pytest.approx(math.exp(total / count), rel=TOLERANCE)
+    assert found.bits_per_byte == pytest.approx(total / size / math.log(2), rel=TOLERANCE)
+    assert found.byte_perplexity == pytest.approx(math.exp(total / size), rel=TOLERANCE)
+    assert found.word_perplexity == pytest.approx(math.exp(total / words), rel=100 * TOLERANCE)
+    assert (found.window, found.stride) == (WINDOW, stride) and found.loss_stderr > 0
+
+
+def test_perplexity_of_tokens(model, exact, run):
+    """From whatever a user has at hand; without a prefix the first token is not scored."""
+    tokens = cases.tokens((1, 40), vocab=256)[0]
+    loss = -exact.scores(tokens[:1].tolist(), tokens[1:].tolist())[0] / 39
+    transformer = nn.Transformer(model.definition.config, params=model.params)
+    for one in (transformer, model, model.scorer, run):
+        found = evaluate.perplexity(one, tokens)
+        assert found.tokens == 39 and abs(found.loss - loss) < TOLERANCE and found.words is None
+    twice = evaluate.perplexity(model.definition, [tokens, tokens], params=model.params, prefix=7)
+    alone = -exact.scores([7], tokens.tolist())[0] / 40
+    assert twice.documents == 2 and twice.tokens == 80 and abs(twice.loss - alone) < TOLERANCE
+    assert twice.loss_stderr == pytest.approx(0, abs=TOLERANCE)
+
+
+def test_other_parameters_compile_nothing(model):
+    tokens = cases.tokens((1, 150))[0]
+    first = evaluate.perplexity(model.definition, tokens, params=model.params, window=50)
+    other = jax.tree.map(lambda a: a * 1.1, model.params)
+    with Compilations() as compiled:
+        second = evaluate.perplexity(model.definition, tokens, params=other, window=50)
+    assert compiled.count == 0 and second.loss != first.loss
+
+
+def test_nothing_to_score(model):
+    for tokens in ([], [3], [[], [3]]):
+        with pytest.raises(UserError, match="holds no token to score"):
+            evaluate.perplexity(model, tokens)
+    with pytest.raises(UserError, match="the token 303 is outside the model's vocabulary of 303"):
+        evaluate.perplexity(model, [1, 303])
+
+
+def test_too_large_for_a_float():
+    huge = evaluate.Perplexity(1000, 9.0, 8103.0, None, 1, 1, 8, 8).of_texts(["x" * 3000])
+    assert huge.word_perplexity is None and huge.bits_per_byte > 0
+
+
+PAIRS = [
+    ("the cat", " sat"),
+    ("the cat  ", "sat"),  # spaces move
+    ("the cat \n", " ü"),
+    ("café 東", "京 🙂"),
+    ("", " the cat"),
+    ("", BEGIN + "x"),  # the prefix itself
+    ("   ", "x"),
+]
+
+
+def test_pairs(pieces):
+    """Tokens that are scored, by hand: with the beginning before the context, and without it after none."""
+    found = [pairs.pair(*texts, tokenizer=pieces, prefix=pieces.begin_id) for texts in PAIRS]
+    bare, begin = pieces.encode_bare, [pieces.begin_id]
+    assert [list(span.context) for span in found] == [
+        begin + bare("the cat"), begin + bare("the cat"), begin + bare("the cat"), begin + bare("café 東"),
+        begin, begin, begin,
+    ]  # fmt: skip
+    assert [pieces.to_bytes(span.scored).decode() for span in [*found[:3], *found[4:]]] == [
+        " sat", "  sat", " \n ü", " the cat", "x", "   x",
+    ]  # fmt: skip
+    whole = pieces.encode("café 東京 🙂")  # in which a token joins the last of the context and the first after it
+    assert whole[:6] != list(found[3].context) and found[3].scored == whole[6:]
+    assert pairs.encode(BEGIN + "x", tokenizer=pieces) == begin + bare("x")  # and not twice
+    with pytest.raises(UserError, match="adds no token"):
+        pairs.pair("", BEGIN, tokenizer=pieces, prefix=pieces.begin_id)
+
+
+def test_prefix(pieces, bytes_model):
+    assert pairs.prefix_of(pieces) == pieces.encode("x")[0]
+    assert pairs.prefix_of(bytes_model.tokenizer) == ord("\n")
+    ended = dataclasses.replace(bytes_model.tokenizer, stop_ids=(9, 8))
+    assert pairs.prefix_of(ended) == 9
+    with pytest.raises(UserError, match="--prefix-token ID names one"):
+        pairs.prefix_of(dataclasses.replace(bytes_model.tokenizer, name="tokenizer-1"))
+
+
+def test_cut():
+    """As (context + continuation)[-(window + 1):][:-1]."""
+    for before in range(1, 8):
+        for scored in range(1, 6):
+            span = Span(list(range(before)), list(range(before, before + scored)))
+            cut = pairs.cut(span, window=5)
+            whole = [*span.context, *span.scored]
+            assert [*cut.context, *cut.scored][:-1] == whole[-6:][:-1] and cut.scored == span.scored
+    with pytest.raises(UserError, match="a continuation of 6 tokens is longer than the window of 5"):
+        pairs.cut(Span([1], [2] * 6), window=5)
+
+
+def test_multiple_choice(model, pieces, exact):
+    questions = [
+        Choice(1, "the cat sat on", ("the mat", "東京", "a"), 1),
+        Choice(2, "", ("rat", "the café and the mat"), 0),
+        Choice(3, "the rat  ", ("sat on the mat, and the cat sat", "🙂"), 1),
+        Choice(4, TEXT, ("mat", "cat"), 0),
+    ]
+    right = {"chars": [], "bytes": [], "raw": []}
+    for question in questions:
+        logs = []
+        for choice in question.choices:
+            context, continuation = question.prompt.rstrip(), " " + choice
+            continuation = question.prompt[len(context) :] + continuation
+            before = pieces.encode(context)  # of an empty one the beginning
+            after = pieces.encode(context + continuation)[len(before) :]
+            whole = [*before, *after][-WINDOW - 1 :]
+            logs.append(exact.scores(whole[: -len(after)], after)[0])
+        lengths = [[1] * len(logs), [len(c) for c in question.choices], [len(c.encode()) for c in question.choices]]
+        for name, length in zip(("raw", "chars", "bytes"), lengths):
+            right[name].append(np.argmax(np.array(logs) / length) == question.gold)
+    found = evaluate.multiple_choice(model, questions)
+    assert found.accuracy == np.mean(right["raw"]) and found.accuracy_normalised == np.mean(right["chars"])
+    assert found.accuracy_bytes == np.mean(right["bytes"])
+    assert found.truncated == 1 and found.examples == 4
+    assert found.accuracy_stderr == pytest.approx(np.std(right["raw"], ddof=1) / 2)
+    with pytest.raises(UserError, match="line 9: a continuation of .* tokens is longer than the window of 64"):
+        evaluate.multiple_choice(model, [Choice(9, "x", ("y", TEXT), 0)])
+
+
+def test_normalisation(bytes_model):
+    """Where the three accuracies differ: characters of three bytes, and a long choice."""
+
+    class Fixed:
+        def scores(self, asked):
+            return iter([(i, Score(np.array([logs[i]]), False)) for i, _ in enumerate(asked)])
+
+    logs = [-2.0, -2.2, -4.5]  # per character -1, -1.1, -0.75; per byte -1, -0.37, -0.75
+    model = dataclasses.replace(bytes_model)
+    model.__dict__["scorer"] = Fixed()
+    for gold, expected in enumerate([(1, 0, 0), (0, 0, 1), (0, 1, 0)]):
+        found = evaluate.multiple_choice(model, [Choice(1, "q", ("ab", "東京", "abcdef"), gold)])
+        assert (found.accuracy, found.accuracy_normalised, found.accuracy_bytes) == expected
+        assert found.accuracy_stderr is None
+
+
+def test_shots(bytes_model, monkeypatch):
+    """The first N, each with its answer; a question is not its own shot."""
+    asked = []
+    real = pairs.pair
+    monkeypatch.setattr(
+        pairs, "pair", lambda context, *rest, **how: asked.append(context) or real(context, *rest, **how)
+    )
+    shots = [Choice(i, f"q{i}", ("no", "yes"), i % 2) for i in range(3)]
+    evaluate.multiple_choice(bytes_model, [shots[0]], shots=2, shots_from=shots)
+    assert set(asked) == {"q1 yes\n\nq2 no\n\nq0"}
+    with pytest.raises(UserError, match="line 0: --shots 3: --shots-file holds only 2 other questions"):
+        evaluate.multiple_choice(bytes_model, [shots[0]], shots=3, shots_from=shots)
+
+
+ANSWERS = {
+    "so #### 1,234. The end": ("1,234.", "1,234."),
+    "#### -7 and #### 8": ("-7", "8"),
+    "it is $18.50": ("[invalid]", "$18.50"),
+    "####9": ("[invalid]", "9"),
+    "7": ("[invalid]", "7"),
+    "nothing": ("[invalid]", "[invalid]"),
+    "": ("[invalid]", "[invalid]"),
+}
+
+
+def test_answers():
+    assert {text: (answers.strict(text), answers.flexible(text)) for text in ANSWERS} == ANSWERS
+    for found, answer, right in (
+        ("1,234.", "He has <<1+1=2>>1,233 + 1\n#### 1234", True),
+        ("$18", "#### 18", True),
+        ("18.0", "#### 18", False),
+        ("[invalid]", "#### 18", False),
+        ("abc", "ABC", True),
+    ):
+        assert answers.matches(found, answer) is right
+
+
+def test_generation(model, pieces):
+    """What is judged is the engine's greedy text; a prompt is cut on its left, and special tokens end a text."""
+    questions = [Question(1, "the cat sat on", "#### 5"), Question(2, TEXT, "5"), Question(3, "", "5")]
+    alone, engine = [], model.engine(capacity=WINDOW, slots=3)
+    for question in questions:
+        prompt = pieces.encode(question.prompt)[-(WINDOW - 12) :]
+        request = Request(prompt, max_new_tokens=12, stop_ids=pieces.stop_ids, stop=["the"])
+        alone.append(engine.submit(request).result().text)
+    golds = [dataclasses.replace(q, answer=f"#### {answers.flexible(text)}") for q, text in zip(questions, alone)]
+    found = evaluate.generation(model, golds, max_new_tokens=12, stop=["the"], slots=3)
+    assert (found.examples, found.accuracy_normalised, found.truncated) == (3, 1.0, 1)
+    assert stop_ids([END, "the", BEGIN], tokenizer=pieces) == [*pieces.stop_ids, pieces.stop_ids[0], pieces.begin_id]
+    with pytest.raises(UserError, match="max_new_tokens=64 must be at least 1, and leave room for a prompt"):
+        evaluate.generation(model, golds, max_new_tokens=WINDOW)
+
+
+def test_memory_that_does_not_suffice(model):
+    """Batches are halved until they fit, all is scored all the same; one row too much is said."""
+    asked = list(spans(9, longest=32))
+    expected = {index: score.loglikelihood for index, score in model.scorer.scores(asked)}
+    scorer, fits = Scorer(model.definition, model.params, batch_tokens=1024), 64
+    whole = scorer._program
+
+    def limited(params, tokens, targets):
+        if tokens.size > fits:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+        return whole(params, tokens, targets)
+
+    scorer._program = limited
+    found = {index: score.loglikelihood for index, score in scorer.scores(asked)}
+    assert found == pytest.approx(expected, abs=TOLERANCE) and scorer.batch_tokens == fits
+    fits = 31
+    with pytest.raises(RunFailed, match="out of memory with one row of 32 tokens a device"):
+        list(scorer.scores(asked))
+
+
+def test_weights_that_are_no_numbers(model):
+    params = jax.tree.map(lambda a: a * np.float32(np.nan), model.params)
+    with pytest.raises(RunFailed, match="log-probabilities are no numbers"):
+        evaluate.perplexity(model.definition, [1, 2, 3], params=params)
+
+
+def test_standard_error():
+    assert standard_error([1.0]) is None and standard_error([0, 1, 1]) == pytest.approx(1 / 3)
