@@ -19,22 +19,22 @@ ENDING = 5.0  # seconds that a killed worker may take
 
 
 class Child:
-    """Runs `ladder-jax *argv` as the worker at `place`.
+    """Runs `command`, which calls `attached`, as the worker at `place`.
 
     Python's own prints go where the parent's go, a terminal or not; what native code prints comes through a pipe.
     beats, doing: the worker's own word of how far it is; line: of the error that it ended with; trace: of its crash.
     """
 
-    def __init__(self, place: Place, *, argv: list[str], patience: Patience):
+    def __init__(self, place: Place, *, command: list[str], patience: Patience):
         ours, theirs = socket.socketpair()
         self._noise_fd, printed = os.pipe()
         os.set_blocking(self._noise_fd, False)
         told = {"place": dataclasses.asdict(place), "patience": dataclasses.asdict(patience)}
-        told |= {"link": theirs.fileno(), "stdout": 1, "stderr": 2}
-        streams = {name: os.dup(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
+        streams = {"stdout": os.dup(1), "stderr": os.dup(2)}
+        told |= {"link": theirs.fileno(), **streams}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ladder_jax", *argv],
-            env={**os.environ, VARIABLE: json.dumps({**told, **streams})},
+            command,
+            env={**os.environ, VARIABLE: json.dumps(told)},
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
@@ -87,7 +87,7 @@ class Child:
         if status == -signal.SIGABRT:
             return End(Cause.CRASHED, "was aborted by native code", 1)
         if status < 0:
-            memory = ": out of memory?" if status == -signal.SIGKILL else ""
+            memory = " (out of memory?)" if status == -signal.SIGKILL else ""
             return End(Cause.LOST, f"was ended by {signal.Signals(-status).name}{memory}", 1)
         return End(Cause.FAILED, f"ended with status {status}", status)
 

@@ -21,7 +21,7 @@ class Patience:
     @property
     def beat(self) -> float:
         """Between two signs of life."""
-        return min(5.0, self.lost / 5)
+        return min(5.0, self.lost / 5, self.hang / 5)
 
 
 def of(options: Mapping[str, str | None], environ: Mapping[str, str]) -> Patience:

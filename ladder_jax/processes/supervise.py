@@ -21,14 +21,14 @@ TICK = 0.1  # seconds
 GO_ON = "all processes stop; the same command on each goes on from the last checkpoint"
 
 
-def supervise(place: Place, *, argv: list[str], job: str, patience: Patience, say: Callable[[str], None]) -> None:
-    """Run `ladder-jax *argv` as one of several processes, to its end.
+def supervise(place: Place, *, command: list[str], job: str, patience: Patience, say: Callable[[str], None]) -> None:
+    """Run `command`, a worker (see `attached`), as one of several processes, to its end.
 
     job: what must be the same on all processes. Raises the worker's own UserError, RunFailed or Stopped, and RunFailed
     that names the processes which did not come, are lost, have failed, or hang.
     """
     with contextlib.closing(_meet(place, job=job, patience=patience, say=say)) as team, _signals() as asked:
-        child = Child(place, argv=argv, patience=patience)
+        child = Child(place, command=command, patience=patience)
         try:
             _watch(child, team, place=place, asked=asked)
         finally:

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> None:
         place = processes.find(vars(args), os.environ, timeout=patience.start)
         if place is None:
             return _train(settings, args, beat=lambda doing: None, shown=True)
-        processes.supervise(place, argv=args.argv, job=_job(settings, args), patience=patience, say=_say)
+        command = [sys.executable, "-m", "ladder_jax", *args.argv]
+        processes.supervise(place, command=command, job=_job(settings, args), patience=patience, say=_say)
 
 
 def _train(settings, args: argparse.Namespace, *, beat: Callable[[str], None], shown: bool) -> None:
