@@ -109,7 +109,7 @@ def test_one_fails_and_brings_others_down(started):
     if me == 1:
         raise ValueError("all-reduce failed: connection reset by peer")
     os.write(2, b"E1122 01:03:03.06 4626 coordination_service_agent.cc:288] Polled an error\\n")
-    os.write(2, b"F1122 01:03:03.06 4626 client.h:86] Terminating process\\n*** Check failure stack trace: ***\\n    @ 0x7f\\n")
+    os.write(2, b"F1122 01:03:03.06 4626 client.h:86] Terminating\\n*** Check failure stack trace: ***\\n    @ 0x7f\\n")
     os.abort()
     """
     running = started(body, processes=3)
