@@ -33,10 +33,12 @@ def run(told: dict[str, Any], *, timeout: float) -> Found:
     except subprocess.TimeoutExpired:
         raise UserError(f"the cluster's environment has not been understood within {timeout:g} s") from None
     try:
-        return Found(**json.loads(done.stdout.splitlines()[-1]))
+        found = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         return Found(**told, problem=f"it could not be asked ({why})")
+    local = found.pop("local_devices")
+    return Found(**found, local_devices=None if local is None else tuple(local))
 
 
 def detect(*, timeout: float, coordinator=None, processes=None, process=None) -> Found:
