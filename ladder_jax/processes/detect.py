@@ -16,13 +16,13 @@ from ladder_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """None for what is still unknown; `problem` says why."""
+    """None for what is still unknown; `problem`: that kept jax from finding it, if not merely nothing was there."""
 
     coordinator: str | None = None
     processes: int | None = None
     process: int | None = None
     local_devices: tuple[int, ...] | None = None
-    problem: str = "jax finds no cluster that it knows here"
+    problem: str = ""
 
 
 def run(told: dict[str, Any], *, timeout: float) -> Found:

@@ -9,6 +9,8 @@ from ladder_jax.errors import UserError
 from ladder_jax.processes import detect
 from ladder_jax.processes.settings import Given, given
 
+CHIPS = "a TPU"  # of how many hosts, only its metadata server knows
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -46,9 +48,12 @@ def find(options: Mapping[str, str | None], environ: Mapping[str, str], *, timeo
     if not told and cluster is None:
         return None
     found = detect.run(values, timeout=timeout) if cluster else detect.Found(**values)
+    if cluster == CHIPS and not told and found == detect.Found():  # what looked like chips are none
+        return None
     missing = [f"--{name}" for name in ("coordinator", "processes", "process") if getattr(found, name) is None]
     if missing:
-        where = f"{cluster} was recognised, but {found.problem}" if cluster else "no cluster is recognised here"
+        why = found.problem or "jax finds no cluster that it knows here"
+        where = f"{cluster} was recognised, but {why}" if cluster else "no cluster is recognised here"
         raise UserError(
             f"{where}: {' and '.join(missing)} must be given too"
             " (or --processes 1, to train alone; LADDER_JAX_* variables say the same)"
@@ -72,7 +77,7 @@ def suspected(environ: Mapping[str, str]) -> str | None:
         return "an indexed Kubernetes Job"
     chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
     if chips and "TPU_SKIP_MDS_QUERY" not in environ and importlib.util.find_spec("libtpu"):
-        return "a TPU"
+        return CHIPS
     return None
 
 

@@ -26,7 +26,7 @@ class Asked:
     def at(self, step: int) -> bool:
         """Whether to end after `step`. On several processes all of them give the same answer for the same step."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            self.which = signal.SIGTERM
+            self.which = self.noted or signal.SIGTERM
         return self.which is not None
 
 

@@ -21,7 +21,8 @@ def manifest(name):
 
 def validated(value):
     """What the API's own types keep of a JobSet: they raise for a wrong type, and drop what they do not know."""
-    models = pytest.importorskip("kubeflow_trainer_api.models")
+    from kubeflow_trainer_api import models
+
     return models.JobsetV1alpha2JobSet.from_dict(value).to_dict()
 
 

@@ -120,6 +120,17 @@ def test_recognised_but_not_understood(environ, message, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+def test_one_host_with_chips(monkeypatch):
+    """A TPU of one host trains alone; so does a machine that only looks like one."""
+    monkeypatch.setattr(place, "suspected", lambda environ: place.CHIPS)
+    for found in (detect.Found(), detect.Found("here:1", 1, 0)):
+        monkeypatch.setattr(detect, "run", lambda told, timeout: found)
+        assert find({}, {}, timeout=1) is None
+    monkeypatch.setattr(detect, "run", lambda told, timeout: detect.Found(problem="no metadata server"))
+    with pytest.raises(UserError, match="a TPU was recognised, but no metadata server"):
+        find({}, {}, timeout=1)
+
+
 def test_another_jax(monkeypatch):
     """Its detection has no public name; without it only what is said counts."""
     clusters = pytest.importorskip("jax._src.clusters")
