@@ -27,7 +27,8 @@ class Found:
 
 def run(told: dict[str, Any], *, timeout: float) -> Found:
     """What `detect` finds, beside what was `told`. Raises UserError where the cluster does not answer in time."""
-    command = [sys.executable, "-m", __name__, json.dumps({**told, "timeout": min(timeout, 1e6)})]
+    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+    command += [json.dumps({**told, "timeout": min(timeout, 1e6)})]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout + 30)
     except subprocess.TimeoutExpired:
@@ -59,5 +60,6 @@ def detect(*, timeout: float, coordinator=None, processes=None, process=None) ->
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """What `run` starts: the arguments of `detect` as JSON in, its answer as JSON out."""
     print(json.dumps(dataclasses.asdict(detect(**json.loads(sys.argv[1])))))
