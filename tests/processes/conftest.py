@@ -1,5 +1,6 @@
 """Parents and workers as a cluster starts them, but on one machine and without jax."""
 
+import json
 import os
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from ladder_jax.errors import RunFailed, UserError
 place, patience, code = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 try:
     processes.supervise(
-        processes.Place(**place), command=[sys.executable, "-c", code], job=place.get("job", "one"),
+        processes.Place(**place), command=[sys.executable, "-c", code], job="one",
         patience=processes.Patience(**patience), say=lambda line: print(line, file=sys.stderr),
     )
 except UserError as error:
@@ -52,8 +53,6 @@ def started(port):
     running = []
 
     def start(body, *, processes=2, only=None, patience=None):
-        import json
-
         code = WORKER.format(body=textwrap.indent(textwrap.dedent(body), "    "))
         for process in range(processes) if only is None else only:
             place = {"coordinator": f"localhost:{port}", "processes": processes, "process": process}

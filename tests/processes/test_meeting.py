@@ -1,7 +1,6 @@
 """Who is missing, who is one too many, and what else may stand at the port."""
 
 import json
-import os
 import socket
 import threading
 import time
@@ -10,8 +9,6 @@ import pytest
 
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.processes import Patience, Place, rendezvous
-
-HOST = os.uname().nodename
 
 
 def meet(port, process, *, processes, job="a", start=3.0, results=None):
@@ -141,9 +138,7 @@ def test_port_is_taken(port):
 def test_one_goes_away_and_comes_back(port):
     """It was killed while it waited, and is started again."""
     results = {}
-    waiting = threading.Thread(target=meet, args=(port, 0), kwargs=dict(processes=2, results=results, start=10.0))
     meeting = threading.Thread(target=meet, args=(port, 0), kwargs=dict(processes=3, results=results, start=10.0))
-    del waiting
     meeting.start()
     for _ in range(100):
         try:
@@ -155,9 +150,8 @@ def test_one_goes_away_and_comes_back(port):
             time.sleep(0.02)
     time.sleep(0.5)
     rest = [threading.Thread(target=meet, args=(port, i), kwargs=dict(processes=3, results=results)) for i in (1, 2)]
-    for thread in (*rest, meeting):
-        if thread is not meeting:
-            thread.start()
+    for thread in rest:
+        thread.start()
     for thread in (*rest, meeting):
         thread.join(15)
     assert results[0] == {1: "host-1", 2: "host-2"}
