@@ -4,6 +4,7 @@ Process 0 listens where its coordinator will, lets everybody in, and then frees 
 to hear from each other (`team`). So a run needs one open port.
 """
 
+import contextlib
 import selectors
 import socket
 import time
@@ -36,7 +37,7 @@ def gather(
             waited = time.monotonic() - began
             if waited > patience.start:
                 why = _missing(place, came, host=host, seconds=patience.start)
-                _refuse(came, why)
+                _refuse([*_links(came), *strangers], why)
                 raise RunFailed(f"{why}: start {_them(place, came)}, or wait longer with --start-timeout")
             if waited > SAID_AFTER and not said:
                 say(f"{_missing(place, came, host=host, seconds=waited)}; waiting")
@@ -52,7 +53,7 @@ def gather(
                 for hello in hellos[:1]:
                     strangers.remove(link)
                     if why := _admit(hello, link, came, place=place, job=job, host=host):
-                        _refuse({**came, -1: ("", link)}, why)
+                        _refuse([*_links(came), *strangers, link], why)
                         raise UserError(why)
             for process, (_, link) in list(came.items()):  # one that went away again may come back
                 try:
@@ -66,8 +67,10 @@ def gather(
     for process, (at, link) in came.items():
         try:
             link.send(go=hosts)
-        except Gone as why:
-            raise RunFailed(f"{place.named(process, at)} has gone as soon as it had come: {why}") from None
+        except Gone as gone:
+            why = f"{place.named(process, at)} has gone as soon as it had come: {gone}"
+            _refuse(_links(came), why)
+            raise RunFailed(why) from None
     return came
 
 
@@ -99,6 +102,7 @@ def join(place: Place, *, job: str, patience: Patience, host: str) -> tuple[Link
             time.sleep(TICK)
             continue
         if (why := answer[0].get("refused")) is not None:
+            link.close()
             raise RunFailed(why)
         return link, answer[0].get("go") or []
     raise RunFailed(
@@ -154,12 +158,17 @@ def _admit(hello: dict, link: Link, came: dict, *, place: Place, job: str, host:
     return None
 
 
-def _refuse(links: dict[int, tuple[str, Link]], why: str) -> None:
-    for _, link in links.values():
-        try:
+def _links(came: dict[int, tuple[str, Link]]) -> list[Link]:
+    return [link for _, link in came.values()]
+
+
+def _refuse(links: list[Link], why: str) -> None:
+    """Tells all, and closes."""
+    for link in links:
+        with contextlib.suppress(Gone):
             link.send(refused=why)
-        except Gone:
-            continue
+    for link in links:
+        link.finish()
 
 
 def _absent(place: Place, came: dict) -> list[int]:
