@@ -46,11 +46,18 @@ def resolve(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model)
 
 
-def run(config: RunConfig, *, say: Callable[[str], None] = print, profile: range | None = None) -> Result:
+def run(
+    config: RunConfig,
+    *,
+    say: Callable[[str], None] = print,
+    profile: range | None = None,
+    beat: Callable[[str], None] = lambda doing: None,
+) -> Result:
     """Train as `config` says, resuming from the run's last checkpoint; returns the final losses.
 
-    profile: steps to trace into `profile/`. Raises UserError for anything that cannot work, before it writes anything;
-    then RunFailed for what stops a run, and Stopped after SIGTERM or SIGINT. Only process 0 shows and logs.
+    profile: steps to trace into `profile/`; beat: told what comes next, alike on all processes. Raises UserError for
+    anything that cannot work, before it writes anything; then RunFailed for what stops a run, and Stopped after SIGTERM
+    or SIGINT. Only process 0 shows and logs.
     """
     account = Account()
     config = resolve(config)
@@ -84,6 +91,7 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print, profile: range
         else:
             state = resume.begun(config=config.train, definition=definition)
         step = int(state.train.step)
+        beat(f"step {step}")
         with folder.writing(place):
             _write_json(place / "config.json", to_dict(config))
             tokenizers.save(data.tokenizer, place / tokenizers.FOLDER)
@@ -107,6 +115,7 @@ def run(config: RunConfig, *, say: Callable[[str], None] = print, profile: range
             account=account,
             asked=asked,
             say=say,
+            beat=beat,
         )
         session.run()
         result = Result(

@@ -50,6 +50,7 @@ class Session:
     account: Account
     asked: Asked
     say: Callable[[str], None]
+    beat: Callable[[str], None]
     validation: float | None = None
 
     def __post_init__(self):
@@ -76,6 +77,7 @@ class Session:
             read_ahead(self.feed.read, first=first, last=last) as batches,
         ):
             for step in range(first + 1, last + 1):
+                self.beat(f"step {step}")
                 if self.asked.at(step - 1):
                     self._settle(pending)
                     self._end(step - 1)
@@ -110,6 +112,7 @@ class Session:
             self.judge.bad(step, read, saved=self.keeper.newest())
         elif metrics:
             self.judge.good()
+        self.beat(f"after step {step}")
         evaluated = _due(step, train.evaluate_every, train.steps)
         self.validation = self.evaluation(self.state.train.params) if evaluated else None
         note = {"validation_loss": self.validation} if self.validation is not None else {}

@@ -1,5 +1,8 @@
 import argparse
 import sys
+from collections.abc import Callable
+
+from ladder_jax.processes.settings import SETTINGS
 
 SUMMARY = "Train a model, or go on where the run's last checkpoint stands."
 EXAMPLE = "ladder-jax train tiny --cpu-devices 8 mesh.data=2 mesh.tensor=4 data.path=book.txt run.dir=runs/book"
@@ -10,17 +13,57 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="path.to.field=value", help="settings that replace the file's")
 
     parser.add_argument("--profile", metavar="STEPS", help="trace these steps into run.dir/profile: 10:13, or 10")
+    several = parser.add_argument_group(
+        "several processes",
+        "SLURM, Open MPI, Kubernetes and Cloud TPU are recognised; each option is also a variable (LADDER_JAX_PROCESS)",
+    )
+    for setting in SETTINGS:
+        several.add_argument(setting.option, metavar=setting.metavar, help=setting.help)
 
 
 def run(args: argparse.Namespace) -> None:
-    from ladder_jax import config, train
+    import os
 
-    settings = config.load(args.config, overrides=args.overrides)
+    from ladder_jax import config, processes
+
+    with processes.attached() as worker:
+        settings = config.load(args.config, overrides=args.overrides)
+        if worker is not None:
+            worker.initialize()
+            return _train(settings, args, beat=worker.beat, shown=worker.place.process == 0)
+        patience = processes.patience.of(vars(args), os.environ)
+        place = processes.find(vars(args), os.environ, timeout=patience.start)
+        if place is None:
+            return _train(settings, args, beat=lambda doing: None, shown=True)
+        command = [sys.executable, "-m", "ladder_jax", *args.argv]
+        processes.supervise(place, command=command, job=_job(settings, args), patience=patience, say=_say)
+
+
+def _train(settings, args: argparse.Namespace, *, beat: Callable[[str], None], shown: bool) -> None:
+    from ladder_jax import train
+
     steps = train.profile.parse(args.profile) if args.profile else None
-    result = train.run(settings, say=lambda line: print(line, file=sys.stderr, flush=True), profile=steps)
+    result = train.run(settings, say=_say, profile=steps, beat=beat)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
-    print(
-        f"trained {result.parameters:,} parameters for {result.steps} steps:"
-        f" held-out loss {result.validation_loss:.4f} nats a {unit}"
-    )
+    if shown:
+        print(
+            f"trained {result.parameters:,} parameters for {result.steps} steps:"
+            f" held-out loss {result.validation_loss:.4f} nats a {unit}"
+        )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _job(settings, args: argparse.Namespace) -> str:
+    """What must be the same on all processes."""
+    import hashlib
+    import json
+
+    from ladder_jax import __version__
+    from ladder_jax.config import to_dict
+
+    job = json.dumps([__version__, to_dict(settings), args.profile, args.cpu_devices], sort_keys=True)
+    return hashlib.sha256(job.encode()).hexdigest()

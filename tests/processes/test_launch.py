@@ -1,0 +1,177 @@
+"""The launch recipes, as far as one machine can try them: manifests against the types of the APIs, scripts with
+stand-ins for the commands of the clouds."""
+
+import os
+import pathlib
+import shlex
+import subprocess
+
+import pytest
+import yaml
+
+from ladder_jax import cli
+
+LAUNCH = pathlib.Path(__file__).parents[2] / "experiments" / "launch"
+MANIFESTS = ("gpu.yaml", "tpu.yaml")
+
+
+def manifest(name):
+    return yaml.safe_load((LAUNCH / "jobset" / name).read_text())
+
+
+def validated(value):
+    """What the API's own types keep of a JobSet: they raise for a wrong type, and drop what they do not know."""
+    from kubeflow_trainer_api import models
+
+    return models.JobsetV1alpha2JobSet.from_dict(value).to_dict()
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifest_is_a_jobset(name):
+    jobset = manifest(name)
+    assert validated(jobset) == jobset
+    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and jobset["kind"] == "JobSet"
+    # The types know no enumerations; these are the CRD's.
+    for rule in jobset["spec"]["failurePolicy"]["rules"]:
+        assert rule["action"] in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
+        assert set(rule["onJobFailureReasons"]) <= {"BackoffLimitExceeded", "DeadlineExceeded", "PodFailurePolicy"}
+
+
+def test_validation_notices():
+    misspelt, mistyped = manifest("gpu.yaml"), manifest("gpu.yaml")
+    job = misspelt["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job["template"]["spec"]["containers"][0]["ressources"] = {}
+    assert validated(misspelt) != misspelt
+    mistyped["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] = "four"
+    with pytest.raises(ValueError, match="parallelism"):
+        validated(mistyped)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifest_agrees_with_itself(name):
+    spec = manifest(name)["spec"]
+    (workers,) = spec["replicatedJobs"]
+    job = workers["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    variables = {one["name"]: one for one in container["env"]}
+    assert job["completionMode"] == "Indexed"  # or pods have no number
+    assert job["parallelism"] == job["completions"] == int(variables["LADDER_JAX_PROCESSES"]["value"])
+    assert spec["coordinator"]["replicatedJob"] == workers["name"]
+    assert str(container["ports"][0]["containerPort"]) in variables["LADDER_JAX_COORDINATOR"]["value"]
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
+    # The mesh has as many devices as the pods.
+    (devices,) = container["resources"]["limits"].values()
+    sizes = [int(word.partition("=")[2]) for word in container["args"] if word.startswith("mesh.")]
+    assert sizes[0] * sizes[1] == devices * job["parallelism"]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifest_trains_a_model_that_there_is(name):
+    """Its settings are ladder-jax's."""
+    from ladder_jax import config
+
+    container = manifest(name)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    assert container["command"] == ["ladder-jax", "train"] and "train" in cli.main.__globals__["VERBS"]
+    preset, *overrides = container["args"]
+    assert config.load(preset, overrides=overrides).mesh.size > 8
+
+
+def stand_in(folder, name, body):
+    """A command on the PATH, which notes its arguments."""
+    folder.mkdir(exist_ok=True)
+    file = folder / name
+    file.write_text(f'#!/bin/bash\nprintf "%q " "$@" >> {folder}/{name}.log; echo >> {folder}/{name}.log\n{body}\n')
+    file.chmod(0o755)
+
+
+def calls(folder, name):
+    text = (folder / f"{name}.log").read_text() if (folder / f"{name}.log").exists() else ""
+    return [shlex.split(line) for line in text.replace("$'", "'").splitlines()]
+
+
+def script(folder, *words, check=True, **variables):
+    environment = {**os.environ, **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", *map(str, words)], capture_output=True, text=True, env=environment, timeout=60)
+    assert not check or done.returncode == 0, (done.stdout, done.stderr)
+    return done
+
+
+SLICE = {
+    "NAME": "ladder",
+    "ZONE": "us-east5-a",
+    "TYPE": "v5p-128",
+    "SHARE": "10.0.0.2:/runs",
+    "SOURCE": "ladder-jax[tpu]",
+}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_gcloud(tmp_path, there):
+    """It creates the slice only if there is none, and quotes what goes through two shells."""
+    bin = tmp_path / "bin"
+    stand_in(bin, "gcloud", f'case " $* " in *" describe "*) exit {0 if there else 1};; esac')
+    script(bin, LAUNCH / "tpu_pod" / "gcloud.sh", "my run.yaml", "run.dir=/runs/a b", **SLICE, SPOT="1")
+    verbs = [call[3] for call in calls(bin, "gcloud")]
+    assert verbs == ["describe", *([] if there else ["create"]), "ssh", "ssh"]
+    last = calls(bin, "gcloud")[-1]
+    assert "--worker=all" in last and "--zone=us-east5-a" in last
+    command = last[-1].removeprefix("--command=")
+    assert shlex.split(command)[1:] == ["train", "my run.yaml", "run.dir=/runs/a b"]
+    if not there:
+        assert "--spot" in calls(bin, "gcloud")[1]
+
+
+def test_gcloud_says_what_is_missing(tmp_path):
+    stand_in(tmp_path / "bin", "gcloud", "")
+    done = script(tmp_path / "bin", LAUNCH / "tpu_pod" / "gcloud.sh", "tiny", check=False, **{**SLICE, "SHARE": ""})
+    assert done.returncode != 0 and "SHARE: an NFS export" in done.stderr
+    assert calls(tmp_path / "bin", "gcloud") == []
+
+
+def test_xpk(tmp_path):
+    stand_in(tmp_path / "bin", "xpk", "")
+    script(
+        tmp_path / "bin", LAUNCH / "tpu_pod" / "xpk.sh", "tiny", "run.dir=/runs/a", **SLICE, CLUSTER="pods", IMAGE="i:1"
+    )
+    (call,) = calls(tmp_path / "bin", "xpk")
+    assert call[:2] == ["workload", "create"]
+    options = dict(zip(call[2::2], call[3::2]))
+    assert options["--command"] == "ladder-jax train tiny run.dir=/runs/a" and options["--tpu-type"] == "v5p-128"
+    assert options["--restart-on-exit-codes"] == "1"
+
+
+@pytest.mark.parametrize(
+    "status, restarts, requeued",
+    [(0, 0, False), (1, 0, True), (143, 3, True), (137, 19, True), (1, 20, False), (2, 0, False)],
+)
+def test_slurm_requeues(tmp_path, status, restarts, requeued):
+    bin = tmp_path / "bin"
+    stand_in(bin, "srun", f"exit {status}")
+    stand_in(bin, "scontrol", "")
+    told = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restarts)}
+    done = script(bin, LAUNCH / "slurm" / "train.sbatch", "tiny", "a=b c", check=False, **told)
+    assert calls(bin, "scontrol") == ([["requeue", "4711"]] if requeued else [])
+    assert done.returncode == (0 if requeued else status)
+    assert calls(bin, "srun")[0][-4:] == ["ladder-jax", "train", "tiny", "a=b c"]
+
+
+def test_slurm_outlives_the_signal(tmp_path):
+    """SIGTERM to the whole job: the processes save and end with 143, and only then is the job requeued."""
+    bin = tmp_path / "bin"
+    stand_in(bin, "srun", 'trap "sleep 0.5; touch saved; exit 143" TERM\ntouch started\nwhile :; do sleep 0.05; done')
+    stand_in(bin, "scontrol", "[ -e saved ] || exit 9")
+    environment = {**os.environ, "SLURM_JOB_ID": "4711", "PATH": f"{bin}:{os.environ['PATH']}"}
+    command = ["bash", str(LAUNCH / "slurm" / "train.sbatch"), "tiny"]
+    with subprocess.Popen(
+        command, env=environment, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True
+    ) as job:
+        import signal
+        import time
+
+        while not (tmp_path / "started").exists():
+            time.sleep(0.02)
+        os.killpg(job.pid, signal.SIGTERM)
+        said = job.communicate(timeout=20)[1]
+    assert job.returncode == 0 and "status 143: requeued (restart 1 of 20)" in said
+    assert calls(bin, "scontrol") == [["requeue", "4711"]]

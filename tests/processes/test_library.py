@@ -1,0 +1,55 @@
+"""`train.run` in a program that has called `jax.distributed.initialize` itself, without a parent that watches."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from ladder_jax.checkpoint import steps, verify
+from ladder_jax.train import metrics
+
+TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=120",
+        "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=60", "train.warmup_steps=5",
+        "train.evaluation_batches=1", "mesh.data=2", "run.tensorboard=false"]  # fmt: skip
+
+PROCESS = """
+import sys, time
+import jax
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from ladder_jax import config, train
+from ladder_jax.errors import RunFailed
+from ladder_jax.train import metrics
+
+slowly = metrics.Metrics.add
+metrics.Metrics.add = lambda self, row: (time.sleep(0.05), slowly(self, row))[1]
+try:
+    train.run(config.load("tiny", overrides=sys.argv[3:]), say=lambda line: None)
+except RunFailed as error:
+    print(error)
+    sys.exit(error.status)
+"""
+
+
+def test_ctrl_c_in_one_process_makes_both_save(tmp_path, port):
+    """jax tells all processes of a SIGTERM, so Ctrl-C becomes one."""
+    book, run = tmp_path / "book.txt", tmp_path / "run"
+    book.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(500)))
+    overrides = [*TINY, f"data.path={book}", f"run.dir={run}"]
+    commands = [[sys.executable, "-c", PROCESS, f"localhost:{port}", str(index), *overrides] for index in range(2)]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    first, second = (subprocess.Popen(command, **pipes) for command in commands)
+    deadline = time.monotonic() + 240
+    while len(metrics.read(run)) < 3 and time.monotonic() < deadline and second.poll() is None:
+        time.sleep(0.02)
+    second.send_signal(signal.SIGINT)
+    said = [process.communicate(timeout=240) for process in (first, second)]
+    assert [first.returncode, second.returncode] == [143, 130], said
+    stopped = metrics.read(run)[-1]["step"]
+    assert 3 <= stopped < 120 and steps(run / "checkpoints")[-1] == stopped
+    assert verify(run / "checkpoints" / str(stopped)) == []
+    for name, (out, _) in zip(("SIGTERM", "SIGINT"), said):
+        assert f"{name}: step {stopped} is saved" in out
