@@ -10,7 +10,7 @@ from ladder_jax.pretrained.huggingface import families
 from ladder_jax.pretrained.huggingface.families import FAMILIES, LADDER, Family
 
 _NUMBER = (int, float)
-_ROPE_FIELDS = {
+ROPE_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
@@ -110,7 +110,7 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | N
         return theta, None
     if kind != "llama3":
         raise UserError(f"{where}: {field}: rope_type={kind!r} cannot be represented (allowed: default, llama3)")
-    return theta, RopeScaling(**{ours: get(theirs, _NUMBER) for ours, theirs in _ROPE_FIELDS.items()})
+    return theta, RopeScaling(**{ours: get(theirs, _NUMBER) for ours, theirs in ROPE_FIELDS.items()})
 
 
 def _dtype(config: Mapping[str, Any], where: str) -> Dtype:

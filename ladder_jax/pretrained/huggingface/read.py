@@ -64,19 +64,19 @@ def read_object(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _arrays(folder: pathlib.Path, model: ModelConfig) -> Mapping[Key, Stored]:
-    stored, dims, found = _tensors(folder), source.dims(model), {}
-    _drop_tied_head(stored, model)
+    left, dims, found = stored(folder), source.dims(model), {}
+    _drop_tied_head(left, model)
     for key, ours in source.wanted(model).items():
         name, letters = names.theirs(key), dims[key.name]
-        if name not in stored:
+        if name not in left:
             raise UserError(f"{str(folder)!r} holds no {name}")
-        tensor, shape = stored.pop(name), linear.shape(letters, ours)
+        tensor, shape = left.pop(name), linear.shape(letters, ours)
         if tensor.shape != shape:
             raise UserError(f"{str(tensor.file)!r}: {name} is {tensor.shape}, but {CONFIG} makes it {shape}")
         found[key] = Stored(ours, tensor.dtype, functools.partial(_read, tensor, letters, ours))
-    if foreign := sorted(name for name in stored if not names.is_derived(name)):
+    if foreign := sorted(name for name in left if not names.is_derived(name)):
         more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
-        raise UserError(f"{str(folder)!r} holds {foreign[0]}{more}, which its {CONFIG} has no place for")
+        raise UserError(f"{str(folder)!r} holds {foreign[0]}{more}, for which its {CONFIG} has no place")
     return found
 
 
@@ -84,7 +84,7 @@ def _read(tensor: Tensor, dims: str, shape: tuple[int, ...]) -> np.ndarray:
     return linear.to_ours(tensor.read(), dims=dims, ours=shape)
 
 
-def _tensors(folder: pathlib.Path) -> dict[str, Tensor]:
+def stored(folder: pathlib.Path) -> dict[str, Tensor]:
     """All tensors by their names there: of the index's files, or of the only one."""
     if not (folder / INDEX).is_file():
         if not (folder / WEIGHTS).is_file():
@@ -115,12 +115,11 @@ def _no_weights(folder: pathlib.Path) -> str:
     return f"{str(folder)!r} holds no {WEIGHTS} and no {INDEX}"
 
 
-def _drop_tied_head(stored: dict[str, Tensor], model: ModelConfig) -> None:
+def _drop_tied_head(left: dict[str, Tensor], model: ModelConfig) -> None:
     """Tied, some files hold the table twice."""
-    head, table = names.TABLE["head/table"], stored.get(names.TABLE["embedding/table"])
-    if not model.tie_embeddings or head not in stored or table is None:
+    head, table = names.TABLE["head/table"], left.get(names.TABLE["embedding/table"])
+    if not model.tie_embeddings or head not in left or table is None:
         return
-    tensor = stored.pop(head)
-    same = tensor.shape == table.shape and tensor.dtype == table.dtype
-    if not same or not np.array_equal(tensor.read().view(np.uint8), table.read().view(np.uint8)):
+    tensor = left.pop(head)
+    if not tensors.same(tensor.read(), table.read()):
         raise UserError(f"{str(tensor.file)!r}: {head} differs from the embedding, though tie_word_embeddings is true")
