@@ -129,13 +129,13 @@ def weights(told: dict, *, seed: int = 0, dtype=np.float32) -> dict[str, np.ndar
     return found
 
 
-def write(folder: pathlib.Path, name: str, *, dtype=np.float32, more: dict | None = None, **changes) -> pathlib.Path:
-    """The model called `name`, one file; `more` adds tensors to it, or replaces them."""
+def write(folder: pathlib.Path, name: str, *, values=np.float32, more: dict | None = None, **changes) -> pathlib.Path:
+    """The model called `name`, one file of dtype `values`; `more` adds tensors to it, or replaces them."""
     told = config(name, **changes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(told))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 5]}))
-    safetensors.numpy.save_file({**weights(told, dtype=dtype), **(more or {})}, folder / "model.safetensors")
+    safetensors.numpy.save_file({**weights(told, dtype=values), **(more or {})}, folder / "model.safetensors")
     return folder
 
 

@@ -1,6 +1,6 @@
 """What transformers computes for the tiny models, and writes to logits.npz, against which `make test` compares.
 
-    .venv-hf/bin/python -m tests.pretrained.record
+.venv-hf/bin/python -m tests.pretrained.record
 """
 
 import pathlib
@@ -30,7 +30,10 @@ def main() -> None:
         for name in models.CONFIGS:
             found[name] = logits(models.write(pathlib.Path(folder, name), name))
         for name in ladders.TOPOLOGIES:
-            made, exported = ladders.make(pathlib.Path(folder, f"made-{name}"), name), pathlib.Path(folder, f"out-{name}")
+            made, exported = (
+                ladders.make(pathlib.Path(folder, f"made-{name}"), name),
+                pathlib.Path(folder, f"out-{name}"),
+            )
             pretrained.write_huggingface(made, exported)
             found[name] = logits(exported)
     # Every third position: the last ones depend on all before them, and the file stays small.

@@ -36,7 +36,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
 
 def test_loads_onto_every_mesh_and_form_with_the_values_that_are_stored(tmp_path):
     """Padded vocabulary, heads split finer than there are, FSDP; stacked or a layer at a time; bfloat16 stays so."""
-    folder = models.write(tmp_path / "model", "llama-3.1", dtype=ml_dtypes.bfloat16)
+    folder = models.write(tmp_path / "model", "llama-3.1", values=ml_dtypes.bfloat16)
     source, stored = pretrained.open(folder), safetensors.numpy.load_file(folder / "model.safetensors")
     query = stored["model.layers.1.self_attn.q_proj.weight"].T.reshape(32, 4, 8)
     table = stored["model.embed_tokens.weight"]
