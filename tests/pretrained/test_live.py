@@ -139,6 +139,10 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
 
     made = ladders.make(tmp_path / "made", "ladder")
     tokenizers.folder(tmp_path / "tokenizer")
+    described = tmp_path / "tokenizer" / "tokenizer_config.json"
+    told = json.loads(described.read_text())
+    plain = {name: value["content"] if isinstance(value, dict) else value for name, value in told.items()}
+    described.write_text(json.dumps(plain))  # this transformers reads tokens as objects in its own form only
     files = {file.name: file.read_bytes() for file in (tmp_path / "tokenizer").iterdir()}
     made = type(made)(**{**vars(made), "files": files})
     pretrained.write_huggingface(made, tmp_path / "out", dtype=ml_dtypes.bfloat16)
@@ -149,7 +153,7 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
         rounded = model(torch.as_tensor(models.tokens(), dtype=torch.long)).logits.float().numpy()
     assert models.error(rounded, record.logits(tmp_path / "out")) < 0.1
     here = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    there = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    there = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)  # runs no program
     text = "the cat sat on the mat"
     assert there(text)["input_ids"] == here(text)["input_ids"]
     messages = [{"role": "user", "content": text}]

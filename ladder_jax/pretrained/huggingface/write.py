@@ -1,6 +1,7 @@
 """A Source as a folder that Hugging Face's libraries read: whole, or not there."""
 
 import functools
+import json
 import os
 import pathlib
 import shutil
@@ -18,6 +19,7 @@ from ladder_jax.pretrained.source import Key, Source
 
 SHARD_BYTES = 5 * 10**9
 """Transformers' own limit, about: what is larger is several files and an index."""
+_TOKENIZER = "tokenizer_config.json"
 DEFAULT_CONTEXT = 2048  # tokens, where the source does not say
 
 
@@ -89,7 +91,18 @@ def _files(given: Source, pending: Mapping[str, Pending]) -> dict[str, bytes]:
         files[read.GENERATION] = config_out.to_json(dict(given.generation))
     if config_out.needs_program(config):
         files[config_out.MODELING] = (pathlib.Path(__file__).parent / config_out.MODELING).read_bytes()
+        if "tokenizer.json" in files:
+            files[_TOKENIZER] = _with_class(given.path, files.get(_TOKENIZER, b"{}"))
     return files
+
+
+def _with_class(where: str, content: bytes) -> bytes:
+    """tokenizer_config.json, naming its class: of a model_type of ours AutoTokenizer knows none."""
+    try:
+        told = json.loads(content)
+    except ValueError as error:
+        raise UserError(f"{where!r}: {_TOKENIZER} is not JSON: {error}") from None
+    return config_out.to_json({"tokenizer_class": "PreTrainedTokenizerFast", **told})
 
 
 def _write_tensors(folder: pathlib.Path, pending, limit: int, keys: Mapping[str, Key], done) -> None:
