@@ -137,7 +137,7 @@ def test_bfloat16_tokenizer_and_consent(tmp_path):
     import torch
     import transformers
 
-    made = ladders.make(tmp_path / "made", "ladder")
+    made = ladders.make(tmp_path / "made", "ladder", vocab_size=320)
     tokenizers.folder(tmp_path / "tokenizer")
     described = tmp_path / "tokenizer" / "tokenizer_config.json"
     told = json.loads(described.read_text())
