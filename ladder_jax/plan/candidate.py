@@ -43,7 +43,8 @@ class Candidate:
         """What `ladder-jax train` is to be given: `path.to.field` and value."""
         mesh = {f"mesh.{name}": str(size) for name, size in dataclasses.asdict(self.mesh).items() if size > 1}
         split = {"train.sequence_parallel": "true"} if self.sequence_parallel else {}
-        return mesh | {
+        asked = {name: str(value) for name, value in request.changes}
+        return asked | mesh | {
             "train.batch": str(request.sequences),
             "train.sequence": str(request.sequence),
             "train.accumulate": str(self.accumulate),

@@ -1,4 +1,4 @@
-"""What a training step takes of a device's memory, from shapes alone; imports no jax.
+"""What a training step takes of a device's memory, from shapes alone.
 
     state      12 bytes a parameter: float32 values and AdamW's two moments, on 1 / (fsdp x tensor) of the devices each
     gradients  float32, split likewise: the sum so far, the microbatch's own, and what the loops hold while they add
@@ -12,9 +12,11 @@ experiments/plan compares the two.
 
 import dataclasses
 
-from ladder_jax.config import Dtype, ModelConfig, Remat, residual_names
+from ladder_jax import residual
+from ladder_jax.config import Dtype, ModelConfig, Remat
 from ladder_jax.plan.candidate import Candidate
 from ladder_jax.plan.request import Request
+from ladder_jax.residual import Step
 from ladder_jax.schedule import shards
 
 FLOAT32 = 4
@@ -42,7 +44,7 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
     layer, table = held.attention + held.mlp, held.vocabulary * held.d_model
     tables = 1 if config.tie_embeddings else 2
     mine = (config.num_layers * layer + tables * table) // mesh.fsdp
-    kept = config.num_layers * kept_a_layer(candidate, request=request)
+    kept = kept_of_layers(candidate, request=request)
     offloaded = candidate.remat is Remat.OFFLOAD
     return Memory(
         state=3 * FLOAT32 * mine,
@@ -54,29 +56,31 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
     )
 
 
-def kept_a_layer(candidate: Candidate, *, request: Request) -> int:
-    """Bytes that one layer keeps for the backward pass."""
+def kept_of_layers(candidate: Candidate, *, request: Request) -> int:
+    """Bytes that all layers keep for the backward pass."""
     config, length = request.config, request.sequence
-    name = residual_names.parse(config.residual)
     held = shards.shard(config, ranks=candidate.mesh.tensor)
-    tokens, size, stream = candidate.rows * length, _size(config.dtype), _size(config.residual_dtype)
-    share = candidate.mesh.tensor if candidate.sequence_parallel else 1
-    width, joint = config.d_model, name.kind.startswith("parallel")
-    kept = width * stream / share  # the residual stream
-    if not joint:
-        kept += width * size / share  # the sum that the second sublayer adds to it
-    if name.kind == "ladder-fresh":
-        kept += width * size  # the partial that the first sublayer reads
-    if candidate.sequence_parallel and name.is_ladder:
-        kept += width * size + width * size / share  # the gathered input, and the shard that follows it
-    if candidate.remat in (Remat.SAVE_MATMULS, Remat.NONE):
-        kept += (held.queries + 2 * held.keys + 2 * held.features) * size
-    if candidate.remat is Remat.NONE:
-        # Each norm: the stream and its normalised value in float32, and the sublayer's input; each sublayer's own.
-        kept += 2 * width * (2 * FLOAT32 + size) + (2 * held.queries + 3 * held.features) * size
-        kept += _scores(candidate, request=request) / tokens
+    tokens, size, width = candidate.rows * length, size_of(config.dtype), config.d_model
+    matmuls = (held.queries + 2 * held.keys + 2 * held.features) * size
+    # Each norm: the stream and its normalised value in float32, and the sublayer's input; each sublayer's own.
+    all_else = 2 * width * (2 * FLOAT32 + size) + (2 * held.queries + 3 * held.features) * size
+    every = {Remat.NONE: matmuls + all_else, Remat.SAVE_MATMULS: matmuls}.get(candidate.remat, 0)
+    scores = _scores(candidate, request=request) if candidate.remat is Remat.NONE else 0
     tables = FLOAT32 * length * config.head_dim  # the positions' cosines and sines
-    return int(tokens * kept) + tables
+    inputs = sum(_input(steps, candidate, config) for steps in residual.of_model(config).layers)
+    return int(tokens * inputs) + config.num_layers * (tokens * every + scores + tables)
+
+
+def _input(steps: tuple[Step, ...], candidate: Candidate, config: ModelConfig) -> float:
+    """Bytes a token of a layer's input and of the reduced sums that its sublayers read."""
+    size, width = size_of(config.dtype), config.d_model
+    share = candidate.mesh.tensor if candidate.sequence_parallel else 1
+    kept = width * size_of(config.residual_dtype) / share + (len(steps) - 1) * width * size / share
+    if any(getattr(step, "fresh", False) for step in steps):
+        kept += width * size  # the partial sum that it reads
+    if candidate.sequence_parallel and any(getattr(step, "skip", 0) for step in steps):
+        kept += width * size + width * size / share  # the input gathered before, and the shard that follows it
+    return kept
 
 
 def _gradients(candidate: Candidate) -> int:
@@ -84,7 +88,7 @@ def _gradients(candidate: Candidate) -> int:
 
 
 def _weights(layer: int, table: int, tables: int, candidate: Candidate, config: ModelConfig) -> int:
-    size = _size(config.dtype)
+    size = size_of(config.dtype)
     if candidate.mesh.fsdp == 1:
         return layer * (size + FLOAT32) + tables * table * size
     return 2 * layer * (size + FLOAT32) + table * (tables * size + 2 * FLOAT32)
@@ -93,7 +97,7 @@ def _weights(layer: int, table: int, tables: int, candidate: Candidate, config: 
 def _working(candidate: Candidate, *, request: Request) -> int:
     config = request.config
     held = shards.shard(config, ranks=candidate.mesh.tensor)
-    tokens, size = candidate.rows * request.sequence, _size(config.dtype)
+    tokens, size = candidate.rows * request.sequence, size_of(config.dtype)
     layer = 6 * config.d_model * FLOAT32 + (4 * held.queries + 4 * held.keys + 6 * held.features) * size
     logits = 3 * FLOAT32 * min(tokens, 2048) * held.vocabulary
     return tokens * layer + logits + _scores(candidate, request=request)
@@ -107,5 +111,5 @@ def _scores(candidate: Candidate, *, request: Request) -> int:
     return 3 * FLOAT32 * candidate.rows * heads * request.sequence**2
 
 
-def _size(dtype: Dtype) -> int:
+def size_of(dtype: Dtype) -> int:
     return {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4}[dtype]

@@ -11,13 +11,17 @@ from ladder_jax.schedule.targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """name: the model's, as the user wrote it; tokens: of one optimizer step, over all devices, in sequences."""
+    """name: the model's, as the user wrote it; tokens: of one optimizer step, over all devices, in sequences.
+
+    changes: to that model, as dotted settings and values.
+    """
 
     name: str
     config: ModelConfig
     target: Target
     tokens: int
     sequence: int
+    changes: tuple[tuple[str, str | int], ...] = ()
 
     @property
     def sequences(self) -> int:
@@ -44,4 +48,5 @@ def make(
         raise UserError(f"--tokens {tokens} are no whole sequences of {sequence}: {near} would be")
     if residual_names.parse(config.residual).depends_on_ranks and config.ranks is None:
         raise UserError(f"{config.residual} is another model on every number of ranks: give model.ranks in a file")
-    return Request(model, config, parsed, tokens, sequence)
+    settings = tuple((f"model.{name}", value) for name, value in changes.items())
+    return Request(model, config, parsed, tokens, sequence, settings)
