@@ -14,7 +14,8 @@ from ladder_jax.plan.request import Request
 
 @dataclasses.dataclass(frozen=True)
 class Confirmed:
-    """Bytes of one device, by `memory_analysis()`; `host`: of its host's memory; seconds: that compiling took.
+    """Bytes of one device, by `memory_analysis()`; `host`: of its host's memory; seconds: that tracing and compiling took, `cpu_seconds`
+    of all processors together, which does not depend on what else they do.
 
     refusal: the compiler's words where it gave up, as for want of memory; the bytes are then 0.
     """
@@ -25,6 +26,7 @@ class Confirmed:
     code: int
     host: int
     seconds: float
+    cpu_seconds: float
     jax: str
     compiler: str
     refusal: str | None = None

@@ -44,7 +44,8 @@ def measure(target: targets.Target, *, config: RunConfig) -> dict:
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
     state = policy.abstract(definition, config=config.train)
     versions = {"jax": jax.__version__, "compiler": programs.compiler(target)}
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.process_time()
+    spent = lambda: {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - worked}
     try:
         memory = policy.guarded_step(definition, config=config.train).compile(state, tokens).memory_analysis()
     except jax.errors.JaxRuntimeError as error:
@@ -52,14 +53,14 @@ def measure(target: targets.Target, *, config: RunConfig) -> dict:
             raise
         none = dict.fromkeys(("arguments", "temporaries", "outputs", "code", "host"), 0)
         refusal = str(error).splitlines()[0][:400]
-        return {**none, "seconds": time.perf_counter() - started, **versions, "refusal": refusal}
+        return {**none, **spent(), **versions, "refusal": refusal}
     return {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
         "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code": memory.generated_code_size_in_bytes,
         "host": memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
-        "seconds": time.perf_counter() - started,
+        **spent(),
         **versions,
     }
 
