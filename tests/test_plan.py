@@ -1,4 +1,4 @@
-"""`ladder-jax plan`: what it proposes can be run, its estimates are near the compilers' figures, mistakes are one line."""
+"""`ladder-jax plan`: what it proposes can be run, its estimates are near the compilers' figures."""
 
 import dataclasses
 import json

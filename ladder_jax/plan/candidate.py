@@ -44,13 +44,17 @@ class Candidate:
         mesh = {f"mesh.{name}": str(size) for name, size in dataclasses.asdict(self.mesh).items() if size > 1}
         split = {"train.sequence_parallel": "true"} if self.sequence_parallel else {}
         asked = {name: str(value) for name, value in request.changes}
-        return asked | mesh | {
-            "train.batch": str(request.sequences),
-            "train.sequence": str(request.sequence),
-            "train.accumulate": str(self.accumulate),
-            "train.remat": self.remat.value,
-            **split,
-        }
+        return (
+            asked
+            | mesh
+            | {
+                "train.batch": str(request.sequences),
+                "train.sequence": str(request.sequence),
+                "train.accumulate": str(self.accumulate),
+                "train.remat": self.remat.value,
+                **split,
+            }
+        )
 
 
 def candidates(request: Request) -> list[Candidate]:
@@ -100,9 +104,7 @@ def _made_of(sizes: Sequence[int], torus: tuple[int, ...]) -> bool:
     if not sizes:
         return not torus
     first, *rest = sizes
-    subsets = itertools.chain.from_iterable(
-        itertools.combinations(range(len(torus)), n) for n in range(len(torus) + 1)
-    )
+    subsets = itertools.chain.from_iterable(itertools.combinations(range(len(torus)), n) for n in range(len(torus) + 1))
     return any(
         math.prod(torus[i] for i in chosen) == first
         and _made_of(rest, tuple(size for i, size in enumerate(torus) if i not in chosen))

@@ -1,4 +1,4 @@
-"""What the target's compiler says that a plan takes: the whole training step compiled, in a process of its own, once."""
+"""What the target's compiler says that a plan takes: the whole training step, compiled in a process of its own."""
 
 import dataclasses
 import hashlib
@@ -14,9 +14,9 @@ from ladder_jax.plan.request import Request
 
 @dataclasses.dataclass(frozen=True)
 class Confirmed:
-    """Bytes of one device, by `memory_analysis()`; `host`: of its host's memory; seconds: that tracing and compiling took, `cpu_seconds`
-    of all processors together, which does not depend on what else they do.
+    """Bytes of one device, by `memory_analysis()`; `host`: of its host's memory.
 
+    seconds: that tracing and compiling took; cpu_seconds: of all processors together, whatever else they do.
     refusal: the compiler's words where it gave up, as for want of memory; the bytes are then 0.
     """
 

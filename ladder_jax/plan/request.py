@@ -29,7 +29,13 @@ class Request:
 
 
 def make(
-    *, model: str, target: str, tokens: int, sequence: int = 2048, residual: str | None = None, layers: int | None = None
+    *,
+    model: str,
+    target: str,
+    tokens: int,
+    sequence: int = 2048,
+    residual: str | None = None,
+    layers: int | None = None,
 ) -> Request:
     """A checked request; `model` is a preset's name or a file with a configuration. Raises UserError."""
     parsed = targets.parse(target)

@@ -12,7 +12,9 @@ def lines(answer: Answer) -> list:
     """Lines and a table, to be printed by rich."""
     request = answer.request
     room = "" if request.target.memory is None else f", {request.target.memory / GIB:.0f} GiB a device"
-    what = f"{request.name}, {request.config.residual}, {request.config.num_layers} layers on {request.target.name}{room};"
+    what = (
+        f"{request.name}, {request.config.residual}, {request.config.num_layers} layers on {request.target.name}{room};"
+    )
     what += f" {request.tokens:,} tokens a step, in sequences of {request.sequence:,}"
     if not answer.plans:
         return [_nothing_fits(answer), what, *_refused(answer)]
@@ -29,7 +31,11 @@ def lines(answer: Answer) -> list:
         "batch computes at once, in so many parts; GiB of a device: = by the compiler's memory_analysis of the whole",
         "training step, ~ estimated from shapes; the rest by the model of ladder_jax/plan/speed.py, not measured: MFU,",
         "the share of time that waits for transfers, and the FLOPs that are computed again",
-        *(["note      a simulated device has no memory of its own, and its speed here is a nominal one"] if not room else []),
+        *(
+            ["note      a simulated device has no memory of its own, and its speed here is a nominal one"]
+            if not room
+            else []
+        ),
         "",
         f"ladder-jax train {request.name} {words}",
     ]

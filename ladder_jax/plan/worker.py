@@ -1,6 +1,6 @@
 """Compiles one training step in a process of its own, as `ladder_jax.overlap.worker` does, and measures its memory.
 
-    python -m ladder_jax.plan.worker REQUEST.json RESULT
+python -m ladder_jax.plan.worker REQUEST.json RESULT
 """
 
 import dataclasses

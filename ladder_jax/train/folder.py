@@ -17,8 +17,9 @@ from ladder_jax.errors import RunFailed, UserError
 # What may change when a run is resumed: where and how the same numbers are computed, what is shown and kept of them,
 # and what becomes of steps that would end the run.
 FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.accumulate", "train.sequence_parallel",
-        "train.loss_chunk", "train.log_every", "train.checkpoint_every", "train.keep_", "train.evaluat", "train.on_bad_step", "train.spike_", "train.max_bad_steps",
-        "train.rollback_batches", "train.peak_tflops")  # fmt: skip
+        "train.loss_chunk", "train.log_every", "train.checkpoint_every", "train.keep_", "train.evaluat",
+        "train.on_bad_step", "train.spike_", "train.max_bad_steps", "train.rollback_batches",
+        "train.peak_tflops")  # fmt: skip
 
 _PARTIAL = ".tmp"  # of a file that a kill left half written
 _EARLIER = "goodput.json"  # written before config.json: what a run leaves that had no memory to begin, or was killed

@@ -11,8 +11,8 @@ from ladder_jax.config import ModelConfig, RunConfig, presets
 from ladder_jax.errors import UserError
 from ladder_jax.schedule.hardware import HARDWARE
 
-KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e",
-         "TPU7x": "tpu7x"}  # fmt: skip
+# The beginnings of `jax.Device.device_kind`, the longer first.
+KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v6": "v6e", "TPU7x": "tpu7x"}
 
 
 @contextlib.contextmanager
@@ -47,10 +47,10 @@ def target_of(mesh: Mesh) -> str:
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
         return f"cpu:{len(devices)}"
-    if kind in KINDS:
+    if name := next((name for beginning, name in KINDS.items() if kind.startswith(beginning)), None):
         ends = [max(place) + 1 - min(place) for place in zip(*(device.coords for device in devices))]
-        flat = KINDS[kind] in ("v5e", "v6e")
-        return f"{KINDS[kind]}:{'x'.join(map(str, ends[:2] if flat else ends))}"
+        flat = name in ("v5e", "v6e")
+        return f"{name}:{'x'.join(map(str, ends[:2] if flat else ends))}"
     return next((f"{name}:{len(devices)}" for name in HARDWARE if name.upper() in kind), "TARGET")
 
 
