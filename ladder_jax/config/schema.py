@@ -56,6 +56,7 @@ class Remat(enum.Enum):
     NONE = "none"  # keep every activation
     FULL = "full"  # recompute the layer from its input
     SAVE_MATMULS = "save-matmuls"  # keep matmul results, recompute the rest
+    OFFLOAD = "offload"  # as full, but what is kept, each layer's input and the reduced sums, lies in the host's memory
 
 
 class OnBadStep(enum.Enum):

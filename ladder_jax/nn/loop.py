@@ -6,12 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import Loop, Remat
 from ladder_jax.nn import prefetch
 from ladder_jax.parallel.collectives import vary, varying
 from ladder_jax.parallel.fsdp import Shares
 from ladder_jax.residual import REDUCED, State, Step
+
+ENTERED = "entered"
+"""The checkpoint name of the state that enters a layer."""
 
 MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
 
@@ -127,8 +131,25 @@ def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat, loop: Loop)
     policy = policies.save_only_these_names(REDUCED)
     if remat is Remat.SAVE_MATMULS:
         policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
+    elif remat is Remat.OFFLOAD:
+        body = _named(body)
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[ENTERED, REDUCED],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     return body if loop is Loop.SCAN else _apart(body)
+
+
+def _named(body: Callable) -> Callable:
+    """`body`, for a policy that says where the state that enters it is kept: jax would keep it where it is."""
+
+    def named(state, params, cache):
+        return body(jax.tree.map(lambda a: checkpoint_name(a, ENTERED), state), params, cache)
+
+    return named
 
 
 def _apart(body: Callable) -> Callable:

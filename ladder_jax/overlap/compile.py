@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
@@ -20,6 +20,7 @@ from ladder_jax.overlap import record
 from ladder_jax.overlap.record import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
+from ladder_jax.schedule.targets import Target
 
 SOURCES = ("config", "nn", "overlap/programs.py", "overlap/worker.py", "parallel", "residual.py", "sequence.py")
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -34,18 +35,23 @@ def compiled(request: Request) -> Record:
     path = folder / f"{_key(request)}.json.gz"
     found = record.read(path)
     if found is None:
-        _run_worker(request, path)
+        what = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
+        run_worker("ladder_jax.overlap.worker", request.as_dict(), path, target=request.target, what=what)
         found = record.read(path)
     return found
 
 
-def _run_worker(request: Request, path: pathlib.Path) -> None:
+def run_worker(module: str, asked: dict, path: pathlib.Path, *, target: Target, what: str) -> None:
+    """Has `python -m module ASKED.json PATH` write `path`, in the environment in which `target` is compiled for.
+
+    what: named on the terminal. Raises UserError for what the worker refuses, and where it is killed.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         source, said = pathlib.Path(scratch, "request.json"), pathlib.Path(scratch, "stderr")
-        source.write_text(json.dumps(request.as_dict()))
-        command = [sys.executable, "-m", "ladder_jax.overlap.worker", str(source), str(path)]
-        with said.open("wb") as noise, _progress(request):
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=noise, env=_environment(request))
+        source.write_text(json.dumps(asked))
+        command = [sys.executable, "-m", module, str(source), str(path)]
+        with said.open("wb") as noise, _progress(what):
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=noise, env=_environment(target))
             try:
                 answer, _ = process.communicate()
             except BaseException:
@@ -57,32 +63,37 @@ def _run_worker(request: Request, path: pathlib.Path) -> None:
         if process.returncode < 0:
             name = signal.Signals(-process.returncode).name
             hint = ": out of memory?" if name == "SIGKILL" else ""
-            raise UserError(f"the compiler for {request.target.name} was ended by {name}{hint}")
+            raise UserError(f"the compiler for {target.name} was ended by {name}{hint}")
         if process.returncode or not path.exists():
             raise RuntimeError(f"compiling failed with status {process.returncode}:\n{said.read_text()[-4000:]}")
 
 
-def _environment(request: Request) -> dict[str, str]:
+def _environment(target: Target) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
-    if request.target.platform == "cuda":
+    if target.platform == "cuda":
         flags += " --xla_gpu_autotune_level=0"  # autotuning runs kernels, and there is no GPU to run them
     found = {**os.environ, **targets.ENVIRONMENT, "XLA_FLAGS": flags.strip()}
-    if request.target.platform == "cpu":
-        found["JAX_NUM_CPU_DEVICES"] = request.target.shape
+    if target.platform == "cpu":
+        found["JAX_NUM_CPU_DEVICES"] = target.shape
     return found
 
 
 def _key(request: Request) -> str:
     """Changes with the request, the compilers and this library's own source."""
     digest = hashlib.sha256(json.dumps(request.as_dict(), sort_keys=True).encode())
+    return with_sources(digest, (*SOURCES, "train" if request.phase is Phase.TRAIN else "decode")).hexdigest()[:32]
+
+
+def with_sources(digest, parts: Iterable[str]):
+    """`digest` (of hashlib), updated with the versions of the compilers and those files and folders of this library."""
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
     root = pathlib.Path(__file__).parent.parent
-    for part in (*SOURCES, "train" if request.phase is Phase.TRAIN else "decode"):
+    for part in parts:
         for path in sorted((root / part).rglob("*.py")) if (root / part).is_dir() else [root / part]:
             digest.update(_code(path).encode())
-    return digest.hexdigest()[:32]
+    return digest
 
 
 def _code(path: pathlib.Path) -> str:
@@ -95,12 +106,11 @@ def _code(path: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def _progress(request: Request) -> Iterator[None]:
+def _progress(what: str) -> Iterator[None]:
     from rich.console import Console
 
     console = Console(stderr=True)
-    what = f"compiling {request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
     started = time.monotonic()
-    with console.status(f"{what} (a minute or more)") if console.is_terminal else contextlib.nullcontext():
+    with console.status(f"compiling {what} (a minute or more)") if console.is_terminal else contextlib.nullcontext():
         yield
-    console.print(f"{what}: {time.monotonic() - started:.0f} s", style="dim", highlight=False)
+    console.print(f"compiling {what}: {time.monotonic() - started:.0f} s", style="dim", highlight=False)

@@ -14,6 +14,7 @@ from ladder_jax.decode import cache, weights
 from ladder_jax.errors import UserError
 from ladder_jax.overlap.request import Request
 from ladder_jax.parallel import Compiled, make_mesh
+from ladder_jax.schedule.targets import Target
 
 
 def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
@@ -43,10 +44,10 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     return step, (params, caches, tokens(rows), tokens(rows))
 
 
-def compiler(request: Request) -> str:
+def compiler(target: Target) -> str:
     """The compiler's name and version."""
     packages = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "cpu": ("jaxlib",)}
-    for package in packages[request.target.platform]:
+    for package in packages[target.platform]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{package} {importlib.metadata.version(package)}"
     return "unknown"

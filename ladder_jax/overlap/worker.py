@@ -39,7 +39,7 @@ def main(source: str, destination: str) -> int:
         record.Record(
             hlo=compiled.as_text(),
             jax=jax.__version__,
-            compiler=programs.compiler(request),
+            compiler=programs.compiler(request.target),
             options=function.options,
             notices=tuple(notices),
             seconds=time.perf_counter() - started,

@@ -1,17 +1,21 @@
 """Device meshes, and how a model's named dimensions lie over them."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax.config import MeshConfig, ModelConfig, residual_names
 from ladder_jax.config.schema import check_fits_mesh
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import EMULATED
+
+logger = logging.getLogger("ladder_jax")
 
 DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
 
@@ -31,8 +35,17 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequenc
             f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) needs {config.size} devices,"
             f" but this machine has {len(devices)}{hint}"
         )
-    # jax.make_mesh may reorder devices to match the interconnect: what a real mesh needs.
-    return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: config.size])
+    sizes, types, devices = (data, fsdp, tensor), (AxisType.Auto,) * 3, devices[: config.size]
+    try:
+        # It may reorder devices to match the interconnect: what a real mesh needs.
+        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:  # a TPU's torus has no such axes
+        logger.warning(
+            "mesh %d x %d x %d cuts across the axes of the devices' torus, so collectives share links:"
+            " `ladder-jax plan` lists those that do not", *sizes
+        )  # fmt: skip
+        placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(placed, AXES, axis_types=types)
 
 
 @dataclasses.dataclass(frozen=True)

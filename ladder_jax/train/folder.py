@@ -16,11 +16,13 @@ from ladder_jax.errors import RunFailed, UserError
 
 # What may change when a run is resumed: where and how the same numbers are computed, what is shown and kept of them,
 # and what becomes of steps that would end the run.
-FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.log_every", "train.checkpoint_every",
-        "train.keep_", "train.evaluat", "train.on_bad_step", "train.spike_", "train.max_bad_steps",
-        "train.rollback_batches", "train.peak_tflops")  # fmt: skip
+FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.accumulate", "train.sequence_parallel",
+        "train.loss_chunk", "train.log_every", "train.checkpoint_every", "train.keep_", "train.evaluat",
+        "train.on_bad_step", "train.spike_", "train.max_bad_steps", "train.rollback_batches",
+        "train.peak_tflops")  # fmt: skip
 
 _PARTIAL = ".tmp"  # of a file that a kill left half written
+_EARLIER = "goodput.json"  # written before config.json: what a run leaves that had no memory to begin, or was killed
 
 
 def path_of(config: RunConfig) -> pathlib.Path:
@@ -31,7 +33,7 @@ def check(config: RunConfig, folder: pathlib.Path) -> None:
     """Raises UserError where `folder` belongs to a run of another configuration, or to something else."""
     file = folder / "config.json"
     if not file.is_file():
-        if folder.exists() and (not folder.is_dir() or any(not f.name.endswith(_PARTIAL) for f in folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(map(_foreign, folder.iterdir()))):
             raise UserError(f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder")
         return
     try:
@@ -50,6 +52,10 @@ def check(config: RunConfig, folder: pathlib.Path) -> None:
             f"{str(folder)!r} holds a run of another configuration ({'; '.join(changed)}):"
             " change it back, or choose another run.dir"
         )
+
+
+def _foreign(file: pathlib.Path) -> bool:
+    return file.name != _EARLIER and not file.name.endswith(_PARTIAL)
 
 
 def describe(config: RunConfig) -> str:

@@ -16,7 +16,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import make_mesh, with_ranks
-from ladder_jax.train import folder, goodput, resume, signals
+from ladder_jax.train import folder, goodput, memory, resume, signals
 from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.feed import Feed
 from ladder_jax.train.goodput import Account
@@ -72,7 +72,7 @@ def run(
     shown = trackers(config, folder=place)
     say = say if jax.process_index() == 0 else lambda line: None
 
-    with contextlib.ExitStack() as stack:
+    with memory.explained(config, mesh=mesh), contextlib.ExitStack() as stack:
         asked = stack.enter_context(signals.caught())
         stack.enter_context(folder.owned(place))
         say(folder.describe(config))

@@ -55,6 +55,13 @@ def guard(state: TrainState, *, mean: float = 0.0, count: int = 0) -> Guarded:
     return Guarded(state, place(np.float32(mean)), place(np.int32(count)))
 
 
+def abstract(definition: Definition, *, config: TrainConfig) -> Guarded:
+    """Shapes, dtypes and shardings of what `guarded_step` takes."""
+    state = steps.abstract_state(definition, config=config)
+    scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=state.step.sharding)
+    return Guarded(state, scalar(jnp.float32), scalar(jnp.int32))
+
+
 def guarded_step(definition: Definition, *, config: TrainConfig) -> Compiled:
     """A compiled (Guarded, tokens [B, T+1]) -> (Guarded, metrics); the old state's buffers are reused.
 

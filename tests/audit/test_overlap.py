@@ -164,7 +164,7 @@ def test_options_that_fail_to_compile_are_replaced(request_, compiled):
 def test_the_cache_is_used(monkeypatch):
     request = next(param.values[0] for param in UNROLLED if not absent(param.values[0]))
     compiling.compiled(request)
-    monkeypatch.setattr(compiling, "_run_worker", None)
+    monkeypatch.setattr(compiling, "run_worker", None)
     assert compiling.compiled(request).hlo
     with pytest.raises(TypeError):
         compiling.compiled(dataclasses.replace(request, batch=request.batch + 1))

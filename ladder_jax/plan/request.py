@@ -1,0 +1,58 @@
+"""What `ladder-jax plan` was asked, checked; imports no jax."""
+
+import dataclasses
+import pathlib
+
+from ladder_jax.config import ModelConfig, load, preset, residual_names
+from ladder_jax.errors import UserError
+from ladder_jax.schedule import targets
+from ladder_jax.schedule.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """name: the model's, as the user wrote it; tokens: of one optimizer step, over all devices, in sequences.
+
+    changes: to that model, as dotted settings and values.
+    """
+
+    name: str
+    config: ModelConfig
+    target: Target
+    tokens: int
+    sequence: int
+    changes: tuple[tuple[str, str | int], ...] = ()
+
+    @property
+    def sequences(self) -> int:
+        return self.tokens // self.sequence
+
+
+def make(
+    *,
+    model: str,
+    target: str,
+    tokens: int,
+    sequence: int = 2048,
+    residual: str | None = None,
+    layers: int | None = None,
+) -> Request:
+    """A checked request; `model` is a preset's name or a file with a configuration. Raises UserError."""
+    parsed = targets.parse(target)
+    changes = {"residual": residual, "num_layers": layers}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if pathlib.Path(model).suffix in (".yaml", ".yml", ".json"):
+        config = dataclasses.replace(load(model).model, **changes)
+    else:
+        config = preset(model, **changes)
+    for name, value in (("tokens", tokens), ("sequence", sequence)):
+        if value < 1:
+            raise UserError(f"--{name} must be positive, not {value}")
+    if tokens % sequence:
+        below, above = tokens // sequence * sequence, (tokens // sequence + 1) * sequence
+        near = f"{below} or {above}" if below else f"{above}"
+        raise UserError(f"--tokens {tokens} are no whole sequences of {sequence}: {near} would be")
+    if residual_names.parse(config.residual).depends_on_ranks and config.ranks is None:
+        raise UserError(f"{config.residual} is another model on every number of ranks: give model.ranks in a file")
+    settings = tuple((f"model.{name}", value) for name, value in changes.items())
+    return Request(model, config, parsed, tokens, sequence, settings)

@@ -1,0 +1,72 @@
+"""Compiles one training step in a process of its own, as `ladder_jax.overlap.worker` does, and measures its memory.
+
+python -m ladder_jax.plan.worker REQUEST.json RESULT
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import time
+
+from ladder_jax import files
+from ladder_jax.config import RunConfig, from_dict
+from ladder_jax.errors import UserError
+from ladder_jax.schedule import targets
+
+
+def main(source: str, destination: str) -> int:
+    asked = json.loads(pathlib.Path(source).read_text())
+    config = from_dict({name: asked[name] for name in ("model", "mesh", "train")})
+    try:
+        found = measure(targets.parse(asked["target"]), config=config)
+    except UserError as error:
+        print(json.dumps({"error": str(error)}))
+        return 2
+    files.write_atomically(destination, lambda path: pathlib.Path(path).write_text(json.dumps(found)))
+    return 0
+
+
+def measure(target: targets.Target, *, config: RunConfig) -> dict:
+    """The fields of `confirm.Confirmed`."""
+    import jax
+    import jax.numpy as jnp
+
+    from ladder_jax import nn, schedule
+    from ladder_jax.overlap import programs
+    from ladder_jax.parallel import make_mesh
+    from ladder_jax.train import policy
+
+    made = make_mesh(**dataclasses.asdict(config.mesh), devices=schedule.devices(target))
+    definition = nn.define(config.model, mesh=made)
+    shape, place = (config.train.batch, config.train.sequence + 1), definition.layout.sharding("BT")
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+    state = policy.abstract(definition, config=config.train)
+    versions = {"jax": jax.__version__, "compiler": programs.compiler(target)}
+    started, worked = time.perf_counter(), time.process_time()
+    spent = lambda: {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - worked}
+    try:
+        memory = policy.guarded_step(definition, config=config.train).compile(state, tokens).memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        none = dict.fromkeys(("arguments", "temporaries", "outputs", "code", "host"), 0)
+        refusal = str(error).splitlines()[0][:400]
+        return {**none, **spent(), **versions, "refusal": refusal}
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+        "host": memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
+        **spent(),
+        **versions,
+    }
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a compiler's threads may hang as the interpreter ends
