@@ -3,6 +3,7 @@
 from ladder_jax.config.schema.checks import check as check
 from ladder_jax.config.schema.checks import check_positive as check_positive
 from ladder_jax.config.schema.data import DataConfig as DataConfig
+from ladder_jax.config.schema.data import Format as Format
 from ladder_jax.config.schema.decode import DecodeConfig as DecodeConfig
 from ladder_jax.config.schema.decode import Quantize as Quantize
 from ladder_jax.config.schema.execution import Dtype as Dtype
@@ -14,6 +15,11 @@ from ladder_jax.config.schema.mesh import check_fits_mesh as check_fits_mesh
 from ladder_jax.config.schema.model import Biases as Biases
 from ladder_jax.config.schema.model import ModelConfig as ModelConfig
 from ladder_jax.config.schema.model import RopeScaling as RopeScaling
+from ladder_jax.config.schema.retrain import START as START
+from ladder_jax.config.schema.retrain import ConversionConfig as ConversionConfig
+from ladder_jax.config.schema.retrain import DistillConfig as DistillConfig
+from ladder_jax.config.schema.retrain import LoraConfig as LoraConfig
+from ladder_jax.config.schema.retrain import Pace as Pace
 from ladder_jax.config.schema.run import FolderConfig as FolderConfig
 from ladder_jax.config.schema.run import OnDamaged as OnDamaged
 from ladder_jax.config.schema.run import RunConfig as RunConfig

@@ -3,11 +3,13 @@
 import dataclasses
 import enum
 
+from ladder_jax.config import residual_names
 from ladder_jax.config.schema.checks import check
 from ladder_jax.config.schema.data import DataConfig
 from ladder_jax.config.schema.decode import DecodeConfig
 from ladder_jax.config.schema.mesh import MeshConfig, check_fits_mesh
 from ladder_jax.config.schema.model import ModelConfig
+from ladder_jax.config.schema.retrain import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.config.schema.train import TrainConfig
 
 
@@ -37,9 +39,13 @@ class RunConfig:
     decode: DecodeConfig = DecodeConfig()
     data: DataConfig = DataConfig()
     run: FolderConfig = FolderConfig()
+    distill: DistillConfig = DistillConfig()
+    conversion: ConversionConfig = ConversionConfig()
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self):
         check_fits_mesh(self.model, self.mesh)
+        self._check_retraining()
         rows = self.mesh.data * self.mesh.fsdp
         check(
             self.train.batch % rows == 0,
@@ -55,3 +61,31 @@ class RunConfig:
             f"train.accumulate={self.train.accumulate} does not divide a device's {self.train.batch // rows} rows"
             f" (train.batch={self.train.batch} over data x fsdp = {rows})",
         )
+
+    def _check_retraining(self) -> None:
+        train, layers = self.train, self.model.num_layers
+        check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
+        check(
+            not (self.lora.rank and train.freeze == layers),
+            f"train.freeze={train.freeze} leaves no layer for lora.rank={self.lora.rank} to train",
+        )
+        needs = {
+            "train.freeze": train.freeze,
+            "lora.rank": self.lora.rank,
+            f"distill.teacher={START}": self.distill.teacher == START,
+        }
+        for name, needed in needs.items():
+            check(train.start is not None or not needed, f"{name} needs train.start, the checkpoint to begin with")
+        kind = residual_names.parse(self.model.residual).kind
+        check(
+            not self.conversion.steps or kind in ("ladder", "ladder-fresh"),
+            f"conversion.steps needs model.residual to be ladder, ladder-K or ladder-fresh, not {self.model.residual!r}",
+        )
+        for name, value in (
+            ("conversion.steps", self.conversion.steps),
+            ("distill.hidden_weight", self.distill.hidden_weight),
+        ):
+            check(
+                not (value and train.sequence_parallel),
+                f"{name} reads whole streams: not with train.sequence_parallel",
+            )

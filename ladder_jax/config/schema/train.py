@@ -25,8 +25,14 @@ class OnBadStep(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """The recipe of the paper (section 4.1), with AdamW and a cosine to a tenth of the peak."""
+    """The recipe of the paper (section 4.1), with AdamW and a cosine to a tenth of the peak.
 
+    `start`: a checkpoint whose weights, and tokenizer, training begins with; empty for new weights. What the file
+    says of `model` may be its topology alone then.
+    """
+
+    start: str | None = None
+    freeze: int = 0  # the embedding and so many of the lowest layers stay as they are
     steps: int = 25_000
     batch: int = 2048  # sequences a step, over all devices
     sequence: int = 2048  # predicted tokens a sequence
@@ -62,6 +68,7 @@ class TrainConfig:
     def __post_init__(self):
         check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
         check_positive(self, "train", "accumulate", "loss_chunk")
+        check(self.freeze >= 0, f"train.freeze must not be negative, not {self.freeze}")
         check(self.z_loss >= 0, f"train.z_loss must not be negative, not {self.z_loss}")
         check_positive(self, "train", "log_every", "checkpoint_every", "keep_checkpoints", "evaluation_batches")
         check_positive(self, "train", "spike_window", "max_bad_steps", "rollback_batches")
