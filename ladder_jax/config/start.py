@@ -28,7 +28,7 @@ def with_model(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_of(path: str) -> dict[str, Any]:
-    """The `model` section that a checkpoint (a run's folder, its `checkpoints/`, or one step's folder) was saved with."""
+    """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's folder."""
     folder = pathlib.Path(path).expanduser()
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     steps = [int(one.name) for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []

@@ -79,7 +79,7 @@ class RunConfig:
         kind = residual_names.parse(self.model.residual).kind
         check(
             not self.conversion.steps or kind in ("ladder", "ladder-fresh"),
-            f"conversion.steps needs model.residual to be ladder, ladder-K or ladder-fresh, not {self.model.residual!r}",
+            f"conversion.steps needs a model.residual of ladder, ladder-K or ladder-fresh, not {self.model.residual!r}",
         )
         for name, value in (
             ("conversion.steps", self.conversion.steps),
