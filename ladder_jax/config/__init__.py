@@ -5,6 +5,7 @@ from ladder_jax.config.resolve import from_dict as from_dict
 from ladder_jax.config.resolve import load as load
 from ladder_jax.config.resolve import model_from_dict as model_from_dict
 from ladder_jax.config.resolve import to_dict as to_dict
+from ladder_jax.config.schema import START as START
 from ladder_jax.config.schema import Biases as Biases
 from ladder_jax.config.schema import ConversionConfig as ConversionConfig
 from ladder_jax.config.schema import DataConfig as DataConfig

@@ -19,3 +19,4 @@ from ladder_jax.nn.transformer import hidden as hidden
 from ladder_jax.nn.transformer import initialize as initialize
 from ladder_jax.nn.transformer import logits as logits
 from ladder_jax.nn.transformer import loss_sum as loss_sum
+from ladder_jax.nn.transformer import output_table as output_table

@@ -192,11 +192,9 @@ def loss_sum(
 
     The rest as in `loss.cross_entropy_sum`; without `weights` every position counts.
     """
-    name = "embedding" if definition.config.tie_embeddings else "head"
-    table = definition.bind(name, whole(definition, name, params[name])).table.get_value()
     return loss.cross_entropy_sum(
         x,
-        table.astype(x.dtype),
+        output_table(definition, params),
         targets,
         jnp.ones(targets.shape) if weights is None else weights,
         vocab_size=definition.config.vocab_size,
@@ -204,6 +202,13 @@ def loss_sum(
         z_loss=z_loss,
         chunk=chunk,
     )
+
+
+def output_table(definition: Definition, params: Params) -> jax.Array:
+    """On one rank: its rows [V/ranks, D] of the table that scores tokens, in the compute dtype."""
+    name = "embedding" if definition.config.tie_embeddings else "head"
+    table = definition.bind(name, whole(definition, name, params[name])).table.get_value()
+    return table.astype(definition.config.dtype.value)
 
 
 @functools.cache
