@@ -1,9 +1,11 @@
 """A run that starts from a checkpoint has that one's model, but for what its own `model` section says."""
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
 
+from ladder_jax.config.schema import ModelConfig
 from ladder_jax.errors import UserError
 
 FUNCTION = ("ladder_layers", "ranks")
@@ -18,6 +20,8 @@ def with_model(tree: dict[str, Any]) -> dict[str, Any]:
     train, model = tree.get("train"), tree.get("model") or {}
     path = train.get("start") if isinstance(train, dict) else None
     if not isinstance(path, str) or not isinstance(model, dict) or "preset" in model:
+        return tree
+    if {field.name for field in dataclasses.fields(ModelConfig)} <= model.keys():  # as in a run's config.json
         return tree
     base = _model_of(path)
     if "residual" in model:
