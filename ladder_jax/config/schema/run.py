@@ -76,6 +76,10 @@ class RunConfig:
         }
         for name, needed in needs.items():
             check(train.start is not None or not needed, f"{name} needs train.start, the checkpoint to begin with")
+        check(
+            not (train.z_loss and self.distill.teacher),
+            f"train.z_loss={train.z_loss} has no place in a teacher's loss: leave it out with distill.teacher",
+        )
         kind = residual_names.parse(self.model.residual).kind
         check(
             not self.conversion.steps or kind in ("ladder", "ladder-fresh"),
