@@ -17,7 +17,7 @@ from ladder_jax.train import step as steps
 from ladder_jax.train.gradients import Terms, planned
 from tests import cases, reference
 
-TWO = dict(num_layers=2, d_model=16, d_ff=16, vocab_size=61)
+TWO = dict(num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16, vocab_size=61)
 TOKENS = cases.tokens((4, 7), vocab=61)
 TAU, ALPHA, HIDDEN = 2.0, 0.7, 0.5
 SETTINGS = {"last": dict(residual="ladder", ladder_layers="1"), "all": dict(residual="ladder")}
@@ -65,32 +65,39 @@ def dense_distillation(definition, teacher, weights):
     return loss
 
 
-@pytest.mark.parametrize("mesh", [dict(tensor=4), dict(fsdp=2, tensor=2)], ids=str)
-def test_distillation_is_the_dense_one(mesh):
-    """Frozen embedding and lower layer, a packed batch with a mask, chunks: values and gradients in float64."""
-    definition = define(**mesh)
-    teacher = original(definition)
-    distill = DistillConfig(START, alpha=ALPHA, temperature=TAU, hidden_weight=HIDDEN, hidden_every=2)
-    plan = Plan(definition, 1, distill=distill, teacher=teacher)
-    params = cases.parameters(definition)
-    learnt = np.random.default_rng(0).integers(0, 2, TOKENS.shape).astype(np.int32)
-    batch, weights = Batch(TOKENS, np.ones_like(TOKENS), learnt), learnt[:, 1:].astype(float)
-    # The student has moved away from what it shares with its teacher.
-    moved = cases.parameters(definition, seed=5)
-    student = {**moved, "embedding": params["embedding"]}
-    student["layers"] = jax.tree.map(lambda a, b: np.concatenate([a[:1], b[1:]]), params["layers"], moved["layers"])
+@pytest.fixture(scope="module")
+def dense():
+    """A student that has moved away from its teacher where it trains, and in float64 its loss and gradients."""
+    definition = define()
+    params, moved = cases.parameters(definition), cases.parameters(definition, seed=5)
     trained = {"final_norm": moved["final_norm"], "head": moved["head"]}
     trained["layers"] = jax.tree.map(lambda a: a[1:], moved["layers"])
-    ((loss, terms), grads), fixed = compute(plan, params, batch, trained=trained, chunk=8)
+    layers = jax.tree.map(lambda a, b: np.concatenate([a[:1], b[1:]]), params["layers"], moved["layers"])
+    learnt = np.random.default_rng(0).integers(0, 2, TOKENS.shape).astype(np.int32)
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
-    dense = dense_distillation(definition, wide, weights)
-    expected, wanted = reference.evaluate(dense, student, TOKENS, shape(definition, "ladder", (1,)), gradient=True)
+    function = dense_distillation(definition, wide, learnt[:, 1:].astype(float))
+    of = shape(definition, "ladder", (1,))
+    student = {**trained, "embedding": params["embedding"], "layers": layers}
+    loss, wanted = reference.evaluate(function, student, TOKENS, of, gradient=True)
+    wanted = {name: wanted[name] for name in trained}
+    return params, trained, learnt, loss, {**wanted, "layers": jax.tree.map(lambda a: a[1:], wanted["layers"])}
+
+
+@pytest.mark.parametrize("mesh", [dict(tensor=4), dict(fsdp=2, tensor=2)], ids=str)
+def test_distillation_is_the_dense_one(mesh, dense):
+    """Frozen embedding and lower layer, a batch with a mask, chunks: values and gradients in float64."""
+    params, trained, learnt, expected, wanted = dense
+    definition = define(**mesh)
+    distill = DistillConfig(START, alpha=ALPHA, temperature=TAU, hidden_weight=HIDDEN, hidden_every=2)
+    plan = Plan(definition, 1, distill=distill, teacher=original(definition))
+    batch, padded = Batch(TOKENS, np.ones_like(TOKENS), learnt), cases.parameters(definition)
+    trained = {**trained, "head": cases.parameters(definition, seed=5)["head"]}
+    ((loss, terms), grads), fixed = compute(plan, padded, batch, trained=trained, chunk=8)
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected) < limit
     assert set(terms) == {"cross_entropy", "divergence", "hidden"}
-    wanted = {name: wanted[name] for name in grads}
-    wanted["layers"] = jax.tree.map(lambda a: a[1:], wanted["layers"])
-    worst = jax.tree.map(cases.error, grads, wanted)
+    assert cases.error_but_for_padding(grads.pop("head")["table"], wanted["head"]["table"]) < limit
+    worst = jax.tree.map(cases.error, grads, {name: wanted[name] for name in grads})
     assert max(jax.tree.leaves(worst)) < limit, worst
     # What is shared lies there once: the teacher holds no more than what trains.
     assert set(fixed.frozen) == {"embedding", "lower"} and set(fixed.teacher) == set(trained)
@@ -164,38 +171,34 @@ def turning():
     return definition, params, lambda late: function(mine, fixed, TOKENS, {"late": jnp.asarray(late, jnp.float32)})
 
 
-@pytest.mark.parametrize("late, kind, layers", [((0, 0), "standard", None), ((0, 1), "ladder", (1,)),
-                                                ((1, 1), "ladder", None)], ids=str)  # fmt: skip
-def test_turned_layers_are_ladder_and_the_others_standard(turning, late, kind, layers):
-    """One compiled program for all of them."""
-    definition, params, function = turning
-    (loss, _), grads = function(late)
-    of = shape(definition, kind, layers)
-    expected, wanted = reference.evaluate(reference.loss, params, TOKENS, of, gradient=True)
-    limit = cases.bound(definition.config, passes=2)
-    assert cases.error(loss, expected) < limit
-    worst = jax.tree.map(cases.error, grads, wanted)
-    assert max(jax.tree.leaves(worst)) < limit, worst
-
-
-def test_half_way_is_half_way(turning):
-    """Sublayers read (1 - late) of what they leave out: by the recurrence, in float64."""
+def test_layers_between_standard_and_ladder(turning):
+    """One compiled program; at both ends, in between and of each layer for itself the recurrence, in float64."""
     definition, params, function = turning
     of = shape(definition, "standard")
 
-    def loss(params, tokens, _):
+    def loss(params, late):
         h = lambda i, x: _sublayer(params, i, x, of)
-        xs = [params["embedding"]["table"][tokens[:, :-1]]]
+        xs = [params["embedding"]["table"][TOKENS[:, :-1]]]
         for i in range(1, 5):
-            late = (0.25, 0.75)[(i - 1) // 2]
-            xs.append(xs[-1] + h(i, (1 - late) * xs[-1] + late * xs[max(0, i - 2)]))
+            share = late[(i - 1) // 2]
+            xs.append(xs[-1] + h(i, (1 - share) * xs[-1] + share * xs[max(0, i - 2)]))
         x = reference.rms(xs[-1], params["final_norm"]["scale"], of.eps)
         scores = (x @ params["head"]["table"].T)[..., : of.vocab]
-        picked = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
+        picked = jnp.take_along_axis(scores, TOKENS[:, 1:, None], -1)[..., 0]
         return (jax.nn.logsumexp(scores, axis=-1) - picked).mean()
 
-    (found, _), _ = function((0.25, 0.75))
-    assert cases.error(found, reference.evaluate(loss, params, TOKENS, of)) < cases.bound(definition.config)
+    limit = cases.bound(definition.config, passes=2)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
+        dense = jax.jit(jax.value_and_grad(loss))
+        expected = {late: dense(wide, jnp.asarray(late)) for late in ((0.0, 0.0), (0.25, 0.75), (0.0, 1.0), (1.0, 1.0))}
+        ends = [reference.loss(wide, TOKENS, shape(definition, kind)) for kind in ("standard", "ladder")]
+    assert [expected[late][0] for late in ((0.0, 0.0), (1.0, 1.0))] == pytest.approx(ends, rel=1e-12)
+    for late, (wanted, slopes) in expected.items():
+        (found, _), grads = function(late)
+        assert cases.error(found, wanted) < limit
+        worst = jax.tree.map(cases.error, grads, slopes)
+        assert max(jax.tree.leaves(worst)) < limit, worst
 
 
 def _sublayer(params, i, x, of):
