@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax
 
 from ladder_jax.parallel.collectives import ENTER, PREVIOUS, vary
-from ladder_jax.residual import Delayed, State, Sublayer, add, compute, launch
+from ladder_jax.residual import Delayed, State, Sublayer, add, compute, reduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Annealed:
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
         step, own = self.step, state.partial
-        launched = (*state.sums, launch(own, axes, PREVIOUS)) if step.lag else ()
+        launched = (*state.sums, reduced(own, axes, PREVIOUS)) if step.lag else ()
         known = step.lag - step.skip
         stream = add(add(state.residual, launched[:known]), self._share(launched[known:], 1 - self.late))
         with jax.named_scope(ENTER):
@@ -41,7 +41,7 @@ class Annealed:
             entered = add(entered, self._share((own,), self.late))
         partial = compute(entered, step.sublayers, sublayers)
         if step.keep == 0:
-            return State(add(state.residual, (*launched, launch(partial, axes))))
+            return State(add(state.residual, (*launched, reduced(partial, axes))))
         added = step.lag + 1 - step.keep
         return State(add(state.residual, launched[:added]), launched[added:], partial)
 

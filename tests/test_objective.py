@@ -192,8 +192,8 @@ def test_layers_between_standard_and_ladder(turning):
         wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
         dense = jax.jit(jax.value_and_grad(loss))
         expected = {late: dense(wide, jnp.asarray(late)) for late in ((0.0, 0.0), (0.25, 0.75), (0.0, 1.0), (1.0, 1.0))}
-        ends = [reference.loss(wide, TOKENS, shape(definition, kind)) for kind in ("standard", "ladder")]
-    assert [expected[late][0] for late in ((0.0, 0.0), (1.0, 1.0))] == pytest.approx(ends, rel=1e-12)
+        ends = [float(reference.loss(wide, TOKENS, shape(definition, kind))) for kind in ("standard", "ladder")]
+    assert [float(expected[late][0]) for late in ((0.0, 0.0), (1.0, 1.0))] == pytest.approx(ends, rel=1e-12)
     for late, (wanted, slopes) in expected.items():
         (found, _), grads = function(late)
         assert cases.error(found, wanted) < limit
