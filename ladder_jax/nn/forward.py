@@ -67,19 +67,19 @@ class Pass:
         return residual.begin(x, topology=self._definition.topology, axes=self._axes)
 
     def layers(
-        self, state: State, stack: Any, *, caches: Any = None, first: int = 0, dims: Any = None
+        self, state: State, stack: Any, *, caches: Any = None, first: int = 0, dims: Any = None, trains: Any = None
     ) -> tuple[State, Any]:
         """The state after the layers from `first` on that `stack` holds, and their caches.
 
         stack: [L, ...], or (unrolled only) a tuple with each layer's own arrays. dims: of one that holds other arrays
-        than the definition has.
+        than the definition has. trains: as in `fsdp.Shares`; what does not must not be differentiated anyway.
         """
         definition, layout = self._definition, self._definition.layout
         dims = definition.dims["layers"] if dims is None else dims
         count = len(stack) if isinstance(stack, tuple) else jax.tree.leaves(stack)[0].shape[0]
         shares = None
         if layout.fsdp > 1:
-            shares = fsdp.Shares(jax.tree.map(lambda dims: dims.removeprefix("L"), dims), self._dtype)
+            shares = fsdp.Shares(jax.tree.map(lambda dims: dims.removeprefix("L"), dims), self._dtype, trains)
 
         def layers(state, params, caches):
             return loop.run(

@@ -18,7 +18,7 @@ from ladder_jax.nn.quantized import CONTRACTED
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """`base + scale * down @ up`, where `base` has no gradient. down: [inputs, R]; up: [R, outputs]."""
+    """`base + scale * down @ up`. down: [inputs, R]; up: [R, outputs]. Gradients are to be taken of these two alone."""
 
     base: Any
     down: Any
@@ -40,7 +40,7 @@ class LowRank:
         """As `quantized.einsum`: the sums of both products, in x's dtype."""
         (of_x, matrix), out = spec.split("->")[0].split(","), spec.split("->")[1]
         (down, up), thin = self.dims(matrix), of_x[:2] + "R"
-        whole = jnp.einsum(spec, x, jax.lax.stop_gradient(self.base).astype(x.dtype), preferred_element_type=dtype)
+        whole = jnp.einsum(spec, x, self.base.astype(x.dtype), preferred_element_type=dtype)
         inner = jnp.einsum(f"{of_x},{down}->{thin}", x, self.down.astype(x.dtype))
         outer = jnp.einsum(f"{thin},{up}->{out}", inner, self.up.astype(x.dtype), preferred_element_type=dtype)
         return whole + outer * jnp.asarray(self.scale, outer.dtype)

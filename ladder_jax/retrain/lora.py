@@ -52,6 +52,12 @@ def beside(stack: Params, factors: Params, *, scale: float) -> Params:
     return joined
 
 
+def trains(stack: Params) -> Params:
+    """True for each factor in a stack that `beside` gave, False for all else."""
+    is_pair = lambda leaf: isinstance(leaf, LowRank)
+    return jax.tree.map(lambda a: LowRank(False, True, True, a.scale) if is_pair(a) else False, stack, is_leaf=is_pair)
+
+
 def merged(stack: Params, factors: Params, *, dims: Params, scale: float) -> Params:
     """The stack whose matrices compute what theirs and the factors' products did, in float32."""
     joined = beside(stack, factors, scale=scale)

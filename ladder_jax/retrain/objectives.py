@@ -24,6 +24,7 @@ class _Model:
     params: Params
     dims: Params
     below: int
+    trains: Params = dataclasses.field(default_factory=dict)  # of parts in which not all does
     late: jax.Array | None = None
 
     def layers(self, state: State, first: int, last: int) -> State:
@@ -32,9 +33,11 @@ class _Model:
         stack, dims = self.params[name], self.dims[name]
         if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):
             stack = jax.tree.map(lambda a: a[first - offset : last - offset], stack)
+        trains = self.trains.get(name)
         if self.late is not None:
+            trains = {**(jax.tree.map(lambda _: True, dims) if trains is None else trains), nn.LATE: False}
             stack, dims = {**stack, nn.LATE: self.late[first:last]}, {**dims, nn.LATE: "L"}
-        return self.run.layers(state, stack, first=first, dims=dims)[0]
+        return self.run.layers(state, stack, first=first, dims=dims, trains=trains)[0]
 
 
 def names(plan: Plan) -> tuple[str, ...]:
@@ -66,7 +69,8 @@ def objective(
     start = lambda definition: nn.Pass(definition, tokens.shape[1], place=place, **forward)
     definition, below = plan.definition, plan.frozen_layers
     params, dims = _with_factors(plan, trained, fixed)
-    student = _Model(start(definition), params, dims, below, late.get(nn.LATE))
+    trains = {parts.LAYERS: lora.trains(dims[parts.LAYERS])} if plan.lora.rank else {}
+    student = _Model(start(definition), params, dims, below, trains, late.get(nn.LATE))
     cuts = _cuts(plan)
 
     streams, taught, shared = {}, {}, _shared(plan)
