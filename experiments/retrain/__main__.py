@@ -133,8 +133,8 @@ def size_of(tree) -> int:
 
 def as_line(row: dict) -> str:
     parts = ("trained", "moments", "frozen", "teacher", "kept", "temporary")
-    sizes = " | ".join(f"{row[f'{part}_bytes'] / 1e6:,.0f}" for part in parts)
-    return f"| {row['way']} | {sizes} | {row['step_seconds']:.2f} |"
+    sizes = " | ".join(f"{row[f'{part}_bytes'] / 1e6:,.1f}" for part in parts)
+    return f"| {row['way']} | {sizes} | {row['step_seconds']:.2f} | {row['step_seconds_min']:.2f} |"
 
 
 if __name__ == "__main__":
