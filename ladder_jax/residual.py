@@ -121,7 +121,7 @@ class Delayed:
     ) -> State:
         by_name = launch is Launch.EXPLICIT and self.skip > 0
         pending = _set_apart(state.partial, axes) if self.fresh else state.partial
-        launched = (*state.sums, (_start if by_name else _launch)(pending, axes, PREVIOUS)) if self.lag else ()
+        launched = (*state.sums, (_start if by_name else reduced)(pending, axes, PREVIOUS)) if self.lag else ()
         stream = add(state.residual, launched[: self.lag - self.skip])
         entered, residual = _enter(stream, axes), state.residual
         if self.keep and not by_name:
@@ -134,7 +134,7 @@ class Delayed:
         elif self.skip:
             partial, launched = _await(partial, launched, axes)
         if self.keep == 0:
-            return State(add(residual, (*launched, _launch(partial, axes))))
+            return State(add(residual, (*launched, reduced(partial, axes))))
         added = self.lag + 1 - self.keep
         return State(add(residual, launched[:added]), launched[added:], partial)
 
@@ -167,7 +167,7 @@ class Desynced:
         if self.sync:
             if state.partial is not None:
                 partial = partial + state.partial / ranks(axes)
-            return State(add(state.residual, (_launch(partial, axes),)))
+            return State(add(state.residual, (reduced(partial, axes),)))
         drift = partial if state.partial is None else state.partial + partial
         return State(state.residual, (), drift, add(local, (partial,)))
 
@@ -282,10 +282,11 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
 
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     """The final residual stream [B, T, D]: everything still pending is reduced and added."""
-    return add(state.residual, (*state.sums, _launch(state.partial, axes, PREVIOUS)))
+    return add(state.residual, (*state.sums, reduced(state.partial, axes, PREVIOUS)))
 
 
-def _launch(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
+def reduced(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
+    """The sum of every rank's partial: where a topology communicates, named so that a program can be searched."""
     if partial is None:
         return None
     with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):

@@ -59,10 +59,10 @@ def test_a_step_is_dispatched_before_the_last_ones_metrics_are_read(book, tmp_pa
         def __init__(self, step):
             self._step = step
 
-        def __call__(self, state, tokens):
+        def __call__(self, state, tokens, fixed):
             number = sum(what == "dispatch" for what, _ in seen) + 1
             seen.append(("dispatch", number))
-            state, found = self._step(state, tokens)
+            state, found = self._step(state, tokens, fixed)
             return state, {**found, "loss": Watched(found["loss"], number, seen)}
 
     def watched(*args, real=policy.guarded_step, **settings):

@@ -7,25 +7,33 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax.config import Loop, Remat
+from ladder_jax.config import Loop, LoraConfig, Remat
 from ladder_jax.nn import prefetch
-from ladder_jax.train.step import loss_and_gradients
+from ladder_jax.parallel import fsdp
+from ladder_jax.retrain import Fixed, Plan
+from ladder_jax.train.gradients import loss_and_gradients, planned
 from tests import cases
 from tests.test_meshes import LENGTH, ROWS
 
 
-@pytest.mark.parametrize("remat", Remat)
-@pytest.mark.parametrize("loop", Loop)
-def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch):
+@pytest.fixture
+def kept(monkeypatch):
+    """(a layer's arrays, what its pullback keeps beside them) of every layer that is traced."""
     kept = []
     pull_back = prefetch._pull_back
 
-    def watch(layer, state, whole):
-        state, of_layer = pull_back(layer, state, whole)
+    def watch(layer, state, whole, **settings):
+        state, of_layer = pull_back(layer, state, whole, **settings)
         kept.append((jax.tree.leaves(whole), [leaf for leaf in of_layer.leaves if leaf is not None]))
         return state, of_layer
 
     monkeypatch.setattr(prefetch, "_pull_back", watch)
+    return kept
+
+
+@pytest.mark.parametrize("remat", Remat)
+@pytest.mark.parametrize("loop", Loop)
+def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, kept):
     definition = cases.define("ladder", num_layers=2, fsdp=4, tensor=2)
     batch = jax.ShapeDtypeStruct((ROWS, LENGTH + 1), "int32", sharding=definition.layout.sharding("BT"))
     jax.jit(loss_and_gradients(definition, loop=loop, remat=remat)).lower(definition.abstract, batch)
@@ -33,6 +41,21 @@ def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch)
     for whole, leaves in kept:
         matrices = {a.shape for a in whole if a.ndim > 1}
         assert len(matrices) >= 4 and not matrices & {leaf.shape for leaf in leaves}
+
+
+@pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])
+@pytest.mark.parametrize("loop", Loop)
+def test_beside_low_rank_factors_no_matrix_is_kept_and_none_has_a_gradient(loop, remat, kept, monkeypatch):
+    scattered, scatter = [], fsdp.Shares.scatter
+    monkeypatch.setattr(fsdp.Shares, "scatter", lambda self, g: (scattered.extend(g), scatter(self, g))[1])
+    plan = Plan(cases.define("ladder", num_layers=2, fsdp=4, tensor=2), lora=LoraConfig(rank=3))
+    batch = jax.ShapeDtypeStruct((ROWS, LENGTH + 1), "int32", sharding=plan.definition.layout.sharding("BT"))
+    frozen = Fixed(plan.definition.abstract)
+    jax.jit(planned(plan, loop=loop, remat=remat)).lower(plan.abstract, frozen, batch, {})
+    for whole, leaves in kept:
+        matrices = {a.shape for a in whole if a.ndim > 1 and 3 not in a.shape}
+        assert len(matrices) >= 4 and not matrices & {leaf.shape for leaf in leaves}
+    assert scattered and all(3 in gradient.shape for gradient in scattered)
 
 
 def loss_and_gradients_of(*, mesh, loop):

@@ -92,7 +92,7 @@ def test_the_papers_schedule():
 
 def test_what_is_not_a_matrix_is_not_decayed():
     definition = cases.define("ladder", biases=config.Biases.ALL, qk_norm=True)
-    adamw = optimizer.adamw(RECIPE, definition=definition)
+    adamw = optimizer.adamw(RECIPE, dims=definition.dims)
     params = jax.tree.map(lambda a: np.ones(a.shape, np.float32), definition.abstract)
     zero = jax.tree.map(np.zeros_like, params)
     updates, _ = adamw.update(zero, adamw.init(params), params)

@@ -7,7 +7,7 @@ import pathlib
 import types
 import typing
 
-from ladder_jax.config import presets
+from ladder_jax.config import presets, start
 from ladder_jax.config.schema import ModelConfig, RunConfig
 from ladder_jax.errors import UserError, unknown
 
@@ -29,7 +29,7 @@ def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
         raise unknown("configuration (not a .yaml or .json file)", source, presets.NAMES)
     for override in overrides:
         _set(tree, override)
-    return from_dict(tree)
+    return from_dict(start.with_model(tree))
 
 
 def from_dict(tree: dict) -> RunConfig:

@@ -12,13 +12,16 @@ class Batch:
 
     segments: which document of its row a token belongs to, counted from 1; 0 is padding. A token is
     predicted from those of its own document before it: each document's first is predicted by none.
+    learnt: likewise, 0 for tokens that are read and not predicted, such as a prompt's; without it all are.
     """
 
     tokens: jax.Array
     segments: jax.Array
+    learnt: jax.Array | None = None
 
     @property
     def predicted(self) -> jax.Array:
         """[B, T]: whether token t + 1 is predicted, from t and what it sees."""
         before, after = self.segments[:, :-1], self.segments[:, 1:]
-        return (before == after) & (after != 0)
+        follows = (before == after) & (after != 0)
+        return follows if self.learnt is None else follows & (self.learnt[:, 1:] != 0)

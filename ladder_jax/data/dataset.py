@@ -8,8 +8,8 @@ import pathlib
 import grain
 import numpy as np
 
-from ladder_jax.config import DataConfig, TrainConfig
-from ladder_jax.data import batches, mixture, text
+from ladder_jax.config import DataConfig, Format, TrainConfig
+from ladder_jax.data import batches, examples, mixture, text
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import Store, is_store
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
@@ -23,6 +23,7 @@ class Dataset:
     held_out_rows: how many of those there are before they repeat.
     fingerprint: of all tokens and their order. With the seed and the step it is the whole state of an iteration.
     text: the training text, uint8, where it is bytes and not a store.
+    notes: what a user should know of it.
     """
 
     training: grain.MapDataset
@@ -31,21 +32,54 @@ class Dataset:
     tokenizer: Tokenizer
     fingerprint: str
     text: np.ndarray | None = None
+    notes: tuple[str, ...] = ()
 
 
-def load(config: DataConfig, *, train: TrainConfig, vocab_size: int) -> Dataset:
-    """Raises UserError for what is not there, cannot be read, is too little, or has more tokens than `vocab_size`."""
-    path = pathlib.Path(config.path).expanduser()
+def load(config: DataConfig, *, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Dataset:
+    """Raises UserError for what is not there, cannot be read, is too little, or has more tokens than `vocab_size`.
+
+    tokenizer: of the checkpoint that training starts from, which the data must have been made with.
+    """
+    path, started = pathlib.Path(config.path).expanduser(), tokenizer
+    if started is None or config.tokenizer != BYTES:
+        tokenizer = tokenizers.load(config.tokenizer)
+        _check_same(f"data.tokenizer={config.tokenizer!r}", tokenizer, started)
+    if config.format is Format.EXAMPLES:
+        return _examples(config, train, vocab_size, tokenizer)
     if path.suffix in mixture.ENDINGS and path.is_file():
-        return _mixed(mixture.read(path), config, train, vocab_size)
-    if path.is_dir() and is_store(path):
-        return _stored(Store(path), config, train, vocab_size)
-    return _text(config, train, vocab_size)
+        found = _mixed(mixture.read(path), config, train, vocab_size)
+    elif path.is_dir() and is_store(path):
+        found = _stored(Store(path), config, train, vocab_size)
+    else:
+        found = _text(config, train, vocab_size, tokenizer)
+    _check_same(f"the tokens of data.path={config.path!r}", found.tokenizer, started)
+    return found
 
 
-def _text(config: DataConfig, train: TrainConfig, vocab_size: int) -> Dataset:
+def _check_same(what: str, tokenizer: Tokenizer, wanted: Tokenizer | None) -> None:
+    if wanted is not None and tokenizer.name != wanted.name:
+        raise UserError(f"{what}: {tokenizer.name}, but the checkpoint that training starts from has {wanted.name}")
+
+
+def _examples(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer) -> Dataset:
+    """Packed examples, of which the last are held out."""
+    tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size)
+    found = examples.load(config.path, tokenizer=tokenizer, length=train.sequence)
+    cut = int(np.clip(len(found) - int(len(found) * config.validation_fraction), 1, len(found) - 1))
+    rows = examples.ExampleRows(found, first=0, end=cut, length=train.sequence)
+    held_out = examples.ExampleRows(found, first=cut, end=len(found), length=train.sequence)
+    return Dataset(
+        batches.shuffled(rows, seed=train.seed),
+        batches.repeated(held_out),
+        len(held_out),
+        tokenizer,
+        _digest([tokenizer.name, found.fingerprint]),
+        notes=(found.described(),),
+    )
+
+
+def _text(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer) -> Dataset:
     """Windows of one long text, cut where they happen to end."""
-    tokenizer = tokenizers.load(config.tokenizer)
     tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size)
     tokens = text.tokens(text.load(config), tokenizer=tokenizer)
     content, rest = batches.split(tokens, config=config)

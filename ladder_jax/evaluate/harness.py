@@ -78,7 +78,7 @@ class LadderJax(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
             raise UserError("the model ladder_jax always asks for the next answer: gen_prefix cannot be used with chat")
-        return self.model.tokenizer.chat_text(chat_history)
+        return self.model.tokenizer.render(chat_history, prompt=True)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         spans, owners = [], []

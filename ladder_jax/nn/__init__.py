@@ -1,6 +1,8 @@
 """Flax modules: what has parameters, and what one rank of a mesh computes with them."""
 
 from ladder_jax.nn.embedding import cross_entropy as cross_entropy
+from ladder_jax.nn.forward import LATE as LATE
+from ladder_jax.nn.forward import Pass as Pass
 from ladder_jax.nn.parameter import padded_vocabulary as padded_vocabulary
 from ladder_jax.nn.place import Begin as Begin
 from ladder_jax.nn.place import Cache as Cache
@@ -17,3 +19,4 @@ from ladder_jax.nn.transformer import hidden as hidden
 from ladder_jax.nn.transformer import initialize as initialize
 from ladder_jax.nn.transformer import logits as logits
 from ladder_jax.nn.transformer import loss_sum as loss_sum
+from ladder_jax.nn.transformer import output_table as output_table

@@ -35,6 +35,7 @@ def run(
     axes: tuple[str, ...],
     dtype: jnp.dtype,
     shares: Shares | None = None,
+    first: int = 0,
 ) -> tuple[State, Any]:
     """The state after all layers, and the caches in the form in which they came.
 
@@ -42,9 +43,10 @@ def run(
     caches: likewise, or None.
     dtype: of a sublayer's output.
     shares: how a layer's parameters are made of a rank's shares, where they are split over the fsdp axis.
+    first: the number of the first of these layers in the model, for their names in the program.
     """
     if shares is not None and caches is None:
-        return _run_ahead(body, state, params, steps, loop, remat, shares, axes=axes, dtype=dtype), None
+        return _run_ahead(body, state, params, steps, loop, remat, shares, axes=axes, dtype=dtype, first=first), None
     if shares is not None:
         of_whole, body = body, lambda state, layer, cache, steps: of_whole(state, shares.gather(layer), cache, steps)
     form = type(caches)
@@ -59,7 +61,7 @@ def run(
         if repeats == 1:
             for layer in range(start, stop):
                 step_body = remat_body(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED)
-                with jax.named_scope(f"layer_{layer}"):  # which the schedule's report reads
+                with jax.named_scope(f"layer_{first + layer}"):  # which the schedule's report reads
                     state, cache = step_body(state, _layer(params, layer), _layer(caches, layer))
                 updated.append(cache)
             continue
@@ -74,7 +76,7 @@ def run(
 
         fold = lambda a: a[start:stop].reshape(repeats, period, *a.shape[1:])
         state = steps[start][0].fill(state, axes=axes, dtype=dtype)
-        with jax.named_scope(f"layers_{start}_to_{stop - 1}"):
+        with jax.named_scope(f"layers_{first + start}_to_{first + stop - 1}"):
             state, below = jax.lax.scan(turn, state, jax.tree.map(fold, (params, caches)))
         below = jax.tree.map(lambda a: a.reshape(period * repeats, *a.shape[2:]), below)
         updated.extend(_layer(below, index) for index in range(period * repeats)) if len(runs) > 1 else None
@@ -101,7 +103,7 @@ def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _run_ahead(body, state, params, steps, loop, remat, shares, *, axes, dtype) -> State:
+def _run_ahead(body, state, params, steps, loop, remat, shares, *, axes, dtype, first) -> State:
     """`run` where each layer's parameters are gathered one layer ahead."""
 
     def layer(kind):
@@ -113,9 +115,12 @@ def _run_ahead(body, state, params, steps, loop, remat, shares, *, axes, dtype) 
     for start, period, repeats in whole_loop if loop is Loop.UNROLLED else runs_of(steps):
         stop = start + period * repeats
         if repeats == 1:
-            scopes, arrays = [f"layer_{n}" for n in range(start, stop)], _split(params)[start:stop]
+            scopes, arrays = [f"layer_{first + n}" for n in range(start, stop)], _split(params)[start:stop]
         else:
-            scopes, arrays = [f"layers_{start}_to_{stop - 1}"] * period, jax.tree.map(lambda a: a[start:stop], params)
+            scopes, arrays = (
+                [f"layers_{first + start}_to_{first + stop - 1}"] * period,
+                jax.tree.map(lambda a: a[start:stop], params),
+            )
             state = steps[start][0].fill(state, axes=axes, dtype=dtype)
         layers = [layer(kind) for kind in steps[start : start + period]]
         state = prefetch.Run(layers, scopes, repeats, shares, recomputes=remat is not Remat.NONE)(state, arrays)

@@ -1,8 +1,4 @@
-"""Cross-entropy over a vocabulary that stays split, for a few positions at a time: no rank ever holds all logits.
-
-The gradient is made in the forward pass, chunk by chunk, while the chunk's logits are there: nothing is kept of them
-and nothing computed twice. (A loss is where a backward pass starts: all that is missing is a factor.)
-"""
+"""Cross-entropy over a vocabulary that stays split, for a few positions at a time: no rank ever holds all logits."""
 
 import functools
 from typing import NamedTuple
@@ -11,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ladder_jax.nn.chunked import over_chunks
 from ladder_jax.parallel import all_max, all_reduce, rank, vary, varying
 from ladder_jax.parallel.collectives import EMULATED
 
@@ -69,29 +66,9 @@ _summed.defvjp(_forward, _backward)
 
 def _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, terms: Terms, *, gradient: bool):
     """(the sum, its gradients of x and the table, if asked for)."""
-    rows, length, _ = x_BTD.shape
-    size = max(1, min(length, terms.chunk // rows))
-    count = -(-length // size)
-    if count == 1:
-        loss, dx, dtable = _chunk(x_BTD, table_VD, targets_BT, weights_BT, terms, gradient=gradient)
-        return (loss, dx, dtable.astype(table_VD.dtype)) if gradient else (loss,)
-
-    def chunks(array):  # [B, T, ...] as [chunks, B, size, ...]; what is added weighs nothing
-        padded = jnp.pad(array, ((0, 0), (0, count * size - length)) + ((0, 0),) * (array.ndim - 2))
-        return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
-
-    def turn(carry, chunk):
-        loss, dx, dtable = _chunk(chunk[0], table_VD, *chunk[1:], terms, gradient=gradient)
-        return jax.tree.map(jnp.add, carry, (loss, dtable) if gradient else (loss,)), dx
-
-    zero = vary(jnp.zeros(()), (varying(x_BTD) | varying(weights_BT)) - set(terms.axes))
-    # Summed in float32, and rounded to the table's dtype once.
-    start = (zero, vary(jnp.zeros(table_VD.shape), varying(table_VD))) if gradient else (zero,)
-    done, dx = lax.scan(turn, start, tuple(map(chunks, (x_BTD, targets_BT, weights_BT))))
-    if not gradient:
-        return done
-    whole = dx.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :length]
-    return done[0], whole, done[1].astype(table_VD.dtype)
+    chunk = lambda x, table, others: _chunk(x, table, *others, terms, gradient=gradient)
+    settings = dict(size=terms.chunk, axes=terms.axes, gradient=gradient)
+    return over_chunks(chunk, x_BTD, table_VD, (targets_BT, weights_BT), **settings)
 
 
 def _chunk(x_BTD, table_VD, targets_BT, weights_BT, terms: Terms, *, gradient: bool):

@@ -1,7 +1,7 @@
 """A parameter is declared once; shapes, shardings, initial values and stored names all follow from it.
 
 Dimensions are single letters: V vocabulary, D model, N query heads, K key/value heads, H head size,
-F feed-forward, L layers; J query, key and value heads and G gate and up, side by side (see Sizes).
+F feed-forward, L layers, R a low rank; J query, key and value heads and G gate and up, side by side (see Sizes).
 Which mesh axis splits which letter is `parallel.Layout`'s business.
 """
 
@@ -58,12 +58,16 @@ class Sizes:
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
     joined: matrices that read the same input are one, as inference may keep them: side by side on each rank, so that
         the whole is in the ranks' order.
+    low_rank: R, the size between two factors of a matrix.
+    layers: how many are stacked, where that is not all of them.
     """
 
     config: ModelConfig
     ranks: int = 1
     stacked: bool = False
     joined: bool = False
+    low_rank: int = 0
+    layers: int | None = None
 
     def __getitem__(self, dim: str) -> int:
         config = self.config
@@ -76,7 +80,8 @@ class Sizes:
             "F": config.d_ff,
             "J": config.num_heads + 2 * max(config.num_kv_heads, self.ranks),  # ranks that share a head hold it each
             "G": 2 * config.d_ff,
-            "L": config.num_layers,
+            "R": self.low_rank,
+            "L": config.num_layers if self.layers is None else self.layers,
         }[dim]
 
 

@@ -11,6 +11,7 @@ keep whatever a scan carries, the prefetched matrices of all layers among it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +41,10 @@ class Run:
     recomputes: bool
 
     def __call__(self, state: State, params: Any) -> State:
-        """params: a tuple with each layer's shares, or (of several turns) their stack [turns * layers, ...]."""
+        """params: a tuple with each layer's shares, or (of several turns) their stack [turns * layers, ...].
+
+        What does not train of them (`Shares.trains`) has no gradient: none is computed, and none is scattered.
+        """
         loop = jax.custom_vjp(lambda state, params: self._forward(state, params, _compute)[0][0])
         loop.defvjp(self._keep, self._backward)
         return loop(state, params)
@@ -64,7 +68,7 @@ class Run:
         return turn(carry, 0) if self.turns == 1 else lax.scan(turn, carry, jnp.arange(self.turns))
 
     def _keep(self, state: State, params: Any) -> tuple[State, Any]:
-        (state, last), kept = self._forward(state, params, _pull_back)
+        (state, last), kept = self._forward(state, params, functools.partial(_pull_back, trained=self.shares.trained))
         return state, (params, last, kept)
 
     def _backward(self, residuals: tuple, gradient: State) -> tuple[State, Any]:
@@ -91,14 +95,16 @@ class Run:
         else:
             # The first turns give back zeros, to places that later turns write again.
             zero = lambda a, dtype: vary(jnp.zeros(a.shape, dtype), varying(a))
-            pending = jax.tree.map(lambda a: zero(a, a.dtype), last)
-            given = jax.tree.map(lambda a: zero(a[0], a.dtype), params)
+            pending = [zero(a, a.dtype) for a in self.shares.trained(last)]
+            given = [zero(a[0], a.dtype) for a in self.shares.trained(params)]
             turns = jnp.arange(self.turns)
             carry, _ = lax.scan(turn, (gradient, last, pending, given, gradients), (turns, kept), reverse=True)
         gradient, _, pending, given, gradients = carry
         gradient, (pending, given) = _tie(gradient, (pending, given))
         gradients = _write(_write(gradients, 1, given), 0, self._scatter(pending, 0))
-        return gradient, tuple(gradients) if isinstance(gradients, list) else gradients
+        if isinstance(params, tuple):
+            return gradient, tuple(map(self.shares.with_frozen, params, gradients))
+        return gradient, self.shares.with_frozen(params, gradients)
 
     def _gather(self, shares: Any, index: int) -> Any:
         with jax.named_scope(self.scopes[index % len(self.scopes)]):
@@ -117,17 +123,17 @@ class Run:
     def _no_gradients(self, params: Any) -> Any:
         if isinstance(params, tuple):
             return [None] * len(params)
-        return jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), params)
+        return tuple(vary(jnp.zeros(a.shape, a.dtype), varying(a)) for a in self.shares.trained(params))
 
 
 def _write(gradients: Any, layer: int | jax.Array, given: Any) -> Any:
-    """`gradients` with a layer's: in place, as a list's item or in the stack."""
+    """`gradients` with a layer's: in place, as a list's item or in the stacks, a tuple."""
     if isinstance(gradients, list):
         if given is not None:
             gradients[layer] = given
         return gradients
     write = lambda stack, a: lax.dynamic_update_index_in_dim(stack, a.astype(stack.dtype), _inside(layer, stack), 0)
-    return jax.tree.map(write, gradients, given)
+    return tuple(map(write, gradients, given))
 
 
 def _inside(layer: int | jax.Array, stack: jax.Array) -> jax.Array:
@@ -156,10 +162,17 @@ def _compute(layer: LayerOf, state: State, whole: Any) -> tuple[State, None]:
     return layer(state, whole), None
 
 
-def _pull_back(layer: LayerOf, state: State, whole: Any) -> tuple[State, _Kept]:
-    state, pullback = jax.vjp(layer, state, whole)
+def _pull_back(layer: LayerOf, state: State, whole: Any, *, trained: Callable) -> tuple[State, _Kept]:
+    arrays, tree = jax.tree.flatten(whole)
+    mine = trained(whole)
+    where = [next(n for n, array in enumerate(arrays) if array is one) for one in mine]
+
+    def of_trained(state, mine):
+        given = dict(zip(where, mine))
+        return layer(state, tree.unflatten([given.get(n, array) for n, array in enumerate(arrays)]))
+
+    state, pullback = jax.vjp(of_trained, state, mine)
     leaves, structure = jax.tree.flatten(pullback)
-    arrays = jax.tree.leaves(whole)
     places = tuple((n, m) for n, leaf in enumerate(leaves) for m, array in enumerate(arrays) if leaf is array)
     for place, _ in places:
         leaves[place] = None

@@ -1,6 +1,7 @@
 """Matrices of 8 bits: whole numbers and one scale an output channel, and the operations that read either kind.
 
-The model calls `einsum` and `rows` with whatever a parameter holds: an array, or an `Int8` in its place.
+The model calls `einsum` and `rows` with whatever a parameter holds: an array, or an `Int8` in its place; `einsum` also
+takes what brings an `einsum` of its own (nn/low_rank.py).
 """
 
 import dataclasses
@@ -68,6 +69,8 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
     are converted on the way into the matmul, and the scale comes after it, on its far smaller result.
     Sums wait for it in float32 and are rounded once. The scale's dimensions must be the result's last.
     """
+    if hasattr(weight, "einsum"):
+        return weight.einsum(spec, x, dtype=dtype)
     if not isinstance(weight, Int8):
         return jnp.einsum(spec, x, weight.astype(x.dtype), preferred_element_type=dtype)
     sums = jnp.einsum(spec, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)

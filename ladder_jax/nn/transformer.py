@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from ladder_jax import residual, sequence
+from ladder_jax import residual
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Remat
 from ladder_jax.errors import UserError
-from ladder_jax.nn import kernels, loop, loss, norm, parameter, rotary
+from ladder_jax.nn import kernels, loss, parameter
 from ladder_jax.nn.embedding import Embedding
-from ladder_jax.nn.layer import Call, Layer
+from ladder_jax.nn.forward import Pass, whole
+from ladder_jax.nn.layer import Layer
 from ladder_jax.nn.norm import RMSNorm
 from ladder_jax.nn.place import BEGIN, Place
 from ladder_jax.parallel import (
@@ -22,15 +23,10 @@ from ladder_jax.parallel import (
     Layout,
     Split,
     Traits,
-    all_reduce,
-    explicit,
-    fsdp,
     layout,
     make_mesh,
     on_mesh,
     over_ranks,
-    rank,
-    vary,
     with_ranks,
 )
 
@@ -169,57 +165,16 @@ def hidden(
     `place` says at which positions the tokens stand: 0..T-1 unless it says otherwise. With `sequence_parallel` a
     rank keeps T/ranks positions of the stream between sublayers: see sequence.py.
     """
-    config, topology, axes = definition.config, definition.topology, definition.layout.tensor
-    dtype, part = jnp.dtype(config.dtype.value), functools.partial(_whole, definition)
-    split = sequence_parallel and definition.layout.ranks > 1 and not definition.layout.emulated
-    normalise = lambda x: norm.normalise(x, eps=config.norm_eps).astype(dtype)
-    steps = sequence.layers(topology, normalise=normalise) if split else topology.layers
-    flush, reduce = (sequence.flush, sequence.share) if split else (residual.flush, all_reduce)
-    call = Call(
-        axes=axes,
-        dtype=dtype,
-        kernel=definition.kernel,
-        table=rotary.tables(place.positions(tokens.shape[1]), config=config),
-        first_rank=rank(axes) == 0,
-        place=place,
-        launch=launch,
-        normalised=split,
-    )
-
-    def body(state, layer, cache, steps):
-        return definition.bind("layers", layer)(state, cache, steps=steps, call=call)
-
-    table = definition.bind("embedding", part("embedding", params["embedding"]))
-    x = table.lookup(tokens, axes=axes, dtype=dtype, reduce=reduce)
-    state = residual.begin(x.astype(config.residual_dtype.value), topology=topology, axes=axes)
-
-    def layers(state, params, caches):
-        return loop.run(
-            body,
-            state,
-            params=params,
-            caches=caches,
-            steps=steps,
-            loop=loop_form,
-            remat=remat,
-            axes=axes,
-            dtype=dtype,
-            shares=_shares(definition),
-        )
-
-    # Only the layers: XLA's common-subexpression pass aborts on ordered code around them (jax 0.12.0.1).
-    run_layers = explicit.ordered(layers) if launch is Launch.EXPLICIT else layers
-    stacked = fsdp.with_vectors(params["layers"], definition.dims["layers"], layout=definition.layout)
-    state, caches = run_layers(state, stacked, caches)
-    x = vary(flush(state, axes=axes), axes)
-    x = definition.bind("final_norm", part("final_norm", params["final_norm"]))(x, dtype=dtype)
-    return (sequence.gather(x, axes) if split else x), caches
+    settings = dict(loop_form=loop_form, remat=remat, place=place, launch=launch, sequence_parallel=sequence_parallel)
+    run = Pass(definition, tokens.shape[1], **settings)
+    state, caches = run.layers(run.embed(params, tokens), params["layers"], caches=caches)
+    return run.finish(params, state), caches
 
 
 def logits(definition: Definition, params: Params, x: jax.Array) -> jax.Array:
     """On one rank: its share [B, T, V/ranks] of the float32 logits of a normed stream [B, T, D]."""
     name = "embedding" if definition.config.tie_embeddings else "head"
-    head = definition.bind(name, _whole(definition, name, params[name]))
+    head = definition.bind(name, whole(definition, name, params[name]))
     return head.logits(x, axes=definition.layout.tensor)
 
 
@@ -237,11 +192,9 @@ def loss_sum(
 
     The rest as in `loss.cross_entropy_sum`; without `weights` every position counts.
     """
-    name = "embedding" if definition.config.tie_embeddings else "head"
-    table = definition.bind(name, _whole(definition, name, params[name])).table.get_value()
     return loss.cross_entropy_sum(
         x,
-        table.astype(x.dtype),
+        output_table(definition, params),
         targets,
         jnp.ones(targets.shape) if weights is None else weights,
         vocab_size=definition.config.vocab_size,
@@ -251,17 +204,11 @@ def loss_sum(
     )
 
 
-def _whole(definition: Definition, name: str, params: Params) -> Params:
-    """The parameters of the module called `name`, from a rank's shares of them."""
-    dtype = jnp.dtype(definition.config.dtype.value)
-    return fsdp.whole(params, definition.dims[name], layout=definition.layout, dtype=dtype)
-
-
-def _shares(definition: Definition) -> fsdp.Shares | None:
-    if definition.layout.fsdp == 1:
-        return None
-    dims = jax.tree.map(lambda dims: dims.removeprefix("L"), definition.dims["layers"])
-    return fsdp.Shares(dims, jnp.dtype(definition.config.dtype.value))
+def output_table(definition: Definition, params: Params) -> jax.Array:
+    """On one rank: its rows [V/ranks, D] of the table that scores tokens, in the compute dtype."""
+    name = "embedding" if definition.config.tie_embeddings else "head"
+    table = definition.bind(name, whole(definition, name, params[name])).table.get_value()
+    return table.astype(definition.config.dtype.value)
 
 
 @functools.cache

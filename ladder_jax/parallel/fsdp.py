@@ -7,12 +7,13 @@ vectors of all layers, norm gains and the like, are smaller than one message cos
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.parallel.collectives import GATHER, SCATTER, all_gather, reduce_scatter
+from ladder_jax.parallel.collectives import GATHER, SCATTER, all_gather, reduce_scatter, vary, varying
 from ladder_jax.parallel.mesh import FSDP, Layout
 
 
@@ -39,18 +40,34 @@ class Shares:
     """How the matrices of one layer are gathered from their shares, and their gradients given back.
 
     dims: a tree of one layer's dimensions. Vectors are whole already (`with_vectors`).
+    trains: a tree of booleans, False for what has no gradient, such as the matrices beside low-rank factors; without
+        it all have.
     """
 
     dims: Any
     dtype: jnp.dtype
+    trains: Any = None
 
     def gather(self, shares: Any) -> Any:
         return jax.tree.map(lambda dims, a: _whole(a, dims, self.dtype) if _split(dims) else a, self.dims, shares)
 
-    def scatter(self, gradients: Any) -> Any:
-        """Float32 shares of the sums over the fsdp axis of whole arrays' gradients."""
+    def scatter(self, gradients: list[jax.Array]) -> list[jax.Array]:
+        """Float32 shares of the sums over the fsdp axis of whole arrays' gradients, of those that are `trained`."""
         give = lambda dims, g: _give_back(g, dims.index("D")) if _split(dims) else g
-        return jax.tree.map(give, self.dims, gradients)
+        return list(map(give, self.trained(self.dims), gradients))
+
+    def trained(self, tree: Any) -> list:
+        """The leaves of a layer's tree, or of the layers' stack, that have a gradient."""
+        return [leaf for leaf, trains in zip(jax.tree.leaves(tree), self._flags()) if trains]
+
+    def with_frozen(self, params: Any, gradients: Sequence[jax.Array]) -> Any:
+        """The gradients of all of `params`, from those that are `trained`: zeros for the others, which nobody reads."""
+        left, (leaves, tree) = iter(gradients), jax.tree.flatten(params)
+        zeros = lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a))
+        return tree.unflatten([next(left) if trains else zeros(a) for a, trains in zip(leaves, self._flags())])
+
+    def _flags(self) -> list[bool]:
+        return jax.tree.leaves(jax.tree.map(lambda _: True, self.dims) if self.trains is None else self.trains)
 
 
 def _split(dims: str) -> bool:

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax import nn
 from ladder_jax.config import Loop, Phase, Remat, TrainConfig
 from ladder_jax.data.batch import Batch
 from ladder_jax.nn import Definition, Params
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, vary, varying
 from ladder_jax.parallel.collectives import EMULATED
+from ladder_jax.retrain import NOTHING, Fixed, Plan, objectives
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a loss is made of, as in `nn.loss_sum`: `z_loss`, and `chunk` for its memory alone."""
+    """Of the data's loss, as in `nn.loss_sum`: `z_loss`, and `chunk` for its memory alone."""
 
     z_loss: float = 0.0
     chunk: int = TrainConfig.loss_chunk
@@ -30,50 +30,82 @@ class Terms:
 
 
 def loss_and_gradients(
-    definition: Definition,
+    definition: Definition, **settings: Any
+) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
+    """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to be compiled.
+
+    All weights train, on the data alone; the settings as in `planned`.
+    """
+    compute = planned(Plan(definition), **settings)
+
+    def of_all(params: Params, tokens: jax.Array | Batch) -> tuple[jax.Array, Params]:
+        (loss, _), gradients = compute(params, NOTHING, tokens, {})
+        return loss, gradients
+
+    return of_all
+
+
+def planned(
+    plan: Plan,
     *,
     loop: Loop = Loop.SCAN,
     remat: Remat = Remat.NONE,
     accumulate: int = 1,
     sequence_parallel: bool = False,
     terms: Terms = Terms(),
-) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
-    """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to be compiled.
+) -> Callable[[Params, Fixed, Any, dict], tuple[tuple[jax.Array, dict], Params]]:
+    """A (what trains, what is fixed, tokens or a Batch, late) -> ((mean loss, its terms), float32 gradients).
 
+    late: {"late": [L]} while layers turn to ladder (see anneal.py), else {}.
     accumulate: in how many parts, one after another, a device computes its rows; their gradients are summed in float32.
     """
-    layout = definition.layout
+    layout, dims = plan.definition.layout, plan.trained_dims
 
-    def local(params, tokens):
+    def local(trained, fixed, tokens, late):
         # From here on every rank owns its copy of what is replicated: gradients stay local, in
         # float32, until the one reduction below; none is left for the layer loop to communicate.
-        own = jax.tree.map(lambda p: vary(p, layout.all_axes), params)
+        own, held = jax.tree.map(lambda p: vary(p, layout.all_axes), (trained, fixed))
+        # As the stream is between sublayers: else every sublayer's input would bring a second reduction backward.
+        late = jax.tree.map(lambda a: vary(a, layout.batch), late)
         total = _predicted(tokens, layout)
         forward = dict(loop_form=loop, remat=remat, sequence_parallel=sequence_parallel)
-        share = lambda p, part: _loss_sum(definition, p, part, terms, **forward) / total
-        loss, grads = _accumulated(jax.value_and_grad(share), own, tokens, accumulate)
-        grads = _after_backward(grads, definition)
-        return all_reduce(loss, layout.batch), jax.tree.map(
-            lambda g, dims: _reduce_gradient(g, dims, layout), grads, definition.dims
-        )
 
-    return on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=("", definition.dims))
+        def share(p, part):
+            sums = _objective(plan, p, held, part, late, terms, **forward)
+            loss, made_of = jax.tree.map(lambda a: a / total, sums)
+            return loss, made_of
+
+        found, grads = _accumulated(jax.value_and_grad(share, has_aux=True), own, tokens, accumulate, plan)
+        grads = _after_backward(grads, layout, dims)
+        found = jax.tree.map(lambda a: all_reduce(a, layout.batch), found)
+        return found, jax.tree.map(lambda g, dims: _reduce_gradient(g, dims, layout), grads, dims)
+
+    return on_mesh(local, layout=layout, in_dims=(dims, plan.fixed_dims, "BT", ""), out_dims=(("", ""), dims))
 
 
 def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Params, jax.Array], jax.Array]:
     """A compiled (params, tokens [B, T+1] or a Batch) -> mean loss in nats a token, for evaluation."""
-    layout = definition.layout
-
-    def local(params, tokens):
-        loss = all_reduce(_loss_sum(definition, params, tokens, Terms(), loop_form=loop), layout.batch)
-        return loss / _predicted(tokens, layout)
-
-    meshed = on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims="")
-    return Compiled(meshed, mesh=layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop))
+    compiled = planned_loss(Plan(definition), loop=loop)
+    return lambda params, tokens: compiled(params, NOTHING, tokens)
 
 
-def _accumulated(value_and_grad: Callable, params: Params, batch: Any, count: int) -> tuple[jax.Array, Params]:
-    """The sums over `count` parts of a batch's rows."""
+def planned_loss(plan: Plan, *, loop: Loop = Loop.SCAN) -> Compiled:
+    """A compiled (what trains, what is fixed, tokens or a Batch) -> mean loss of the data alone, all layers turned."""
+    definition, layout = plan.definition, plan.definition.layout
+    plan = dataclasses.replace(plan, teacher=None)  # no part of the loss, and none of what is fixed is read for it
+
+    def local(trained, fixed, tokens):
+        loss, _ = _objective(plan, trained, fixed, tokens, {}, Terms(), loop_form=loop)
+        return all_reduce(loss, layout.batch) / _predicted(tokens, layout)
+
+    dims = (plan.trained_dims, plan.fixed_dims, "BT")
+    meshed = on_mesh(local, layout=layout, in_dims=dims, out_dims="")
+    untaught = lambda trained, fixed, tokens: meshed(trained, Fixed(fixed.frozen), tokens)
+    return Compiled(untaught, mesh=layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop))
+
+
+def _accumulated(value_and_grad: Callable, params: Params, batch: Any, count: int, plan: Plan) -> tuple[Any, Params]:
+    """The sums over `count` parts of a batch's rows: of the loss and its terms, and of the gradients."""
     if count == 1:
         return value_and_grad(params, batch)
     parts = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
@@ -82,8 +114,9 @@ def _accumulated(value_and_grad: Callable, params: Params, batch: Any, count: in
         return jax.tree.map(jnp.add, sums, value_and_grad(params, part)), None
 
     zeros = lambda axes, shape: vary(jnp.zeros(shape, jnp.float32), axes)
-    start = zeros(varying(jax.tree.leaves(batch)[0]), ()), jax.tree.map(lambda p: zeros(varying(p), p.shape), params)
-    return lax.scan(turn, start, parts)[0]
+    zero = zeros(varying(jax.tree.leaves(batch)[0]), ())
+    found = zero, dict.fromkeys(objectives.names(plan), zero)
+    return lax.scan(turn, (found, jax.tree.map(lambda p: zeros(varying(p), p.shape), params)), parts)[0]
 
 
 def _predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
@@ -93,33 +126,31 @@ def _predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
     return math.prod((batch.shape[0], batch.shape[1] - 1, layout.batch_ranks))
 
 
-def _loss_sum(
-    definition: Definition, params: Params, batch: jax.Array | Batch, terms: Terms, **forward: Any
-) -> jax.Array:
-    """The summed loss of this batch shard, equal on its tensor ranks; `forward` as in `nn.hidden`."""
+def _objective(
+    plan: Plan, trained: Params, fixed: Fixed, batch: jax.Array | Batch, late: dict, terms: Terms, **forward: Any
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`retrain.objective` of this batch shard, equal on its tensor ranks."""
 
-    def local(params: Any, batch: jax.Array | Batch) -> jax.Array:
-        packed = isinstance(batch, Batch)
-        tokens = batch.tokens if packed else batch
-        place = nn.Packed(batch.segments[:, :-1]) if packed else nn.Begin()
-        x, _ = nn.hidden(definition, params, tokens[:, :-1], place=place, **forward)
-        weights = batch.predicted.astype(jnp.float32) if packed else None
-        return nn.loss_sum(definition, params, x, tokens[:, 1:], weights=weights, **dataclasses.asdict(terms))
+    def local(trained, fixed, batch, late):
+        return objectives.objective(plan, trained, fixed, batch, late, **dataclasses.asdict(terms), **forward)
 
-    return over_ranks(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")(params, batch)
+    in_dims = (plan.trained_dims, plan.fixed_dims, "BT", "")
+    return over_ranks(local, layout=plan.definition.layout, in_dims=in_dims, out_dims=("", ""))(
+        trained, fixed, batch, late
+    )
 
 
-def _after_backward(gradients: Params, definition: Definition) -> Params:
+def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
     """Gradients that ranks of the tensor axes must sum (norm gains and the like), held back to the end.
 
     Left alone, a compiler may merge their reductions with the last sublayer's, over the same ranks; so
-    they are tied to the embedding's gradient, which comes after it.
+    they are tied to the embedding's gradient, which comes after it; where that does not train, to the layers'.
     """
-    leaves, tree = jax.tree.flatten(gradients)
-    first = jax.tree.leaves(gradients["embedding"])[0]
-    layout, dims = definition.layout, jax.tree.leaves(definition.dims)
     if layout.ranks == 1:
         return gradients
+    leaves, tree = jax.tree.flatten(gradients)
+    first = jax.tree.leaves(gradients.get("embedding", gradients))[0]
+    dims = jax.tree.leaves(dims)
     held = [leaf is first or set(_replicated(d, layout)) & set(layout.tensor) for leaf, d in zip(leaves, dims)]
     tied = iter(lax.optimization_barrier([leaf for leaf, hold in zip(leaves, held) if hold]))
     return tree.unflatten([next(tied) if hold else leaf for leaf, hold in zip(leaves, held)])

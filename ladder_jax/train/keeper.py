@@ -5,7 +5,8 @@ from typing import Any
 
 from ladder_jax.checkpoint import Failure, Store, steps
 from ladder_jax.errors import RunFailed
-from ladder_jax.train import optimizer
+from ladder_jax.retrain import Fixed, Plan
+from ladder_jax.train import resume
 from ladder_jax.train.goodput import Account
 from ladder_jax.train.metrics import Metrics
 from ladder_jax.train.policy import Guarded, Judge
@@ -16,7 +17,8 @@ class Position:
     """What a checkpoint holds beside the arrays and the configuration, as its item `data`.
 
     step: the last one made, so the next batch is that of step + 1; fingerprint: of the training data; skipped: steps
-    whose batches changed nothing; mean, count: of the recent losses (`policy.Guarded`); account: of time (`goodput`).
+    whose batches changed nothing; mean, count: of the recent losses (`policy.Guarded`); account: of time (`goodput`);
+    sources: the checkpoints that the run took weights from (`retrain.sources`).
     """
 
     step: int
@@ -25,16 +27,28 @@ class Position:
     mean: float
     count: int
     account: dict[str, Any]
+    sources: dict[str, Any]
 
 
 class Keeper:
     """Saves a run's state after a step, and knows which is the newest that is safe. All waiting counts as saving."""
 
-    def __init__(self, store: Store, *, fingerprint: str, metrics: Metrics, judge: Judge, account: Account):
+    def __init__(
+        self,
+        store: Store,
+        *,
+        fingerprint: str,
+        metrics: Metrics,
+        judge: Judge,
+        account: Account,
+        plan: Plan,
+        noted: dict[str, Any],
+    ):
         self._store, self._fingerprint = store, fingerprint
         self._metrics, self._judge, self._account = metrics, judge, account
+        self._plan, self._noted = plan, noted
 
-    def save(self, step: int, state: Guarded, *, validation: float | None) -> None:
+    def save(self, step: int, state: Guarded, fixed: Fixed, *, validation: float | None) -> None:
         """Start to save; `failure()` tells, later, if that went wrong."""
         with self._account.time("saving"):
             self._metrics.sync()
@@ -45,21 +59,23 @@ class Keeper:
                 mean=float(state.mean),
                 count=int(state.count),
                 account=self._account.as_dict(),
+                sources=self._noted,
             )
+            params, moments = resume.kept(state, fixed, plan=self._plan)
             self._store.save(
                 step,
-                params=state.train.params,
-                optimizer=optimizer.to_dict(state.train.optimizer),
+                params=params,
+                optimizer=moments,
                 data=dataclasses.asdict(position),
                 validation_loss=validation,
             )
         self._judge.saved()
 
-    def make_sure(self, step: int, state: Guarded, *, validation: float | None) -> None:
+    def make_sure(self, step: int, state: Guarded, fixed: Fixed, *, validation: float | None) -> None:
         """Return when the state after `step`, the newest, is on the disk; RunFailed where it cannot get there."""
         if step > self.newest():
             self._store.failure()  # it is tried once more
-            self.save(step, state, validation=validation)
+            self.save(step, state, fixed, validation=validation)
         self.finish()
 
     def finish(self) -> None:

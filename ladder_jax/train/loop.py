@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from ladder_jax import nn, parallel
+from ladder_jax import nn, parallel, retrain
 from ladder_jax.checkpoint import Store
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.data import batches, dataset, text
@@ -16,6 +16,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import make_mesh, with_ranks
+from ladder_jax.retrain import sources
 from ladder_jax.train import folder, goodput, memory, resume, signals
 from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.feed import Feed
@@ -67,7 +68,9 @@ def run(
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     if profile and profile[-1] > config.train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
-    data = dataset.load(config.data, train=config.train, vocab_size=config.model.vocab_size)
+    tokenizer = sources.tokenizer(config, folder=place)
+    vocab_size = config.model.vocab_size
+    data = dataset.load(config.data, train=config.train, vocab_size=vocab_size, tokenizer=tokenizer)
     definition = nn.define(config.model, mesh=mesh)
     shown = trackers(config, folder=place)
     say = say if jax.process_index() == 0 else lambda line: None
@@ -77,19 +80,30 @@ def run(
         stack.enter_context(folder.owned(place))
         say(folder.describe(config))
         say(f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {place}")
-        utilisation = mfu(definition, config=config.train, mesh=mesh)
-        say(utilisation.said)
+        for note in data.notes:
+            say(note)
         with folder.writing(place):
             goodput.begin(account, file=place / goodput.NAME)
         position = {}
-        if checkpoint := resume.newest(place / "checkpoints", config=config, say=say):
+        checkpoint = resume.newest(place / "checkpoints", config=config, say=say)
+        if checkpoint:
             resume.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
-            state = resume.restored(checkpoint, config=config.train, definition=definition)
-            say(f"resuming {place} from step {checkpoint.step}")
             position = checkpoint.data
+        taken = sources.of_run(config, noted=position.get("sources", {}) if checkpoint else None)
+        teacher = sources.teacher_model(config, taken)
+        plan = retrain.of_run(config, definition=definition, teacher=teacher)
+        utilisation = mfu(plan, config=config.train, mesh=mesh)
+        say(utilisation.said)
+        known = dict(config=config.train, plan=plan, sources=taken)
+        if checkpoint:
+            state, fixed = resume.restored(checkpoint, **known)
+            say(f"resuming {place} from step {checkpoint.step}")
             account.go_back(position.get("account"), restarts=1)
         else:
-            state = resume.begun(config=config.train, definition=definition)
+            state, fixed = resume.begun(**known)
+            if taken.start:
+                say(f"starting from {taken.start.path}, {taken.start.config.model.residual}")
+        noted = position.get("sources") or taken.noted()
         step = int(state.train.step)
         beat(f"step {step}")
         with folder.writing(place):
@@ -102,13 +116,23 @@ def run(
         judge = Judge(train, skipped=position.get("skipped", []))
         session = Session(
             config=config,
-            definition=definition,
+            plan=plan,
+            sources=taken,
             folder=place,
             state=state,
+            fixed=fixed,
             feed=Feed(data, config=train, sharding=definition.layout.sharding("BT")),
-            evaluation=Evaluation(definition, held_out, config=train, account=account, asked=asked),
+            evaluation=Evaluation(plan, held_out, config=train, account=account, asked=asked),
             judge=judge,
-            keeper=Keeper(store, fingerprint=data.fingerprint, metrics=metrics, judge=judge, account=account),
+            keeper=Keeper(
+                store,
+                fingerprint=data.fingerprint,
+                metrics=metrics,
+                judge=judge,
+                account=account,
+                plan=plan,
+                noted=noted,
+            ),
             metrics=metrics,
             speed=Speed(account, tokens_a_step=train.batch * train.sequence, mfu=utilisation, step=step),
             profile=Profile(profile, folder=place / "profile"),

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import TrainConfig
 from ladder_jax.nn import Definition, flops
+from ladder_jax.retrain import Plan
 from ladder_jax.schedule.hardware import HARDWARE
 
 # bfloat16, dense, of what jax calls a device; by the beginning of its kind, the longer first.
@@ -49,9 +50,12 @@ class Mfu:
         return None if self.peak is None else tokens_per_second * self.flops / (self.devices * self.peak)
 
 
-def mfu(definition: Definition, *, config: TrainConfig, mesh: Mesh) -> Mfu:
+def mfu(plan: Plan, *, config: TrainConfig, mesh: Mesh) -> Mfu:
     """For training with `config` on `mesh`; `said` names formula and peak, or why there is none."""
-    work = flops_a_token(definition, length=config.sequence)
+    work = flops_a_token(plan.definition, length=config.sequence)
+    if plan.frozen_layers or plan.lora.rank or plan.teacher:
+        said = "no MFU: its formula is of training all weights on the data alone"
+        return Mfu(work, mesh.size, None, said)
     kind = mesh.devices.flat[0].device_kind
     peak = config.peak_tflops * 1e12 if config.peak_tflops else peak_of(kind)
     if peak is None:

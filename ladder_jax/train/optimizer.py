@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from ladder_jax.config import TrainConfig
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import is_matrix
 
 
@@ -22,13 +22,16 @@ def schedule(config: TrainConfig) -> optax.Schedule:
     return optax.join_schedules([linear, cosine], [warmup])
 
 
-def adamw(config: TrainConfig, *, definition: Definition) -> optax.GradientTransformation:
-    """The update before the learning rate. It sees global arrays, so its norm is that of all shards."""
+def adamw(config: TrainConfig, *, dims: Params) -> optax.GradientTransformation:
+    """The update before the learning rate, of parameters with these dimensions.
+
+    It sees global arrays, so its norm is that of all shards.
+    """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=jnp.float32),
         # Norm gains and biases are not decayed: only what is multiplied with activations.
-        optax.add_decayed_weights(config.weight_decay, mask=jax.tree.map(is_matrix, definition.dims)),
+        optax.add_decayed_weights(config.weight_decay, mask=jax.tree.map(is_matrix, dims)),
     )
 
 

@@ -25,6 +25,7 @@ from ladder_jax.config import OnBadStep, Phase, TrainConfig
 from ladder_jax.errors import RunFailed
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import Compiled
+from ladder_jax.retrain import NOTHING, Fixed, Plan
 from ladder_jax.train import step as steps
 from ladder_jax.train.step import TrainState
 
@@ -62,15 +63,15 @@ def abstract(definition: Definition, *, config: TrainConfig) -> Guarded:
     return Guarded(state, scalar(jnp.float32), scalar(jnp.int32))
 
 
-def guarded_step(definition: Definition, *, config: TrainConfig) -> Compiled:
-    """A compiled (Guarded, tokens [B, T+1]) -> (Guarded, metrics); the old state's buffers are reused.
+def guarded_step(definition: Definition, *, config: TrainConfig, plan: Plan | None = None) -> Compiled:
+    """A compiled (Guarded, tokens [B, T+1], what is fixed) -> (Guarded, metrics); the old state's buffers are reused.
 
     metrics: those of `step.update`, and `bad`, bool [].
     """
-    update = steps.update(definition, config=config)
+    update = steps.update(plan or Plan(definition), config=config)
 
-    def step(old: Guarded, tokens: jax.Array) -> tuple[Guarded, dict[str, jax.Array]]:
-        new, metrics = update(old.train, tokens)
+    def step(old: Guarded, tokens: jax.Array, fixed: Fixed = NOTHING) -> tuple[Guarded, dict[str, jax.Array]]:
+        new, metrics = update(old.train, tokens, fixed)
         loss = metrics["loss"]
         good = jnp.isfinite(loss) & jnp.isfinite(metrics["gradient_norm"])
         if config.spike_factor:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint, Damaged, open_checkpoint, steps
 from ladder_jax.config import OnDamaged, RunConfig, TrainConfig
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition
+from ladder_jax.nn import Params
+from ladder_jax.retrain import ADAPTERS, Fixed, Plan, Sources
 from ladder_jax.train import optimizer, policy
 from ladder_jax.train.policy import Guarded
 from ladder_jax.train.step import TrainState, abstract_state, initial_state
@@ -42,21 +44,46 @@ def newest(folder: pathlib.Path, *, config: RunConfig, say: Callable[[str], None
     return None
 
 
-def restored(checkpoint: Checkpoint, *, config: TrainConfig, definition: Definition) -> Guarded:
-    """The state that `checkpoint` holds, on `definition`'s mesh."""
-    shapes = abstract_state(definition, config=config)
-    moments = checkpoint.optimizer(optimizer.to_dict(shapes.optimizer))
+def restored(checkpoint: Checkpoint, *, config: TrainConfig, plan: Plan, sources: Sources) -> tuple[Guarded, Fixed]:
+    """The state that `checkpoint` holds, on the plan's mesh, and what is fixed beside it."""
+    shapes = abstract_state(plan.definition, config=config, plan=plan)
+    stored = checkpoint.optimizer(optimizer.to_dict(shapes.optimizer) | _beside(plan, plan.abstract))
+    # Of low-rank factors the checkpoint holds the sum with what they are beside, which is exact only where it began.
+    source = sources.start if plan.lora.rank else checkpoint
+    params, fixed = plan.split(source.params(plan.definition), teacher=_taught(plan, sources))
     state = TrainState(
-        checkpoint.params(definition),
-        optimizer.from_dict(moments, like=shapes.optimizer),
+        {ADAPTERS: stored.pop(ADAPTERS)} if plan.lora.rank else params,
+        optimizer.from_dict(stored, like=shapes.optimizer),
         jax.device_put(np.int32(checkpoint.step), shapes.step.sharding),
     )
-    return policy.guard(state, mean=checkpoint.data.get("mean", 0.0), count=checkpoint.data.get("count", 0))
+    return policy.guard(state, mean=checkpoint.data.get("mean", 0.0), count=checkpoint.data.get("count", 0)), fixed
 
 
-def begun(*, config: TrainConfig, definition: Definition) -> Guarded:
-    """The state before the first step."""
-    return policy.guard(initial_state(definition, config=config))
+def begun(*, config: TrainConfig, plan: Plan, sources: Sources) -> tuple[Guarded, Fixed]:
+    """The state before the first step, and what is fixed beside it."""
+    definition = plan.definition
+    if sources.start is None:
+        whole = nn.initialize(definition, seed=config.seed)
+    else:
+        whole = sources.start.params(definition)
+    params, fixed = plan.split(whole, teacher=_taught(plan, sources))
+    if plan.lora.rank:
+        params = plan.initial_adapters(seed=config.seed)
+    return policy.guard(initial_state(definition, config=config, params=params, plan=plan)), fixed
+
+
+def kept(state: Guarded, fixed: Fixed, *, plan: Plan) -> tuple[Params, Params]:
+    """(the model's parameters, the optimizer's dict) for a checkpoint; low-rank factors merged, and beside that."""
+    trained = state.train.params
+    return plan.exported(trained, fixed.frozen), optimizer.to_dict(state.train.optimizer) | _beside(plan, trained)
+
+
+def _beside(plan: Plan, trained: Params) -> Params:
+    return dict(trained) if plan.lora.rank else {}
+
+
+def _taught(plan: Plan, sources: Sources) -> Params | None:
+    return None if plan.teacher is None else sources.teacher.params(plan.definition)
 
 
 def check_data(checkpoint: Checkpoint, *, path: str, fingerprint: str) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.config import RunConfig
 from ladder_jax.errors import RunFailed, Stopped, UserError
-from ladder_jax.nn import Definition
 from ladder_jax.progress import progress
+from ladder_jax.retrain import Fixed, Plan, Sources
 from ladder_jax.train import policy, resume
 from ladder_jax.train import speed as speeds
 from ladder_jax.train.ahead import read_ahead
@@ -34,12 +34,17 @@ from ladder_jax.train.speed import Speed
 
 @dataclasses.dataclass(kw_only=True)
 class Session:
-    """What the steps work on. `state` is the newest; `validation` the held-out loss after it, if it was measured."""
+    """What the steps work on. `state` is the newest, `fixed` what steps never change.
+
+    validation: the held-out loss after it, if it was measured.
+    """
 
     config: RunConfig
-    definition: Definition
+    plan: Plan
+    sources: Sources
     folder: pathlib.Path
     state: Guarded
+    fixed: Fixed
     feed: Feed
     evaluation: Evaluation
     judge: Judge
@@ -92,7 +97,7 @@ class Session:
                 if step in self.judge.left_out:
                     self.state, metrics = policy.pass_over(self.state), None
                 else:
-                    self.state, metrics = self._step_fn(self.state, batch)
+                    self.state, metrics = self._step_fn(self.state, batch, self.fixed)
                 self._settle(pending)
                 pending = step, metrics
                 if self.profile.after(step, waited_for=metrics):
@@ -114,7 +119,7 @@ class Session:
             self.judge.good()
         self.beat(f"after step {step}")
         evaluated = _due(step, train.evaluate_every, train.steps)
-        self.validation = self.evaluation(self.state.train.params) if evaluated else None
+        self.validation = self.evaluation(self.state.train.params, self.fixed) if evaluated else None
         note = {"validation_loss": self.validation} if self.validation is not None else {}
         if reason := self.judge.left_out.get(step):
             note["event"] = f"batch left out: {reason}"
@@ -124,7 +129,7 @@ class Session:
             row = self.metrics.add({**row, **note})
             self._update(step, speeds.as_text(row))
         if _due(step, train.checkpoint_every, train.steps):
-            self.keeper.save(step, self.state, validation=self.validation)
+            self.keeper.save(step, self.state, self.fixed, validation=self.validation)
         # That of the last step ends the run, in `_steps`.
         if step < train.steps and (failure := self.keeper.failure()):
             self.say(f"step {step}: {failure}; training goes on, and the next checkpoint is tried as usual")
@@ -132,7 +137,7 @@ class Session:
     def _keep(self, step: int) -> str:
         """Save the state after `step`, which is the newest; says so."""
         if step:
-            self.keeper.make_sure(step, self.state, validation=self.validation)
+            self.keeper.make_sure(step, self.state, self.fixed, validation=self.validation)
         return f"step {step} is saved, and the same command goes on from there" if step else "no step was made yet"
 
     def _end(self, step: int) -> None:
@@ -142,7 +147,7 @@ class Session:
     def finish(self) -> float:
         """The held-out loss after the last step; Stopped if a signal came before it was measured."""
         if self.validation is None:
-            self.validation = self.evaluation(self.state.train.params)
+            self.validation = self.evaluation(self.state.train.params, self.fixed)
         if self.validation is None:
             self._end(self.config.train.steps)
         return self.validation
@@ -153,25 +158,29 @@ class Session:
         train = self.config.train
         self.say("compiling the training step")
         with self.account.time("compile"):
-            self._step_fn = policy.guarded_step(self.definition, config=train).compile(self.state, self.feed.abstract())
+            step = policy.guarded_step(self.plan.definition, config=train, plan=self.plan)
+            self._step_fn = step.compile(self.state, self.feed.abstract(), self.fixed)
 
     def _make_up(self, first: int) -> None:
         """The evaluation that a signal cut short, just before the checkpoint of step `first`."""
         rows = self.metrics.rows
         if first and _due(first, self.config.train.evaluate_every, 0) and rows and rows[-1]["step"] == first:
-            if "validation_loss" not in rows[-1] and (loss := self.evaluation(self.state.train.params)) is not None:
+            if (
+                "validation_loss" not in rows[-1]
+                and (loss := self.evaluation(self.state.train.params, self.fixed)) is not None
+            ):
                 self.metrics.rewind(first - 1, then={**rows[-1], "validation_loss": loss})
         self.speed.restart(first)
 
     def _go_back(self, bad: RollBack) -> int:
-        step, train = self.keeper.newest(), self.config.train
+        step, known = self.keeper.newest(), dict(config=self.config.train, plan=self.plan, sources=self.sources)
         if step:
             checkpoint = open_checkpoint(self.folder / "checkpoints" / str(step))
-            self.state = resume.restored(checkpoint, config=train, definition=self.definition)
+            self.state, self.fixed = resume.restored(checkpoint, **known)
             self.account.go_back(checkpoint.data.get("account"), restarts=0)
         else:
             self.account.go_back(None, restarts=0)
-            self.state = resume.begun(config=train, definition=self.definition)
+            self.state, self.fixed = resume.begun(**known)
         left_out = self.judge.returned(bad, to=step)
         self.metrics.rewind(step)
         self.say(

@@ -8,7 +8,7 @@ from ladder_jax.errors import UserError
 
 
 class ChatTemplate:
-    """`ChatTemplate(source, tokens)(messages)`: the text of a prompt for the next answer.
+    """`ChatTemplate(source, tokens)(messages)`: the text of a prompt for the next answer, or of no more than was said.
 
     special: what the template may call by name, such as `bos_token`.
     """
@@ -22,11 +22,11 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"the tokenizer's chat template is not valid: {_line(error)}") from None
 
-    def __call__(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def __call__(self, messages: Sequence[Mapping[str, str]], *, prompt: bool = True) -> str:
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise UserError(f'a message must be such as {{"role": "user", "content": "Hello"}}, not {message!r}')
-        given = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
+        given = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": prompt}
         try:
             return self._template.render(**self._special, **given)
         except Exception as error:  # the template is a program of somebody else's

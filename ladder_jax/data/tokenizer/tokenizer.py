@@ -37,14 +37,23 @@ class Tokenizer(Protocol):
     def to_bytes(self, tokens: Iterable[int]) -> bytes:
         """Those of a sequence are its tokens' bytes, joined; special and unknown tokens give nothing."""
 
+    def offsets(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """The text's tokens, and of each the characters begin..end-1 that it stands for.
+
+        special: with what the tokenizer puts around a text by itself, which stands for none.
+        """
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, prompt: bool) -> str:
+        """A conversation as text, by the chat template. prompt: up to where the assistant's next answer begins.
+
+        Raises UserError where there is no template, or where it refuses the messages.
+        """
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A prompt for the next answer, by the chat template: `[{"role": "user", "content": "Hello"}]`.
 
         Raises UserError where there is no template, or where it refuses the messages.
         """
-
-    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of that prompt, special tokens written out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +79,15 @@ class Bytes:
     def to_bytes(self, tokens: Iterable[int]) -> bytes:
         return bytes(int(token) for token in tokens if token < 256)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode(self.chat_text(messages))
+    def offsets(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        content = [character.encode("utf-8", errors="surrogateescape") for character in text]
+        places = [(index, index + 1) for index, part in enumerate(content) for _ in part]
+        return list(b"".join(content)), places
 
-    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], *, prompt: bool) -> str:
+        raise UserError("a model of bytes has no chat template; it learns from 'prompt' and 'completion'")
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise UserError("a model of bytes has no chat template; ask it with --prompt")
 
 

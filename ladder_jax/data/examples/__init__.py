@@ -1,0 +1,5 @@
+"""Examples of JSON lines, of each of which some tokens are learnt: chats, prompts with completions, texts."""
+
+from ladder_jax.data.examples.rows import ExampleRows as ExampleRows
+from ladder_jax.data.examples.rows import Examples as Examples
+from ladder_jax.data.examples.rows import load as load

@@ -1,0 +1,124 @@
+"""A forward pass on one rank, in parts: the embedding, the layers (all of them, or some after others), the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax import anneal, residual, sequence
+from ladder_jax.config import Launch, Loop, Remat
+from ladder_jax.nn import loop, norm, rotary
+from ladder_jax.nn.layer import Call
+from ladder_jax.nn.place import BEGIN, Place
+from ladder_jax.parallel import all_reduce, explicit, fsdp, rank, vary
+from ladder_jax.residual import State
+
+if TYPE_CHECKING:
+    from ladder_jax.nn.transformer import Definition, Params
+
+LATE = "late"
+"""Beside a stack of layers' modules: how far each is from standard to its own topology, [L] (see anneal.py)."""
+
+
+class Pass:
+    """What all parts of one forward pass share, for blocks of `length` tokens. The settings as in `nn.hidden`."""
+
+    def __init__(
+        self,
+        definition: Definition,
+        length: int,
+        *,
+        loop_form: Loop = Loop.SCAN,
+        remat: Remat = Remat.NONE,
+        place: Place = BEGIN,
+        launch: Launch = Launch.CHAINED,
+        sequence_parallel: bool = False,
+    ):
+        config, layout = definition.config, definition.layout
+        self._definition, self._loop, self._remat, self._launch = definition, loop_form, remat, launch
+        self._dtype, self._axes = jnp.dtype(config.dtype.value), layout.tensor
+        self._split = sequence_parallel and layout.ranks > 1 and not layout.emulated
+        normalise = lambda x: norm.normalise(x, eps=config.norm_eps).astype(self._dtype)
+        topology = definition.topology
+        self._steps = sequence.layers(topology, normalise=normalise) if self._split else topology.layers
+        self._call = Call(
+            axes=self._axes,
+            dtype=self._dtype,
+            kernel=definition.kernel,
+            table=rotary.tables(place.positions(length), config=config),
+            first_rank=rank(self._axes) == 0,
+            place=place,
+            launch=launch,
+            normalised=self._split,
+        )
+
+    def embed(self, params: Params, tokens: jax.Array) -> State:
+        """The state before the first layer, for `tokens` [B, T]."""
+        definition = self._definition
+        table = definition.bind("embedding", whole(definition, "embedding", params["embedding"]))
+        reduce = sequence.share if self._split else all_reduce
+        return self.begin(table.lookup(tokens, axes=self._axes, dtype=self._dtype, reduce=reduce))
+
+    def begin(self, x: jax.Array) -> State:
+        """The state of a stream [B, T, D] to which nothing is still to be added."""
+        x = x.astype(self._definition.config.residual_dtype.value)
+        return residual.begin(x, topology=self._definition.topology, axes=self._axes)
+
+    def layers(
+        self, state: State, stack: Any, *, caches: Any = None, first: int = 0, dims: Any = None, trains: Any = None
+    ) -> tuple[State, Any]:
+        """The state after the layers from `first` on that `stack` holds, and their caches.
+
+        stack: [L, ...], or (unrolled only) a tuple with each layer's own arrays. dims: of one that holds other arrays
+        than the definition has. trains: as in `fsdp.Shares`; what does not must not be differentiated anyway.
+        """
+        definition, layout = self._definition, self._definition.layout
+        dims = definition.dims["layers"] if dims is None else dims
+        count = len(stack) if isinstance(stack, tuple) else jax.tree.leaves(stack)[0].shape[0]
+        shares = None
+        if layout.fsdp > 1:
+            shares = fsdp.Shares(jax.tree.map(lambda dims: dims.removeprefix("L"), dims), self._dtype, trains)
+
+        def layers(state, params, caches):
+            return loop.run(
+                self._layer,
+                state,
+                params=params,
+                caches=caches,
+                steps=self._steps[first : first + count],
+                loop=self._loop,
+                remat=self._remat,
+                axes=self._axes,
+                dtype=self._dtype,
+                shares=shares,
+                first=first,
+            )
+
+        # Only the layers: XLA's common-subexpression pass aborts on ordered code around them (jax 0.12.0.1).
+        run = explicit.ordered(layers) if self._launch is Launch.EXPLICIT else layers
+        return run(state, fsdp.with_vectors(stack, dims, layout=layout), caches)
+
+    def stream(self, state: State) -> jax.Array:
+        """The stream [B, T, D] (of a split one this rank's positions), to which all that is pending was added."""
+        return (sequence.flush if self._split else residual.flush)(state, axes=self._axes)
+
+    def finish(self, params: Params, state: State) -> jax.Array:
+        """The final, normed stream [B, T, D] after the last layer."""
+        definition, x = self._definition, vary(self.stream(state), self._axes)
+        final = definition.bind("final_norm", whole(definition, "final_norm", params["final_norm"]))
+        x = final(x, dtype=self._dtype)
+        return sequence.gather(x, self._axes) if self._split else x
+
+    def _layer(self, state, layer, cache, steps):
+        if LATE in layer:
+            steps = anneal.steps(steps, late=layer[LATE])
+            layer = {name: module for name, module in layer.items() if name != LATE}
+        return self._definition.bind("layers", layer)(state, cache, steps=steps, call=self._call)
+
+
+def whole(definition: Definition, name: str, params: Params) -> Params:
+    """The parameters of the module called `name`, from a rank's shares of them."""
+    dtype = jnp.dtype(definition.config.dtype.value)
+    return fsdp.whole(params, definition.dims[name], layout=definition.layout, dtype=dtype)

@@ -1,0 +1,52 @@
+"""A matrix that stays as it is, and beside it the product of two thin ones that train: LoRA (arXiv 2106.09685).
+
+The model calls `quantized.einsum` with it as with an array. On a rank both factors hold what its share of the matrix
+needs, by the letters of their dimensions (R is the rank of the product): of a matrix that is split by its outputs,
+"DNH", `down` "DR" is whole and `up` "RNH" is split; of one that is split by its inputs, "FD", `down` "FR" is split and
+the product a partial sum, as the matrix's own is.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax.nn.quantized import CONTRACTED
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """`base + scale * down @ up`. down: [inputs, R]; up: [R, outputs]. Gradients are to be taken of these two alone."""
+
+    base: Any
+    down: Any
+    up: Any
+    scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
+
+    @staticmethod
+    def dims(dims: str) -> tuple[str, str]:
+        """Of `down` and `up` beside a matrix with these dimensions: "LDNH" gives "LDR" and "LRNH"."""
+        matrix = dims.removeprefix("L")
+        led, inputs = dims.removesuffix(matrix), CONTRACTED[matrix]
+        return f"{led}{inputs}R", f"{led}R{matrix.replace(inputs, '')}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def einsum(self, spec: str, x: jax.Array, *, dtype: Any = None) -> jax.Array:
+        """As `quantized.einsum`: the sums of both products, in x's dtype."""
+        (of_x, matrix), out = spec.split("->")[0].split(","), spec.split("->")[1]
+        (down, up), thin = self.dims(matrix), of_x[:2] + "R"
+        whole = jnp.einsum(spec, x, self.base.astype(x.dtype), preferred_element_type=dtype)
+        inner = jnp.einsum(f"{of_x},{down}->{thin}", x, self.down.astype(x.dtype))
+        outer = jnp.einsum(f"{thin},{up}->{out}", inner, self.up.astype(x.dtype), preferred_element_type=dtype)
+        return whole + outer * jnp.asarray(self.scale, outer.dtype)
+
+    def merged(self, dims: str) -> jax.Array:
+        """One float32 matrix that computes the same. Of stacked layers, [L, ...]."""
+        down, up = self.dims(dims)
+        product = jnp.einsum(f"{down},{up}->{dims}", self.down, self.up, precision=jax.lax.Precision.HIGHEST)
+        return self.base + self.scale * product

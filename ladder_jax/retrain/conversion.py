@@ -1,0 +1,24 @@
+"""When layers turn to ladder: `late`, how far each is from standard (0) to its own topology (1), by the step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ladder_jax.config import ConversionConfig, Pace
+from ladder_jax.residual import Topology
+
+
+def late(step: jax.Array, *, topology: Topology, config: ConversionConfig) -> jax.Array:
+    """Float32 [L] for the step that comes after `step` others.
+
+    The ladder's layers are cut into groups, the topmost first, each with an equal share of the steps: in its share a
+    group ramps from 0 to 1, or jumps to 1 as it begins. Layers that are standard anyway stand at 1.
+    """
+    ladder = [n for n, steps in enumerate(topology.layers) if any(getattr(s, "skip", 0) for s in steps)]
+    group = np.full(topology.num_layers, -1)
+    for index, members in enumerate(np.array_split(ladder[::-1], min(config.groups, len(ladder)))):
+        group[members] = index
+    span = config.steps / config.groups
+    done = (step.astype(jnp.float32) - jnp.asarray(group * span, jnp.float32)) / span
+    turned = jnp.clip(done, 0, 1) if config.pace is Pace.RAMP else (done >= 0).astype(jnp.float32)
+    return jnp.where(jnp.asarray(group) < 0, 1.0, turned)

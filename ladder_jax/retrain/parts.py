@@ -1,0 +1,45 @@
+"""A model's parameters in parts: the modules by their names, of whose layers the lowest stand apart.
+
+"lower" are the stacked layers below a cut, "layers" those from there on; either is missing where it would be empty.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax.nn import Definition, Params
+
+LOWER, LAYERS = "lower", "layers"
+
+
+def cut(params: Params, *, below: int, layers: int) -> Params:
+    """The parts of `params`, arrays or shapes, of a model of that many layers."""
+    return _parts(params, below, layers, _sliced)
+
+
+def cut_dims(definition: Definition, *, below: int) -> Params:
+    """The dimensions of every array of the parts."""
+    return _parts(definition.dims, below, definition.config.num_layers, lambda dims, first, last: dims)
+
+
+def join(parts: Params) -> Params:
+    """The inverse of `cut`."""
+    stacks = [parts[name] for name in (LOWER, LAYERS) if name in parts]
+    whole = stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *stacks)
+    return {**{name: part for name, part in parts.items() if name != LOWER}, LAYERS: whole}
+
+
+def _parts(params: Params, below: int, layers: int, take: Callable[[Any, int, int], Any]) -> Params:
+    parts = {name: part for name, part in params.items() if name != LAYERS}
+    for name, first, last in ((LOWER, 0, below), (LAYERS, below, layers)):
+        if first < last:
+            parts[name] = jax.tree.map(lambda a: take(a, first, last), params[LAYERS])
+    return parts
+
+
+def _sliced(array: Any, first: int, last: int) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((last - first, *array.shape[1:]), array.dtype, sharding=array.sharding)
+    return array[first:last]

@@ -1,0 +1,146 @@
+"""JSON lines of examples: which tokens are learnt, how they are packed, and what is refused, by its line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from ladder_jax.config import DataConfig, Format, TrainConfig
+from ladder_jax.data import dataset, examples
+from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.batch import Batch
+from ladder_jax.data.examples.rendering import render
+from ladder_jax.errors import UserError
+from tests import tokenizers as made
+
+CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "naïve 東京 🙂"},
+        {"role": "user", "content": "and"}, {"role": "assistant", "content": "on the mat"}]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["byte_level", "byte_fallback", "metaspace"])
+def tokenizer(request, tmp_path_factory):
+    return tokenizers.load(made.folder(tmp_path_factory.mktemp("t") / "t", made=getattr(made, request.param)()))
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    return tokenizers.load(made.folder(tmp_path_factory.mktemp("t") / "t"))
+
+
+def pieces(tokens, learnt, tokenizer):
+    """The text of each stretch that is learnt."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], learnt.astype(int), [0]])))
+    return [tokenizer.decode(tokens[a:b]).strip() for a, b in edges.reshape(-1, 2)]
+
+
+def test_of_a_chat_the_assistants_turns_are_learnt(tokenizer):
+    tokens, learnt = render({"messages": CHAT}, tokenizer=tokenizer, where="f:1")
+    assert pieces(tokens, learnt, tokenizer) == ["naïve 東京 🙂", "on the mat"]
+    # With the token that ends each turn, and as a prompt for the last answer begins.
+    end = tokenizer.stop_ids[0]
+    assert learnt[tokens == end].tolist() == [False, True, False, True]
+    prompt = tokenizer.chat(CHAT[:3])
+    assert tokens[: len(prompt)].tolist() == prompt and learnt[len(prompt) :].argmin() > 0 and learnt[len(prompt)]
+
+
+def test_completions_and_texts(byte_level):
+    tokens, learnt = render({"prompt": "the cat ", "completion": "sat"}, tokenizer=byte_level, where="f:1")
+    assert tokens[0] == 0 and not learnt[0]  # the beginning of a text is given
+    assert pieces(tokens, learnt, byte_level) == ["sat"] and tokens[-1] == byte_level.stop_ids[0] and learnt[-1]
+    tokens, learnt = render({"text": "the cat", "id": 7}, tokenizer=byte_level, where="f:1")
+    assert learnt[1:].all() and tokens[-1] == byte_level.stop_ids[0]
+    tokens, learnt = render({"prompt": "é", "completion": "ü"}, tokenizer=tokenizers.load(None), where="f:1")
+    assert bytes(tokens.tolist()).decode() == "éü" and learnt.tolist() == [False, False, True, True]
+
+
+def lines(path, *objects):
+    path.write_text("".join(json.dumps(one) + "\n" for one in objects))
+    return str(path)
+
+
+def load(path, *, tokenizer=None, length=12, **more):
+    config = DataConfig(path=path, format=Format.EXAMPLES, **more)
+    recipe = TrainConfig(batch=1, sequence=length, steps=1)
+    return dataset.load(config, train=recipe, vocab_size=400, tokenizer=tokenizer)
+
+
+def test_rows_hold_whole_examples_with_their_masks(tmp_path):
+    given = [{"prompt": "p" * (1 + i % 3), "completion": "c" * (1 + i % 4)} for i in range(30)]
+    path = lines(tmp_path / "a.jsonl", *given)
+    found = load(path, validation_fraction=0.1)
+    assert found.notes[0].startswith("30 examples")
+    whole = examples.load(path, tokenizer=tokenizers.load(None), length=12)
+    rows, total = examples.ExampleRows(whole, first=0, end=27, length=12), 0
+    assert len(rows) < 20
+    for index in range(len(rows)):
+        row = rows[index]
+        batch = Batch(row.tokens[None], row.segments[None], row.learnt[None])
+        predicted = batch.tokens[:, 1:][batch.predicted]
+        assert set(predicted.tolist()) == {ord("c")}
+        total += len(predicted)
+    assert total == sum(len(one["completion"]) for one in given[:27])
+
+
+def test_long_examples_are_cut_and_those_without_an_answer_left_out(tmp_path):
+    path = lines(tmp_path / "a.jsonl", {"text": "x" * 50}, {"prompt": "p" * 50, "completion": "c"}, {"text": "ab"})
+    found = examples.load(path, tokenizer=tokenizers.load(None), length=12)
+    assert (len(found), found.cut, found.left_out) == (2, 1, 1) and len(found.tokens) == 13 + 2
+
+
+def test_another_mask_is_other_data(tmp_path):
+    one = [{"prompt": "a", "completion": "bc"}] * 4
+    other = [{"prompt": "ab", "completion": "c"}] * 4
+    a, b = (load(lines(tmp_path / name, *given)) for name, given in (("a.jsonl", one), ("b.jsonl", other)))
+    assert a.fingerprint != b.fingerprint
+
+
+@pytest.mark.parametrize("content, said", [
+    ('{"text": "a"}\n[1]\n', "a.jsonl:2: not a JSON object but list"),
+    ('{"text": "a"}\n\n{"txt": "b"}\n', r"a.jsonl:3: needs 'messages', .* this has 'txt'"),
+    ('{"text": 5}\n', "a.jsonl:1: 'text' must be text, not int"),
+    ("{\n", "a.jsonl:1: not JSON"),
+    ('{"messages": [{"role": "user", "content": "a"}]}\n', "a.jsonl:1: no message has the role 'assistant'"),
+    ('{"messages": [{"role": "bard", "content": "a"}]}\n', "a.jsonl:1: .*no role bard"),
+    ('{"messages": []}\n', "a.jsonl:1: 'messages' must be a list of messages"),
+    ('{"messages": ["a"]}\n', "a.jsonl:1: a message must be such as"),
+    ('{"text": "\\ud800"}\n', "a.jsonl:1: .*not UTF-8"),
+    ('{"text": "abc"}\n', "has 1 examples"),
+    ("", "has 0 examples"),
+], ids=str)  # fmt: skip
+def test_what_is_no_example(tmp_path, byte_level, content, said):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UserError, match=said) as error:
+        load(str(tmp_path), tokenizer=byte_level)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_examples_and_a_damaged_archive(tmp_path):
+    with pytest.raises(UserError, match="holds no file"):
+        load(str(tmp_path))
+    (tmp_path / "a.jsonl.gz").write_bytes(b"not gzip")
+    with pytest.raises(UserError, match="damaged or incomplete"):
+        load(str(tmp_path))
+
+
+def test_bytes_have_no_chat(tmp_path):
+    with pytest.raises(UserError, match="a.jsonl:1: a model of bytes has no chat template"):
+        load(lines(tmp_path / "a.jsonl", {"messages": CHAT}))
+
+
+def test_a_template_that_forgets_turns(tmp_path):
+    """Of one that shows the last turn alone the earlier ones cannot be found in the whole."""
+    folder = made.folder(tmp_path / "t", template="{{ messages[-1].content if messages else '' }}")
+    with pytest.raises(UserError, match="renders a turn otherwise"):
+        render({"messages": CHAT}, tokenizer=tokenizers.load(folder), where="f:1")
+
+
+def test_another_tokenizer_than_the_checkpoints(tmp_path, byte_level):
+    folder = made.folder(tmp_path / "t", made=made.byte_fallback())
+    path = lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b"})
+    with pytest.raises(UserError, match="but the checkpoint that training starts from has"):
+        dataset.load(
+            DataConfig(path=path, format=Format.EXAMPLES, tokenizer=folder),
+            train=TrainConfig(batch=1, sequence=8, steps=1),
+            vocab_size=400,
+            tokenizer=byte_level,
+        )

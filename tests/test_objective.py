@@ -1,0 +1,256 @@
+"""Teachers, frozen layers, low-rank factors, layers that turn to ladder: values and gradients against dense ones."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ladder_jax import config
+from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, Pace, TrainConfig
+from ladder_jax.data.batch import Batch
+from ladder_jax.errors import UserError
+from ladder_jax.nn.low_rank import LowRank
+from ladder_jax.retrain import Plan, conversion, of_run
+from ladder_jax.train import step as steps
+from ladder_jax.train.gradients import Terms, planned
+from tests import cases, reference
+
+TWO = dict(num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16, vocab_size=61)
+TOKENS = cases.tokens((4, 7), vocab=61)
+TAU, ALPHA, HIDDEN = 2.0, 0.7, 0.5
+SETTINGS = {"last": dict(residual="ladder", ladder_layers="1"), "all": dict(residual="ladder")}
+
+
+def define(which="last", *, fsdp=1, tensor=2, **more):
+    return cases.define("standard", fsdp=fsdp, tensor=tensor, **TWO, **SETTINGS[which], **more)
+
+
+def original(definition):
+    """The same weights as a standard model."""
+    standard = dataclasses.replace(definition.config, residual="standard", ladder_layers=None, ranks=None)
+    return dataclasses.replace(definition, config=standard)
+
+
+def shape(definition, kind, layers=None):
+    model = definition.config
+    return reference.Shape(model.num_layers, model.num_heads, model.num_kv_heads, model.vocab_size, kind, 1, layers)
+
+
+def compute(plan, params, tokens=TOKENS, *, trained=None, late=None, chunk=2048, accumulate=1):
+    """((loss, terms), gradients) of a plan's weights, with what trained and was fixed."""
+    mine, fixed = plan.split(cases.place(params, plan.definition))
+    mine = mine if trained is None else jax.device_put(trained, jax.tree.map(lambda a: a.sharding, plan.abstract))
+    function = planned(plan, terms=Terms(chunk=chunk), accumulate=accumulate)
+    return jax.jit(function)(mine, fixed, tokens, {} if late is None else {"late": late}), fixed
+
+
+def dense_distillation(definition, teacher, weights):
+    """In float64: the loss of the last layer's ladder, taught by `teacher` as a standard model."""
+
+    def loss(params, tokens, of_student):
+        logp = lambda scores: scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        scores = reference.logits(params, tokens[:, :-1], of_student)
+        of_teacher = shape(definition, "standard")
+        wanted = reference.logits(teacher, tokens[:, :-1], of_teacher)
+        ours, theirs = logp(scores / TAU), logp(wanted / TAU)
+        divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1)
+        entropy = -jnp.take_along_axis(logp(scores), tokens[:, 1:, None], -1)[..., 0]
+        x, y = (reference.streams(p, tokens[:, :-1], s)[0] for p, s in ((params, of_student), (teacher, of_teacher)))
+        hidden = ((x - y) ** 2).mean(-1) / ((y**2).mean(-1) + 1e-6)
+        mixed = (1 - ALPHA) * entropy + ALPHA * TAU**2 * divergence + HIDDEN * hidden
+        return (weights * mixed).sum() / weights.sum()
+
+    return loss
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """A student that has moved away from its teacher where it trains, and in float64 its loss and gradients."""
+    definition = define()
+    params, moved = cases.parameters(definition), cases.parameters(definition, seed=5)
+    trained = {"final_norm": moved["final_norm"], "head": moved["head"]}
+    trained["layers"] = jax.tree.map(lambda a: a[1:], moved["layers"])
+    layers = jax.tree.map(lambda a, b: np.concatenate([a[:1], b[1:]]), params["layers"], moved["layers"])
+    learnt = np.random.default_rng(0).integers(0, 2, TOKENS.shape).astype(np.int32)
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    function = dense_distillation(definition, wide, learnt[:, 1:].astype(float))
+    of = shape(definition, "ladder", (1,))
+    student = {**trained, "embedding": params["embedding"], "layers": layers}
+    loss, wanted = reference.evaluate(function, student, TOKENS, of, gradient=True)
+    wanted = {name: wanted[name] for name in trained}
+    return params, trained, learnt, loss, {**wanted, "layers": jax.tree.map(lambda a: a[1:], wanted["layers"])}
+
+
+@pytest.mark.parametrize("mesh", [dict(tensor=4), dict(fsdp=2, tensor=2)], ids=str)
+def test_distillation_is_the_dense_one(mesh, dense):
+    """Frozen embedding and lower layer, a batch with a mask, chunks: values and gradients in float64."""
+    params, trained, learnt, expected, wanted = dense
+    definition = define(**mesh)
+    distill = DistillConfig(START, alpha=ALPHA, temperature=TAU, hidden_weight=HIDDEN, hidden_every=2)
+    plan = Plan(definition, 1, distill=distill, teacher=original(definition))
+    batch, padded = Batch(TOKENS, np.ones_like(TOKENS), learnt), cases.parameters(definition)
+    trained = {**trained, "head": cases.parameters(definition, seed=5)["head"]}
+    ((loss, terms), grads), fixed = compute(plan, padded, batch, trained=trained, chunk=8)
+    limit = cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected) < limit
+    assert set(terms) == {"cross_entropy", "divergence", "hidden"}
+    assert cases.error_but_for_padding(grads.pop("head")["table"], wanted["head"]["table"]) < limit
+    worst = jax.tree.map(cases.error, grads, {name: wanted[name] for name in grads})
+    assert max(jax.tree.leaves(worst)) < limit, worst
+    # What is shared lies there once: the teacher holds no more than what trains.
+    assert set(fixed.frozen) == {"embedding", "lower"} and set(fixed.teacher) == set(trained)
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing():
+    definition = original(define())
+    plan = Plan(definition, distill=DistillConfig(START, hidden_weight=1.0), teacher=definition)
+    ((loss, terms), grads), _ = compute(plan, cases.parameters(definition))
+    limit = cases.bound(definition.config, passes=2)
+    assert abs(float(loss)) < limit and float(terms["cross_entropy"]) > 1
+    assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads)) < limit
+
+
+@pytest.fixture(scope="module")
+def low_rank():
+    """A plan with factors that do something, their gradients, and the model that they are merged into."""
+    definition = define(fsdp=2)
+    plan = Plan(definition, 1, LoraConfig(rank=2, alpha=4.0))
+    rng = np.random.default_rng(3)
+    factors = jax.tree.map(lambda a: 0.3 * rng.standard_normal(a.shape, np.float32), plan.abstract)
+    params = cases.parameters(definition)
+    ((loss, _), grads), fixed = compute(plan, params, trained=factors)
+    return plan, params, factors, fixed, loss, grads
+
+
+def test_merged_low_rank_factors_equal_unmerged(low_rank):
+    """And their gradients are the chain rule's of the merged matrices' in float64."""
+    plan, params, factors, fixed, loss, grads = low_rank
+    placed = jax.device_put(factors, jax.tree.map(lambda a: a.sharding, plan.abstract))
+    merged = jax.tree.map(np.asarray, plan.exported(placed, fixed.frozen))
+    changed = jax.tree.map(lambda a, b: bool((a != b).any(axis=tuple(range(1, a.ndim))).any()), merged, params)
+    assert not any(jax.tree.leaves({**changed, "layers": 0})) and changed["layers"]["mlp"]["down"]
+    assert not (merged["layers"]["mlp"]["down"][0] != params["layers"]["mlp"]["down"][0]).any()  # a frozen layer
+    of = shape(plan.definition, "ladder", (1,))
+    expected, wanted = reference.evaluate(reference.loss, merged, TOKENS, of, gradient=True)
+    limit = cases.bound(plan.definition.config, passes=2)
+    assert cases.error(loss, expected) < limit
+    for group, targets in factors["adapters"].items():
+        for name, pair in targets.items():
+            slope = wanted["layers"][group][name][1:]
+            dims = plan.definition.dims["layers"][group][name]
+            down, up = LowRank.dims(dims)
+            got = grads["adapters"][group][name]
+            want_down = plan.lora.scale * np.einsum(f"{dims},{up}->{down}", slope, pair["up"])
+            want_up = plan.lora.scale * np.einsum(f"{dims},{down}->{up}", slope, pair["down"])
+            assert cases.error(got["down"], want_down) < limit, name
+            assert cases.error(got["up"], want_up) < limit, name
+
+
+def test_what_is_frozen_has_no_optimizer_state(low_rank):
+    plan, *_ = low_rank
+    state = steps.abstract_state(plan.definition, config=TrainConfig(), plan=plan)
+    assert set(state.params) == {"adapters"}
+    sizes = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+    assert sizes(state.optimizer) == 2 * sizes(plan.abstract) + 1
+    frozen = dataclasses.replace(plan, lora=LoraConfig())
+    state = steps.abstract_state(plan.definition, config=TrainConfig(), plan=frozen)
+    assert set(state.params) == {"layers", "final_norm", "head"}
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(state.params["layers"])} == {1}
+    assert sizes(state.optimizer) == 2 * sizes(frozen.abstract) + 1
+
+
+@pytest.fixture(scope="module")
+def turning():
+    definition = define("all")
+    params = cases.parameters(definition)
+    plan = Plan(definition, conversion=ConversionConfig(steps=4))
+    mine, fixed = plan.split(cases.place(params, definition))
+    function = jax.jit(planned(plan))
+    return definition, params, lambda late: function(mine, fixed, TOKENS, {"late": jnp.asarray(late, jnp.float32)})
+
+
+def test_layers_between_standard_and_ladder(turning):
+    """One compiled program; at both ends, in between and of each layer for itself the recurrence, in float64."""
+    definition, params, function = turning
+    of = shape(definition, "standard")
+
+    def loss(params, late):
+        h = lambda i, x: _sublayer(params, i, x, of)
+        xs = [params["embedding"]["table"][TOKENS[:, :-1]]]
+        for i in range(1, 5):
+            share = late[(i - 1) // 2]
+            xs.append(xs[-1] + h(i, (1 - share) * xs[-1] + share * xs[max(0, i - 2)]))
+        x = reference.rms(xs[-1], params["final_norm"]["scale"], of.eps)
+        scores = (x @ params["head"]["table"].T)[..., : of.vocab]
+        picked = jnp.take_along_axis(scores, TOKENS[:, 1:, None], -1)[..., 0]
+        return (jax.nn.logsumexp(scores, axis=-1) - picked).mean()
+
+    limit = cases.bound(definition.config, passes=2)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
+        dense = jax.jit(jax.value_and_grad(loss))
+        expected = {late: dense(wide, jnp.asarray(late)) for late in ((0.0, 0.0), (0.25, 0.75), (0.0, 1.0), (1.0, 1.0))}
+        ends = [float(reference.loss(wide, TOKENS, shape(definition, kind))) for kind in ("standard", "ladder")]
+    assert [float(expected[late][0]) for late in ((0.0, 0.0), (1.0, 1.0))] == pytest.approx(ends, rel=1e-12)
+    for late, (wanted, slopes) in expected.items():
+        (found, _), grads = function(late)
+        assert cases.error(found, wanted) < limit
+        worst = jax.tree.map(cases.error, grads, slopes)
+        assert max(jax.tree.leaves(worst)) < limit, worst
+
+
+def _sublayer(params, i, x, of):
+    p = jax.tree.map(lambda a: a[(i - 1) // 2], params["layers"])
+    if i % 2:
+        return reference.attention(p["attention"], reference.rms(x, p["attention_norm"]["scale"], of.eps), of, 0)
+    return reference.mlp(p["mlp"], reference.rms(x, p["mlp_norm"]["scale"], of.eps), of, 0)
+
+
+def test_groups_turn_from_the_top():
+    topology = cases.define("hybrid-last-2").topology  # layers 2 and 3 of 4 are ladder layers
+    late = lambda step, pace: np.asarray(
+        conversion.late(jnp.int32(step), topology=topology, config=ConversionConfig(8, 2, pace))
+    ).tolist()
+    assert [late(step, Pace.JUMP) for step in (0, 3, 4, 9)] == [[1, 1, 0, 1], [1, 1, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
+    assert [late(step, Pace.RAMP) for step in (0, 1, 4, 6, 8)] == [
+        [1, 1, 0, 0], [1, 1, 0, 0.25], [1, 1, 0, 1], [1, 1, 0.5, 1], [1, 1, 1, 1],
+    ]  # fmt: skip
+
+
+def test_a_fresh_ladder_emulated_on_one_device_is_taught():
+    """The teacher computes on the emulated ranks, too; what is accumulated in parts is the same."""
+    definition = cases.define("ladder-fresh", ranks=2, **TWO)
+    plan = Plan(definition, distill=DistillConfig(START), teacher=original(definition))
+    params = cases.parameters(definition)
+    ((loss, _), grads), _ = compute(plan, params, accumulate=2)
+    real = dataclasses.replace(plan, definition=cases.define("ladder-fresh", tensor=2, **TWO))
+    real = dataclasses.replace(real, teacher=original(real.definition))
+    ((wanted, _), others), _ = compute(real, params)
+    limit = cases.bound(definition.config, passes=2)
+    assert float(wanted) > 0.01 and cases.error(loss, wanted) < limit
+    assert max(jax.tree.leaves(jax.tree.map(cases.error, grads, others))) < 4 * limit
+
+
+@pytest.mark.parametrize("given, said", [
+    (["lora.targets=quary"], "did you mean 'query'"),
+    (["lora.rank=2"], "lora.rank needs train.start"),
+    (["train.freeze=5", "train.start=x"], "more than model.num_layers=4"),
+    (["distill.alpha=2"], "between 0 and 1"),
+    (["distill.residual=standard"], "needs a teacher"),
+    (["conversion.steps=5", "model.residual=standard"], "conversion.steps needs"),
+    (["conversion.steps=1", "conversion.groups=3"], "too few"),
+    (["conversion.steps=5", "train.sequence_parallel=true"], "not with train.sequence_parallel"),
+    (["distill.teacher=x", "train.z_loss=1e-4"], "train.z_loss"),
+], ids=str)  # fmt: skip
+def test_settings_that_cannot_be(given, said):
+    with pytest.raises(UserError, match=said):
+        config.load("tiny", overrides=given)
+
+
+def test_a_teacher_that_would_be_the_student_is_refused():
+    definition = original(define())
+    settings = config.load("tiny", overrides=["distill.teacher=start", "train.start=x", "model.residual=standard"])
+    with pytest.raises(UserError, match="distill.residual=standard"):
+        of_run(settings, definition=definition, teacher=definition.config)

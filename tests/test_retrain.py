@@ -1,0 +1,163 @@
+"""Runs that go on from a checkpoint: what trains, what stays bit for bit, how they resume, what is refused."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax import checkpoint, config, nn, parallel, train
+from ladder_jax.checkpoint import manifest
+from ladder_jax.errors import UserError
+from ladder_jax.train import metrics
+from tests import tokenizers
+
+RUN = ["train.steps=8", "train.batch=4", "train.sequence=32", "train.log_every=1", "train.checkpoint_every=4",
+       "train.evaluate_every=4", "train.evaluation_batches=1", "train.warmup_steps=2", "mesh.tensor=2",
+       "run.tensorboard=false"]  # fmt: skip
+SHAPE = ["model.num_layers=2", "model.d_model=16", "model.num_heads=4", "model.num_kv_heads=2", "model.d_ff=16",
+         "model.dtype=float32", "model.vocab_size=320"]  # fmt: skip
+LADDER = ["model.residual=ladder", "data.format=examples"]
+EVERYTHING = [*LADDER, "train.freeze=1", "lora.rank=2", "distill.teacher=start", "distill.residual=standard",
+              "distill.alpha=0.5", "distill.hidden_weight=0.1", "conversion.steps=6"]  # fmt: skip
+FROZEN = [*LADDER, "train.freeze=1", "data.validation_fraction=0.2"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tokenizer, a standard run of eight steps ("base"), examples, and an empty recipe."""
+    place = tmp_path_factory.mktemp("retrain")
+    folder = tokenizers.folder(place / "tokenizer")
+    (place / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 60)
+    (place / "recipe.yaml").write_text("run: {name: recipe}\n")
+    turn = lambda role, text: {"role": role, "content": text}
+    with (place / "chats.jsonl").open("w") as file:
+        for i in range(20):
+            chat = [
+                turn("user", f"cat {i}?"),
+                turn("assistant", "the mat"),
+                turn("user", "rat?"),
+                turn("assistant", "no"),
+            ]
+            file.write(json.dumps({"messages": chat}) + "\n")
+            file.write(json.dumps({"prompt": f"the {i} ", "completion": "cat sat"}) + "\n")
+        file.write(json.dumps({"text": "and the rat sat on the mat " * 9}) + "\n")
+    overrides = [*RUN, *SHAPE, "model.residual=standard", f"data.path={place / 'book.txt'}", f"data.tokenizer={folder}"]
+    train.run(config.load("tiny", overrides=[*overrides, f"run.dir={place / 'base'}"]), say=lambda line: None)
+    return place
+
+
+def given(place, directory, *more):
+    return [*RUN, f"train.start={place / 'base'}", f"data.path={place / 'chats.jsonl'}", f"run.dir={directory}", *more]
+
+
+def run(place, directory, *more):
+    said = []
+    train.run(config.load(str(place / "recipe.yaml"), overrides=given(place, directory, *more)), say=said.append)
+    return said
+
+
+def params_of(path):
+    saved = checkpoint.open_checkpoint(path)
+    mesh = parallel.make_mesh()
+    return jax.tree.map(np.asarray, saved.params(nn.define(saved.config.model, mesh=mesh)))
+
+
+def losses(directory):
+    keys = ("step", "loss", "divergence", "turned", "validation_loss", "gradient_norm")
+    return [tuple(row.get(key) for key in keys) for row in metrics.read(directory)]
+
+
+@pytest.fixture(scope="module")
+def everything(place):
+    return place / "everything", run(place, place / "everything", *EVERYTHING)
+
+
+@pytest.fixture(scope="module")
+def frozen(place):
+    return place / "frozen", run(place, place / "frozen", *FROZEN)
+
+
+def test_the_model_and_the_tokenizer_are_the_checkpoints(everything, place):
+    directory, said = everything
+    assert any("41 examples" in line and "1 were cut" in line for line in said)
+    written = json.loads((directory / "config.json").read_text())
+    assert written["model"]["d_model"] == 16 and written["model"]["residual"] == "ladder"
+    base, ours = (checkpoint.open_checkpoint(path).tokenizer() for path in (place / "base", directory))
+    assert ours.name == base.name != "bytes"
+    rows = metrics.read(directory)
+    assert [row["turned"] for row in rows] == pytest.approx([min(step / 6, 1) for step in range(8)])
+
+
+@pytest.mark.parametrize("which", ["everything", "frozen"])
+def test_what_is_frozen_stays_bit_for_bit(which, request, place):
+    directory, _ = request.getfixturevalue(which)
+    before, after = params_of(place / "base"), params_of(directory)
+    same = lambda a, b: (a == b).all()
+    assert same(before["embedding"]["table"], after["embedding"]["table"])
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: same(a[0], b[0]), before["layers"], after["layers"])))
+    moved = jax.tree.map(lambda a, b: not same(a[1], b[1]), before["layers"], after["layers"])
+    assert all(jax.tree.leaves([moved["attention"], moved["mlp"]]))
+    # With low-rank factors the norms and the output table stay, too.
+    assert same(before["head"]["table"], after["head"]["table"]) == (which == "everything")
+    assert moved["mlp_norm"]["scale"] == (which == "frozen")
+
+
+@pytest.mark.parametrize("which, settings", [("everything", EVERYTHING), ("frozen", FROZEN)])
+def test_resumed_runs_go_on_exactly(which, settings, request, place, tmp_path):
+    """From the checkpoint of step 4."""
+    directory, _ = request.getfixturevalue(which)
+    shutil.copytree(directory, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "checkpoints" / "8")
+    said = run(place, tmp_path / "copy", *settings)
+    assert any("from step 4" in line for line in said)
+    assert losses(tmp_path / "copy") == losses(directory)
+    for a, b in zip(jax.tree.leaves(params_of(directory)), jax.tree.leaves(params_of(tmp_path / "copy")), strict=True):
+        assert (a == b).all()
+
+
+def test_killed_and_started_again(everything, place, tmp_path):
+    directory, _ = everything
+    command = [sys.executable, "-m", "ladder_jax", "train", str(place / "recipe.yaml"), "--cpu-devices", "8",
+               *given(place, tmp_path / "run", *EVERYTHING)]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        if len(metrics.read(tmp_path / "run")) >= 2:
+            process.kill()
+            break
+        time.sleep(0.001)
+    output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
+    run(place, tmp_path / "run", *EVERYTHING)
+    assert losses(tmp_path / "run") == losses(directory)
+
+
+def test_a_start_that_has_changed_is_refused(everything, place, tmp_path):
+    """What low-rank factors stand beside is not in their run's checkpoints."""
+    directory, _ = everything
+    shutil.copytree(directory, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "checkpoints" / "8")
+    position = tmp_path / "copy" / "checkpoints" / "4" / "data" / "metadata"
+    position.write_text(position.read_text().replace('"digest": "', '"digest": "0'))
+    manifest.write(tmp_path / "copy" / "checkpoints" / "4")
+    with pytest.raises(UserError, match="train.start: .* is not the checkpoint any more"):
+        run(place, tmp_path / "copy", *EVERYTHING)
+
+
+@pytest.mark.parametrize("more, said", [
+    (["model.d_ff=32"], r"train.start=.*: the checkpoint has model.d_ff=16, and this run model.d_ff=32"),
+    (["model.residual=parallel-shared-norm"], "has one norm"),
+    (["train.start=nowhere"], "train.start='nowhere': there is no checkpoint"),
+    (["distill.teacher=nowhere"], "distill.teacher: there is no checkpoint"),
+    (["distill.teacher=start"], "would be the model itself"),
+], ids=str)  # fmt: skip
+def test_what_does_not_fit_is_one_line(place, tmp_path, more, said):
+    with pytest.raises(UserError, match=said) as error:
+        run(place, tmp_path / "run", *more)
+    assert "\n" not in str(error.value) and not list(tmp_path.rglob("metrics.jsonl"))
