@@ -1,0 +1,3 @@
+"""GGUF in: the files of llama.cpp (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), by the `gguf` package."""
+
+from ladder_jax.pretrained.gguf.read import read as read
