@@ -12,6 +12,7 @@ class Biases(enum.Enum):
 
     NONE = "none"
     QKV = "qkv"  # Qwen2
+    ATTENTION = "attention"  # Llama with attention_bias
     ALL = "all"  # Llama with attention_bias and mlp_bias
 
 

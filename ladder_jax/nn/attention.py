@@ -30,7 +30,7 @@ class Attention(nnx.Module):
             self.query_bias = declare("NH", sizes=sizes, init=zeros)
             self.key_bias = declare("KH", sizes=sizes, init=zeros)
             self.value_bias = declare("KH", sizes=sizes, init=zeros)
-        if config.biases is Biases.ALL:
+        if config.biases in (Biases.ATTENTION, Biases.ALL):
             self.out_bias = declare("D", sizes=sizes, init=zeros)
         if config.qk_norm:
             self.query_norm = RMSNorm(sizes, dim="H")

@@ -1,0 +1,24 @@
+"""A pretrained model by its path, in whatever form it lies there."""
+
+import os
+import pathlib
+
+from ladder_jax.errors import UserError
+from ladder_jax.pretrained import saved
+from ladder_jax.pretrained.huggingface import read
+from ladder_jax.pretrained.source import Source
+
+
+def open_source(path: str | os.PathLike) -> Source:
+    """The model at `path`: a Hugging Face folder, or a checkpoint or run of ours. Nothing but headers is read.
+
+    Raises UserError for what is none of them, is damaged, or cannot be represented.
+    """
+    path = pathlib.Path(path).expanduser()
+    if not path.exists():
+        raise UserError(f"there is no model at {str(path)!r}")
+    if (path / read.CONFIG).is_file() and not (path / "checkpoints").is_dir():  # a run's folder has both
+        return read.read(path)
+    if path.is_dir():
+        return saved.read(path)
+    raise UserError(f"{str(path)!r} is no pretrained model (allowed: a Hugging Face folder, a checkpoint)")

@@ -1,0 +1,127 @@
+"""From `config.json` to a ModelConfig, or one line with the name of the field that stands in the way."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ladder_jax.config import Biases, Dtype, ModelConfig, RopeScaling
+from ladder_jax.errors import UserError, member, unknown
+from ladder_jax.pretrained.huggingface import families
+from ladder_jax.pretrained.huggingface.families import FAMILIES, LADDER, Family
+
+_NUMBER = (int, float)
+ROPE_FIELDS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_context": "original_max_position_embeddings",
+}
+"""RopeScaling's names and theirs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """A JSON object whose fields are read with a check of their kind; `where` is for messages."""
+
+    config: Mapping[str, Any]
+    where: str
+
+    def __call__(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
+        value = self.config.get(name)
+        if value is None:
+            if default is ...:
+                raise UserError(f"{self.where} has no {name}")
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            expected = {int: "an integer", bool: "true or false", str: "text"}.get(kind, "a number")
+            raise UserError(f"{self.where}: {name} must be {expected}, not {value!r}")
+        return value
+
+
+def model(config: Mapping[str, Any], *, where: str) -> ModelConfig:
+    """The ModelConfig of a `config.json` of transformers 4 or 5. Raises UserError for what it cannot represent.
+
+    float16 becomes bfloat16 as the compute dtype; stored values are not touched.
+    """
+    family_name = _Fields(config, where)("model_type", str)
+    if family_name not in FAMILIES:
+        raise unknown("model_type", family_name, FAMILIES)
+    family = FAMILIES[family_name]
+    config = {**family.defaults, **config}
+    families.check_expressible(config, where=where)
+    get = _Fields(config, where)
+    theta, scaling = _rope(config, where)
+    dtype = _dtype(config, where)
+    heads = get("num_attention_heads", int)
+    return ModelConfig(
+        num_layers=get("num_hidden_layers", int),
+        d_model=get("hidden_size", int),
+        num_heads=heads,
+        num_kv_heads=get("num_key_value_heads", int, heads),
+        head_dim=get("head_dim", int, None),
+        d_ff=get("intermediate_size", int),
+        vocab_size=get("vocab_size", int),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=get("rms_norm_eps", _NUMBER, 1e-6),
+        tie_embeddings=get("tie_word_embeddings", bool, False),
+        dtype=dtype,
+        residual_dtype=dtype,
+        **(_ladder(get) if family_name == LADDER else _standard(get, family)),
+    )
+
+
+def _standard(get: _Fields, family: Family) -> dict[str, Any]:
+    attention, mlp = get("attention_bias", bool, False), get("mlp_bias", bool, False)
+    if mlp and not attention:
+        raise UserError(f"{get.where}: mlp_bias=true cannot be represented without attention_bias=true")
+    biases = Biases.ALL if mlp else Biases.ATTENTION if attention else Biases.NONE
+    return dict(residual="standard", qk_norm=family.qk_norm, biases=Biases.QKV if family.qkv_bias else biases)
+
+
+def _ladder(get: _Fields) -> dict[str, Any]:
+    layers = get("ladder_layers", list, None)
+    return dict(
+        residual=get("residual", str),
+        ladder_layers=None if layers is None else ",".join(map(str, layers)) + ",",
+        qk_norm=get("qk_norm", bool),
+        biases=member(Biases, "biases", get("biases", str)),
+    )
+
+
+def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling: `rope_theta` and `rope_scaling` of transformers 4, or `rope_parameters` of 5.
+
+    Where both stand, rope_scaling counts, as it does there.
+    """
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    parameters = config.get(field) or {}
+    if not isinstance(parameters, Mapping):
+        raise UserError(f"{where}: {field} must be an object, not {parameters!r}")
+    get = _Fields({"rope_theta": config.get("rope_theta"), **parameters}, f"{where}: {field}")
+    for name, told in (("partial_rotary_factor", config), (f"{field}.partial_rotary_factor", parameters)):
+        if told.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise UserError(f"{where}: {name} cannot be represented: every dimension of a head is rotated")
+    kind = get("rope_type", str, get("type", str, "default"))
+    theta = float(get("rope_theta", _NUMBER, 10_000.0))
+    if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
+        raise UserError(f"{where}: {field} differs between layers ({', '.join(nested)}), which cannot be represented")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(f"{where}: {field}: rope_type={kind!r} cannot be represented (allowed: default, llama3)")
+    return theta, RopeScaling(**{ours: get(theirs, _NUMBER) for ours, theirs in ROPE_FIELDS.items()})
+
+
+def _dtype(config: Mapping[str, Any], where: str) -> Dtype:
+    field = "dtype" if config.get("dtype") else "torch_dtype"
+    name = _Fields(config, where)(field, str, "float32")
+    allowed = {"float32": Dtype.FLOAT32, "bfloat16": Dtype.BFLOAT16, "float16": Dtype.BFLOAT16}
+    if name not in allowed:
+        raise unknown(field, name, allowed)
+    return allowed[name]
+
+
+def context(config: Mapping[str, Any], *, where: str) -> int | None:
+    """The longest sequence that the model was made for."""
+    return _Fields(config, where)("max_position_embeddings", int, None)

@@ -1,0 +1,100 @@
+"""From a Source to `config.json`: a plain model where transformers has its class, else one with a program of ours."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from ladder_jax import residual
+from ladder_jax.config import Biases, ModelConfig, residual_names
+from ladder_jax.errors import UserError
+from ladder_jax.pretrained.huggingface.config_in import ROPE_FIELDS
+from ladder_jax.pretrained.huggingface.families import FAMILIES, LADDER
+
+MODELING = "modeling_ladder.py"
+"""The program that travels with models that transformers has no class for."""
+
+_PLAIN = {  # (biases, qk_norm): model_type and what it says of them
+    (Biases.NONE, False): ("llama", {"attention_bias": False, "mlp_bias": False}),
+    (Biases.ATTENTION, False): ("llama", {"attention_bias": True, "mlp_bias": False}),
+    (Biases.ALL, False): ("llama", {"attention_bias": True, "mlp_bias": True}),
+    (Biases.QKV, False): ("qwen2", {"use_sliding_window": False}),
+    (Biases.NONE, True): ("qwen3", {"attention_bias": False, "use_sliding_window": False}),
+    (Biases.ATTENTION, True): ("qwen3", {"attention_bias": True, "use_sliding_window": False}),
+}
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: dict[str, Any]) -> dict[str, Any]:
+    """The contents of `config.json`. `dtype` is that of the values, `context` the longest sequence in tokens.
+
+    A standard model is a plain Llama (Qwen2 or Qwen3 with their biases or query and key norms). Any other names its
+    topology, and is computed by modeling_ladder.py. Raises UserError for what is a function of the number of ranks.
+    """
+    model_type, more = _kind(model)
+    rope = _rope(model)
+    return {
+        "architectures": [FAMILIES[model_type].architecture],
+        "model_type": model_type,
+        **more,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_ff,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": context,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        # transformers 4, and what else reads this file; transformers 5.
+        "rope_theta": model.rope_theta,
+        "rope_scaling": rope if model.rope_scaling else None,
+        "rope_parameters": {"rope_theta": model.rope_theta, **rope},
+        "torch_dtype": str(dtype),
+        "dtype": str(dtype),
+        **{name: generation.get(name) for name in _TOKENS},
+    }
+
+
+def needs_program(config: dict[str, Any]) -> bool:
+    return config["model_type"] == LADDER
+
+
+def _kind(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    name = residual_names.parse(model.residual)
+    if name.depends_on_ranks or name.kind == "no-communication":
+        raise UserError(
+            f"a model with residual={model.residual!r} cannot be written for transformers: what it computes depends on"
+            " the number of tensor-parallel ranks, of which PyTorch has one here"
+        )
+    plain = _PLAIN.get((model.biases, model.qk_norm))
+    topology, standard = residual.of_model(model), residual.topology("standard", num_layers=model.num_layers)
+    # Transformers' own classes want heads that divide the model's dimension, whatever head_dim says.
+    if plain and topology == standard and model.d_model % model.num_heads == 0:
+        return plain
+    chosen = model.ladder_layers
+    layers = None if chosen is None else list(residual_names.layer_indices(chosen, model.num_layers))
+    program = MODELING.removesuffix(".py")
+    return LADDER, {
+        "auto_map": {
+            "AutoConfig": f"{program}.LadderConfig",
+            "AutoModelForCausalLM": f"{program}.LadderForCausalLM",
+        },
+        "residual": "standard" if topology == standard else model.residual,
+        "ladder_layers": None if topology == standard else layers,
+        "biases": model.biases.value,
+        "qk_norm": model.qk_norm,
+    }
+
+
+def _rope(model: ModelConfig) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default"}
+    return {"rope_type": "llama3", **{theirs: getattr(scaling, ours) for ours, theirs in ROPE_FIELDS.items()}}
+
+
+def to_json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,244 @@
+"""A Llama-family decoder whose residual topology is that of its configuration (Ladder Residual, arXiv 2501.06589).
+
+It travels with a model that ladder_jax wrote, needs torch and transformers 5 only, and is what
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` runs. Sublayers h_1, h_2, ... alternate
+attention and MLP; with x_0 the embedding and d_i the delay of sublayer i,
+
+    x_i = x_{i-1} + h_i(x_{max(0, i-1-d_i)})
+
+Delay 0 is the standard Transformer, 1 is ladder, k is ladder-k. On one device nothing is faster for it: this is for
+evaluation, fine-tuning and generation wherever PyTorch models run, with the same numbers.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+
+class LadderConfig(PreTrainedConfig):
+    """Llama's fields, and four more.
+
+    residual: standard, ladder, ladder-K (delay K), parallel, parallel-shared-norm or parallel-ladder.
+    ladder_layers: the 0-based layers that are of that kind, the rest standard; None for all.
+    biases: none, qkv, attention or all. qk_norm: whether queries and keys are normalised.
+    """
+
+    model_type = "ladder_jax"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    def __init__(
+        self,
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        hidden_act="silu",
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        rope_parameters=None,
+        tie_word_embeddings=False,
+        initializer_range=0.02,
+        use_cache=True,
+        residual="ladder",
+        ladder_layers=None,
+        biases="none",
+        qk_norm=False,
+        **kwargs,
+    ):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.hidden_act = hidden_act
+        self.max_position_embeddings = max_position_embeddings
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_theta = rope_theta
+        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": rope_theta}
+        self.initializer_range = initializer_range
+        self.use_cache = use_cache
+        self.residual = residual
+        self.ladder_layers = ladder_layers
+        self.biases = biases
+        self.qk_norm = qk_norm
+        kwargs.pop("rope_scaling", None)  # rope_parameters says the same
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+
+def delays(config):
+    """For each layer the delays of its (attention, MLP), and whether both are added at once."""
+    name, _, number = config.residual.partition("-")
+    if name == "ladder" and (number.isdigit() or not number):
+        kind = (int(number or 1), int(number or 1), False)
+    else:
+        kinds = {"standard": (0, 0, False), "parallel-ladder": (2, 3, True)}
+        kinds |= dict.fromkeys(("parallel", "parallel-shared-norm"), (0, 1, True))
+        if config.residual not in kinds:
+            raise ValueError(f"unknown residual {config.residual!r} (allowed: ladder, ladder-K, {', '.join(kinds)})")
+        kind = kinds[config.residual]
+    layers = range(config.num_hidden_layers)
+    chosen = layers if config.ladder_layers is None else config.ladder_layers
+    return [kind if layer in chosen else (0, 0, False) for layer in layers]
+
+
+def frequencies(config):
+    """Radians a position, [H/2], in float64; Llama 3 stretches slow rotations (arXiv 2407.21783)."""
+    rope, half = config.rope_parameters, torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu")
+    plain = rope["rope_theta"] ** (-half / config.head_dim)
+    if rope["rope_type"] == "default":
+        return plain
+    if rope["rope_type"] != "llama3":
+        raise ValueError(f"unknown rope_type {rope['rope_type']!r} (allowed: default, llama3)")
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * plain + (1 - kept) * plain / rope["factor"]
+
+
+def rotate(x, cos, sin):
+    """x [B, heads, T, H] turned by its positions' angles [B, 1, T, H/2]: dimension i pairs with i + H/2."""
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+
+
+class LadderAttention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        inner, outer = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        bias = config.biases != "none"
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, outer, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, outer, bias=bias)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=config.biases in ("attention", "all"))
+        norm = lambda: nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = norm(), norm()
+
+    def forward(self, x, cos, sin, mask, cache):
+        heads = lambda projected: projected.unflatten(-1, (-1, self.head_dim))
+        query = rotate(self.q_norm(heads(self.q_proj(x))).transpose(1, 2), cos, sin)
+        key = rotate(self.k_norm(heads(self.k_proj(x))).transpose(1, 2), cos, sin)
+        value = heads(self.v_proj(x)).transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
+        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class LadderMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        bias = config.biases == "all"
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+
+    def forward(self, x):
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LadderLayer(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.attention_delay, self.mlp_delay, self.joint = delays(config)[layer]
+        self.self_attn, self.mlp = LadderAttention(config, layer), LadderMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.shared_norm = config.residual == "parallel-shared-norm"
+        if not self.shared_norm:
+            self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, streams, cos, sin, mask, cache):
+        """`streams`: the residual stream after each sublayer so far, x_0 first. Returns what this layer appends."""
+        read = lambda delay: streams[max(0, len(streams) - 1 - delay)]
+        mlp_norm = self.input_layernorm if self.shared_norm else self.post_attention_layernorm
+        attended = self.self_attn(self.input_layernorm(read(self.attention_delay)), cos, sin, mask, cache)
+        if self.joint:
+            # The MLP's delay counts from its own place, one sublayer on. Nothing reads between the two.
+            both = streams[-1] + (attended + self.mlp(mlp_norm(read(self.mlp_delay - 1))))
+            return [both, both]
+        streams = [*streams, streams[-1] + attended]
+        return [streams[-1], streams[-1] + self.mlp(mlp_norm(streams[max(0, len(streams) - 1 - self.mlp_delay)]))]
+
+
+class LadderPreTrainedModel(PreTrainedModel):
+    config_class = LadderConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["LadderLayer"]
+    _skip_keys_device_placement = ["cache"]
+    _supports_sdpa = True
+
+
+class LadderModel(LadderPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LadderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.depth = 2 + max(max(attention, mlp) for attention, mlp, _ in delays(config))
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        """attention_mask [B, S]: 0 where a token is padding, over what the cache holds and these tokens."""
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        past, length = 0 if past_key_values is None else past_key_values.get_seq_length(), x.shape[1]
+        place = past + torch.arange(length, device=x.device)
+        positions = place[None] if position_ids is None else position_ids
+        angles = positions[:, None, :, None].float() * frequencies(self.config).to(x.device, torch.float32)
+        cos, sin, mask = angles.cos(), angles.sin(), self._mask(attention_mask, place, past + length)
+        streams = [x]
+        for layer in self.layers:
+            streams = [*streams, *layer(streams, cos, sin, mask, past_key_values)][-self.depth :]
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(streams[-1]), past_key_values=past_key_values if use_cache else None
+        )
+
+    def _mask(self, attention_mask, place, length):
+        """[1 or B, 1, T, S]: True where a query sees a key. Padding sees itself, as a softmax over nothing is NaN."""
+        keys = torch.arange(length, device=place.device)
+        seen = (keys <= place[:, None])[None, None]
+        if attention_mask is None:
+            return seen
+        if attention_mask.ndim != 2 or attention_mask.shape[1] != length:
+            raise ValueError(f"attention_mask must be [B, {length}], not {tuple(attention_mask.shape)}")
+        return seen & attention_mask[:, None, None, :].bool() | (keys == place[:, None])
+
+
+class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = LadderModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
+        """Logits [B, T, V], of the last `logits_to_keep` positions only where that is not 0; `labels` add a loss."""
+        kwargs.pop("return_dict", None)
+        outputs = self.model(input_ids=input_ids, **kwargs)
+        last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, last])
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)

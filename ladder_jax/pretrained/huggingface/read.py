@@ -1,0 +1,125 @@
+"""A folder as Hugging Face's libraries write it, as a Source: config.json, safetensors, a tokenizer."""
+
+import functools
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ladder_jax.config import ModelConfig
+from ladder_jax.errors import UserError
+from ladder_jax.pretrained import linear, source
+from ladder_jax.pretrained.huggingface import config_in, names, tensors
+from ladder_jax.pretrained.huggingface.tensors import Tensor
+from ladder_jax.pretrained.source import Key, Source, Stored
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",  # SentencePiece's own, which tokenizer.json repeats
+    "vocab.json",
+    "merges.txt",
+)
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+def read(folder: pathlib.Path) -> Source:
+    """The model in `folder`: its configuration and headers are read and compared, none of its values.
+
+    Raises UserError for what we cannot represent, and for files that are missing, damaged, or of another model.
+    """
+    config = read_object(folder / CONFIG)
+    model = config_in.model(config, where=str(folder / CONFIG))
+    generation = read_object(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    return source.check(
+        Source(
+            path=str(folder),
+            model=model,
+            arrays=_arrays(folder, model),
+            context=config_in.context(config, where=str(folder / CONFIG)),
+            files={name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()},
+            generation={**tokens, **generation},
+        )
+    )
+
+
+def read_object(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{str(file.parent)!r} holds no {file.name}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(file)!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{str(file)!r} must hold a JSON object")
+    return found
+
+
+def _arrays(folder: pathlib.Path, model: ModelConfig) -> Mapping[Key, Stored]:
+    left, dims, found = stored(folder), source.dims(model), {}
+    _drop_tied_head(left, model)
+    for key, ours in source.wanted(model).items():
+        name, letters = names.theirs(key), dims[key.name]
+        if name not in left:
+            raise UserError(f"{str(folder)!r} holds no {name}")
+        tensor, shape = left.pop(name), linear.shape(letters, ours)
+        if tensor.shape != shape:
+            raise UserError(f"{str(tensor.file)!r}: {name} is {tensor.shape}, but {CONFIG} makes it {shape}")
+        found[key] = Stored(ours, tensor.dtype, functools.partial(_read, tensor, letters, ours))
+    if foreign := sorted(name for name in left if not names.is_derived(name)):
+        more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
+        raise UserError(f"{str(folder)!r} holds {foreign[0]}{more}, for which its {CONFIG} has no place")
+    return found
+
+
+def _read(tensor: Tensor, dims: str, shape: tuple[int, ...]) -> np.ndarray:
+    return linear.to_ours(tensor.read(), dims=dims, ours=shape)
+
+
+def stored(folder: pathlib.Path) -> dict[str, Tensor]:
+    """All tensors by their names there: of the index's files, or of the only one."""
+    if not (folder / INDEX).is_file():
+        if not (folder / WEIGHTS).is_file():
+            raise UserError(_no_weights(folder))
+        return tensors.tensors(folder / WEIGHTS)
+    listed = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise UserError(f"{str(folder / INDEX)!r} has no weight_map")
+    found = {}
+    for name in sorted(set(listed.values())):
+        if pathlib.PurePath(name).name != name:
+            raise UserError(f"{str(folder / INDEX)!r} names a file outside its folder: {name!r}")
+        shard = tensors.tensors(folder / name)
+        expected = {tensor for tensor, file in listed.items() if file == name}
+        for tensor in sorted(expected ^ shard.keys()):
+            verb = "lacks" if tensor in expected else "holds"
+            raise UserError(f"{str(folder / name)!r} {verb} {tensor}, unlike {INDEX} says")
+        found |= shard
+    return found
+
+
+def _no_weights(folder: pathlib.Path) -> str:
+    if any(file for pattern in _PICKLES for file in folder.glob(pattern)):
+        return (
+            f"{str(folder)!r} holds weights only as pickles, which can run any program when they are opened"
+            " (transformers' save_pretrained writes safetensors)"
+        )
+    return f"{str(folder)!r} holds no {WEIGHTS} and no {INDEX}"
+
+
+def _drop_tied_head(left: dict[str, Tensor], model: ModelConfig) -> None:
+    """Tied, some files hold the table twice."""
+    head, table = names.TABLE["head/table"], left.get(names.TABLE["embedding/table"])
+    if not model.tie_embeddings or head not in left or table is None:
+        return
+    tensor = left.pop(head)
+    if not tensors.same(tensor.read(), table.read()):
+        raise UserError(f"{str(tensor.file)!r}: {head} differs from the embedding, though tie_word_embeddings is true")

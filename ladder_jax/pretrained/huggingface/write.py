@@ -1,0 +1,113 @@
+"""A Source as a folder that Hugging Face's libraries read: whole, or not there."""
+
+import functools
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.pretrained import linear, source
+from ladder_jax.pretrained.huggingface import config_out, names, read, tensors
+from ladder_jax.pretrained.huggingface.tensors import Pending
+from ladder_jax.pretrained.source import Key, Source
+
+SHARD_BYTES = 5 * 10**9
+"""Transformers' own limit, about: what is larger is several files and an index."""
+DEFAULT_CONTEXT = 2048  # tokens, where the source does not say
+
+
+def write(
+    given: Source,
+    destination: pathlib.Path,
+    *,
+    dtype: np.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    done: Callable[[Key], object] = lambda key: None,
+) -> None:
+    """Write config.json, safetensors, tokenizer and generation config to the folder `destination`, new or empty.
+
+    Written beside it, compared, and renamed when it is whole; the host holds one array at a time.
+    dtype: of all values; None keeps each as it is stored. done: told of each array once it is written.
+    Raises UserError where something lies there, or the format cannot express the model: nothing is written then.
+    """
+    destination = destination.expanduser().absolute()
+    _check_free(destination)
+    pending = _pending(source.check(given), None if dtype is None else np.dtype(dtype))
+    tensors.check_dtypes({tensor.dtype for tensor in pending.values()})
+    files = _files(given, pending)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    partial = pathlib.Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".partial-{destination.name}-"))
+    try:
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        _write_tensors(partial, pending, shard_bytes, {names.theirs(key): key for key in given.arrays}, done)
+        _compare(partial, pending)
+        os.chmod(partial, 0o755)
+        os.rename(partial, destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _check_free(destination: pathlib.Path) -> None:
+    if destination.is_dir() and not any(destination.iterdir()):
+        return
+    if destination.exists():
+        raise UserError(f"{str(destination)!r} is there already; name a new folder")
+
+
+def _pending(given: Source, dtype: np.dtype | None) -> dict[str, Pending]:
+    dims, pending = source.dims(given.model), {}
+    for key in source.wanted(given.model):
+        stored, letters = given.arrays[key], dims[key.name]
+        values = functools.partial(_values, stored, letters)
+        shape = linear.shape(letters, stored.shape)
+        pending[names.theirs(key)] = Pending(shape, dtype or np.dtype(stored.dtype), values)
+    return pending
+
+
+def _values(stored: source.Stored, dims: str) -> np.ndarray:
+    return linear.from_ours(stored.read(), dims=dims)
+
+
+def _files(given: Source, pending: Mapping[str, Pending]) -> dict[str, bytes]:
+    """All but the weights, by name."""
+    dtypes = {tensor.dtype for tensor in pending.values()}
+    config = config_out.describe(
+        given.model,
+        dtype=functools.reduce(jnp.promote_types, dtypes),
+        context=given.context or DEFAULT_CONTEXT,
+        generation=dict(given.generation),
+    )
+    files = {**given.files, read.CONFIG: config_out.to_json(config)}
+    if given.generation:
+        files[read.GENERATION] = config_out.to_json(dict(given.generation))
+    if config_out.needs_program(config):
+        files[config_out.MODELING] = (pathlib.Path(__file__).parent / config_out.MODELING).read_bytes()
+    return files
+
+
+def _write_tensors(folder: pathlib.Path, pending, limit: int, keys: Mapping[str, Key], done) -> None:
+    parts = list(tensors.shards(pending, limit=limit))
+    placed = {}
+    for index, part in enumerate(parts, start=1):
+        file = read.WEIGHTS if len(parts) == 1 else f"model-{index:05}-of-{len(parts):05}.safetensors"
+        for name in tensors.write(folder / file, part):
+            placed[name] = file
+            done(keys[name])
+    if len(parts) > 1:
+        total = {"total_size": sum(tensor.nbytes for tensor in pending.values())}
+        (folder / read.INDEX).write_bytes(config_out.to_json({"metadata": total, "weight_map": placed}))
+
+
+def _compare(folder: pathlib.Path, pending: Mapping[str, Pending]) -> None:
+    """Raises RunFailed where a file does not hold what was to be written."""
+    found = read.stored(folder)
+    for name, tensor in pending.items():
+        if not tensors.same(found[name].read(), tensor.values().astype(tensor.dtype, copy=False)):
+            raise RunFailed(f"{str(found[name].file)!r} does not hold the {name} that was written to it")

@@ -1,0 +1,83 @@
+"""A Source's arrays onto a mesh: the host never holds more than one array, whatever the model's size."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from ladder_jax import nn, parallel
+from ladder_jax.config import Loop
+from ladder_jax.pretrained.source import Key, Source
+
+
+def load(
+    source: Source,
+    *,
+    mesh: jax.sharding.Mesh,
+    dtype: np.dtype | None = None,
+    loop: Loop = Loop.SCAN,
+    done: Callable[[Key], object] = lambda key: None,
+) -> nn.Params:
+    """The parameters on `mesh` (axes data, fsdp, tensor), laid out as `nn.define(source.model, mesh=mesh)` has them.
+
+    dtype: of all arrays; None keeps what is stored (of a stack: the one that holds all its layers' values).
+    loop: SCAN for layers stacked [L, ...], as training and checkpoints have them; UNROLLED for a tuple of layers.
+    done: told of each array once it is there.
+    Raises UserError where the model cannot be split over the mesh.
+    """
+    config = parallel.with_ranks(source.model, tensor=mesh.shape["tensor"])
+    definition = nn.define(config, mesh=mesh)
+    dims = traverse_util.flatten_dict(definition.dims, sep="/")
+    abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
+    place = functools.partial(_place, source, layout=definition.layout, done=done)
+    layers = range(config.num_layers)
+    alone, stacks, apart = {}, {}, [{} for _ in layers]
+    for name, letters in dims.items():
+        if not letters.startswith("L"):
+            alone[name] = place(Key(name), letters, abstract[name].shape, dtype=dtype)
+            continue
+        letters, shape, below = letters.removeprefix("L"), abstract[name].shape[1:], name.removeprefix("layers/")
+        of_all = dtype or functools.reduce(jnp.promote_types, (source.arrays[Key(name, i)].dtype for i in layers))
+        if loop is Loop.UNROLLED:
+            for layer in layers:
+                apart[layer][below] = place(Key(name, layer), letters, shape, dtype=dtype)
+            continue
+        stack = _empty((len(layers), *shape), of_all, abstract[name].sharding)
+        for layer in layers:
+            stack = _put(stack, place(Key(name, layer), letters, shape, dtype=of_all), layer)
+        stacks[below] = stack
+    nested = functools.partial(traverse_util.unflatten_dict, sep="/")
+    return {**nested(alone), "layers": nested(stacks) if loop is Loop.SCAN else tuple(map(nested, apart))}
+
+
+def _place(source: Source, key: Key, dims: str, shape: tuple[int, ...], *, dtype, layout, done) -> jax.Array:
+    """One array on its devices, padded with zeros to `shape`: of the host's memory it needs what a device gets."""
+    stored, sharding = source.arrays[key], layout.sharding(dims)
+    values, dtype = stored.read(), dtype or stored.dtype
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        part = np.array(values[index], dtype, order="C")  # a copy: a CPU device may use the host's memory as it is
+        missing = [(0, len(range(*where.indices(n))) - have) for where, n, have in zip(index, shape, part.shape)]
+        part = np.pad(part, missing) if any(after for _, after in missing) else part
+        shards.append(jax.device_put(part, device).block_until_ready())
+    array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    done(key)
+    return array
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(shape, dtype, sharding):
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+    return _zeros(shape, np.dtype(dtype), sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack: jax.Array, layer: jax.Array, index: int) -> jax.Array:
+    """In place: the stack that comes in is gone."""
+    return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
