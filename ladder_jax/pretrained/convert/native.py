@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from ladder_jax import nn
 from ladder_jax.checkpoint import arrays, manifest, saved
 from ladder_jax.checkpoint.stream import Stream
-from ladder_jax.config import DataConfig, FolderConfig, RunConfig, to_dict
+from ladder_jax.config import DataConfig, RunConfig, TrainConfig, to_dict
+from ladder_jax.config.schema import FolderConfig
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained.source import Key, Source
@@ -45,6 +46,7 @@ def write(source: Source, folder: pathlib.Path, *, definition: nn.Definition, pl
     Raises UserError for a tokenizer that does not fit, RunFailed for a disk that refuses, or does not give back what
     it got.
     """
+    folder.mkdir()
     write_tokenizer(source, folder / tokenizers.FOLDER)
     checkpoint = folder / "checkpoints" / str(STEP)
     try:
@@ -106,11 +108,12 @@ def _compare(stream: Stream, *, place: pathlib.Path) -> None:
 
 
 def _config(source: Source, definition: nn.Definition, *, place: pathlib.Path) -> RunConfig:
-    """Of the settings that a run would have, only the model's and the tokenizer's mean something here."""
+    """Of the settings that a run would have, only the model's, its context and the tokenizer mean something here."""
     has_tokenizer = tokenizers.huggingface.MAIN in source.files
     is_bytes = not has_tokenizer and source.model.vocab_size == tokenizers.Bytes().vocab_size
     data = DataConfig(tokenizer=tokenizers.BYTES if is_bytes else str(place / tokenizers.FOLDER))
-    return RunConfig(model=definition.config, data=data, run=FolderConfig(name=place.name, dir=str(place)))
+    train = TrainConfig() if source.context is None else TrainConfig(sequence=source.context)
+    return RunConfig(model=definition.config, train=train, data=data, run=FolderConfig(name=place.name, dir=str(place)))
 
 
 def _describe(checkpoint: pathlib.Path, *, config: RunConfig) -> None:

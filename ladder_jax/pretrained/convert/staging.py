@@ -1,6 +1,6 @@
 """A folder that appears whole or not at all.
 
-It is written beside its place under another name, which nothing reads, and renamed at the end. An error, Ctrl-C or
+It is written in a folder beside its place, which nothing reads, and moved at the end. An error, Ctrl-C or
 SIGTERM removes what there is; what SIGKILL or a power cut leaves, the next conversion to the same place removes.
 """
 
@@ -38,7 +38,9 @@ def check_room(destination: pathlib.Path, *, size: int) -> None:
 
 @contextlib.contextmanager
 def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives an empty folder, which becomes `destination` once the block has ended without an error.
+    """Gives the path of a folder to make, which becomes `destination` once the block has ended without an error.
+
+    What is made beside it is gone then.
 
     Raises UserError where `destination` is taken, or is being written by another process.
     """
@@ -46,14 +48,12 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     with _terminated(destination):
         folder, lock = _claimed(destination)
         try:
-            yield folder
-            _sync(folder)
-            os.rename(folder, destination)  # over an empty folder, too
+            yield folder / destination.name
+            _sync(folder / destination.name)
+            os.rename(folder / destination.name, destination)  # over an empty folder, too
             manifest.sync_folder(destination.parent)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
         finally:
+            shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
@@ -65,7 +65,7 @@ def _claimed(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
         lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.is_dir() and os.fstat(lock).st_ino == folder.stat().st_ino:  # else it was just renamed or removed
+            if folder.is_dir() and os.fstat(lock).st_ino == folder.stat().st_ino:  # else it was just removed
                 for left in folder.iterdir():
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
                 return folder, lock

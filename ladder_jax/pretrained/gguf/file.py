@@ -72,11 +72,13 @@ class File:
 
 def open_file(path: pathlib.Path) -> File:
     """Reads the head only. Raises UserError for what is no GGUF file, is cut off, or holds types unknown here."""
-    gguf = _package()
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise UserError(f"{str(path)!r} is no GGUF file: it does not begin with GGUF")
+                raise UserError(
+                    f"{str(path)!r} is no pretrained model (allowed: a Hugging Face folder, a GGUF file, a checkpoint)"
+                )
+        gguf = _package()
         found = gguf.GGUFReader(path)
     except OSError as error:
         raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None

@@ -6,12 +6,13 @@ pair i with i + H/2.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError
+from ladder_jax.pretrained import linear
 from ladder_jax.pretrained.gguf.file import File, Tensor
 from ladder_jax.pretrained.gguf.model import FACTORS
 from ladder_jax.pretrained.source import Key, Stored, dims, wanted
@@ -57,7 +58,7 @@ def arrays(file: File, model: ModelConfig) -> dict[Key, Stored]:
             found[key] = _absent(file, key, shape, name)
             continue
         tensor, of = file.tensors[name], letters[key.name]
-        flat = _flat(of, shape)
+        flat = linear.shape(of, shape)
         if tensor.shape != flat:
             raise UserError(f"{file.path!r}: {name} is {tensor.shape}, not {flat}")
         heads = shape[of.index("H") - 1] if interleaved and key.name.removeprefix("layers/") in ROTATED else None
@@ -82,26 +83,11 @@ def _absent(file: File, key: Key, shape: tuple[int, ...], name: str) -> Stored:
     return Stored(shape, np.dtype("float32"), zeros)
 
 
-def _flat(of: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in the file of an array whose dimensions are `of`."""
-    out = tuple(_merged(of, shape))
-    return out if len(out) == 1 or of == "VD" else out[::-1]
-
-
-def _merged(of: str, shape: tuple[int, ...]) -> Iterator[int]:
-    """Heads and their sizes are one dimension in the file."""
-    for letter, size, after in zip(of, shape, (*shape[1:], 1)):
-        if letter in "NK":
-            yield size * after
-        elif letter != "H" or len(of) == 1:
-            yield size
-
-
 def _read(tensor: Tensor, of: str, shape: tuple[int, ...], heads: int | None) -> np.ndarray:
     values = tensor.read()
     if heads is not None:
         values = rotate_half_order(values, heads=heads)
-    return (values if of == "VD" else values.T).reshape(shape)
+    return linear.to_ours(values, dims=of, ours=shape)
 
 
 def rotate_half_order(values: np.ndarray, *, heads: int) -> np.ndarray:

@@ -31,14 +31,9 @@ class Probe:
         self.num_layers = definition.config.num_layers
         self._delays = np.array(delays_of(definition.config), np.int32)
         self._programs, self._params, self._measured = programs(definition), params, measured
-        count = next(count for count in range(min(ROWS, len(rows)), 0, -1) if len(rows) % count == 0)
         place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
-        self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in np.split(rows, len(rows) // count)]
+        self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in np.split(rows, _batches(rows))]
         self._predicted = rows[:, 1:].size
-
-    @property
-    def batches(self) -> int:
-        return len(self._batches)
 
     def loss(self, chosen: Iterable[int]) -> float:
         """Mean nats a token with the layers `chosen`."""
@@ -69,10 +64,10 @@ class Probe:
         )
 
 
-def count(num_layers: int, *, choose: int, search: Search, batches: int) -> int:
+def count(rows: np.ndarray, *, num_layers: int, choose: int, search: Search) -> int:
     """How many losses `measure` computes."""
     greedy = sum(num_layers - done for done in range(1, choose)) if search is Search.GREEDY else 0
-    return 3 + batches * (num_layers + greedy)
+    return 3 + _batches(rows) * (num_layers + greedy)
 
 
 def measure(
@@ -82,23 +77,15 @@ def measure(
     *,
     choose: int,
     search: Search = Search.GREEDY,
-    update: Callable[[int, int], None] = lambda done, total: None,
+    measured: Callable[[], None] = lambda: None,
 ) -> Result:
     """The sensitivity curve of a model, and `choose` of its layers, by rank and (if asked) greedily.
 
     definition: of the ladder kind in question, all its layers; params: on its mesh; rows: tokens [n, T + 1];
-    update: told how many losses are done, of how many.
+    measured: called after each of the `count` losses.
     """
-    done = 0
-
-    def measured():
-        nonlocal done
-        done += 1
-        update(done, total)
-
     probe = Probe(definition, params, rows, measured=measured)
     layers = range(probe.num_layers)
-    total = count(probe.num_layers, choose=choose, search=search, batches=probe.batches)
     standard = probe.loss(())
     alone = probe.losses_with((), also=layers)
     subset = lambda order: Subset(tuple(order), probe.loss(order) if order else standard)
@@ -128,3 +115,8 @@ def _greedy(probe: Probe, alone: dict[int, float], *, choose: int, standard: flo
         layer = min(losses, key=lambda layer: losses[layer])
         chosen, best = [*chosen, layer], losses[layer]
     return Subset(tuple(chosen), best)
+
+
+def _batches(rows: np.ndarray) -> int:
+    """How many programs of equal shape the rows are computed in."""
+    return len(rows) // next(size for size in range(min(ROWS, len(rows)), 0, -1) if len(rows) % size == 0)
