@@ -5,7 +5,7 @@
 # A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. For none: WORKERS=
 WORKERS = -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help venv demo test audit test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo test test-hf audit test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list
@@ -18,6 +18,9 @@ demo: .venv/.installed  ## train a Ladder and a Standard on 8 simulated devices,
 
 test: .venv/.installed  ## the tests
 	@.venv/bin/python -m pytest -q $(WORKERS) $(ARGS)
+
+test-hf: .venv-hf/.installed  ## the comparisons with PyTorch and transformers, in .venv-hf (wheels of over 5 GB)
+	@.venv-hf/bin/python -m pytest -q -m hf $(ARGS)
 
 audit: .venv/.compilers  ## what the compilers for TPUs and GPUs make of the programs (no accelerator needed)
 	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m audit $(ARGS)
@@ -32,7 +35,7 @@ find-oldest:
 	@eval "$$SETUP"; find_python '$(PYTHON_OLDEST)' 3.13
 
 clean:  ## remove the virtual environments and what the tools left behind
-	rm -rf .venv .venv-oldest .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-hf .venv-oldest .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find ladder_jax tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The virtual environments. `.installed` is written last, so that an interrupted installation is begun anew; and one
@@ -51,6 +54,9 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || echo "no CUDA plugin here: GPU targets are skipped"
 	@touch .venv/.compilers
 
+.venv-hf/.installed: requirements.txt pyproject.toml $(call LOST,.venv-hf)
+	@eval "$$SETUP"; extra=test-hf; make_venv .venv-hf '$(PYTHON)' 4
+
 .venv-oldest/.installed: requirements.txt pyproject.toml $(call LOST,.venv-oldest)
 	@eval "$$SETUP"; make_venv .venv-oldest '$(PYTHON_OLDEST)' 3.13 jax==0.11.2 jaxlib==0.11.2
 
@@ -66,9 +72,10 @@ endef
 export USABLE
 
 # find_python OVERRIDE BELOW prints the path of the first usable Python, >= 3.12 and < BELOW, or fails with one line.
-# make_venv FOLDER OVERRIDE BELOW [REQUIREMENT ...] makes or updates a virtual environment.
+# make_venv FOLDER OVERRIDE BELOW [REQUIREMENT ...] makes or updates a virtual environment, with pyproject's $extra.
 define SETUP
 set -e
+extra=suite
 
 first_usable() {
     while IFS= read -r candidate; do
@@ -123,7 +130,7 @@ make_venv() {
         touch "$$venv/.installing"
         "$$python" -m venv "$$venv"
     fi
-    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable '.[suite]'
+    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable ".[$$extra]"
     mv "$$venv/.installing" "$$venv/.installed"
 }
 endef

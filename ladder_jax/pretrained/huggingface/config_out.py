@@ -10,6 +10,7 @@ from ladder_jax.config import Biases, ModelConfig, residual_names
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.huggingface.config_in import ROPE_FIELDS
 from ladder_jax.pretrained.huggingface.families import FAMILIES, LADDER
+from ladder_jax.pretrained.huggingface.read import TOKENS
 
 MODELING = "modeling_ladder.py"
 """The program that travels with models that transformers has no class for."""
@@ -22,7 +23,6 @@ _PLAIN = {  # (biases, qk_norm): model_type and what it says of them
     (Biases.NONE, True): ("qwen3", {"attention_bias": False, "use_sliding_window": False}),
     (Biases.ATTENTION, True): ("qwen3", {"attention_bias": True, "use_sliding_window": False}),
 }
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: d
         "rope_parameters": {"rope_theta": model.rope_theta, **rope},
         "torch_dtype": str(dtype),
         "dtype": str(dtype),
-        **{name: generation.get(name) for name in _TOKENS},
+        **{name: generation.get(name) for name in TOKENS},
     }
 
 

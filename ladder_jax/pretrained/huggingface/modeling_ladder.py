@@ -234,10 +234,29 @@ class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
         """Logits [B, T, V], of the last `logits_to_keep` positions only where that is not 0; `labels` add a loss."""
-        kwargs.pop("return_dict", None)
-        outputs = self.model(input_ids=input_ids, **kwargs)
+        if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
+            raise ValueError("this model does not hand out hidden states or attention weights")
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        )
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, last])
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)

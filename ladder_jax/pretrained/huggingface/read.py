@@ -27,6 +27,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What config.json says of generation where there is no generation_config.json."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -38,7 +40,7 @@ def read(folder: pathlib.Path) -> Source:
     config = read_object(folder / CONFIG)
     model = config_in.model(config, where=str(folder / CONFIG))
     generation = read_object(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    tokens = {name: config[name] for name in TOKENS if config.get(name) is not None}
     return source.check(
         Source(
             path=str(folder),

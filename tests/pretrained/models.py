@@ -1,0 +1,149 @@
+"""Tiny Hugging Face models of every family, their weights from NumPy: the same bytes wherever they are made.
+
+Names and shapes are written out here once more, as transformers has them, and share nothing with the package.
+"""
+
+import json
+import pathlib
+
+import numpy as np
+import safetensors.numpy
+
+_SHAPE = {
+    "vocab_size": 129,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_OLD = {"rope_theta": 10_000.0, "rope_scaling": None, "torch_dtype": "float32", "transformers_version": "4.57.0"}
+_NEW = {"dtype": "float32", "transformers_version": "5.2.0"}
+
+CONFIGS = {
+    # Llama 2: as many key/value heads as query heads, which old files do not count.
+    "llama-2": {"model_type": "llama", **_OLD, "num_key_value_heads": None, "pretraining_tp": 1},
+    # Llama 3.1: transformers 4's spelling. "type" for "rope_type" is older still.
+    "llama-3.1": {"model_type": "llama", **_OLD, "rope_theta": 500_000.0, "rope_scaling": LLAMA3},
+    # Llama 3.2: tied, transformers 5's spelling.
+    "llama-3.2": {
+        "model_type": "llama",
+        **_NEW,
+        "rope_parameters": {**LLAMA3, "rope_theta": 500_000.0, "factor": 32.0},
+        "tie_word_embeddings": True,
+        "head_dim": 8,
+    },
+    # Mistral Nemo: heads of another size than hidden_size / num_attention_heads.
+    "mistral": {"model_type": "mistral", **_OLD, "sliding_window": None, "head_dim": 16},
+    "qwen2": {"model_type": "qwen2", **_OLD, "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1},
+    "qwen3": {
+        "model_type": "qwen3",
+        **_NEW,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "head_dim": 16,
+        "layer_types": ["full_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+    # SmolLM2: three query heads a key/value head, tied, fields that transformers ignores.
+    "smollm2": {
+        "model_type": "llama",
+        **_OLD,
+        "hidden_size": 48,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "tie_word_embeddings": True,
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    },
+    "llama-attention-bias": {"model_type": "llama", **_OLD, "attention_bias": True},
+    "llama-all-biases": {"model_type": "llama", **_OLD, "attention_bias": True, "mlp_bias": True},
+}
+FAMILIES = [name for name in CONFIGS if "bias" not in name]
+"""The others differ from one of these by their biases only; `make test-hf` has them."""
+
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def config(name: str, **changes) -> dict:
+    """The contents of a `config.json`; a change to `...` leaves the field out."""
+    family = CONFIGS[name]["model_type"]
+    told = {"architectures": [f"{_CLASSES[family]}ForCausalLM"], **_SHAPE, **CONFIGS[name], **changes}
+    return {field: value for field, value in told.items() if value is not ...}
+
+
+def shapes(told: dict) -> dict[str, tuple[int, ...]]:
+    """What transformers has in a model of this configuration, [out, in]."""
+    width, inner, heads = told["hidden_size"], told["intermediate_size"], told["num_attention_heads"]
+    size = told.get("head_dim") or width // heads
+    queries, keys = heads * size, (told.get("num_key_value_heads") or heads) * size
+    found = {"model.embed_tokens.weight": (told["vocab_size"], width), "model.norm.weight": (width,)}
+    if not told.get("tie_word_embeddings"):
+        found["lm_head.weight"] = (told["vocab_size"], width)
+    outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    qwen2, all_biased = told["model_type"] == "qwen2", told.get("attention_bias")
+    for layer in range(told["num_hidden_layers"]):
+        block = {f"self_attn.{name}.weight": (out, width) for name, out in outputs.items()}
+        block |= {"self_attn.o_proj.weight": (width, queries), "mlp.down_proj.weight": (width, inner)}
+        block |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
+        block |= {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
+        if qwen2 or all_biased:
+            block |= {f"self_attn.{name}.bias": (out,) for name, out in outputs.items()}
+        if all_biased:
+            block["self_attn.o_proj.bias"] = (width,)
+        if told.get("mlp_bias"):
+            block |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (width,)}
+        if told["model_type"] == "qwen3":
+            block |= {"self_attn.q_norm.weight": (size,), "self_attn.k_norm.weight": (size,)}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+    return found
+
+
+def weights(told: dict, *, seed: int = 0, dtype=np.float32) -> dict[str, np.ndarray]:
+    """Random values large enough that every sublayer moves the logits."""
+    rng, found = np.random.default_rng(seed), {}
+    for name, shape in sorted(shapes(told).items()):
+        values = rng.standard_normal(shape)
+        if "norm" in name:
+            values = 1 + 0.2 * values
+        elif name.endswith(".bias"):
+            values = 0.3 * values
+        else:
+            values = 1.3 * values / np.sqrt(shape[1])
+        found[name] = values.astype(dtype)
+    return found
+
+
+def write(folder: pathlib.Path, name: str, *, values=np.float32, more: dict | None = None, **changes) -> pathlib.Path:
+    """The model called `name`, one file of dtype `values`; `more` adds tensors to it, or replaces them."""
+    told = config(name, **changes)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 5]}))
+    safetensors.numpy.save_file({**weights(told, dtype=values), **(more or {})}, folder / "model.safetensors")
+    return folder
+
+
+def tokens() -> np.ndarray:
+    """[2, 24], longer than Llama 3's original context here, so that its stretched positions count."""
+    return np.random.default_rng(7).integers(3, 129, (2, 24)).astype(np.int32)
+
+
+def error(actual, expected) -> float:
+    """The largest deviation, relative to the largest value."""
+    return float(np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max())

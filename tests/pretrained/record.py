@@ -1,0 +1,44 @@
+"""What transformers computes for the tiny models, and writes to logits.npz, against which `make test` compares.
+
+.venv-hf/bin/python -m tests.pretrained.record
+"""
+
+import pathlib
+import tempfile
+
+import numpy as np
+
+from ladder_jax import pretrained
+from tests.pretrained import ladders, models
+
+FILE = pathlib.Path(__file__).parent / "logits.npz"
+
+
+def logits(folder: pathlib.Path) -> np.ndarray:
+    """[2, 24, V] float32, by PyTorch on the CPU."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    with torch.no_grad():
+        return model.eval()(torch.tensor(models.tokens(), dtype=torch.long)).logits.numpy()
+
+
+def main() -> None:
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in models.CONFIGS:
+            found[name] = logits(models.write(pathlib.Path(folder, name), name))
+        for name in ladders.TOPOLOGIES:
+            made, exported = (
+                ladders.make(pathlib.Path(folder, f"made-{name}"), name),
+                pathlib.Path(folder, f"out-{name}"),
+            )
+            pretrained.write_huggingface(made, exported)
+            found[name] = logits(exported)
+    # Every third position: the last ones depend on all before them, and the file stays small.
+    np.savez_compressed(FILE, **{name: values[:, 2::3] for name, values in found.items()})
+
+
+if __name__ == "__main__":
+    main()

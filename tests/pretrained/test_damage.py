@@ -1,0 +1,132 @@
+"""Files that are not whole, or not what their description says: one line that names what is wrong."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from ladder_jax import pretrained
+from ladder_jax.errors import UserError
+from tests.pretrained import models
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+def refused(folder) -> str:
+    with pytest.raises(UserError) as refusal:
+        pretrained.open(folder)
+    message = str(refusal.value)
+    assert "\n" not in message and len(message) < 400
+    return message
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """In three files and an index."""
+    pretrained.write_huggingface(
+        pretrained.open(models.write(tmp_path / "made", "llama-3.1")), tmp_path / "whole", shard_bytes=30_000
+    )
+    pretrained.open(tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, 0.5, -1])
+def test_truncated(kept, whole):
+    file = sorted(whole.glob("*.safetensors"))[1]
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
+    assert file.name in (message := refused(whole)) and "not a whole safetensors file" in message
+
+
+def test_nonsense_in_headers(whole):
+    file = sorted(whole.glob("*.safetensors"))[0]
+    content = file.read_bytes()
+    for header in (b"\xff" * 8, (2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"nope"):
+        file.write_bytes(header + content[len(header) :])
+        assert file.name in refused(whole)
+
+
+def test_missing_shard(whole):
+    file = sorted(whole.glob("*.safetensors"))[1]
+    os.remove(file)
+    assert file.name in refused(whole)
+
+
+def test_index_and_shards_disagree(whole):
+    file = whole / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    shard = index["weight_map"].pop(QUERY)
+    file.write_text(json.dumps(index))
+    assert f"holds {QUERY}" in refused(whole)
+    file.write_text(json.dumps({"weight_map": {**index["weight_map"], QUERY: shard, "more": shard}}))
+    assert "lacks more" in refused(whole)
+    file.write_text(json.dumps({"weight_map": {**index["weight_map"], QUERY: "../made/model.safetensors"}}))
+    assert "outside its folder" in refused(whole)
+    file.write_text(json.dumps({"metadata": {}}))
+    assert "weight_map" in refused(whole)
+    file.write_text("{")
+    assert "not JSON" in refused(whole)
+
+
+def test_weights_that_do_not_fit_the_configuration(tmp_path):
+    write = lambda name, **more: models.write(tmp_path / name, "llama-3.1", **more)
+    message = refused(write("shape", more={QUERY: np.zeros((32, 31), np.float32)}))
+    assert QUERY in message and "(32, 31)" in message and "(32, 32)" in message
+    extra = {"model.layers.0.mlp.experts.0.up_proj.weight": np.zeros((1, 1), np.float32)}
+    assert "experts" in refused(write("more", more=extra))
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(models.config("llama-3.1", num_hidden_layers=3)))
+    models.write(tmp_path / "fewer", "llama-3.1")
+    (tmp_path / "fewer" / "config.json").write_text(json.dumps(models.config("llama-3.1", num_hidden_layers=3)))
+    assert "model.layers.2." in refused(tmp_path / "fewer")
+    assert "I8" in refused(write("bytes", more={QUERY: np.zeros((32, 32), np.int8)}))
+
+
+def test_a_tied_head_may_stand_twice_but_not_differ(tmp_path):
+    table = models.weights(models.config("llama-3.2"))["model.embed_tokens.weight"]
+    twice = models.write(tmp_path / "twice", "llama-3.2", more={"lm_head.weight": table})
+    assert "head/table" not in {key.name for key in pretrained.open(twice).arrays}
+    other = models.write(tmp_path / "other", "llama-3.2", more={"lm_head.weight": table + 1})
+    assert "tie_word_embeddings" in refused(other)
+
+
+def test_old_files_hold_rotary_frequencies_too(tmp_path):
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    pretrained.open(models.write(tmp_path / "model", "llama-2", more=frequencies))
+
+
+def test_pickles_are_refused_with_a_hint(tmp_path):
+    folder = models.write(tmp_path / "model", "llama-2")
+    os.rename(folder / "model.safetensors", folder / "pytorch_model.bin")
+    assert "pickles" in (message := refused(folder)) and "safetensors" in message
+
+
+def test_what_is_no_model(tmp_path):
+    assert "there is no model" in refused(tmp_path / "nowhere")
+    assert "no ladder_jax checkpoint" in refused(tmp_path)
+    (tmp_path / "file").write_text("text")
+    assert "no pretrained model" in refused(tmp_path / "file")
+    folder = models.write(tmp_path / "empty", "llama-2")
+    os.remove(folder / "model.safetensors")
+    assert "no model.safetensors" in refused(folder)
+    for content in ("[]", "{", '"text"'):
+        (folder / "config.json").write_text(content)
+        assert "config.json" in refused(folder)
+
+
+def test_a_file_that_is_no_longer_there_when_it_is_read(tmp_path):
+    source = pretrained.open(models.write(tmp_path / "model", "llama-2"))
+    os.remove(tmp_path / "model" / "model.safetensors")
+    with pytest.raises(UserError, match="model.safetensors"):
+        next(iter(source.arrays.values())).read()
+
+
+def test_the_library_agrees_with_what_is_written(tmp_path):
+    """Its own check is stricter than a reader's: no gaps, no overlaps."""
+    source = pretrained.open(models.write(tmp_path / "model", "qwen3"))
+    pretrained.write_huggingface(source, tmp_path / "out")
+    assert (
+        safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors").keys()
+        == models.shapes(models.config("qwen3")).keys()
+    )

@@ -1,0 +1,133 @@
+"""Hugging Face models in: the same logits as transformers, every spelling read, every refusal named."""
+
+import functools
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from ladder_jax import nn, parallel, pretrained
+from ladder_jax.config import Biases, Dtype, Loop, RopeScaling
+from ladder_jax.errors import UserError
+from tests.pretrained import models, record
+
+
+@functools.cache
+def recorded():
+    return dict(np.load(record.FILE))
+
+
+def logits(source, *, tensor=1, fsdp=1, **options):
+    mesh = parallel.make_mesh(tensor=tensor, fsdp=fsdp)
+    definition = nn.define(source.model, mesh=mesh)
+    return np.asarray(nn.compiled_logits(definition)(pretrained.load(source, mesh=mesh, **options), models.tokens()))
+
+
+@pytest.mark.parametrize("name", models.FAMILIES)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    source = pretrained.open(models.write(tmp_path / "model", name))
+    assert (source.model.dtype, source.model.residual) == (Dtype.FLOAT32, "standard")
+    expected = recorded()[name]
+    for tensor in (1, 4):
+        assert models.error(logits(source, tensor=tensor)[:, 2::3], expected) <= 1e-4
+
+
+def test_loads_onto_every_mesh_and_form_with_the_values_that_are_stored(tmp_path):
+    """Padded vocabulary, heads split finer than there are, FSDP; stacked or a layer at a time; bfloat16 stays so."""
+    folder = models.write(tmp_path / "model", "llama-3.1", values=ml_dtypes.bfloat16)
+    source, stored = pretrained.open(folder), safetensors.numpy.load_file(folder / "model.safetensors")
+    query = stored["model.layers.1.self_attn.q_proj.weight"].T.reshape(32, 4, 8)
+    table = stored["model.embed_tokens.weight"]
+    seen = []
+    for loop, mesh in [
+        (Loop.SCAN, parallel.make_mesh(tensor=4)),
+        (Loop.UNROLLED, parallel.make_mesh(data=2, fsdp=2, tensor=2)),
+    ]:
+        params = pretrained.load(source, mesh=mesh, loop=loop, done=seen.append)
+        definition = nn.define(source.model, mesh=mesh)
+        assert params["embedding"]["table"].sharding == definition.abstract["embedding"]["table"].sharding
+        layer = params["layers"]["attention"] if loop is Loop.SCAN else params["layers"][1]["attention"]
+        found = np.asarray(layer["query"])[1] if loop is Loop.SCAN else np.asarray(layer["query"])
+        assert found.dtype == ml_dtypes.bfloat16 and np.array_equal(found, query)
+        padded = np.asarray(params["embedding"]["table"])
+        assert padded.shape[0] == nn.padded_vocabulary(129, ranks=mesh.shape["tensor"])
+        assert np.array_equal(padded[:129], table) and not padded[129:].any()
+    assert sorted(map(str, seen)) == sorted(2 * [str(key) for key in source.arrays])
+    wide = pretrained.load(source, mesh=parallel.make_mesh(), dtype=np.dtype(np.float32))
+    assert wide["head"]["table"].dtype == np.float32
+    assert np.array_equal(np.asarray(wide["layers"]["attention"]["query"])[1], query.astype(np.float32))
+
+
+def read(tmp_path, name="llama-3.1", **changes):
+    """The ModelConfig of a folder whose config.json has these changes; the weights fit it."""
+    return pretrained.open(models.write(tmp_path / "model", name, **changes)).model
+
+
+def test_both_spellings_of_rope_say_the_same(tmp_path):
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=16)
+    old = {"rope_theta": 5e5, "rope_scaling": models.LLAMA3}
+    older = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **models.LLAMA3, "rope_type": None}}
+    new = {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": {**models.LLAMA3, "rope_theta": 5e5}}
+    between = {"rope_theta": 5e5, "rope_scaling": ..., "rope_parameters": models.LLAMA3}
+    both = {"rope_theta": 5e5, "rope_scaling": models.LLAMA3, "rope_parameters": {"rope_type": "default"}}
+    for number, spelling in enumerate([old, older, new, between, both]):
+        model = read(tmp_path / str(number), **spelling)
+        assert (model.rope_theta, model.rope_scaling) == (500_000.0, scaling), spelling
+
+
+def test_absent_fields_mean_what_transformers_takes_them_for(tmp_path):
+    model = read(tmp_path / "llama", "llama-2", num_key_value_heads=..., rope_theta=..., tie_word_embeddings=...)
+    assert (model.num_kv_heads, model.head_dim, model.rope_theta, model.tie_embeddings) == (4, 8, 10_000.0, False)
+    for name, field, meant in [("qwen3", "head_dim", 128), ("mistral", "num_key_value_heads", 8)]:
+        told = models.config(name, num_attention_heads=8)
+        folder = models.write(tmp_path / name, name, num_attention_heads=8, **{field: meant})
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in told.items() if k != field}))
+        ours = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}[field]
+        assert getattr(pretrained.open(folder).model, ours) == meant
+
+
+def test_dtypes_and_biases(tmp_path):
+    assert read(tmp_path / "a", torch_dtype="float16").dtype is Dtype.BFLOAT16
+    assert read(tmp_path / "b", torch_dtype="bfloat16").residual_dtype is Dtype.BFLOAT16
+    assert read(tmp_path / "c", attention_bias=True).biases is Biases.ATTENTION
+    assert read(tmp_path / "d", attention_bias=True, mlp_bias=True).biases is Biases.ALL
+    assert read(tmp_path / "e", "qwen2").biases is Biases.QKV
+
+
+REFUSED = {
+    "sliding_window=4096": ("mistral", {"sliding_window": 4096}),
+    "sliding_window=4096 ": ("mistral", {"sliding_window": ...}),  # what transformers takes it for
+    "use_sliding_window=True": ("qwen2", {"use_sliding_window": True}),
+    "layer_types": ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "num_local_experts=8": ("llama-3.1", {"num_local_experts": 8}),
+    "quantization_config": ("llama-3.1", {"quantization_config": {"quant_method": "gptq"}}),
+    "hidden_act='gelu'": ("llama-3.1", {"hidden_act": "gelu"}),
+    "rope_type='yarn'": ("llama-3.1", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    "rope_type='linear'": ("llama-3.1", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "low_freq_factor": ("llama-3.1", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}),
+    "rope_parameters differs": ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+    "rope_scaling must be an object": ("llama-3.1", {"rope_scaling": 8.0}),
+    "partial_rotary_factor": ("llama-3.1", {"partial_rotary_factor": 0.5}),
+    "mlp_bias": ("llama-2", {"mlp_bias": True}),
+    "auto_map": ("llama-2", {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}),
+    "did you mean 'mistral'?": ("mistral", {"model_type": "mixtral"}),
+    "model_type": ("llama-2", {"model_type": ...}),
+    "hidden_size": ("llama-2", {"hidden_size": ...}),
+    "num_hidden_layers must be an integer": ("llama-2", {"num_hidden_layers": "2"}),
+    "rms_norm_eps must be a number": ("llama-2", {"rms_norm_eps": True}),
+    "norm_eps must be positive": ("llama-2", {"rms_norm_eps": 0.0}),
+    "head_dim must be even": ("llama-2", {"head_dim": 7}),
+    "torch_dtype": ("llama-2", {"torch_dtype": "float8_e4m3fn"}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_represented_is_refused_by_its_name(message, tmp_path):
+    name, changes = REFUSED[message]
+    folder = models.write(tmp_path / "model", name)
+    (folder / "config.json").write_text(json.dumps(models.config(name, **changes)))
+    with pytest.raises(UserError) as refusal:
+        pretrained.open(folder)
+    assert message.strip() in str(refusal.value) and "\n" not in str(refusal.value)

@@ -1,0 +1,137 @@
+"""Hugging Face models out: bit for bit what came in, the same logits for our topologies, whole or not at all."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from ladder_jax import nn, parallel, pretrained
+from ladder_jax.checkpoint import Store
+from ladder_jax.config import ModelConfig, RunConfig, TrainConfig
+from ladder_jax.errors import UserError
+from tests.pretrained import ladders, models
+from tests.pretrained.test_in import logits, recorded
+
+
+def bits(folder: pathlib.Path) -> dict[str, tuple]:
+    """Dtype, shape and bytes of every tensor, by the safetensors library."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= safetensors.numpy.load_file(file)
+    return {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()}
+
+
+@pytest.mark.parametrize("name", models.CONFIGS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=lambda dtype: np.dtype(dtype).name)
+def test_standard_models_come_back_bit_for_bit(name, dtype, tmp_path):
+    told = {"torch_dtype": ..., "dtype": np.dtype(dtype).name}
+    folder = models.write(tmp_path / "in", name, values=dtype, **told)
+    (folder / "tokenizer.json").write_text('{"any": "thing"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    source = pretrained.open(folder)
+    pretrained.write_huggingface(source, tmp_path / "out", shard_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("model-0000?-of-*.safetensors"))) > 1
+    assert bits(tmp_path / "out") == bits(folder)
+    again = pretrained.open(tmp_path / "out")
+    assert (again.model, again.context) == (source.model, 256)
+    assert again.generation == source.generation == {"bos_token_id": 1, "eos_token_id": [2, 5]}
+    assert again.files == source.files and set(source.files) == {"tokenizer.json", "chat_template.jinja"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    plain = {"mistral": "llama"}.get(models.CONFIGS[name]["model_type"], models.CONFIGS[name]["model_type"])
+    assert (config["model_type"], config["dtype"]) == (plain, np.dtype(dtype).name)
+    assert "auto_map" not in config and not (tmp_path / "out" / "modeling_ladder.py").exists()
+
+
+@pytest.mark.parametrize("name", ladders.TOPOLOGIES)
+def test_topologies_are_named_and_come_back(name, tmp_path):
+    made = ladders.make(tmp_path / "made", name)
+    pretrained.write_huggingface(made, tmp_path / "out")
+    again = pretrained.open(tmp_path / "out")
+    # Layers are written as a list, whatever they were chosen by.
+    same = lambda model: nn.define(model, mesh=parallel.make_mesh()).topology
+    assert same(again.model) == same(made.model)
+    assert dataclasses.replace(again.model, ladder_layers=None) == dataclasses.replace(made.model, ladder_layers=None)
+    assert (tmp_path / "out" / "modeling_ladder.py").is_file()
+    for key, stored in made.arrays.items():
+        assert np.array_equal(again.arrays[key].read(), stored.read())
+
+
+@pytest.mark.parametrize("name", ["ladder", "hybrid-delay-2", "hybrid-parallel-ladder"])
+def test_the_pytorch_program_computes_what_we_do(name, tmp_path):
+    """Recorded; `make test-hf` has it live, and every topology."""
+    made = ladders.make(tmp_path / "made", name)
+    assert models.error(logits(made, tensor=4)[:, 2::3], recorded()[name]) <= 1e-4
+
+
+def test_a_checkpoint_is_exported_without_its_padding(tmp_path):
+    model = ModelConfig(num_layers=2, d_model=32, d_ff=48, num_heads=4, vocab_size=130, residual="ladder")
+    config = RunConfig(model=model, train=TrainConfig(sequence=64))
+    definition = nn.define(model, mesh=parallel.make_mesh(tensor=4))
+    params = nn.initialize(definition, seed=3)
+    assert params["embedding"]["table"].shape[0] == 512
+    store = Store(tmp_path / "run" / "checkpoints", config=config)
+    store.save(1, params=params, optimizer={"count": np.zeros(2)})
+    store.wait()
+    pretrained.write_huggingface(pretrained.open(tmp_path / "run"), tmp_path / "out", dtype=ml_dtypes.bfloat16)
+    again = pretrained.open(tmp_path / "out")
+    loaded = pretrained.load(again, mesh=parallel.make_mesh(tensor=4))
+    rounded = jax.tree.map(lambda a: np.asarray(a).astype(ml_dtypes.bfloat16), params)
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), b), loaded, rounded))
+    assert bits(tmp_path / "out")["lm_head.weight"][1] == (130, 32)
+    assert (again.context, again.model.residual) == (64, "ladder")
+    damaged = next((tmp_path / "run/checkpoints/1/params/d").iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(UserError, match="damaged"):
+        pretrained.open(tmp_path / "run")
+
+
+@pytest.mark.parametrize("residual", ["ladder-fresh", "desync-2", "no-communication"])
+def test_functions_of_the_ranks_are_refused(residual, tmp_path):
+    source = pretrained.open(models.write(tmp_path / "model", "llama-2"))
+    source = dataclasses.replace(source, model=dataclasses.replace(source.model, residual=residual))
+    with pytest.raises(UserError, match=residual):
+        pretrained.write_huggingface(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_lies_there_is_not_touched(tmp_path):
+    source = pretrained.open(models.write(tmp_path / "model", "llama-2"))
+    before = {path: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    (tmp_path / "file").write_text("mine")
+    for taken in ("model", "file"):
+        with pytest.raises(UserError, match="is there already"):
+            pretrained.write_huggingface(source, tmp_path / taken)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    (tmp_path / "empty").mkdir()
+    pretrained.write_huggingface(source, tmp_path / "empty")
+    pretrained.open(tmp_path / "empty")
+
+
+def test_a_failed_or_killed_export_leaves_no_model(tmp_path):
+    source = pretrained.open(models.write(tmp_path / "model", "llama-2"))
+
+    def fail(key):
+        if key.layer == 1:
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        pretrained.write_huggingface(source, tmp_path / "out", done=fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    program = """if True:
+        import os, pathlib, signal
+        from ladder_jax import pretrained
+        die = lambda key: key.layer == 1 and os.kill(os.getpid(), signal.SIGKILL)
+        pretrained.write_huggingface(pretrained.open("model"), pathlib.Path("out"), done=die)"""
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
