@@ -100,7 +100,9 @@ def _biases(file: File) -> Biases:
     found = {name.split(".")[2] for name in file.tensors if name.startswith("blk.") and name.endswith(".bias")}
     if not found:
         return Biases.NONE
-    return Biases.QKV if found <= {"attn_q", "attn_k", "attn_v"} else Biases.ALL
+    if found <= {"attn_q", "attn_k", "attn_v"}:
+        return Biases.QKV
+    return Biases.ATTENTION if all(name.startswith("attn_") for name in found) else Biases.ALL
 
 
 def _dtype(file: File) -> Dtype:

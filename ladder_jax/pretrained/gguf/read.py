@@ -20,7 +20,10 @@ def read(path: pathlib.Path) -> Source:
     file = open_file(path)
     if file.fields.get("split.count", 1) > 1:
         raise UserError(f"{str(path)!r} is one of several parts: join them first (llama-gguf-split --merge)")
-    model = model_of(file)
+    try:
+        model = model_of(file)
+    except UserError as error:  # the configuration's own words do not name the file
+        raise (error if str(path) in str(error) else UserError(f"{str(path)!r}: {error}")) from None
     context = file.fields.get(f"{file.fields['general.architecture']}.context_length")
     return check(
         Source(
