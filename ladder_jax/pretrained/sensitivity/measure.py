@@ -28,7 +28,7 @@ class Probe:
     """
 
     def __init__(self, definition: nn.Definition, params: nn.Params, rows: np.ndarray, *, measured: Callable[[], None]):
-        self.num_layers = definition.config.num_layers
+        self._definition, self.num_layers = definition, definition.config.num_layers
         self._delays = np.array(delays_of(definition.config), np.int32)
         self._programs, self._params, self._measured = programs(definition), params, measured
         place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
