@@ -87,10 +87,11 @@ def test_prefixes_are_shared_and_the_choices_are_the_best(source):
 
 def test_the_better_choice_is_taken():
     common = dict(residual="ladder", ranks=None, tokens=9, sequence=9, loss=1.0, alone=(2.0, 1.5, 1.1))
-    result = Result(**common, last=Subset((2,), 0.1), ranked=Subset((2, 1), 1.4), greedy=Subset((2, 0), 1.3))
+    result = Result(**common, last=Subset((1, 2), 1.5), ranked=Subset((2, 1), 1.4), greedy=Subset((2, 0), 1.3))
     assert (result.chosen, result.ladder_layers) == ("greedy", "0,2,")
     assert dataclasses.replace(result, greedy=Subset((2, 0), 1.4)).chosen == "ranked"
     assert dataclasses.replace(result, greedy=None).ladder_layers == "1,2,"
+    assert dataclasses.replace(result, last=Subset((1, 2), 1.2)).chosen == "last"  # the layers interact
 
 
 def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys):
@@ -137,7 +138,7 @@ def test_texts_that_do_not_do(source, tmp_path):
     file.write_text("ab" * 3000)
     assert rows(tokens=5000).shape == (4, 1025)
     assert (rows(tokens=2048)[1, 0], rows(tokens=2048)[0, -1]) == (97, 97)  # they share one token
-    with pytest.raises(UserError, match="has 6000 tokens; measuring needs at least 1025|gives the token 97"):
+    with pytest.raises(UserError, match="gives the token 98; the model knows 90"):
         rows(tokens=64, vocab_size=90)
     file.write_text("abc")
     with pytest.raises(UserError, match=r"has 3 tokens; measuring needs at least 65 \(--calibration-tokens N"):
