@@ -4,6 +4,7 @@ A format's reader makes a Source; loading onto a mesh, exporting and converting 
 """
 
 import dataclasses
+import json
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -86,7 +87,10 @@ def wanted(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
 
 
 def check(source: Source) -> Source:
-    """`source`, if it has every array of its model in the right shape and no other. Raises UserError."""
+    """`source`, if it has every array of its model in the right shape and no other, and a tokenizer that fits.
+
+    Raises UserError.
+    """
     shapes = wanted(source.model)
     for key in source.arrays.keys() - shapes.keys():
         raise UserError(f"{source.path!r} holds {key}, for which its configuration has no place")
@@ -95,7 +99,25 @@ def check(source: Source) -> Source:
             raise UserError(f"{source.path!r} lacks {key}")
         if tuple(source.arrays[key].shape) != shape:
             raise UserError(f"{source.path!r}: {key} is {tuple(source.arrays[key].shape)}, not {shape}")
+    tokens = _tokens(source)
+    if tokens > source.model.vocab_size:
+        raise UserError(
+            f"{source.path!r}: its tokenizer.json numbers {tokens} tokens, but the model has {source.model.vocab_size}"
+        )
     return source
+
+
+def _tokens(source: Source) -> int:
+    """One more than the last token of its tokenizer.json; 0 where there is none."""
+    if "tokenizer.json" not in source.files:
+        return 0
+    try:
+        told = json.loads(source.files["tokenizer.json"])
+        vocabulary = told["model"]["vocab"]  # numbers by name, or a list
+        numbers = vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))
+        return 1 + max([*numbers, *(token["id"] for token in told.get("added_tokens") or ())], default=-1)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{source.path!r}: tokenizer.json is not a tokenizer: {error!r}") from None
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

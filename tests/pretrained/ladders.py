@@ -21,11 +21,11 @@ TOPOLOGIES = {
 LAYERS = 4
 
 
-def make(folder: pathlib.Path, name: str) -> source.Source:
+def make(folder: pathlib.Path, name: str, **more) -> source.Source:
     """Four layers: enough for delays to reach over several."""
     family, changes = TOPOLOGIES[name]
     types = {"layer_types": ["full_attention"] * LAYERS} if family == "qwen3" else {}
-    standard = pretrained.open(models.write(folder, family, num_hidden_layers=LAYERS, **types))
+    standard = pretrained.open(models.write(folder, family, num_hidden_layers=LAYERS, **types, **more))
     model = dataclasses.replace(standard.model, **changes)
     wanted = source.wanted(model)
     arrays = {key: stored for key, stored in standard.arrays.items() if key in wanted}

@@ -91,6 +91,24 @@ def test_a_tied_head_may_stand_twice_but_not_differ(tmp_path):
     assert "tie_word_embeddings" in refused(other)
 
 
+def test_tokenizers_that_do_not_fit(tmp_path):
+    folder = models.write(tmp_path / "model", "llama-2")
+    vocabulary = {"type": "BPE", "vocab": {"a": 0, "b": 128}}
+    for told, message in [
+        ({"model": {**vocabulary, "vocab": {"a": 129}}}, "numbers 130 tokens, but the model has 129"),
+        ({"model": {"vocab": [["a", -1.0]] * 131}}, "131 tokens"),
+        ({"model": vocabulary, "added_tokens": [{"id": 200, "content": "<pad>"}]}, "201 tokens"),
+        ({"model": {}}, "not a tokenizer"),
+        ([], "not a tokenizer"),
+    ]:
+        (folder / "tokenizer.json").write_text(json.dumps(told))
+        assert message in refused(folder)
+    (folder / "tokenizer.json").write_text(json.dumps({"model": vocabulary})[:-3])
+    assert "not a tokenizer" in refused(folder)
+    (folder / "tokenizer.json").write_text(json.dumps({"model": vocabulary, "added_tokens": []}))
+    pretrained.open(folder)
+
+
 def test_old_files_hold_rotary_frequencies_too(tmp_path):
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
     pretrained.open(models.write(tmp_path / "model", "llama-2", more=frequencies))

@@ -1,6 +1,7 @@
 """Hugging Face models out: bit for bit what came in, the same logits for our topologies, whole or not at all."""
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ import safetensors.numpy
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.checkpoint import Store
 from ladder_jax.config import ModelConfig, RunConfig, TrainConfig
-from ladder_jax.errors import UserError
+from ladder_jax.errors import RunFailed, UserError
 from tests.pretrained import ladders, models
 from tests.pretrained.test_in import logits, recorded
 
@@ -35,7 +36,7 @@ def bits(folder: pathlib.Path) -> dict[str, tuple]:
 def test_standard_models_come_back_bit_for_bit(name, dtype, tmp_path):
     told = {"torch_dtype": ..., "dtype": np.dtype(dtype).name}
     folder = models.write(tmp_path / "in", name, values=dtype, **told)
-    (folder / "tokenizer.json").write_text('{"any": "thing"}')
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 128}}}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     source = pretrained.open(folder)
     pretrained.write_huggingface(source, tmp_path / "out", shard_bytes=20_000)
@@ -121,11 +122,14 @@ def test_a_failed_or_killed_export_leaves_no_model(tmp_path):
 
     def fail(key):
         if key.layer == 1:
-            raise OSError("the disk is full")
+            raise OSError(errno.ENOSPC, "the disk is full")
 
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(RunFailed, match="the disk is full"):
         pretrained.write_huggingface(source, tmp_path / "out", done=fail)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(RunFailed, match="could not be written"):
+        pretrained.write_huggingface(source, tmp_path / "file" / "out")
     program = """if True:
         import os, pathlib, signal
         from ladder_jax import pretrained

@@ -32,7 +32,9 @@ def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: d
     topology, and is computed by modeling_ladder.py. Raises UserError for what is a function of the number of ranks.
     """
     model_type, more = _kind(model)
-    rope = _rope(model)
+    rope, older = _rope(model), {}
+    if model_type != LADDER:  # for transformers 4, and what else reads its spelling
+        older = {"rope_theta": model.rope_theta, "rope_scaling": rope if model.rope_scaling else None}
     return {
         "architectures": [FAMILIES[model_type].architecture],
         "model_type": model_type,
@@ -48,10 +50,8 @@ def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: d
         "max_position_embeddings": context,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
-        # transformers 4, and what else reads this file; transformers 5.
-        "rope_theta": model.rope_theta,
-        "rope_scaling": rope if model.rope_scaling else None,
         "rope_parameters": {"rope_theta": model.rope_theta, **rope},
+        **older,
         "torch_dtype": str(dtype),
         "dtype": str(dtype),
         **{name: generation.get(name) for name in TOKENS},

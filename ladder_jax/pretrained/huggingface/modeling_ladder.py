@@ -42,7 +42,6 @@ class LadderConfig(PreTrainedConfig):
         hidden_act="silu",
         max_position_embeddings=2048,
         rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
         rope_parameters=None,
         tie_word_embeddings=False,
         initializer_range=0.02,
@@ -63,15 +62,13 @@ class LadderConfig(PreTrainedConfig):
         self.hidden_act = hidden_act
         self.max_position_embeddings = max_position_embeddings
         self.rms_norm_eps = rms_norm_eps
-        self.rope_theta = rope_theta
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": rope_theta}
+        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0}
         self.initializer_range = initializer_range
         self.use_cache = use_cache
         self.residual = residual
         self.ladder_layers = ladder_layers
         self.biases = biases
         self.qk_norm = qk_norm
-        kwargs.pop("rope_scaling", None)  # rope_parameters says the same
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
 

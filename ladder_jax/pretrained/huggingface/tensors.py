@@ -14,7 +14,6 @@ import numpy as np
 from ladder_jax.errors import UserError
 
 DTYPES = {
-    "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),

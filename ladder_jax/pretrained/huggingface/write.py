@@ -1,6 +1,7 @@
 """A Source as a folder that Hugging Face's libraries read: whole, or not there."""
 
 import functools
+import json
 import os
 import pathlib
 import shutil
@@ -18,6 +19,7 @@ from ladder_jax.pretrained.source import Key, Source
 
 SHARD_BYTES = 5 * 10**9
 """Transformers' own limit, about: what is larger is several files and an index."""
+_TOKENIZER = "tokenizer_config.json"
 DEFAULT_CONTEXT = 2048  # tokens, where the source does not say
 
 
@@ -33,19 +35,27 @@ def write(
 
     Written beside it, compared, and renamed when it is whole; the host holds one array at a time.
     dtype: of all values; None keeps each as it is stored. done: told of each array once it is written.
-    Raises UserError where something lies there, or the format cannot express the model: nothing is written then.
+    Raises UserError where something lies there, or the format cannot express the model: nothing is written then; and
+    RunFailed where it could not be written: what there was of it is removed.
     """
     destination = destination.expanduser().absolute()
     _check_free(destination)
     pending = _pending(source.check(given), None if dtype is None else np.dtype(dtype))
     tensors.check_dtypes({tensor.dtype for tensor in pending.values()})
-    files = _files(given, pending)
+    files, keys = _files(given, pending), {names.theirs(key): key for key in given.arrays}
+    try:
+        _write(destination, pending, files, shard_bytes, lambda name: done(keys[name]))
+    except OSError as error:
+        raise RunFailed(f"{str(destination)!r} could not be written: {error.strerror or error}") from error
+
+
+def _write(destination: pathlib.Path, pending, files: Mapping[str, bytes], limit: int, done) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = pathlib.Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".partial-{destination.name}-"))
     try:
         for name, content in files.items():
             (partial / name).write_bytes(content)
-        _write_tensors(partial, pending, shard_bytes, {names.theirs(key): key for key in given.arrays}, done)
+        _write_tensors(partial, pending, limit, done)
         _compare(partial, pending)
         os.chmod(partial, 0o755)
         os.rename(partial, destination)
@@ -89,17 +99,28 @@ def _files(given: Source, pending: Mapping[str, Pending]) -> dict[str, bytes]:
         files[read.GENERATION] = config_out.to_json(dict(given.generation))
     if config_out.needs_program(config):
         files[config_out.MODELING] = (pathlib.Path(__file__).parent / config_out.MODELING).read_bytes()
+        if "tokenizer.json" in files:
+            files[_TOKENIZER] = _with_class(given.path, files.get(_TOKENIZER, b"{}"))
     return files
 
 
-def _write_tensors(folder: pathlib.Path, pending, limit: int, keys: Mapping[str, Key], done) -> None:
+def _with_class(where: str, content: bytes) -> bytes:
+    """tokenizer_config.json, naming its class: of a model_type of ours AutoTokenizer knows none."""
+    try:
+        told = json.loads(content)
+    except ValueError as error:
+        raise UserError(f"{where!r}: {_TOKENIZER} is not JSON: {error}") from None
+    return config_out.to_json({"tokenizer_class": "PreTrainedTokenizerFast", **told})
+
+
+def _write_tensors(folder: pathlib.Path, pending, limit: int, done) -> None:
     parts = list(tensors.shards(pending, limit=limit))
     placed = {}
     for index, part in enumerate(parts, start=1):
         file = read.WEIGHTS if len(parts) == 1 else f"model-{index:05}-of-{len(parts):05}.safetensors"
         for name in tensors.write(folder / file, part):
             placed[name] = file
-            done(keys[name])
+            done(name)
     if len(parts) > 1:
         total = {"total_size": sum(tensor.nbytes for tensor in pending.values())}
         (folder / read.INDEX).write_bytes(config_out.to_json({"metadata": total, "weight_map": placed}))

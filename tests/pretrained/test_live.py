@@ -1,0 +1,166 @@
+"""Against PyTorch and transformers as they are installed: `make test-hf`."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from ladder_jax import nn, parallel, pretrained
+from ladder_jax.config import DecodeConfig
+from ladder_jax.decode.generate import Generator
+from tests import tokenizers
+from tests.pretrained import ladders, models, record
+from tests.pretrained.test_in import logits, recorded
+from tests.pretrained.test_out import bits
+
+# Their own warnings, of deprecations between them, are not ours to fail for.
+pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
+BOUND = 1e-4  # of the logits' scale
+
+
+def opened(folder):
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_imported_models_compute_the_same(name, tmp_path):
+    folder = models.write(tmp_path / "model", name)
+    live = record.logits(folder)
+    assert models.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
+    for tensor in (1, 4):
+        assert models.error(logits(pretrained.open(folder), tensor=tensor), live) <= BOUND
+
+
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_exported_standard_models_are_plain_and_compute_exactly_the_same(name, tmp_path):
+    folder = models.write(tmp_path / "model", name)
+    pretrained.write_huggingface(pretrained.open(folder), tmp_path / "out", shard_bytes=30_000)
+    model = opened(tmp_path / "out")
+    assert type(model).__module__.startswith("transformers.models.")
+    assert model.generation_config.eos_token_id == [2, 5]
+    assert np.array_equal(record.logits(tmp_path / "out"), record.logits(folder))
+
+
+@pytest.fixture(scope="module", params=ladders.TOPOLOGIES)
+def exported(request, tmp_path_factory):
+    """(name, our Source, the folder that was written of it, the PyTorch model in it)"""
+    folder = tmp_path_factory.mktemp("exported")
+    made = ladders.make(folder / "made", request.param)
+    pretrained.write_huggingface(made, folder / "out")
+    return request.param, made, folder / "out", opened(folder / "out")
+
+
+def run(model, tokens, **more):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.as_tensor(tokens, dtype=torch.long), **more)
+
+
+def test_prefill_decode_and_left_padding(exported):
+    import torch
+
+    name, made, _, model = exported
+    ours, tokens = logits(made), models.tokens()
+    assert models.error(ours[:, 2::3], recorded()[name]) <= BOUND
+    assert models.error(run(model, tokens).logits, ours) <= BOUND
+
+    step, seen = run(model, tokens[:, :9]), []
+    for at in range(9, tokens.shape[1]):
+        seen.append(step.logits[:, -1])
+        step = run(model, tokens[:, at : at + 1], past_key_values=step.past_key_values)
+    assert models.error(torch.stack(seen, 1), ours[:, 8:-1]) <= BOUND
+
+    # Two rows of different lengths: the second ends where the first does, and begins with padding.
+    long, short = tokens[0], tokens[1, :15]
+    batch, mask = np.stack([long, np.concatenate([np.zeros(9), short])]), np.ones((2, 24))
+    mask[1, :9] = 0
+    padded = run(model, batch, attention_mask=torch.as_tensor(mask)).logits
+    assert torch.isfinite(padded).all()
+    assert models.error(padded[0], ours[0]) <= BOUND and models.error(padded[1, 9:], ours[1, :15]) <= BOUND
+
+
+def test_generate(exported):
+    """With and without a cache, in a padded batch, and by beams: the greedy tokens that the logits say."""
+    import torch
+
+    name, made, _, model = exported
+    prompt = torch.as_tensor(models.tokens()[:1, :10], dtype=torch.long)
+    settings = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    found = model.generate(prompt, **settings)[0, 10:]
+    assert torch.equal(model.generate(prompt, use_cache=False, **settings)[0, 10:], found)
+    rows = torch.cat([torch.cat([torch.zeros(1, 4), prompt], 1), torch.as_tensor(models.tokens()[1:, :14])]).long()
+    mask = (torch.arange(14)[None] >= torch.tensor([[4], [0]])).long()
+    assert torch.equal(model.generate(rows, attention_mask=mask, **settings)[0, 14:], found)
+    assert model.generate(prompt, num_beams=3, **settings).shape == (1, 22)
+    if name in ("ladder", "hybrid-delay-2"):  # the others' decoding is as their prefill, which was compared
+        mesh = parallel.make_mesh()
+        generator = Generator.of(nn.define(made.model, mesh=mesh), pretrained.load(made, mesh=mesh))
+        ours = generator.tokens([prompt[0].tolist()], config=DecodeConfig(max_new_tokens=12))
+        assert ours[0].tolist() == found.tolist()
+
+
+def test_fine_tuned_and_back(exported, tmp_path):
+    """A step of SGD in PyTorch, save_pretrained, and in again."""
+    import torch
+
+    _, made, folder, _ = exported
+    model, tokens = opened(folder).train(), torch.as_tensor(models.tokens(), dtype=torch.long)
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.01 * parameter.grad
+        assert model(tokens, labels=tokens).loss < loss
+    model.save_pretrained(tmp_path / "tuned")
+    again = pretrained.open(tmp_path / "tuned")
+    assert (
+        nn.define(again.model, mesh=parallel.make_mesh()).topology
+        == nn.define(made.model, mesh=parallel.make_mesh()).topology
+    )
+    ours = {
+        name: np.frombuffer(raw, dtype).reshape(shape) for name, (dtype, shape, raw) in bits(tmp_path / "tuned").items()
+    }
+    theirs = model.state_dict()
+    assert all(np.array_equal(values, theirs[name].numpy()) for name, values in ours.items())
+    assert len(again.arrays) == len(made.arrays)
+
+
+def test_bfloat16_tokenizer_and_consent(tmp_path):
+    import ml_dtypes
+    import torch
+    import transformers
+
+    made = ladders.make(tmp_path / "made", "ladder", vocab_size=320)
+    tokenizers.folder(tmp_path / "tokenizer")
+    described = tmp_path / "tokenizer" / "tokenizer_config.json"
+    told = json.loads(described.read_text())
+    plain = {name: value["content"] if isinstance(value, dict) else value for name, value in told.items()}
+    described.write_text(json.dumps(plain))  # this transformers reads tokens as objects in its own form only
+    files = {file.name: file.read_bytes() for file in (tmp_path / "tokenizer").iterdir()}
+    made = type(made)(**{**vars(made), "files": files})
+    pretrained.write_huggingface(made, tmp_path / "out", dtype=ml_dtypes.bfloat16)
+    assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert model.dtype == torch.bfloat16 and model.generation_config.eos_token_id == [2, 5]
+    with torch.no_grad():
+        rounded = model(torch.as_tensor(models.tokens(), dtype=torch.long)).logits.float().numpy()
+    assert models.error(rounded, record.logits(tmp_path / "out")) < 0.1
+    here = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    there = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)  # runs no program
+    text = "the cat sat on the mat"
+    assert there(text)["input_ids"] == here(text)["input_ids"]
+    messages = [{"role": "user", "content": text}]
+    assert there.apply_chat_template(messages, tokenize=False) == here.apply_chat_template(messages, tokenize=False)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False)
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**told, "residual": "ladder-fresh"}))
+    with pytest.raises(ValueError, match="unknown residual 'ladder-fresh'"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
