@@ -101,17 +101,16 @@ def main() -> None:
     source = random_source(model)
     sizes = [2 * int(np.prod(stored.shape)) for stored in source.arrays.values()]
     bound = 1.5 * max(sizes) + GIB
-    rows = []
+    told = {"preset": args.preset, "parameters": sum(sizes) // 2, "largest_tensor_bytes": max(sizes)}
+    told |= {"bound_bytes": int(bound), "rows": []}
     for form in args.forms.split(","):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             file = pathlib.Path(folder, "model.gguf" if form == "gguf" else "model")
             write_gguf(source, file) if form == "gguf" else pretrained.write_huggingface(source, file)
-            rows.append({"form": form, **converted(file, pathlib.Path(folder, "out"))})
-            print(rows[-1], flush=True)
-    result = {"preset": args.preset, "parameters": sum(sizes) // 2, "largest_tensor_bytes": max(sizes)}
-    result |= {"bound_bytes": int(bound), "rows": rows}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    if worst := [row for row in rows if row["peak_bytes"] > bound]:
+            told["rows"].append({"form": form, **converted(file, pathlib.Path(folder, "out"))})
+        print(told["rows"][-1], flush=True)
+        args.out.write_text(json.dumps(told, indent=1) + "\n")
+    if worst := [row for row in told["rows"] if row["peak_bytes"] > bound]:
         raise SystemExit(f"above the bound of {bound / GIB:.2f} GiB: {worst}")
 
 
