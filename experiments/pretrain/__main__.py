@@ -2,8 +2,7 @@
 
     python -m experiments.pretrain data.path=wiki.valid.raw [path.to.field=value ...]
 
-One device. What is killed goes on where it stood: finished runs are kept, an unfinished one resumes from its checkpoint.
-Then results.json, the README's tables and the figure are made; --tables makes them anew from results.json alone.
+On one device. What was killed goes on where it stood: finished runs are kept, an unfinished one resumes. results.json, the README's tables and the figures are made; --tables makes those anew from results.json alone.
 """
 
 import argparse
@@ -19,7 +18,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", metavar="path.to.field=value", help="settings that replace study.yaml's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="path.to.field=value", help="settings that replace study.yaml's"
+    )
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/pretrain"), metavar="DIR")
     parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of results.json and the rest")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
@@ -53,7 +54,8 @@ def study(args: argparse.Namespace) -> None:
     for number, run in enumerate(runs, start=1):
         print(f"[{number}/{len(runs)}] {run.group}: {run.name}", flush=True)
         measured.train_once(run)
-    measured.report(runs, file=args.out / "results.json", command=sys.argv[1:])
+    args.out.mkdir(parents=True, exist_ok=True)
+    measured.report(runs, file=args.out / "results.json")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ def measure(run: pathlib.Path) -> None:
     gradient = jax.jit(loss_and_gradients(definition, loop=config.train.loop))
     saved = run / "checkpoints"
     found = {0: nn.initialize(definition, seed=config.train.seed)}
-    found |= {step: checkpoint.open_checkpoint(saved / str(step)).params(definition) for step in checkpoint.steps(saved)}
+    found |= {
+        step: checkpoint.open_checkpoint(saved / str(step)).params(definition) for step in checkpoint.steps(saved)
+    }
     norms = {}
     for step, params in found.items():
         loss, grads = gradient(params, jax.device_put(tokens, definition.layout.sharding("BT")))

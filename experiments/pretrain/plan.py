@@ -51,7 +51,9 @@ def runs(*, folder: pathlib.Path, overrides: list[str], seeds: int, ablation_see
                 changed.append(f"train.keep_every={base.train.checkpoint_every}")
         place = folder / group / f"{residual}-of-{layers}-{norm}" / f"seed-{seed}"
         changed.append(f"run.dir={place}")
-        return Run(group, residual, layers, norm, seed, load(str(HERE / "study.yaml"), overrides=[*overrides, *changed]))
+        return Run(
+            group, residual, layers, norm, seed, load(str(HERE / "study.yaml"), overrides=[*overrides, *changed])
+        )
 
     found = [run("main", residual, seed) for seed in range(seeds) for residual in TOPOLOGIES]
     for seed in range(ablation_seeds):
