@@ -2,7 +2,8 @@
 
     python -m experiments.pretrain data.path=wiki.valid.raw [path.to.field=value ...]
 
-On one device. What was killed goes on where it stood: finished runs are kept, an unfinished one resumes. results.json, the README's tables and the figures are made; --tables makes those anew from results.json alone.
+On one device. What was killed goes on where it stood: finished runs are kept, an unfinished one resumes. At the end
+come results.json, the README's tables and the figures; --tables makes those two anew from results.json alone.
 """
 
 import argparse
