@@ -24,6 +24,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/pretrain"), metavar="DIR")
     parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of results.json and the rest")
+    parser.add_argument("--topologies", default=",".join(plan.TOPOLOGIES), metavar="NAME[,NAME]")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
     parser.add_argument("--ablation-seeds", type=int, default=2, metavar="N", help="of depths and norms; 0 for none")
     parser.add_argument("--tables", action="store_true", help="no runs: tables and figure from results.json")
@@ -50,8 +51,8 @@ def study(args: argparse.Namespace) -> None:
     cli.prepare_devices(None)
     from experiments.pretrain import measured
 
-    seeds = dict(seeds=args.seeds, ablation_seeds=args.ablation_seeds)
-    runs = plan.runs(folder=args.runs, overrides=args.overrides, **seeds)
+    asked = dict(seeds=args.seeds, ablation_seeds=args.ablation_seeds, topologies=args.topologies.split(","))
+    runs = plan.runs(folder=args.runs, overrides=args.overrides, **asked)
     for number, run in enumerate(runs, start=1):
         print(f"[{number}/{len(runs)}] {run.group}: {run.name}", flush=True)
         measured.train_once(run)

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 import pathlib
+from collections.abc import Sequence
 
 from experiments.pretrain import predicted
 from ladder_jax.config import RunConfig, load, preset
+from ladder_jax.errors import unknown
 from ladder_jax.predict import machine
 
 HERE = pathlib.Path(__file__).parent
@@ -36,8 +38,22 @@ class Run:
         return self.group == "main" and self.residual in WATCHED
 
 
-def runs(*, folder: pathlib.Path, overrides: list[str], seeds: int, ablation_seeds: int) -> list[Run]:
-    """In the order in which they are made: what is killed half-way has compared all topologies on fewer seeds."""
+def runs(
+    *,
+    folder: pathlib.Path,
+    overrides: list[str],
+    seeds: int,
+    ablation_seeds: int,
+    topologies: Sequence[str] = TOPOLOGIES,
+) -> list[Run]:
+    """In the order in which they are made: what is killed half-way has compared all topologies on fewer seeds.
+
+    topologies: of the main comparison, which always has Standard. Raises UserError for others than TOPOLOGIES.
+    """
+    for residual in topologies:
+        if residual not in TOPOLOGIES:
+            raise unknown("topology of the study", residual, TOPOLOGIES)
+    compared = [residual for residual in TOPOLOGIES if residual in ("standard", *topologies)]
     base = load(str(HERE / "study.yaml"), overrides=overrides)
     layers = base.model.num_layers
 
@@ -55,7 +71,7 @@ def runs(*, folder: pathlib.Path, overrides: list[str], seeds: int, ablation_see
             group, residual, layers, norm, seed, load(str(HERE / "study.yaml"), overrides=[*overrides, *changed])
         )
 
-    found = [run("main", residual, seed) for seed in range(seeds) for residual in TOPOLOGIES]
+    found = [run("main", residual, seed) for seed in range(seeds) for residual in compared]
     for seed in range(ablation_seeds):
         for other in (layers // 2, 2 * layers):
             found += [run("depth", residual, seed, layers=other) for residual in ("standard", "ladder")]
