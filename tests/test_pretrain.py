@@ -199,8 +199,8 @@ def test_the_study_refuses_changed_settings_and_missing_results(study, tmp_path)
 
 
 def test_the_readme_says_what_the_results_say():
-    results = json.loads((HERE / "results.json").read_text())
-    text = (HERE / "README.md").read_text()
-    assert tables.fill(text, tables.sections(results)) == text
+    read = lambda name: json.loads((HERE / name).read_text())
+    results, text = read("results.json"), (HERE / "README.md").read_text()
+    assert tables.fill(text, tables.sections(results, meshes=read("meshes.json")["rows"])) == text
     main = [(run["residual"], run["seed"]) for run in results["runs"] if run["group"] == "main"]
     assert sorted(main) == sorted((residual, seed) for residual in plan.TOPOLOGIES for seed in range(3))

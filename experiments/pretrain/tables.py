@@ -21,7 +21,8 @@ def write(folder: pathlib.Path) -> None:
     if not file.is_file():
         raise UserError(f"there is no {str(file)!r}: run the study first, without --tables")
     results = json.loads(file.read_text())
-    found = sections(results)
+    compiled = folder / "meshes.json"
+    found = sections(results, meshes=json.loads(compiled.read_text())["rows"] if compiled.is_file() else [])
     print("\n\n".join(f"{name}\n\n{table}" for name, table in found.items()))
     readme = folder / "README.md"
     if readme.is_file():
@@ -31,11 +32,17 @@ def write(folder: pathlib.Path) -> None:
     picture.gradients(results, file=str(folder / "gradients.png"))
 
 
-def sections(results: dict) -> dict[str, str]:
-    """The README's tables by name, in Markdown; those that there are runs for."""
-    found = {"equal": _equal(results), "predicted": _predicted(results)}
-    makers = {"depth": _depths, "norm": _norms, "gradients": _gradients}
-    return found | {name: table for name, make in makers.items() if (table := make(results))}
+def sections(results: dict, *, meshes: list[dict]) -> dict[str, str]:
+    """The README's tables by name, in Markdown; those that there are runs, or compiled steps, for."""
+    found = {
+        "meshes": _meshes(meshes),
+        "equal": _equal(results),
+        "predicted": _predicted(results),
+        "depth": _depths(results),
+        "norm": _norms(results),
+        "gradients": _gradients(results),
+    }
+    return {name: text for name, text in found.items() if text}
 
 
 def fill(text: str, tables: dict[str, str]) -> str:
@@ -153,3 +160,25 @@ def shared_steps(results: dict) -> list[str]:
     """The steps at which the gradients of all watched runs were measured, in order."""
     measured = [set(run["gradients"]) for run in results["runs"] if "gradients" in run]
     return sorted(set.intersection(*measured), key=int) if measured else []
+
+
+def _meshes(rows: list[dict]) -> str:
+    """What `python -m experiments.pretrain.meshes` found, a row a compiled step."""
+    share = lambda found: "-" if found["hidden_bytes_fraction"] is None else f"{found['hidden_bytes_fraction']:.0%}"
+    cells = [
+        [
+            row["recipe"],
+            row["target"],
+            f"{row['mesh_data']} x {row['mesh_fsdp']} x {row['mesh_tensor']}",
+            f"{row['rows']} x {row['accumulate']}",
+            f"{row['bytes_per_device'] / 1e9:.1f} of {row['device_memory'] / 1e9:.0f} GB",
+            f"{row['hidden']} of {row['all_reduces']}" if row["all_reduces"] else "none there",
+            f"{share(row['gathers'])}, {share(row['scatters'])}",
+        ]
+        for row in rows
+    ]
+    head = (
+        "recipe | target | data x fsdp x tensor | rows at once x accumulated | memory of a chip"
+        " | sublayers' all-reduces hidden | bytes hidden of gathers, scatters"
+    )
+    return table(head, cells) if rows else ""
