@@ -13,11 +13,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.pretrain import figures, plan, predicted, tables
+from experiments.pretrain import figures, meshes, plan, predicted, tables
 from ladder_jax import config, nn, parallel
 from ladder_jax.config import preset
 from ladder_jax.errors import UserError
 from ladder_jax.predict import machine
+from ladder_jax.schedule import targets
 from ladder_jax.train import optimizer
 
 HERE = pathlib.Path(plan.__file__).parent
@@ -196,6 +197,24 @@ def test_the_study_refuses_changed_settings_and_missing_results(study, tmp_path)
     assert len(changed.stderr.strip().splitlines()) == 1
     with pytest.raises(UserError, match="run the study first"):
         tables.write(tmp_path)
+
+
+def test_a_mesh_of_another_size_is_refused_before_anything_is_compiled():
+    with pytest.raises(UserError, match="mesh 1 x 64 x 1 has 64 devices, v5p:2x2x2 has 8"):
+        meshes.measure(str(HERE / "recipes" / "ladder-1b.yaml"), targets.parse("v5p:2x2x2"), [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (dict(seeds=0), "--seeds must be positive"),
+        (dict(topologies=["ladder", "laddr-2"]), "did you mean 'ladder-2'"),
+        (dict(overrides=["train.step=3"]), "did you mean 'train.steps'"),
+    ],
+)
+def test_the_study_refuses_what_cannot_be(tmp_path, asked, said):
+    with pytest.raises(UserError, match=said):
+        plan.runs(**{"folder": tmp_path, "overrides": [], "seeds": 1, "ablation_seeds": 0, **asked})
 
 
 def test_the_readme_says_what_the_results_say():

@@ -40,8 +40,11 @@ def main(argv: list[str]) -> int:
         print(f"pretrain: {error}", file=sys.stderr)
         return 2
     except RunFailed as error:
-        print(f"pretrain: {error}; the same command goes on from there", file=sys.stderr)
+        print(f"pretrain: {error}", file=sys.stderr)
         return error.status
+    except KeyboardInterrupt:  # between two runs; within one it is a RunFailed, and saved
+        print("pretrain: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
     return 0
 
 

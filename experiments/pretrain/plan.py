@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from experiments.pretrain import predicted
 from ladder_jax.config import RunConfig, load, preset
-from ladder_jax.errors import unknown
+from ladder_jax.errors import UserError, unknown
 from ladder_jax.predict import machine
 
 HERE = pathlib.Path(__file__).parent
@@ -50,6 +50,10 @@ def runs(
 
     topologies: of the main comparison, which always has Standard. Raises UserError for others than TOPOLOGIES.
     """
+    if seeds < 1 or ablation_seeds < 0:
+        raise UserError(
+            f"--seeds must be positive, and --ablation-seeds not negative: not {seeds} and {ablation_seeds}"
+        )
     for residual in topologies:
         if residual not in TOPOLOGIES:
             raise unknown("topology of the study", residual, TOPOLOGIES)
