@@ -1,6 +1,7 @@
 """The paper's recipes as they resolve, and the small study: killed, resumed, and told from its results alone."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -202,6 +204,18 @@ def test_the_study_refuses_changed_settings_and_missing_results(study, tmp_path)
 def test_a_mesh_of_another_size_is_refused_before_anything_is_compiled():
     with pytest.raises(UserError, match="mesh 1 x 64 x 1 has 64 devices, v5p:2x2x2 has 8"):
         meshes.measure(str(HERE / "recipes" / "ladder-1b.yaml"), targets.parse("v5p:2x2x2"), [])
+
+
+def test_a_mesh_that_cuts_across_a_pods_torus_is_refused(monkeypatch):
+    """As jax answers for 8 x 8 over 4 x 4 x 4 chips, whose sides make 4 and 16."""
+
+    def no_such_mesh(*args, **settings):
+        raise NotImplementedError("Failed to find assignment for logical_axis_index 2 of size 8")
+
+    monkeypatch.setattr(jax, "make_mesh", no_such_mesh)
+    chips = [types.SimpleNamespace(platform="tpu", coords=at) for at in itertools.product(range(4), repeat=3)]
+    with pytest.raises(UserError, match="mesh 1 x 8 x 8 .* wires of 4x4x4 chips"):
+        parallel.make_mesh(fsdp=8, tensor=8, devices=chips)
 
 
 @pytest.mark.parametrize(

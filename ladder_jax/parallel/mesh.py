@@ -19,7 +19,7 @@ DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
 def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the axes data x fsdp x tensor over the first devices (or the given ones).
 
-    Raises UserError where it is larger than the devices at hand.
+    Raises UserError where it is larger than the devices at hand, or cuts across their torus.
     """
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
     devices = jax.devices() if devices is None else list(devices)
@@ -32,7 +32,15 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequenc
             f" but this machine has {len(devices)}{hint}"
         )
     # jax.make_mesh may reorder devices to match the interconnect: what a real mesh needs.
-    return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: config.size])
+    devices = devices[: config.size]
+    try:
+        return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    except NotImplementedError:
+        sides = "x".join(str(1 + max(at)) for at in zip(*(device.coords for device in devices)))
+        raise UserError(
+            f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) does not lie along the wires of {sides} chips:"
+            " each size must be a product of some of those sides"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
