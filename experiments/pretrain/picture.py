@@ -5,7 +5,7 @@ from experiments.pretrain.tables import shared_steps
 from ladder_jax import files
 from ladder_jax.predict.picture import COLOURS
 
-INK = {**COLOURS, "standard": "#4d4d4d"}
+INK = {**COLOURS, "standard": "#4d4d4d", "ladder-2": "#b279a2", "ladder-fresh": "#e45756"}  # bands must be told apart
 
 
 def curves(results: dict, *, file: str) -> None:
@@ -32,11 +32,15 @@ def curves(results: dict, *, file: str) -> None:
     for axis in (tokens, time):  # the first measurements are far above what is to be told apart
         axis.set_ylim(min(losses) - 0.03, min(losses) + 0.55)
     tokens.set(xlabel="thousand bytes trained on", ylabel="held-out loss, nats a byte")
-    time.set(xlabel=f"predicted time ({plan.SHAPE}, TP {plan.RANKS}, {plan.MACHINE}), Standard's run = 1")
+    time.set(xlabel="predicted time, Standard's run = 1")
     time.axvline(1, color="#999999", lw=0.8, ls=":")
     gap.set(xlabel="thousand bytes trained on", ylabel="less Standard of the same seed")
     gap.axhline(0, color="#999999", lw=0.8)
-    for axis, title in ((tokens, "equal tokens"), (time, "equal predicted time"), (gap, "equal tokens, difference")):
+    for axis, title in (
+        (tokens, "equal tokens"),
+        (time, f"equal predicted time: {plan.SHAPE}, TP {plan.RANKS}, {plan.MACHINE}"),
+        (gap, "equal tokens, difference"),
+    ):
         axis.set_title(title, fontsize=10, loc="left")
     tokens.legend(fontsize=8.5, frameon=False)
     seeds = len({run["seed"] for run in figures.runs(results, group="main")})
@@ -57,7 +61,8 @@ def gradients(results: dict, *, file: str) -> None:
             norms = [run["gradients"][step]["layers"] for run in own if "gradients" in run]
             if norms:
                 _band(axis, list(range(len(norms[0]))), norms, residual)
-        axis.set(xlabel="layer", yscale="log")
+        axis.set(xlabel="layer")
+        axis.set_ylim(bottom=0)
         axis.set_title(f"step {step}", fontsize=10, loc="left")
     axes[0][0].set_ylabel("norm of the layer's gradient")
     axes[0][0].legend(fontsize=8.5, frameon=False)
