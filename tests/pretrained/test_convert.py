@@ -272,7 +272,7 @@ def test_a_tokenizer_that_does_not_match(small, tmp_path):
     (folder / "tokenizer.json").write_bytes(pretrained.open(small).files["tokenizer.json"])
     convert(folder, tmp_path / "fits")
     tiny.byte_level().save(str(folder / "tokenizer.json"))
-    with pytest.raises(UserError, match="its tokenizer has 301 tokens, its model 129"):
+    with pytest.raises(UserError, match="its tokenizer.json numbers 301 tokens, but the model has 129"):
         convert(folder, tmp_path / "out")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=f"{folder}.* is not a tokenizer"):
