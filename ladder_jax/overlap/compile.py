@@ -16,42 +16,62 @@ from collections.abc import Iterable, Iterator
 
 from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
-from ladder_jax.overlap import record
-from ladder_jax.overlap.record import Record
+from ladder_jax.overlap import record, scheduled
+from ladder_jax.overlap.record import Record, Until
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import targets
 from ladder_jax.schedule.targets import Target
 
-SOURCES = ("config", "nn", "overlap/programs.py", "overlap/worker.py", "parallel", "residual.py", "sequence.py")
+PROGRAMS = ("overlap/programs.py", "overlap/scheduled.py", "overlap/worker.py")
+SOURCES = ("anneal.py", "config", "nn", "parallel", "residual.py", "sequence.py", *PROGRAMS)
+TRAINING = ("retrain", "train")
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
-def compiled(request: Request) -> Record:
-    """What the compiler says of the request's program. Raises UserError where it cannot compile it."""
+def compiled(request: Request, *, until: Until = Until.CODE) -> Record:
+    """What the compiler says of the request's program. Raises UserError where it cannot compile it.
+
+    until: SCHEDULE is for TPUs; elsewhere, and where more is known already, it is as CODE.
+    """
     if reason := targets.not_installed(request.target):
         raise UserError(f"target {request.target.name}: {reason}")
     folder = record.folder()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{_key(request)}.json.gz"
+    key = _key(request)
+    path = folder / f"{key}.json.gz"
     found = record.read(path)
+    if found is None and until is Until.SCHEDULE and request.target.platform == "tpu":
+        path = folder / f"{key}-schedule.json.gz"
+        found = record.read(path)
+    else:
+        until = Until.CODE
     if found is None:
         what = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
-        run_worker("ladder_jax.overlap.worker", request.as_dict(), path, target=request.target, what=what)
+        worker = "ladder_jax.overlap.worker"
+        run_worker(worker, request.as_dict(), path, target=request.target, what=what, until=until)
         found = record.read(path)
     return found
 
 
-def run_worker(module: str, asked: dict, path: pathlib.Path, *, target: Target, what: str) -> None:
+def run_worker(
+    module: str, asked: dict, path: pathlib.Path, *, target: Target, what: str, until: Until = Until.CODE
+) -> None:
     """Has `python -m module ASKED.json PATH` write `path`, in the environment in which `target` is compiled for.
 
-    what: named on the terminal. Raises UserError for what the worker refuses, and where it is killed.
+    what: named on the terminal. until: SCHEDULE gives the worker a third argument, the folder of the compiler's dump.
+    Raises UserError for what the worker refuses, and where it is killed.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source, said = pathlib.Path(scratch, "request.json"), pathlib.Path(scratch, "stderr")
         source.write_text(json.dumps(asked))
         command = [sys.executable, "-m", module, str(source), str(path)]
+        environment = _environment(target)
+        if until is Until.SCHEDULE:
+            dump = pathlib.Path(scratch, "dump")
+            command.append(str(dump))
+            environment["XLA_FLAGS"] += f" {scheduled.flags(dump)}"
         with said.open("wb") as noise, _progress(what):
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=noise, env=_environment(target))
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=noise, env=environment)
             try:
                 answer, _ = process.communicate()
             except BaseException:
@@ -81,7 +101,9 @@ def _environment(target: Target) -> dict[str, str]:
 def _key(request: Request) -> str:
     """Changes with the request, the compilers and this library's own source."""
     digest = hashlib.sha256(json.dumps(request.as_dict(), sort_keys=True).encode())
-    return with_sources(digest, (*SOURCES, "train" if request.phase is Phase.TRAIN else "decode")).hexdigest()[:32]
+    return with_sources(digest, (*SOURCES, *(TRAINING if request.phase is Phase.TRAIN else ["decode"]))).hexdigest()[
+        :32
+    ]
 
 
 def with_sources(digest, parts: Iterable[str]):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import enum
 import gzip
 import json
 import os
@@ -11,9 +12,18 @@ import tempfile
 from ladder_jax import files
 
 
+class Until(enum.Enum):
+    """How far a program is compiled."""
+
+    CODE = "code"
+    SCHEDULE = "schedule"  # the order of operations is final; the compiler's own costs and sizes are not known
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
     """hlo: the scheduled program. Bytes are those of one device; bytes_accessed None where unknown.
+
+    The sizes from argument_bytes to code_bytes are None for a program compiled until SCHEDULE.
 
     options: compiler options in force; notices: what was dropped or given up, and why.
     bytes_minimum: weights and cache read once (decode), None for other phases.
@@ -26,16 +36,18 @@ class Record:
     notices: tuple[str, ...]
     seconds: float
     bytes_accessed: float | None
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temporary_bytes: int
-    code_bytes: int
+    argument_bytes: int | None
+    output_bytes: int | None
+    alias_bytes: int | None
+    temporary_bytes: int | None
+    code_bytes: int | None
     bytes_minimum: int | None
 
     @property
-    def bytes_per_device(self) -> int:
+    def bytes_per_device(self) -> int | None:
         """At the peak: arguments, temporaries, and the outputs that do not reuse an argument's memory."""
+        if self.temporary_bytes is None:
+            return None
         outputs = self.output_bytes - self.alias_bytes
         return self.argument_bytes + self.temporary_bytes + outputs + self.code_bytes
 

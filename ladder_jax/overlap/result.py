@@ -57,7 +57,8 @@ class Result:
     @property
     def fits(self) -> bool | None:
         memory = self.request.target.memory
-        return None if memory is None else self.record.bytes_per_device <= memory
+        taken = self.record.bytes_per_device
+        return None if memory is None or taken is None else taken <= memory
 
     @property
     def verdict(self) -> str:
@@ -89,13 +90,15 @@ class Result:
         mesh = (f"fsdp {request.fsdp}, " if request.fsdp > 1 else "") + f"tensor {request.tensor}"
         split = ", sequence-parallel" if request.sequence_parallel else ""
         lines = [self.verdict, f"{what}, {mesh}{split}, {request.loop.value}, on {request.target.name}", ""]
-        memory = f"{record.bytes_per_device / 2**30:.1f} GiB a device"
-        if self.fits is not None:
-            room = request.target.memory / 2**30
-            memory += f", of {room:.0f}: it fits" if self.fits else f", more than its {room:.0f}: it does NOT fit"
-        parts = [("arguments", record.argument_bytes), ("temporaries", record.temporary_bytes)]
-        split = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts)
-        tail = ["", f"memory    {memory} ({split})"]
+        tail = [""]
+        if record.bytes_per_device is not None:
+            memory = f"{record.bytes_per_device / 2**30:.1f} GiB a device"
+            if self.fits is not None:
+                room = request.target.memory / 2**30
+                memory += f", of {room:.0f}: it fits" if self.fits else f", more than its {room:.0f}: it does NOT fit"
+            parts = [("arguments", record.argument_bytes), ("temporaries", record.temporary_bytes)]
+            split = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts)
+            tail.append(f"memory    {memory} ({split})")
         moved = f"moves     {self.bytes_accessed / 2**30:.2f} GiB through the device's memory"
         if record.bytes_minimum:
             moved += f", {self.bytes_accessed / record.bytes_minimum:.2f} x the weights and cache once"

@@ -1,14 +1,16 @@
 """Compiles one program in a process of its own: its environment is set before jax is imported, and it may be killed.
 
-    python -m ladder_jax.overlap.worker REQUEST.json RESULT
+    python -m ladder_jax.overlap.worker REQUEST.json RESULT [DUMP]
 
 A user's mistake is one JSON line on standard output, {"error": ...}, and exit status 2 (standard error is full of
-what compilers say to themselves); the result is written whole or not at all.
+what compilers say to themselves); the result is written whole or not at all. With DUMP, a folder that XLA_FLAGS names,
+it is compiled until it is scheduled.
 """
 
 import json
 import logging
 import os
+import pathlib
 import sys
 import time
 
@@ -16,10 +18,10 @@ from ladder_jax.errors import UserError
 from ladder_jax.overlap.request import Request
 
 
-def main(source: str, destination: str) -> int:
+def main(source: str, destination: str, dump: str | None = None) -> int:
     import jax
 
-    from ladder_jax.overlap import programs, record
+    from ladder_jax.overlap import programs, record, scheduled
 
     notices: list[str] = []
     logging.getLogger("ladder_jax").addHandler(_Collect(notices))
@@ -28,28 +30,26 @@ def main(source: str, destination: str) -> int:
     try:
         started = time.perf_counter()
         function, arguments = programs.program(request)
-        compiled = function.compile(*arguments)
+        if dump is None:
+            compiled = function.compile(*arguments)
+            hlo, known = compiled.as_text(), _known(compiled)
+        else:
+            hlo, known = scheduled.schedule(function, arguments=arguments, folder=pathlib.Path(dump)), _UNKNOWN
     except UserError as error:
         return _refuse(str(error))
     except jax.errors.JaxRuntimeError as error:
         return _refuse(f"the compiler for {request.target.name} fails: {str(error).splitlines()[0][:400]}")
-    costs, memory = _costs(compiled), compiled.memory_analysis()
     record.write(
         destination,
         record.Record(
-            hlo=compiled.as_text(),
+            hlo=hlo,
             jax=jax.__version__,
             compiler=programs.compiler(request.target),
             options=function.options,
             notices=tuple(notices),
             seconds=time.perf_counter() - started,
-            bytes_accessed=costs.get("bytes accessed"),
-            argument_bytes=memory.argument_size_in_bytes,
-            output_bytes=memory.output_size_in_bytes,
-            alias_bytes=memory.alias_size_in_bytes,
-            temporary_bytes=memory.temp_size_in_bytes,
-            code_bytes=memory.generated_code_size_in_bytes,
             bytes_minimum=programs.bytes_minimum(request, arguments),
+            **known,
         ),
     )
     return 0
@@ -58,6 +58,23 @@ def main(source: str, destination: str) -> int:
 def _refuse(message: str) -> int:
     print(json.dumps({"error": message}))
     return 2
+
+
+def _known(compiled) -> dict:
+    memory = compiled.memory_analysis()
+    return {
+        "bytes_accessed": _costs(compiled).get("bytes accessed"),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+    }
+
+
+_UNKNOWN = dict.fromkeys(
+    ("bytes_accessed", "argument_bytes", "output_bytes", "alias_bytes", "temporary_bytes", "code_bytes")
+)
 
 
 def _costs(compiled) -> dict:

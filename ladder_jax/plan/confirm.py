@@ -62,7 +62,7 @@ def _in_words(candidate: Candidate) -> str:
 
 def _key(asked: dict) -> str:
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
-    return compiling.with_sources(digest, (*compiling.SOURCES, "train", "plan/worker.py")).hexdigest()[:32]
+    return compiling.with_sources(digest, (*compiling.SOURCES, *compiling.TRAINING, "plan/worker.py")).hexdigest()[:32]
 
 
 def _read(path: pathlib.Path) -> Confirmed | None:

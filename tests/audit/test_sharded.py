@@ -12,7 +12,7 @@ from ladder_jax.config import Loop, Phase
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import result
 from ladder_jax.schedule.report import Status
-from tests.audit.test_overlap import LAYERS, absent, case
+from tests.audit.test_overlap import LAYERS, absent, case, until
 
 pytestmark = pytest.mark.audit
 
@@ -33,7 +33,7 @@ def compiled(request):
     chosen = [item.callspec.params.get("request_") for item in request.session.items if hasattr(item, "callspec")]
     wanted = [one for param in TRAIN + ONE_AT_A_TIME + SCANNED + SPLIT + STANDARD if (one := param.values[0]) in chosen]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        records = {one: pool.submit(compiling.compiled, one) for one in wanted if not absent(one)}
+        records = {one: pool.submit(compiling.compiled, one, until=until(one)) for one in wanted if not absent(one)}
 
         def wait(request):
             if reason := absent(request):
