@@ -1,11 +1,11 @@
 # Works with GNU make 3.81 (macOS) and newer, and any POSIX shell.
-#   make demo ARGS='...'    adds arguments to the command of demo, test, test-oldest or smoke-oldest
+#   make demo ARGS='...'    adds arguments to the command of demo, study, test, test-oldest or smoke-oldest
 #   make demo PYTHON=...    makes .venv with that Python (PYTHON_OLDEST: .venv-oldest); after `make clean` if there is one
 
 # A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. For none: WORKERS=
 WORKERS = -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help venv demo test test-hf audit test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo study test test-hf audit test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list
@@ -15,6 +15,9 @@ venv: .venv/.installed  ## the virtual environment .venv, with everything the de
 
 demo: .venv/.installed  ## train a Ladder and a Standard on 8 simulated devices, then generate
 	@.venv/bin/python -m experiments.demo $(ARGS)
+
+study: .venv/.installed  ## compare six topologies on one device, over seeds: ARGS='data.path=TEXT'; goes on where it stood
+	@.venv/bin/python -m experiments.pretrain $(ARGS)
 
 test: .venv/.installed  ## the tests
 	@.venv/bin/python -m pytest -q $(WORKERS) $(ARGS)

@@ -152,6 +152,12 @@ def loss(params, tokens, shape):
     return (jnp.log(jnp.exp(scores).sum(-1)) - picked).mean()
 
 
+def loss_eagerly(params, tokens, shape):
+    """`loss`, operation by operation: for a deep model, which takes long to compile."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        return float(loss(params, np.asarray(tokens), shape))
+
+
 def evaluate(function, params, tokens, shape, *, gradient=False):
     """`function` in float64 on NumPy arrays; with `gradient`, its value and its gradient."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):  # plain NumPy broadcasting

@@ -7,6 +7,7 @@ import pathlib
 import jax
 import pytest
 
+from ladder_jax import parallel
 from ladder_jax.config import MeshConfig, Remat, load
 from ladder_jax.errors import UserError
 from ladder_jax.plan import candidate, memory, plans, request, speed, text
@@ -54,6 +55,18 @@ def test_meshes_lie_along_the_torus():
     sizes = {dataclasses.astuple(mesh) for mesh in candidate.meshes_of(wanted)}
     assert (1, 16, 4) in sizes and (4, 4, 4) in sizes and (1, 64, 1) in sizes
     assert (1, 8, 8) not in sizes and (2, 8, 4) not in sizes and (1, 1, 64) in sizes
+
+
+def test_a_mesh_that_cuts_across_the_torus_is_made_with_a_warning(monkeypatch, caplog):
+    """As jax answers for 8 x 8 over 4 x 4 x 4 chips, whose sides make 4 and 16."""
+
+    def no_such_axes(*args, **settings):
+        raise NotImplementedError("Failed to find assignment for logical_axis_index 2 of size 8")
+
+    monkeypatch.setattr(jax, "make_mesh", no_such_axes)
+    mesh = parallel.make_mesh(fsdp=2, tensor=4)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "tensor": 4}
+    assert "mesh 1 x 2 x 4 cuts across the axes" in caplog.text
 
 
 def test_the_recipe_is_the_recommended_plan():

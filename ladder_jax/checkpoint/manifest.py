@@ -56,6 +56,14 @@ def problems(folder: pathlib.Path, *, part: str = "", contents: bool = True) -> 
         return [f"{name} {difference}" for name, difference in zip(wanted, said) if difference]
 
 
+def lists(folder: pathlib.Path, *, part: str) -> bool:
+    """Whether any file below the folder `part` was written. True, too, where the manifest is damaged (`problems`)."""
+    try:
+        return any(name.startswith(f"{part}/") for name in _read(folder))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return True
+
+
 def sync_folder(folder: pathlib.Path) -> None:
     """A renamed file is only safe from a power cut once its folder is on the disk too."""
     handle = os.open(folder, os.O_RDONLY)

@@ -59,7 +59,11 @@ class Checkpoint:
         return self._restore("params", definition.abstract)
 
     def optimizer(self, like: Params) -> Params:
-        """The optimizer's dict; `like` gives shapes and shardings."""
+        """The optimizer's dict; `like` gives shapes and shardings. Raises UserError where there never was one."""
+        if self.listed and not manifest.lists(self.path, part="optimizer"):
+            raise UserError(
+                f"checkpoint {str(self.path)!r} was converted, not trained: it has no optimizer's state to go on with"
+            )
         return self._restore("optimizer", like)
 
     def check(self) -> "Checkpoint":

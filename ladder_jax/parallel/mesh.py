@@ -23,7 +23,7 @@ DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
 def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the axes data x fsdp x tensor over the first devices (or the given ones).
 
-    Raises UserError where it is larger than the devices at hand.
+    Raises UserError where it is larger than the devices at hand, or cuts across their torus.
     """
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
     devices = jax.devices() if devices is None else list(devices)

@@ -4,15 +4,15 @@ import os
 import pathlib
 
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained import saved
+from ladder_jax.pretrained import gguf, saved
 from ladder_jax.pretrained.huggingface import read
 from ladder_jax.pretrained.source import Source
 
 
 def open_source(path: str | os.PathLike) -> Source:
-    """The model at `path`: a Hugging Face folder, or a checkpoint or run of ours. Nothing but headers is read.
+    """The model at `path`: a Hugging Face folder, a GGUF file, or a checkpoint or run of ours.
 
-    Raises UserError for what is none of them, is damaged, or cannot be represented.
+    Nothing but headers is read. Raises UserError for what is none of them, is damaged, or cannot be represented.
     """
     path = pathlib.Path(path).expanduser()
     if not path.exists():
@@ -21,4 +21,4 @@ def open_source(path: str | os.PathLike) -> Source:
         return read.read(path)
     if path.is_dir():
         return saved.read(path)
-    raise UserError(f"{str(path)!r} is no pretrained model (allowed: a Hugging Face folder, a checkpoint)")
+    return gguf.read(path)

@@ -1,0 +1,106 @@
+"""Parameters written to a checkpoint piece by piece, in the form in which Orbax stores them.
+
+A Store saves arrays that are there; this writes those of a model that nobody holds in memory as a whole. Each array is
+a zarr of its own in one OCDBT database, cut into chunks of a layer's part, so that pieces can be written, and read, by
+themselves. What tells Orbax of them, `_METADATA`, is written last.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+import tensorstore
+
+METADATA = "_METADATA"
+CHUNK = 1 << 25  # bytes: the most that is copied or compressed at a time
+DICT_KEY = 2  # Orbax's number for a key of a dict
+
+
+class Stream:
+    """Writes one item of a checkpoint: `stream.put("layers/mlp/up", values, layer=3)` for everything, then `finish()`.
+
+    arrays: shape and dtype of every array by its name, those of all layers stacked [L, ...].
+    `folder` must not exist yet. Errors of the disk are tensorstore's ValueErrors and OSErrors.
+    """
+
+    def __init__(self, folder: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]):
+        folder.mkdir(parents=True)
+        self.folder, self.arrays = folder, dict(arrays)
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._stores = {name: self._open(name, array) for name, array in arrays.items()}
+        self._digests: dict[tuple[str, int | None, int], bytes] = {}
+
+    def put(self, name: str, values: np.ndarray, *, layer: int | None = None) -> None:
+        """Write an array, or its part of one layer. Returns when it is written."""
+        target = self._part(name, layer)
+        if tuple(target.shape) != values.shape:
+            raise ValueError(f"{name} is {values.shape}, not {tuple(target.shape)}")
+        for start, stop in _pieces(values.shape, self.arrays[name].dtype.itemsize):
+            piece = np.ascontiguousarray(values[start:stop], self.arrays[name].dtype)
+            target[start:stop].write(piece).result()
+            self._digests[name, layer, start] = _digest(piece)
+
+    def get(self, name: str, *, layer: int | None = None) -> np.ndarray:
+        """What is stored, as it is now on the disk."""
+        return self._part(name, layer).read().result()
+
+    @property
+    def count(self) -> int:
+        """Of the pieces that were put."""
+        return len(self._digests)
+
+    def finish(self) -> None:
+        """Tell Orbax what there is."""
+        tree = {str(tuple(name.split("/"))): _described(name, array) for name, array in self.arrays.items()}
+        told = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "custom_metadata": None}
+        told |= {"store_array_data_equal_to_fill_value": True}
+        (self.folder / METADATA).write_text(json.dumps(told), encoding="utf-8")
+
+    def differences(self) -> Iterator[str | None]:
+        """Reads everything back, piece by piece: for each None, or where what is stored is not what was put."""
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._stores = {name: self._open(name, array) for name, array in self.arrays.items()}
+        for (name, layer, start), digest in self._digests.items():
+            target = self._part(name, layer)
+            (stop,) = (b for a, b in _pieces(target.shape, self.arrays[name].dtype.itemsize) if a == start)
+            stored = _digest(np.ascontiguousarray(target[start:stop].read().result()))
+            yield None if stored == digest else name if layer is None else f"{name} of layer {layer}"
+
+    def _part(self, name: str, layer: int | None) -> tensorstore.TensorStore:
+        return self._stores[name] if layer is None else self._stores[name][layer]
+
+    def _open(self, name: str, array: jax.ShapeDtypeStruct) -> tensorstore.TensorStore:
+        stacked = name.startswith("layers/")
+        shape = array.shape[1:] if stacked else array.shape
+        step = _step(shape, array.dtype.itemsize)
+        chunks = (*((1,) if stacked else ()), min(step, shape[0]), *shape[1:])
+        base = {"driver": "file", "path": f"{self.folder.absolute()}/"}
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"},
+            "metadata": {"chunks": list(chunks), "compressor": {"id": "zstd", "level": 1}},
+        }
+        settings = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=self._context)
+        return tensorstore.open(spec, open=True, create=True, **settings).result()
+
+
+def _step(shape: tuple[int, ...], itemsize: int) -> int:
+    """How many rows make a piece."""
+    return max(1, CHUNK // (itemsize * int(np.prod(shape[1:]))))
+
+
+def _pieces(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
+    step = _step(shape, itemsize)
+    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
+def _described(name: str, array: jax.ShapeDtypeStruct) -> dict:
+    value = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(array.shape)}
+    return {"key_metadata": [{"key": key, "key_type": DICT_KEY} for key in name.split("/")], "value_metadata": value}
+
+
+def _digest(piece: np.ndarray) -> bytes:
+    return hashlib.blake2b(piece.reshape(-1).view(np.uint8), digest_size=16).digest()

@@ -1,0 +1,99 @@
+"""The verb `convert`."""
+
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import tempfile
+
+from ladder_jax import nn, parallel
+from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.errors import UserError
+from ladder_jax.pretrained import formats, sensitivity
+from ladder_jax.pretrained.convert import native, staging
+from ladder_jax.pretrained.convert.request import Format, Request, parse
+from ladder_jax.pretrained.huggingface import write as huggingface
+from ladder_jax.pretrained.load import load
+from ladder_jax.pretrained.sensitivity import Result, picture, text
+from ladder_jax.pretrained.source import Source
+from ladder_jax.progress import progress
+
+MEASURED = "sensitivity"
+"""The names of the measurement's files, .json and .png, in what is written."""
+
+
+def run(args: dict) -> None:
+    """Convert, and print what was written. Raises UserError and RunFailed, with nothing left behind."""
+    source = formats.open_source(args["source"])
+    request = parse(args, source.model)
+    definition = nn.define(request.model, mesh=parallel.make_mesh())  # refuses what cannot be split over its ranks
+    staging.check_free(request.destination)
+    staging.check_room(request.destination, size=native.size(source))
+    result = None
+    if request.choose is not None:
+        result = measured(source, request)
+        if not args["json"]:
+            text.show(result)
+        model = dataclasses.replace(request.model, ladder_layers=result.ladder_layers)
+        definition = nn.define(model, mesh=parallel.make_mesh())
+    with staging.staged(request.destination) as folder:
+        write(source, folder, definition=definition, request=request)
+        if result is not None:
+            (folder / f"{MEASURED}.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
+            picture.plot(result, file=str(folder / f"{MEASURED}.png"))
+    _tell(source, definition, request, result, as_json=args["json"])
+
+
+def write(source: Source, folder: pathlib.Path, *, definition: nn.Definition, request: Request) -> None:
+    """`source` with `definition`'s topology, in the format asked for."""
+    if request.format is Format.CHECKPOINT:
+        native.write(source, folder, definition=definition, place=request.destination)
+        return
+    converted = dataclasses.replace(source, model=definition.config)
+    with progress(len(source.arrays), label="written {done}/{total} arrays") as update:
+        done = itertools.count(1)
+        huggingface.write(converted, folder, done=lambda key: update(next(done), ""))
+
+
+def measured(source: Source, request: Request) -> Result:
+    """What the layers cost on the calibration text. Raises UserError for a text or a mesh that does not do."""
+    rows = sensitivity.rows_of(
+        request.calibration,
+        tokenizer=_tokenizer(source),
+        tokens=request.calibration_tokens,
+        vocab_size=source.model.vocab_size,
+    )
+    mesh = parallel.make_mesh(tensor=request.tensor)
+    definition = nn.define(request.model, mesh=mesh)
+    params = load(dataclasses.replace(source, model=request.model), mesh=mesh)
+    asked = dict(choose=request.choose, search=request.search)
+    total = sensitivity.count(rows, num_layers=source.model.num_layers, **asked)
+    with progress(total, label="measured {done}/{total} losses") as update:
+        done = itertools.count(1)
+        return sensitivity.measure(definition, params, rows, measured=lambda: update(next(done), ""), **asked)
+
+
+def _tokenizer(source: Source) -> tokenizers.Tokenizer:
+    if not source.files and source.model.vocab_size == tokenizers.Bytes().vocab_size:
+        return tokenizers.Bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        place = pathlib.Path(folder) / tokenizers.FOLDER
+        native.write_tokenizer(source, place)
+        if not place.is_dir():
+            raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
+        return tokenizers.load(place)
+
+
+def _tell(source: Source, definition: nn.Definition, request: Request, result: Result | None, *, as_json: bool) -> None:
+    model, parameters = definition.config, sum(math.prod(array.shape) for array in source.arrays.values())
+    if as_json:
+        told = {"source": source.path, "destination": str(request.destination), "format": request.format.value}
+        told |= {"parameters": parameters, "residual": model.residual, "ladder_layers": model.ladder_layers}
+        told |= {"ranks": model.ranks, "sensitivity": None if result is None else result.as_dict()}
+        print(json.dumps(told))
+        return
+    which = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
+    print(f"{request.destination}: {parameters:,} parameters, {model.residual}{which}; read back and compared")
+    if result is not None:
+        print(f"the measurement is in {MEASURED}.json and {MEASURED}.png there")

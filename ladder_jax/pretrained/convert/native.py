@@ -1,0 +1,125 @@
+"""A Source written as a checkpoint of ours, one array at a time: what `generate`, `serve`, `evaluate` and `train` read.
+
+The folder looks like that of a run: `checkpoints/0/` without an optimizer's state, and `tokenizer/`.
+"""
+
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax import nn
+from ladder_jax.checkpoint import arrays, manifest, saved
+from ladder_jax.checkpoint.stream import Stream
+from ladder_jax.config import DataConfig, RunConfig, TrainConfig, to_dict
+from ladder_jax.config.schema import FolderConfig
+from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.pretrained.source import Key, Source
+from ladder_jax.progress import progress
+
+STEP = 0
+
+
+def shapes(source: Source) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every array as it is stored, layers stacked. Of dtypes that differ between layers, one that holds them all."""
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for key, array in source.arrays.items():
+        shape = array.shape if key.layer is None else (source.model.num_layers, *array.shape)
+        before = found.get(key.name)
+        dtype = array.dtype if before is None else jnp.promote_types(before.dtype, array.dtype)
+        found[key.name] = jax.ShapeDtypeStruct(shape, dtype)
+    return found
+
+
+def size(source: Source) -> int:
+    """How many bytes `write` writes, about: without compression, which gains little."""
+    return sum(array.size * array.dtype.itemsize for array in shapes(source).values())
+
+
+def write(source: Source, folder: pathlib.Path, *, definition: nn.Definition, place: pathlib.Path) -> None:
+    """Write `source` into `folder`, which becomes `place`, read it back and compare.
+
+    definition: of the model as it is to be stored, which may have other ladder layers than `source` names.
+    Raises UserError for a tokenizer that does not fit, RunFailed for a disk that refuses, or does not give back what
+    it got.
+    """
+    folder.mkdir()
+    write_tokenizer(source, folder / tokenizers.FOLDER)
+    checkpoint = folder / "checkpoints" / str(STEP)
+    try:
+        stream = Stream(checkpoint / "params", shapes(source))
+        with progress(len(source.arrays), label="written {done}/{total} arrays") as update:
+            for done, (key, array) in enumerate(_in_order(source), start=1):
+                stream.put(key.name, array.read(), layer=key.layer)
+                update(done, "")
+        stream.finish()
+        _compare(stream, place=place)
+        _describe(checkpoint, config=_config(source, definition, place=place))
+        manifest.write(checkpoint)
+        stored = saved.ocp.PyTreeCheckpointHandler().metadata(checkpoint / "params").tree
+        arrays.check_shapes(stored, definition.abstract, folder=checkpoint)
+        if wrong := saved.verify(checkpoint):
+            raise RunFailed(f"cannot write {str(place)!r}: {wrong[0]}")
+    except (OSError, ValueError) as error:  # tensorstore raises ValueErrors
+        raise RunFailed(f"cannot write {str(place)!r}: {saved.reason(error)}") from error
+
+
+def write_tokenizer(source: Source, folder: pathlib.Path) -> None:
+    """The source's tokenizer, chat template and generation settings. Raises UserError where the model has fewer tokens.
+
+    A source without a tokenizer has none here either.
+    """
+    if tokenizers.huggingface.MAIN not in source.files:
+        return
+    folder.mkdir()
+    for name, content in source.files.items():
+        (folder / name).write_bytes(content)
+    if source.generation:
+        settings = json.dumps(dict(source.generation), indent=2) + "\n"
+        (folder / "generation_config.json").write_text(settings, encoding="utf-8")
+    try:
+        found = tokenizers.load(folder)
+    except UserError as error:
+        raise UserError(str(error).replace(str(folder), source.path)) from None
+    if found.vocab_size > source.model.vocab_size:
+        raise UserError(
+            f"{source.path!r}: its tokenizer has {found.vocab_size} tokens, its model {source.model.vocab_size}"
+        )
+
+
+def _in_order(source: Source):
+    """By name, so that a stack's parts come together."""
+    return sorted(source.arrays.items(), key=lambda item: (item[0].name, _number(item[0])))
+
+
+def _number(key: Key) -> int:
+    return -1 if key.layer is None else key.layer
+
+
+def _compare(stream: Stream, *, place: pathlib.Path) -> None:
+    with progress(stream.count, label="compared {done}/{total} pieces") as update:
+        for done, wrong in enumerate(stream.differences(), start=1):
+            if wrong is not None:
+                raise RunFailed(f"cannot write {str(place)!r}: {wrong} reads back with other values than were written")
+            update(done, "")
+
+
+def _config(source: Source, definition: nn.Definition, *, place: pathlib.Path) -> RunConfig:
+    """Of the settings that a run would have, only the model's, its context and the tokenizer mean something here."""
+    has_tokenizer = tokenizers.huggingface.MAIN in source.files
+    is_bytes = not has_tokenizer and source.model.vocab_size == tokenizers.Bytes().vocab_size
+    data = DataConfig(tokenizer=tokenizers.BYTES if is_bytes else str(place / tokenizers.FOLDER))
+    train = TrainConfig() if source.context is None else TrainConfig(sequence=source.context)
+    return RunConfig(model=definition.config, train=train, data=data, run=FolderConfig(name=place.name, dir=str(place)))
+
+
+def _describe(checkpoint: pathlib.Path, *, config: RunConfig) -> None:
+    """The items `meta` and `data`, as a run's store writes them."""
+    meta = {"format": saved.FORMAT, "version": saved.VERSION, "manifest": manifest.NAME, "step": STEP}
+    meta |= {"time": time.time(), "validation_loss": None, "config": to_dict(config)}
+    for name, content in (("meta", meta), ("data", {"step": STEP})):
+        (checkpoint / name).mkdir()
+        (checkpoint / name / "metadata").write_text(json.dumps(content), encoding="utf-8")

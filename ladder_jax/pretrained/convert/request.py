@@ -1,0 +1,89 @@
+"""What a conversion is asked for, checked before anything is read of the weights."""
+
+import dataclasses
+import enum
+import pathlib
+
+from ladder_jax.config import Dtype, ModelConfig, residual_names
+from ladder_jax.errors import UserError, member, unknown
+from ladder_jax.pretrained.sensitivity import Search
+
+AUTO = "auto:"
+CALIBRATION_TOKENS = 2048
+
+
+class Format(enum.Enum):
+    """What DESTINATION is to be."""
+
+    CHECKPOINT = "checkpoint"  # of ours, in a folder like a run's
+    HUGGING_FACE = "huggingface"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """model: as it is to be stored; with `choose`, all its layers are of the ladder kind until they are measured.
+    choose: how many layers to choose by measurement, or None.
+    """
+
+    source: str
+    destination: pathlib.Path
+    format: Format
+    model: ModelConfig
+    choose: int | None = None
+    calibration: str | None = None
+    calibration_tokens: int = CALIBRATION_TOKENS
+    search: Search = Search.GREEDY
+    tensor: int = 1
+
+
+def parse(args: dict, model: ModelConfig) -> Request:
+    """The words of a command line, for a source with that `model`. Raises UserError for what does not go together."""
+    which, choose = args["ladder_layers"], None
+    if which is not None and which.startswith(AUTO):
+        choose = _count(which, model)
+    elif given := [name for name in ("calibration", "calibration_tokens", "search", "tensor") if args[name]]:
+        raise UserError(f"--{given[0].replace('_', '-')} is for --ladder-layers auto:N")
+    if choose is not None and not args["calibration"]:
+        raise UserError(f"--ladder-layers {which} is measured on a text: name one by --calibration FILE")
+    for name in ("calibration_tokens", "tensor", "ranks"):
+        if args[name] is not None and args[name] < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be positive, not {args[name]}")
+    return Request(
+        source=args["source"],
+        destination=pathlib.Path(args["destination"]).expanduser().absolute(),
+        format=member(Format, "format in --to", args["to"]),
+        model=_with_layers(args, model, None if choose is not None else which, has_layers=which is not None),
+        choose=choose,
+        calibration=args["calibration"],
+        calibration_tokens=args["calibration_tokens"] or CALIBRATION_TOKENS,
+        search=member(Search, "value for --search:", args["search"] or Search.GREEDY.value),
+        tensor=args["tensor"] or 1,
+    )
+
+
+def _with_layers(args: dict, model: ModelConfig, which: str | None, *, has_layers: bool) -> ModelConfig:
+    changes = {}
+    if args["dtype"]:
+        dtype = member(Dtype, "value for --dtype:", args["dtype"])
+        changes |= {"dtype": dtype, "residual_dtype": dtype}
+    if has_layers:
+        kind = args["residual"] or "ladder"
+        name = residual_names.parse(kind)
+        if not name.is_ladder:
+            allowed = [one for one in residual_names.NAMES if residual_names.parse(one).is_ladder]
+            raise unknown("ladder kind in --residual", kind, [*allowed, "ladder-K"])
+        if name.depends_on_ranks and args["ranks"] is None:
+            raise UserError(f"--residual {kind} is another function for every number of ranks: name it by --ranks N")
+        if model.residual not in ("standard", kind):
+            raise UserError(f"--ladder-layers converts a standard model; {args['source']!r} is {model.residual}")
+        changes |= {"residual": kind, "ladder_layers": which, "ranks": args["ranks"]}
+    elif given := [name for name in ("residual", "ranks") if args[name] is not None]:
+        raise UserError(f"--{given[0]} needs --ladder-layers: which layers are to be of that kind")
+    return dataclasses.replace(model, **changes)
+
+
+def _count(which: str, model: ModelConfig) -> int:
+    word = which.removeprefix(AUTO)
+    if not word.isdecimal() or not 1 <= int(word) <= model.num_layers:
+        raise UserError(f"--ladder-layers {which}: the number must be from 1 to the model's {model.num_layers} layers")
+    return int(word)

@@ -1,0 +1,131 @@
+"""A GGUF file: its settings, and its tensors, each read when it is asked for.
+
+Tensors are read with plain reads, in blocks of rows: the pages of a mapped file would stay in memory.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ladder_jax.errors import UserError
+
+PLAIN = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+"""The types whose values are kept as they are. All others become float32, which holds them exactly."""
+
+BLOCK = 1 << 24  # bytes of quantised rows at a time: of 4 bits, 128 MiB in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """shape: rows first, as Hugging Face's matrices are [out, in]; kind: "Q4_1"; offset: in the file, in bytes."""
+
+    path: str
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return PLAIN.get(self.kind, np.dtype("float32"))
+
+    def read(self) -> np.ndarray:
+        """The values, of that shape and dtype. Raises UserError where the file has changed."""
+        try:
+            if self.kind in PLAIN:
+                return self._bytes(0, self.size).view(self.dtype).reshape(self.shape)
+            return self._dequantised()
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {self.name} of {self.path!r}: {error}") from None
+
+    def _bytes(self, start: int, size: int) -> np.ndarray:
+        found = np.fromfile(self.path, np.uint8, size, offset=self.offset + start)
+        if len(found) != size:
+            raise ValueError(f"it ends after {self.offset + start + len(found):,} bytes")
+        return found
+
+    def _dequantised(self) -> np.ndarray:
+        rows = int(np.prod(self.shape[:-1]))
+        out, width = np.empty((rows, self.shape[-1]), np.float32), self.size // rows
+        step = max(1, BLOCK // width)
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            packed = self._bytes(start * width, count * width).reshape(count, width)
+            out[start : start + count] = _dequantise(packed, self.kind)
+        return out.reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """fields: every setting by its name, as a plain value or list; tensors: by their names."""
+
+    path: str
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def open_file(path: pathlib.Path) -> File:
+    """Reads the head only. Raises UserError for what is no GGUF file, is cut off, or holds types unknown here."""
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise UserError(
+                    f"{str(path)!r} is no pretrained model (allowed: a Hugging Face folder, a GGUF file, a checkpoint)"
+                )
+        gguf = _package()
+        found = gguf.GGUFReader(path)
+    except OSError as error:
+        raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    except UserError:
+        raise
+    except Exception as error:  # the reader has no error of its own for files that are cut off or damaged
+        raise UserError(f"{str(path)!r} is damaged or incomplete: {_line(error)}") from None
+    if found.endianess is not gguf.GGUFEndian.LITTLE:
+        raise UserError(f"{str(path)!r} is big-endian, which is not supported")
+    try:
+        fields = {name: field.contents() for name, field in found.fields.items()}
+    except Exception as error:
+        raise UserError(f"{str(path)!r} is damaged: a setting cannot be read ({_line(error)})") from None
+    return File(str(path), fields, {tensor.name: _tensor(path, tensor) for tensor in found.tensors})
+
+
+def _tensor(path: pathlib.Path, found: Any) -> Tensor:
+    kind, shape = found.tensor_type.name, tuple(int(size) for size in reversed(found.shape))
+    if kind not in PLAIN and kind not in _quantised():
+        allowed = ", ".join((*PLAIN, *_quantised()))
+        raise UserError(f"{str(path)!r}: {found.name} is of type {kind}, which is not supported (allowed: {allowed})")
+    if not shape or min(shape) < 1:
+        raise UserError(f"{str(path)!r}: {found.name} has no values, its shape is {shape}")
+    return Tensor(str(path), found.name, kind, shape, int(found.data_offset), int(found.n_bytes))
+
+
+@functools.cache
+def _quantised() -> tuple[str, ...]:
+    """The types that the package can dequantise."""
+    from gguf import GGMLQuantizationType, quants
+
+    return tuple(kind.name for kind in GGMLQuantizationType if hasattr(quants, kind.name) and kind.name not in PLAIN)
+
+
+def _dequantise(packed: np.ndarray, kind: str) -> np.ndarray:
+    from gguf import GGMLQuantizationType, quants
+
+    return quants.dequantize(packed, GGMLQuantizationType[kind])
+
+
+def _package():
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("GGUF files need the package gguf: pip install 'ladder-jax[hf]'") from None
+    return gguf
+
+
+def _line(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -1,0 +1,129 @@
+"""A GGUF file's settings as a ModelConfig. What a dense Llama cannot express is refused by its name."""
+
+from typing import Any
+
+import numpy as np
+
+from ladder_jax.config import Biases, Dtype, ModelConfig, RopeScaling
+from ladder_jax.errors import UserError, unknown
+from ladder_jax.nn import rotary
+from ladder_jax.pretrained.gguf.file import File
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Mistral, SmolLM2 and Llama 1 to 3.2 are "llama"."""
+
+FACTORS = "rope_freqs.weight"
+"""By how much each rotary frequency is divided, where that is not once and the same: Llama 3.1's scaling."""
+
+# What may stand below the architecture's name beside that which is read here.
+WITHOUT_EFFECT = {"vocab_size", "context_length", "rope.scaling.original_context_length", "tensor_data_layout"}
+WITHOUT_EFFECT |= {"rope.scaling.finetuned", "attention.value_length"}
+# What may stand there with these values only, which change nothing.
+NEUTRAL = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "attention.sliding_window": (0,),
+    "attention.causal": (True,),
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (1.0,),
+    "rope.scale_linear": (1.0,),
+    "use_parallel_residual": (False,),
+}
+
+
+class Settings:
+    """The settings below the architecture's name; remembers which were asked for."""
+
+    def __init__(self, file: File):
+        self.path, self._fields = file.path, file.fields
+        self.architecture = file.fields.get("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            raise unknown(f"architecture in {file.path!r}:", self.architecture, ARCHITECTURES)
+        self._asked = {*WITHOUT_EFFECT, *NEUTRAL}
+
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        """The setting as an int or float. Raises UserError where it is of another kind, or missing without default."""
+        self._asked.add(name)
+        full = f"{self.architecture}.{name}"
+        value = self._fields.get(full, default)
+        if value is None:
+            raise UserError(f"{self.path!r} does not say {full}")
+        if isinstance(value, (list, bool)) or not isinstance(value, (kind, int)):
+            raise UserError(f"{self.path!r}: {full} must be one {kind.__name__} for all layers, not {value!r}"[:300])
+        # Written as float32: 1e-05 is meant by 9.999999747378752e-06.
+        return float(str(np.float32(value))) if kind is float else value
+
+    def check_rest(self) -> None:
+        """Raises UserError for a setting that might change what the model computes."""
+        for full, value in self._fields.items():
+            name = full.removeprefix(f"{self.architecture}.")
+            if name != full and (name not in self._asked or value not in NEUTRAL.get(name, (value,))):
+                raise UserError(f"{self.path!r} sets {full}={value!r}, which is not supported"[:300])
+
+
+def model_of(file: File) -> ModelConfig:
+    """Raises UserError for another architecture, and for settings that are missing, impossible or not supported."""
+    settings, tensors = Settings(file), file.tensors
+    if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
+        raise UserError(f"{file.path!r} has no table token_embd.weight")
+    num_layers, heads = settings.get("block_count", int), settings.get("attention.head_count", int)
+    d_model = settings.get("embedding_length", int)
+    head_dim = settings.get("attention.key_length", int, default=d_model // max(heads, 1))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (size := settings.get(name, int, default=head_dim)) != head_dim:
+            full = f"{settings.architecture}.{name}"
+            raise UserError(f"{file.path!r} sets {full}={size}, which is not supported with heads of {head_dim}")
+    theta = settings.get("rope.freq_base", float, default=10_000.0)
+    model = ModelConfig(
+        num_layers=num_layers,
+        d_model=d_model,
+        num_heads=heads,
+        num_kv_heads=settings.get("attention.head_count_kv", int, default=heads),
+        head_dim=head_dim,
+        d_ff=settings.get("feed_forward_length", int),
+        vocab_size=tensors["token_embd.weight"].shape[0],
+        rope_theta=theta,
+        rope_scaling=_rope_scaling(file, theta=theta, head_dim=head_dim),
+        norm_eps=settings.get("attention.layer_norm_rms_epsilon", float),
+        tie_embeddings="output.weight" not in tensors,
+        biases=_biases(file),
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        residual="standard",
+        dtype=_dtype(file),
+        residual_dtype=_dtype(file),
+    )
+    settings.check_rest()
+    return model
+
+
+def _biases(file: File) -> Biases:
+    found = {name.split(".")[2] for name in file.tensors if name.startswith("blk.") and name.endswith(".bias")}
+    if not found:
+        return Biases.NONE
+    if found <= {"attn_q", "attn_k", "attn_v"}:
+        return Biases.QKV
+    return Biases.ATTENTION if all(name.startswith("attn_") for name in found) else Biases.ALL
+
+
+def _dtype(file: File) -> Dtype:
+    """What it is to be computed in: float32 where all of it is stored so."""
+    whole = all(tensor.kind == "F32" for tensor in file.tensors.values())
+    return Dtype.FLOAT32 if whole else Dtype.BFLOAT16
+
+
+def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | None:
+    """The scaling that gives the stored factors. Its other numbers are not stored; all published models use these."""
+    if FACTORS not in file.tensors:
+        return None
+    stored = file.tensors[FACTORS].read().astype(np.float64)
+    bare = ModelConfig(rope_theta=theta, head_dim=head_dim)
+    factor = float(stored.max())
+    if factor > 1 and stored.shape == (head_dim // 2,):
+        scaling = RopeScaling(factor=factor)
+        plain = rotary.frequencies(bare)
+        meant = plain / rotary.frequencies(ModelConfig(rope_theta=theta, head_dim=head_dim, rope_scaling=scaling))
+        if np.allclose(stored, meant, rtol=1e-5):
+            return scaling
+    raise UserError(
+        f"{file.path!r}: the factors in {FACTORS} are not those of Llama 3's scaling, the only one supported"
+    )

@@ -1,0 +1,177 @@
+"""The tokenizer in a GGUF file, as the files that Hugging Face's libraries read.
+
+Both kinds are byte-pair encodings. "gpt2" has its merges, in GPT-2's alphabet of bytes, and a rule for splitting text
+into words (pretokenizers.py); "llama" is sentencepiece's, which merges the pair whose result has the highest score.
+"""
+
+import json
+from typing import Any
+
+from ladder_jax.errors import UserError, unknown
+from ladder_jax.pretrained.gguf import pretokenizers
+from ladder_jax.pretrained.gguf.file import File
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+MODELS = ("gpt2", "llama")
+SPACE = "\u2581"  # how sentencepiece writes a space
+
+
+def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja (where there is one), by content.
+
+    Raises UserError where there is no tokenizer, one of another kind, or one with more tokens than `vocab_size`.
+    """
+    get = lambda name, default=None: file.fields.get(f"tokenizer.ggml.{name}", default)
+    if get("model") not in MODELS:
+        raise unknown(f"tokenizer in {file.path!r}:", get("model"), MODELS)
+    pieces = get("tokens") or []
+    kinds = get("token_type") or [NORMAL] * len(pieces)
+    if not pieces or len(set(pieces)) != len(pieces) or len(kinds) != len(pieces):
+        raise UserError(f"{file.path!r}: its tokenizer has no tokens, the same twice, or not the type of each")
+    if len(pieces) > vocab_size:
+        raise UserError(f"{file.path!r}: its tokenizer has {len(pieces)} tokens, its model {vocab_size}")
+    special = _special(file, pieces)
+    described = (_gpt2 if get("model") == "gpt2" else _llama)(file, pieces, kinds, special)
+    rule = pretokenizers.rule(get("pre"), path=file.path) if get("model") == "gpt2" else None
+    begins = get("add_bos_token", rule.begins if rule else True)
+    described |= {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            _added(i, piece, kind) for i, (piece, kind) in enumerate(zip(pieces, kinds)) if _is_added(kind)
+        ],
+        "post_processor": _around(special, begins=begins, ends=get("add_eos_token", False), path=file.path),
+    }
+    text = json.dumps(described, ensure_ascii=False)
+    _try(text, path=file.path)
+    config = {name: piece for name, (piece, _) in special.items()}
+    config |= {
+        "add_bos_token": begins,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    found = {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+    if template := file.fields.get("tokenizer.chat_template"):
+        found["chat_template.jinja"] = template
+    return {name: content.encode() for name, content in found.items()}
+
+
+def _special(file: File, pieces: list[str]) -> dict[str, tuple[str, int]]:
+    """{"eos_token": ("</s>", 2), ...}"""
+    found = {}
+    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = file.fields.get(f"tokenizer.ggml.{theirs}_token_id")
+        if index is None:
+            continue
+        if not 0 <= index < len(pieces):
+            raise UserError(f"{file.path!r}: tokenizer.ggml.{theirs}_token_id={index} is none of {len(pieces)} tokens")
+        found[f"{ours}_token"] = (pieces[index], index)
+    return found
+
+
+def _gpt2(file: File, pieces: list[str], kinds: list[int], special: dict) -> dict[str, Any]:
+    rule = pretokenizers.rule(file.fields.get("tokenizer.ggml.pre"), path=file.path)
+    pairs = [merge.split(" ") for merge in file.fields.get("tokenizer.ggml.merges") or []]
+    if any(len(pair) != 2 for pair in pairs):
+        raise UserError(f"{file.path!r}: its tokenizer's merges are not pairs")
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in rule.patterns
+    ]
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
+        "decoder": {**level, "use_regex": True},
+        "model": _bpe(pieces, pairs, unk=None, byte_fallback=False, ignore_merges=rule.whole_words),
+    }
+
+
+def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> dict[str, Any]:
+    scores = file.fields.get("tokenizer.ggml.scores") or []
+    if len(scores) != len(pieces):
+        raise UserError(f"{file.path!r}: its tokenizer does not have the score of each token")
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    first = [{"type": "Prepend", "prepend": SPACE}] if file.fields.get("tokenizer.ggml.add_space_prefix", True) else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if first else []
+    mergeable = {piece: score for piece, score, kind in zip(pieces, scores, kinds) if kind in (NORMAL, UNUSED)}
+    unk = special.get("unk_token", (None, 0))[0]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*first, replace]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": _bpe(pieces, merges(mergeable), unk=unk, byte_fallback=BYTE in kinds, ignore_merges=False),
+    }
+
+
+def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, the best first: as sentencepiece chooses, by the result's score."""
+    pairs = (
+        (-score, piece[:cut], piece[cut:])
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    )
+    return [(left, right) for _, left, right in sorted(pairs, key=lambda pair: (pair[0], len(pair[1])))]
+
+
+def _bpe(
+    pieces: list[str], pairs: list, *, unk: str | None, byte_fallback: bool, ignore_merges: bool
+) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unk,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": byte_fallback,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": {piece: index for index, piece in enumerate(pieces)},
+        "merges": pairs,
+    }
+
+
+def _is_added(kind: int) -> bool:
+    return kind in (UNKNOWN, CONTROL, USER_DEFINED)
+
+
+def _added(index: int, piece: str, kind: int) -> dict[str, Any]:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": index, "content": piece, **plain, "special": kind != USER_DEFINED}
+
+
+def _around(special: dict[str, tuple[str, int]], *, begins: bool, ends: bool, path: str) -> dict[str, Any] | None:
+    """What is put around every text."""
+    names = [*(["bos_token"] if begins else []), "text", *(["eos_token"] if ends else [])]
+    if len(names) == 1:
+        return None
+    if missing := [name for name in names if name != "text" and name not in special]:
+        raise UserError(f"{path!r}: its tokenizer puts a {missing[0]} around a text, and does not say which that is")
+    piece = lambda name, type_id: {"SpecialToken": {"id": special[name][0], "type_id": type_id}}
+    sequence = lambda which, type_id: {"Sequence": {"id": which, "type_id": type_id}}
+    part = lambda which, type_id: [
+        sequence(which, type_id) if name == "text" else piece(name, type_id) for name in names
+    ]
+    tokens = {
+        special[name][0]: {"id": special[name][0], "ids": [special[name][1]], "tokens": [special[name][0]]}
+        for name in names
+        if name != "text"
+    }
+    return {
+        "type": "TemplateProcessing",
+        "single": part("A", 0),
+        "pair": [*part("A", 0), *part("B", 1)],
+        "special_tokens": tokens,
+    }
+
+
+def _try(text: str, *, path: str) -> None:
+    import tokenizers
+
+    try:
+        tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # `tokenizers` raises plain Exceptions
+        raise UserError(f"{path!r}: its tokenizer is not a valid one: {' '.join(str(error).split())[:200]}") from None

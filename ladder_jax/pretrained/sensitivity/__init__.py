@@ -1,0 +1,8 @@
+"""Which layers mind being ladder layers: measured one at a time, and together, on a text."""
+
+from ladder_jax.pretrained.sensitivity.calibration import rows_of as rows_of
+from ladder_jax.pretrained.sensitivity.measure import Search as Search
+from ladder_jax.pretrained.sensitivity.measure import count as count
+from ladder_jax.pretrained.sensitivity.measure import measure as measure
+from ladder_jax.pretrained.sensitivity.result import Result as Result
+from ladder_jax.pretrained.sensitivity.result import Subset as Subset

@@ -1,0 +1,122 @@
+"""The loss of every layer converted alone, and the layers to convert: by rank, and greedily."""
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ladder_jax import nn
+from ladder_jax.pretrained.sensitivity.programs import delays_of, programs
+from ladder_jax.pretrained.sensitivity.result import Result, Subset
+
+ROWS = 4  # of the text in one program, at most
+
+
+class Search(enum.Enum):
+    """How the layers are chosen. Greedily takes about as many times longer as there are layers to choose."""
+
+    RANKED = "ranked"  # those that cost least alone
+    GREEDY = "greedy"  # one by one, the one that costs least beside those before it
+
+
+class Probe:
+    """The loss of `definition`'s model with any of its layers converted, the rest standard.
+
+    rows: tokens [n, T + 1] of the calibration text; measured: called once a loss.
+    """
+
+    def __init__(self, definition: nn.Definition, params: nn.Params, rows: np.ndarray, *, measured: Callable[[], None]):
+        self._definition, self.num_layers = definition, definition.config.num_layers
+        self._delays = np.array(delays_of(definition.config), np.int32)
+        self._programs, self._params, self._measured = programs(definition), params, measured
+        place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
+        self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in np.split(rows, _batches(rows))]
+        self._predicted = rows[:, 1:].size
+
+    def loss(self, chosen: Iterable[int]) -> float:
+        """Mean nats a token with the layers `chosen`."""
+        total = 0.0
+        for tokens, targets in self._batches:
+            streams = self._advance(self._programs.begin(self._params, tokens), chosen, 0, self.num_layers)
+            total += float(self._programs.loss(self._params, streams, targets))
+        self._measured()
+        return total / self._predicted
+
+    def losses_with(self, chosen: Iterable[int], *, also: Sequence[int]) -> dict[int, float]:
+        """Mean nats a token with the layers `chosen` and one more, for every layer of `also`."""
+        totals = dict.fromkeys(also, 0.0)
+        for tokens, targets in self._batches:
+            before, at = self._programs.begin(self._params, tokens), 0
+            for layer in sorted(also):
+                before, at = self._advance(before, chosen, at, layer), layer
+                streams = self._advance(before, {*chosen, layer}, layer, self.num_layers)
+                totals[layer] += float(self._programs.loss(self._params, streams, targets))
+                self._measured()
+        return {layer: total / self._predicted for layer, total in totals.items()}
+
+    def _advance(self, streams, chosen: Iterable[int], start: int, stop: int):
+        delays = np.zeros((self.num_layers, 2), np.int32)
+        delays[sorted(chosen)] = self._delays
+        return self._programs.advance(
+            self._params["layers"], streams, jnp.asarray(delays), jnp.int32(start), jnp.int32(stop)
+        )
+
+
+def count(rows: np.ndarray, *, num_layers: int, choose: int, search: Search) -> int:
+    """How many losses `measure` computes."""
+    greedy = sum(num_layers - done for done in range(1, choose)) if search is Search.GREEDY else 0
+    return 3 + _batches(rows) * (num_layers + greedy)
+
+
+def measure(
+    definition: nn.Definition,
+    params: nn.Params,
+    rows: np.ndarray,
+    *,
+    choose: int,
+    search: Search = Search.GREEDY,
+    measured: Callable[[], None] = lambda: None,
+) -> Result:
+    """The sensitivity curve of a model, and `choose` of its layers, by rank and (if asked) greedily.
+
+    definition: of the ladder kind in question, all its layers; params: on its mesh; rows: tokens [n, T + 1];
+    measured: called after each of the `count` losses.
+    """
+    probe = Probe(definition, params, rows, measured=measured)
+    layers = range(probe.num_layers)
+    standard = probe.loss(())
+    alone = probe.losses_with((), also=layers)
+    subset = lambda order: Subset(tuple(order), probe.loss(order) if order else standard)
+    ranked = subset(sorted(layers, key=lambda layer: alone[layer])[:choose])
+    last = subset(layers[probe.num_layers - choose :])
+    greedy = _greedy(probe, alone, choose=choose, standard=standard) if search is Search.GREEDY else None
+    return Result(
+        residual=definition.config.residual,
+        ranks=definition.config.ranks,
+        tokens=rows[:, 1:].size,
+        sequence=rows.shape[1] - 1,
+        loss=standard,
+        alone=tuple(alone[layer] for layer in layers),
+        last=last,
+        ranked=ranked,
+        greedy=greedy,
+    )
+
+
+def _greedy(probe: Probe, alone: dict[int, float], *, choose: int, standard: float) -> Subset:
+    """In the order in which the layers were taken."""
+    chosen: list[int] = []
+    losses, best = alone, standard
+    while len(chosen) < choose:
+        if chosen:
+            losses = probe.losses_with(chosen, also=[n for n in range(probe.num_layers) if n not in chosen])
+        layer = min(losses, key=lambda layer: losses[layer])
+        chosen, best = [*chosen, layer], losses[layer]
+    return Subset(tuple(chosen), best)
+
+
+def _batches(rows: np.ndarray) -> int:
+    """How many programs of equal shape the rows are computed in."""
+    return len(rows) // next(size for size in range(min(ROWS, len(rows)), 0, -1) if len(rows) % size == 0)

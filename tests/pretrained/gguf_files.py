@@ -1,0 +1,151 @@
+"""The tiny Hugging Face models as GGUF files, written as llama.cpp's own converter does, by the `gguf` package.
+
+The names and the order of rotary pairs are written out here once more, and share nothing with the package.
+"""
+
+import json
+import pathlib
+
+import gguf
+import numpy as np
+import tokenizers
+from gguf import GGMLQuantizationType as Kind
+
+from tests import tokenizers as tiny
+from tests.pretrained import models
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def name_of(theirs: str) -> str:
+    """model.layers.3.self_attn.q_proj.weight -> blk.3.attn_q.weight"""
+    stem, _, ending = theirs.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{_NAMES[stem]}.{ending}"
+    _, _, layer, below = stem.split(".", 3)
+    return f"blk.{layer}.{_NAMES[below]}.{ending}"
+
+
+def interleaved(rows: np.ndarray, *, heads: int) -> np.ndarray:
+    """Row i of the first half of a head to 2i, of the second half to 2i + 1."""
+    out, size = np.empty_like(rows), rows.shape[0] // heads
+    for head in range(heads):
+        for i in range(size // 2):
+            out[head * size + 2 * i] = rows[head * size + i]
+            out[head * size + 2 * i + 1] = rows[head * size + i + size // 2]
+    return out
+
+
+def write(
+    file: pathlib.Path,
+    name: str,
+    *,
+    kind: Kind = Kind.F32,
+    architecture: str | None = None,
+    tokenizer: tokenizers.Tokenizer | None = None,
+    settings: dict | None = None,
+    tensors: dict[str, np.ndarray | None] | None = None,
+    seed: int = 0,
+    **changes,
+) -> pathlib.Path:
+    """The model called `name`; its matrices of type `kind`, where their rows can be, the rest float32.
+
+    settings: below the architecture's name, or whole names, set or replaced, or left out if None; tensors: likewise.
+    """
+    told = models.config(name, **changes)
+    family = {"mistral": "llama"}.get(told["model_type"], told["model_type"])
+    heads, kv = told["num_attention_heads"], told.get("num_key_value_heads") or told["num_attention_heads"]
+    size = told.get("head_dim") or told["hidden_size"] // heads
+    rope = told.get("rope_parameters") or {}
+    below = {
+        "block_count": told["num_hidden_layers"],
+        "context_length": told["max_position_embeddings"],
+        "embedding_length": told["hidden_size"],
+        "feed_forward_length": told["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": size,
+        "rope.freq_base": float(rope.get("rope_theta") or told.get("rope_theta")),
+        "attention.layer_norm_rms_epsilon": told["rms_norm_eps"],
+        "vocab_size": told["vocab_size"],
+    }
+    writer = gguf.GGUFWriter(str(file), architecture or family)
+    full = {f"{architecture or family}.{setting}": value for setting, value in below.items()} | _vocabulary(tokenizer)
+    for setting, value in (settings or {}).items():
+        full[setting if setting in full or setting.startswith("tokenizer") else f"{family}.{setting}"] = value
+    for setting, value in full.items():
+        if value is not None:
+            _set(writer, setting, value)
+    arrays = {}
+    for theirs, values in models.weights(told, seed=seed).items():
+        if family == "llama" and ".q_proj." in theirs:
+            values = interleaved(values, heads=heads)
+        if family == "llama" and ".k_proj." in theirs:
+            values = interleaved(values, heads=kv)
+        arrays[name_of(theirs)] = values
+    for stored, values in {**arrays, **(tensors or {})}.items():
+        if values is None:
+            continue
+        one = kind if values.ndim == 2 and values.shape[-1] % 32 == 0 else Kind.F32
+        packed = values if one is Kind.F32 else gguf.quants.quantize(values, one)
+        writer.add_tensor(stored, packed, raw_dtype=None if packed.dtype in (np.float16, np.int32) else one)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _vocabulary(tokenizer: tokenizers.Tokenizer | None) -> dict:
+    """As converters store a byte-level tokenizer; without one, a vocabulary of bytes and three special tokens."""
+    made = json.loads((tokenizer or small()).to_str())
+    vocabulary = {piece: index for piece, index in made["model"]["vocab"].items()}
+    kinds = dict.fromkeys(vocabulary, 1)
+    for added in made["added_tokens"]:
+        vocabulary[added["content"]] = added["id"]
+        kinds[added["content"]] = 3 if added["special"] else 4
+    pieces = sorted(vocabulary, key=vocabulary.get)
+    found = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [kinds[piece] for piece in pieces],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in made["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": vocabulary[tiny.BEGIN],
+        "tokenizer.ggml.eos_token_id": vocabulary[tiny.END],
+        "tokenizer.ggml.add_bos_token": tokenizer is not None,
+        "tokenizer.chat_template": tiny.TEMPLATE,
+    }
+    return found
+
+
+def small() -> tokenizers.Tokenizer:
+    """Of 100 tokens, which know only letters: for models of 129."""
+    model = {tiny.BEGIN: 0, tiny.END: 1} | {chr(code): index for index, code in enumerate(range(0x21, 0x7F), start=2)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({**model, "Ġ": 96, "th": 97, "Ċ": 98}, [("t", "h")]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([tiny.BEGIN, tiny.END])
+    return made
+
+
+def _set(writer: gguf.GGUFWriter, name: str, value: object) -> None:
+    of = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    of.get(type(value), writer.add_array)(name, value)

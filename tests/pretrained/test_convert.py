@@ -1,0 +1,291 @@
+"""`ladder-jax convert`: what it writes is what it read, with the layers that were asked for, whole or not at all."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from ladder_jax import checkpoint, nn, parallel, pretrained
+from ladder_jax.checkpoint.stream import Stream
+from ladder_jax.cli import main
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.pretrained.convert import command, staging
+from tests import reference
+from tests import tokenizers as tiny
+from tests.pretrained import gguf_files, models, record
+
+ARGUMENTS = dict.fromkeys("ladder_layers residual ranks dtype calibration calibration_tokens search tensor".split()) | {
+    "to": "checkpoint",
+    "json": True,
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Four layers, in a GGUF file of float32."""
+    return gguf_files.write(tmp_path_factory.mktemp("small") / "small.gguf", "llama-2", num_hidden_layers=4)
+
+
+def convert(source, destination, **arguments):
+    command.run({**ARGUMENTS, "source": str(source), "destination": str(destination), **arguments})
+    return checkpoint.open_checkpoint(destination)
+
+
+def restored(saved, *, tensor=1):
+    definition = nn.define(saved.config.model, mesh=parallel.make_mesh(tensor=tensor))
+    return definition, saved.params(definition)
+
+
+def test_values_and_files_arrive(tmp_path, capsys):
+    """bfloat16 stays bfloat16 on the disk; tokenizer, context and generation settings travel; any mesh reads it."""
+    made = tiny.byte_level()
+    file = gguf_files.write(tmp_path / "a.gguf", "llama-2", kind=Kind.BF16, tokenizer=made, vocab_size=320)
+    source = pretrained.open(file)
+    saved = convert(file, tmp_path / "out")
+    told = json.loads(capsys.readouterr().out)
+    assert (told["format"], told["residual"], told["parameters"]) == ("checkpoint", "standard", 38_048)
+    assert not checkpoint.verify(saved.path) and saved.config.model == source.model
+    again = pretrained.open(tmp_path / "out")
+    assert (again.context, again.generation) == (source.context, source.generation) and again.files == source.files
+    for key, stored in source.arrays.items():
+        assert again.arrays[key].dtype == stored.dtype and (again.arrays[key].read() == stored.read()).all()
+    for tensor in (1, 4):
+        params = restored(saved, tensor=tensor)[1]
+        key = np.stack([source.arrays["layers/attention/key", n].read() for n in range(2)])
+        assert (np.asarray(params["layers"]["attention"]["key"]) == key.astype(np.float32)).all()
+    assert saved.tokenizer().encode("the cat") == made.encode("the cat").ids
+    with pytest.raises(UserError, match="was converted, not trained"):
+        saved.optimizer({})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "out"]
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, number, ladder",
+    [
+        (dict(ladder_layers="0"), "standard", 1, ()),
+        (dict(ladder_layers="2"), "ladder", 1, (2, 3)),
+        (dict(ladder_layers="0,2", residual="ladder-2"), "ladder", 2, (0, 2)),
+    ],
+)
+def test_hybrids_equal_the_dense_reference(arguments, kind, number, ladder, small, tmp_path):
+    """Zero layers change nothing: then transformers' own loss is the reference, too."""
+    definition, params = restored(convert(small, tmp_path / "out", **arguments))
+    tokens = models.tokens()
+    ours = np.asarray(nn.compiled_logits(definition)(params, tokens))
+    shape = reference.Shape(layers=4, heads=4, kv_heads=4, vocab=129, kind=kind, number=number, ladder=ladder)
+    expected = reference.evaluate(reference.logits, jax.tree.map(np.asarray, params), tokens, shape)
+    assert models.error(ours, expected) <= 1e-5
+
+
+def test_zero_layers_compute_what_transformers_computes(tmp_path):
+    file = gguf_files.write(tmp_path / "a.gguf", "llama-2")
+    definition, params = restored(convert(file, tmp_path / "out", ladder_layers="0"))
+    found = nn.compiled_logits(definition)(params, models.tokens())
+    assert models.error(np.asarray(found)[:, 2::3], np.load(record.FILE)["llama-2"]) <= 1e-4
+
+
+def test_to_hugging_face_and_back(small, tmp_path):
+    command.run({**ARGUMENTS, "source": str(small), "destination": str(tmp_path / "hf"), "to": "huggingface"})
+    saved = convert(tmp_path / "hf", tmp_path / "out", ladder_layers="1,2", residual="ladder-fresh", ranks=2)
+    assert (saved.config.model.residual, saved.config.model.ranks) == ("ladder-fresh", 2)
+    theirs, ours = pretrained.open(small), pretrained.open(tmp_path / "out")
+    assert theirs.files == ours.files
+    assert all((ours.arrays[key].read() == stored.read()).all() for key, stored in theirs.arrays.items())
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (dict(ladder_layers="5"), "not a number of layers"),
+        (dict(ladder_layers="1,9"), "out of range"),
+        (dict(ladder_layers="auto:2"), "name one by --calibration FILE"),
+        (dict(ladder_layers="auto:5", calibration="x"), "from 1 to the model's 4 layers"),
+        (dict(ladder_layers="auto:2", calibration="nowhere.txt"), "cannot read --calibration 'nowhere.txt'"),
+        (dict(ladder_layers="2", search="ranked"), "--search is for --ladder-layers auto:N"),
+        (dict(ladder_layers="2", residual="parallel"), "unknown ladder kind in --residual 'parallel'"),
+        (dict(ladder_layers="2", residual="ladder-fresh"), "name it by --ranks N"),
+        (dict(ladder_layers="2", residual="ladder-fresh", ranks=3), "not divisible"),
+        (dict(ladder_layers="2", ranks=2), "model.ranks belongs to ladder-fresh"),
+        (dict(residual="ladder"), "--residual needs --ladder-layers"),
+        (dict(dtype="bfloat"), "did you mean 'bfloat16'?"),
+        (dict(to="hugging"), "did you mean 'huggingface'?"),
+        (dict(source="nowhere.gguf"), "there is no model at 'nowhere.gguf'"),
+        (dict(destination="nowhere/out"), "there is no folder"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, said, small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refusal:
+        convert(**{"source": small, "destination": "out", **arguments})
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_there_stays(small, tmp_path, capsys):
+    """A taken place, and one that another process is writing, by the command line's words."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    assert main(["convert", str(small), str(tmp_path / "mine")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    folder = tmp_path / ".out.converting"
+    folder.mkdir()
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert main(["convert", str(small), str(tmp_path / "out")]) == 2
+    assert "another process is writing" in capsys.readouterr().err
+    os.close(lock)  # as when it is killed
+    (folder / "left").write_text("half")
+    assert main(["convert", str(small), str(tmp_path / "out")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+
+
+def test_a_disk_that_refuses_or_forgets(small, tmp_path, monkeypatch):
+    real, count = Stream.put, 0
+
+    def full(self, *args, **settings):
+        nonlocal count
+        count += 1
+        if count == 9:
+            raise OSError(28, "No space left on device")
+        real(self, *args, **settings)
+
+    monkeypatch.setattr(Stream, "put", full)
+    with pytest.raises(RunFailed, match="cannot write '.*out': No space left on device"):
+        convert(small, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+    def forgetful(self, name, values, **settings):
+        real(self, name, values, **settings)
+        if (name, settings["layer"]) == ("layers/mlp/up", 2):
+            self._stores[name][2, 5, 5].write(np.float32(7)).result()
+
+    monkeypatch.setattr(Stream, "put", forgetful)
+    with pytest.raises(RunFailed, match="layers/mlp/up of layer 2 reads back with other values than were written"):
+        convert(small, tmp_path / "out")
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(RunFailed, match="no space for '.*out': 0.2 MB needed, 0.0 free"):
+        convert(small, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_sources_that_break_midway_leave_nothing(small, tmp_path):
+    """Its file is cut off once it has been opened: as on a network's disk that goes away."""
+    file = tmp_path / "file.gguf"
+    file.write_bytes(small.read_bytes())
+    source = pretrained.open(file)
+    file.write_bytes(small.read_bytes()[:-1000])
+    definition = nn.define(source.model, mesh=parallel.make_mesh())
+    request = command.parse({**ARGUMENTS, "source": str(file), "destination": str(tmp_path / "out")}, source.model)
+    with pytest.raises(UserError, match="it ends after"), staging.staged(request.destination) as folder:
+        command.write(source, folder, definition=definition, request=request)
+    assert [path.name for path in tmp_path.iterdir()] == ["file.gguf"]
+
+
+# Modules are imported once and the process forks, before jax and tensorstore have threads: a life is 0.3 s, not 5.
+LIVES = """
+import json, os, random, signal, sys, time, traceback
+from ladder_jax import checkpoint, cli
+from ladder_jax.pretrained.convert import command
+source, place, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
+arguments = ["convert", source, place, "--ladder-layers", "2"]
+
+def life(wait):
+    began, child = time.monotonic(), os.fork()
+    if not child:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        os._exit(cli.main(arguments))
+    while wait is not None and time.monotonic() < began + wait:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return 0, time.monotonic() - began
+        time.sleep(0.001)
+    if wait is not None:
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1], time.monotonic() - began
+
+import shutil
+moments, seen = random.Random(0), []
+status, whole = life(None)
+assert status == 0, status
+digests = sorted(checkpoint.open_checkpoint(place).path.joinpath("params", "d").iterdir())
+hidden = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.converting")
+while sum(died for died, _, _ in seen) < kills:
+    shutil.rmtree(place, ignore_errors=True)
+    status, _ = life(moments.uniform(0.2, 1.1) * whole)
+    died, half = status == signal.SIGKILL, os.path.isdir(hidden) and bool(os.listdir(hidden))
+    if os.path.exists(place):
+        saved = checkpoint.open_checkpoint(place)
+        assert checkpoint.verify(saved.path) == [] and saved.config.model.ladder_layers == "2"
+    seen.append((died, half, os.path.exists(place)))
+shutil.rmtree(place, ignore_errors=True)
+assert life(None)[0] == 0 and not os.path.exists(hidden)
+print(json.dumps(seen))
+"""
+
+
+def test_killed_again_and_again(small, tmp_path):
+    """SIGKILL at 20 moments: there is nothing, or the whole; and the next conversion clears what the last has left."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIVES, str(small), str(tmp_path / "out"), "20"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=pathlib.Path(__file__).parent.parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert sum(half for _, half, _ in seen) >= 4, seen
+    assert not checkpoint.verify(checkpoint.open_checkpoint(tmp_path / "out").path)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_sigterm_removes_what_there_is(small, tmp_path):
+    slow = "import time; from ladder_jax.checkpoint.stream import Stream; put = Stream.put\n"
+    slow += "Stream.put = lambda *a, **b: (time.sleep(0.2), put(*a, **b))\n"
+    slow += f"import sys; from ladder_jax import cli; sys.exit(cli.main(['convert', {str(small)!r}, 'out']))"
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent.parent)}
+    command = [sys.executable, "-c", slow]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+    while not list(tmp_path.glob(".out.converting/out/checkpoints")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in said
+    assert f"ladder-jax: SIGTERM: '{tmp_path / 'out'}' was not written" in said
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_tokenizer_that_does_not_match(small, tmp_path):
+    """More tokens than the model has: of a Hugging Face folder, where nothing but the number tells."""
+    folder = models.write(tmp_path / "hf", "llama-2")
+    (folder / "tokenizer.json").write_bytes(pretrained.open(small).files["tokenizer.json"])
+    convert(folder, tmp_path / "fits")
+    tiny.byte_level().save(str(folder / "tokenizer.json"))
+    with pytest.raises(UserError, match="its tokenizer.json numbers 301 tokens, but the model has 129"):
+        convert(folder, tmp_path / "out")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=f"{folder}.* is not a tokenizer"):
+        convert(folder, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fits", "hf"]
+
+
+def test_resumes_nothing_that_another_source_left(small, tmp_path):
+    """What a killed conversion of another model left is not mixed into this one."""
+    left = tmp_path / ".out.converting" / "out" / "checkpoints" / "0" / "params"
+    left.mkdir(parents=True)
+    (left / "manifest.ocdbt").write_bytes(b"nonsense")
+    saved = convert(small, tmp_path / "out")
+    assert not checkpoint.verify(saved.path)
+    model = dataclasses.replace(pretrained.open(small).model)
+    assert saved.config.model == model

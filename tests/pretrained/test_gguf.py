@@ -1,0 +1,240 @@
+"""GGUF in: the values, the configuration and the tokenizer that were written, or one line that says why not."""
+
+import dataclasses
+import json
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+import tokenizers
+from gguf import GGMLQuantizationType as Kind
+
+from ladder_jax import nn, parallel, pretrained
+from ladder_jax.config import Dtype, RopeScaling
+from ladder_jax.data import tokenizer as tokenizer_folders
+from ladder_jax.errors import UserError
+from ladder_jax.nn import rotary
+from ladder_jax.pretrained.gguf import pretokenizers
+from ladder_jax.pretrained.source import Key
+from tests import tokenizers as tiny
+from tests.pretrained import gguf_files, models, record
+
+UNSCALED = {"rope_scaling": None}
+TEXT = "the cat's 1234 mats,  SAT on\n\n naïve café 東京 🙂\t(x==1);  "
+
+
+def refused(path) -> str:
+    with pytest.raises(UserError) as refusal:
+        pretrained.open(path)
+    message = str(refusal.value)
+    assert "\n" not in message and len(message) < 700 and str(path) in message
+    return message
+
+
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_every_family_holds_what_its_hugging_face_form_holds(name, tmp_path):
+    """Heads in the other order for llama, biases, query/key norms, tied tables: bit for bit, layer for layer."""
+    told = models.config(name)
+    changes = {}
+    for field in ("rope_scaling", "rope_parameters"):
+        if (told.get(field) or {}).get("rope_type") == "llama3":
+            changes[field] = None if field == "rope_scaling" else {"rope_type": "default", "rope_theta": 500_000.0}
+    theirs = pretrained.open(models.write(tmp_path / "hf", name, **changes))
+    ours = pretrained.open(gguf_files.write(tmp_path / "file.gguf", name, **changes))
+    assert ours.model == theirs.model and ours.context == 256
+    assert ours.generation == {"bos_token_id": 0, "eos_token_id": [1]}
+    for key, stored in theirs.arrays.items():
+        assert (ours.arrays[key].read() == stored.read()).all(), key
+    assert ours.arrays.keys() == theirs.arrays.keys()
+
+
+def test_logits_are_those_of_transformers(tmp_path):
+    source = pretrained.open(gguf_files.write(tmp_path / "file.gguf", "llama-2"))
+    assert source.model.dtype is Dtype.FLOAT32
+    mesh = parallel.make_mesh()
+    found = nn.compiled_logits(nn.define(source.model, mesh=mesh))(pretrained.load(source, mesh=mesh), models.tokens())
+    assert models.error(np.asarray(found)[:, 2::3], np.load(record.FILE)["llama-2"]) <= 1e-4
+
+
+def dequantised(values: np.ndarray, kind: Kind) -> np.ndarray:
+    """What a file of that type holds of `values` [rows, n], from the formats' definitions."""
+    if kind is Kind.F16:
+        return values.astype(np.float16).astype(np.float32)
+    if kind is Kind.BF16:
+        return values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    packed = gguf.quants.quantize(values, kind).reshape(-1, {Kind.Q8_0: 34, Kind.Q4_0: 18, Kind.Q4_1: 20}[kind])
+    half = lambda at: packed[:, at : at + 2].copy().view(np.float16).astype(np.float32)
+    if kind is Kind.Q8_0:  # a scale, 32 signed bytes
+        return (half(0) * packed[:, 2:].view(np.int8)).reshape(values.shape)
+    start = 2 if kind is Kind.Q4_0 else 4  # a scale, (a least value,) 16 bytes of which the low halves come first
+    nibbles = np.concatenate([packed[:, start:] & 15, packed[:, start:] >> 4], axis=1).astype(np.float32)
+    found = half(0) * (nibbles - 8) if kind is Kind.Q4_0 else half(0) * nibbles + half(2)
+    return found.reshape(values.shape)
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
+def test_types(kind, tmp_path, monkeypatch):
+    """Halves stay what they are, all else becomes float32; in blocks of rows as whole."""
+    monkeypatch.setattr("ladder_jax.pretrained.gguf.file.BLOCK", 256)
+    source = pretrained.open(gguf_files.write(tmp_path / "file.gguf", "llama-2", kind=kind))
+    stored = {Kind.F16: "float16", Kind.BF16: "bfloat16"}.get(kind, "float32")
+    values = models.weights(models.config("llama-2"))
+    up = source.arrays[Key("layers/mlp/up", 1)]
+    assert up.read().dtype == up.dtype == stored and source.model.dtype is Dtype.BFLOAT16
+    assert (up.read().T == dequantised(values["model.layers.1.mlp.up_proj.weight"], kind)).all()
+    query = source.arrays[Key("layers/attention/query", 0)].read()
+    theirs = dequantised(values["model.layers.0.self_attn.q_proj.weight"], kind)
+    assert (query == theirs.reshape(4, 8, 32).transpose(2, 0, 1)).all()
+    assert source.arrays[Key("final_norm/scale")].dtype == np.float32
+
+
+def test_llama_3_scaling_is_known_by_its_factors(tmp_path):
+    scaling = RopeScaling(factor=32.0)
+    source = pretrained.open(gguf_files.write(tmp_path / "plain.gguf", "llama-3.1", **UNSCALED))
+    change = lambda config: dataclasses.replace(source.model, rope_scaling=config)
+    factors = (rotary.frequencies(source.model) / rotary.frequencies(change(scaling))).astype(np.float32)
+    file = tmp_path / "scaled.gguf"
+    gguf_files.write(file, "llama-3.1", tensors={"rope_freqs.weight": factors}, **UNSCALED)
+    assert pretrained.open(file).model == change(scaling)
+    other = tmp_path / "other.gguf"
+    gguf_files.write(other, "llama-3.1", tensors={"rope_freqs.weight": factors + np.float32(0.1)}, **UNSCALED)
+    assert "rope_freqs.weight are not those of Llama 3's scaling" in refused(other)
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"expert_count": 8}, "llama.expert_count=8"),
+        ({"attention.sliding_window": 4096}, "llama.attention.sliding_window=4096"),
+        ({"rope.scaling.type": "yarn"}, "llama.rope.scaling.type='yarn'"),
+        ({"rope.dimension_count": 4}, "llama.rope.dimension_count=4"),
+        ({"logit_scale": 2.0}, "llama.logit_scale=2.0"),
+        ({"attention.head_count_kv": [4, 2]}, "llama.attention.head_count_kv must be one int for all layers"),
+        ({"attention.head_count": 6}, "model.num_kv_heads=4 does not divide model.num_heads=6"),
+        ({"block_count": None}, "does not say llama.block_count"),
+        ({"block_count": 3}, "lacks blk.2."),
+        ({"block_count": 1}, "blk.1."),
+        ({"feed_forward_length": 64}, "ffn_down.weight is (32, 48), not (32, 64)"),
+        ({"tokenizer.ggml.model": "bert"}, "allowed: gpt2, llama"),
+        ({"tokenizer.ggml.pre": "smolm"}, "did you mean 'smollm'?"),
+        ({"tokenizer.ggml.tokens": None}, "its tokenizer has no tokens"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "not the type of each"),
+        ({"tokenizer.ggml.eos_token_id": 1000}, "tokenizer.ggml.eos_token_id=1000 is none of"),
+        ({"tokenizer.ggml.merges": ["t h", "x"]}, "merges are not pairs"),
+        ({"tokenizer.ggml.merges": ["t q"]}, "its tokenizer is not a valid one"),
+    ],
+)
+def test_what_cannot_be_represented_is_named(settings, named, tmp_path):
+    assert named in refused(gguf_files.write(tmp_path / "file.gguf", "llama-2", settings=settings))
+
+
+@pytest.mark.parametrize(
+    "tensors, named",
+    [
+        ({"blk.1.ffn_up.weight": None}, "lacks blk.1.ffn_up.weight"),
+        ({"blk.1.attn_q.weight": np.zeros((16, 32), np.float32)}, "blk.1.attn_q.weight is (16, 32), not (32, 32)"),
+        ({"blk.0.ffn_gate_exps.weight": np.zeros((2, 48, 32), np.float32)}, "holds blk.0.ffn_gate_exps.weight"),
+        ({"token_embd.weight": None}, "has no table token_embd.weight"),
+        ({"token_embd.weight": np.zeros((64, 32), np.float32)}, "its tokenizer has 99 tokens, its model 64"),
+        ({"output_norm.weight": np.zeros(32, np.int32)}, "output_norm.weight is of type I32, which is not supported"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tensors, named, tmp_path):
+    if "token_embd.weight" in tensors:
+        tensors = {**tensors, "output.weight": tensors["token_embd.weight"]}
+    assert named in refused(gguf_files.write(tmp_path / "file.gguf", "llama-2", tensors=tensors))
+
+
+def test_another_architecture(tmp_path):
+    message = refused(gguf_files.write(tmp_path / "file.gguf", "llama-2", architecture="qwen3moe"))
+    assert "'qwen3moe'; did you mean 'qwen3'? (allowed: llama, qwen2, qwen3)" in message
+
+
+def test_damage(tmp_path):
+    """Cut off anywhere, or with any byte of the head changed: it opens as what it was, or is refused in a line."""
+    whole = gguf_files.write(tmp_path / "whole.gguf", "llama-2").read_bytes()
+    file, rng = tmp_path / "file.gguf", np.random.default_rng(0)
+    for length in (0, 3, 4, 12, 30, 200, 2000, len(whole) // 2, len(whole) - 33):
+        file.write_bytes(whole[:length])
+        assert "is damaged or incomplete" in (said := refused(file)) or "is no pretrained model" in said
+    for at in rng.integers(4, 3000, 60):
+        content = bytearray(whole)
+        content[at] ^= 1 << rng.integers(8)
+        file.write_bytes(content)
+        try:
+            pretrained.open(file)
+        except UserError as error:
+            assert "\n" not in str(error)
+    file.write_bytes(whole)
+    value = pretrained.open(file).arrays[Key("layers/attention/value", 1)]
+    file.write_bytes(whole[:-1000])
+    with pytest.raises(UserError, match=r"cannot read blk.1.attn_v.weight of .*: it ends after"):
+        value.read()
+
+
+def folder_of(source, tmp_path):
+    for name, content in source.files.items():
+        (tmp_path / name).write_bytes(content)
+    return tokenizer_folders.load(tmp_path)
+
+
+def test_a_byte_level_tokenizer_is_what_it_was(tmp_path):
+    """The same tokens, the same bytes, the same chat prompts as from the folder that it was converted from."""
+    made = tiny.byte_level()
+    file = gguf_files.write(tmp_path / "file.gguf", "llama-2", tokenizer=made, vocab_size=320)
+    (tmp_path / "ours").mkdir()
+    ours = folder_of(pretrained.open(file), tmp_path / "ours")
+    theirs = tokenizer_folders.load(tiny.folder(tmp_path / "theirs", made=made))
+    for text in (*tiny.SENTENCES, TEXT, f"{tiny.BEGIN} a <tool>{tiny.END}", ""):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+    talk = [{"role": "user", "content": "the cat?"}]
+    assert ours.chat(talk) == theirs.chat(talk) and ours.stop_ids == theirs.stop_ids
+
+
+def test_a_sentencepiece_tokenizer_is_what_it_was(tmp_path):
+    """Stored as pieces and scores, without merges."""
+    made = tiny.byte_fallback()
+    model = json.loads(made.to_str())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].get)
+    rank = {"".join(pair): -float(index) for index, pair in reversed(list(enumerate(model["merges"], start=1)))}
+    kinds = [
+        6 if piece.startswith("<0x") else {"<unk>": 2, tiny.BEGIN: 3, tiny.END: 3}.get(piece, 1) for piece in pieces
+    ]
+    settings = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": [rank.get(piece, -1e4) for piece in pieces],
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.unknown_token_id": pieces.index("<unk>"),
+        "tokenizer.ggml.bos_token_id": pieces.index(tiny.BEGIN),
+        "tokenizer.ggml.eos_token_id": pieces.index(tiny.END),
+        "tokenizer.ggml.add_bos_token": None,
+    }
+    file = gguf_files.write(tmp_path / "file.gguf", "llama-2", settings=settings, vocab_size=400)
+    (tmp_path / "ours").mkdir()
+    ours = folder_of(pretrained.open(file), tmp_path / "ours")
+    for text in (*tiny.SENTENCES, TEXT):
+        assert ours.encode(text) == [pieces.index(tiny.BEGIN), *made.encode(text, add_special_tokens=False).ids]
+        assert ours.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("gpt-2", ["it", "'", "S", " 12345", " Ab", "!!", "\n\n", " a"]),
+        ("smollm", ["it", "'", "S", " ", "1", "2", "3", "4", "5", " Ab", "!!", "\n\n", " a"]),
+        ("llama-bpe", ["it", "'S", " ", "123", "45", " Ab", "!!\n\n", " a"]),
+        ("qwen2", ["it", "'S", " ", "1", "2", "3", "4", "5", " Ab", "!!\n\n", " a"]),
+        ("tekken", ["it", "'S", " ", "1", "2", "3", "4", "5", " Ab", "!!\n\n", " a"]),
+        ("default", ["it", "'", "S", " ", "123", "45", " Ab", "!!", "\n\n", " a"]),
+    ],
+)
+def test_words(name, words):
+    rule = pretokenizers.rule(name, path="x")
+    split = lambda pattern: tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    made = tokenizers.pre_tokenizers.Sequence([split(pattern) for pattern in rule.patterns])
+    assert [word for word, _ in made.pre_tokenize_str("it'S 12345 Ab!!\n\n a")] == words

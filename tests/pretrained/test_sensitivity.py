@@ -1,0 +1,148 @@
+"""Layers by what they cost: losses of the dense reference, the choices that follow from them, and the verb."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax import checkpoint, nn, parallel, pretrained
+from ladder_jax.cli import main
+from ladder_jax.errors import UserError
+from ladder_jax.pretrained import sensitivity
+from ladder_jax.pretrained.sensitivity import Result, Search, Subset, measure, programs
+from ladder_jax.pretrained.sensitivity.measure import Probe
+from tests import reference
+from tests.pretrained import gguf_files
+
+ROWS = np.random.default_rng(3).integers(3, 129, (3, 25)).astype(np.int32)
+TEXT = "the thin cat sat there then, with that other thing; " * 12
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return pretrained.open(gguf_files.write(tmp_path_factory.mktemp("a") / "a.gguf", "llama-2", num_hidden_layers=4))
+
+
+def probe(source, residual, *, ranks=None, tensor=1, measured=lambda: None):
+    model = dataclasses.replace(source.model, residual=residual, ranks=ranks)
+    mesh = parallel.make_mesh(tensor=tensor)
+    params = pretrained.load(source, mesh=mesh)
+    definition = nn.define(model, mesh=mesh)
+    return definition, params, Probe(definition, params, ROWS, measured=measured)
+
+
+def expected(params, chosen, *, kind, number=1, ranks=1):
+    shape = reference.Shape(
+        layers=4, heads=4, kv_heads=4, vocab=129, kind=kind, number=number, ladder=tuple(chosen), ranks=ranks
+    )
+    rows = 129 + -129 % (128 * ranks)  # what the reference splits over its ranks
+    pad = lambda table: np.pad(np.asarray(table)[:129], ((0, rows - 129), (0, 0)))
+    plain = jax.tree.map(np.asarray, params)
+    plain |= {name: {"table": pad(plain[name]["table"]).astype(np.float64)} for name in ("embedding", "head")}
+    return reference.loss_eagerly(plain, ROWS, shape)
+
+
+@pytest.mark.parametrize(
+    "residual, kind, number, ranks, tensor",
+    [
+        ("ladder", "ladder", 1, None, 1),
+        ("ladder-3", "ladder", 3, None, 1),
+        ("parallel-ladder", "parallel-ladder", 1, None, 1),
+        ("ladder-fresh", "fresh", 1, 2, 1),
+        ("ladder-fresh", "fresh", 1, 2, 2),
+    ],
+)
+def test_losses_of_any_subset_are_the_references(residual, kind, number, ranks, tensor, source):
+    """One compilation for all: the layers are values at run time. The last case has real ranks."""
+    _, params, probed = probe(source, residual, ranks=ranks, tensor=tensor)
+    told = dict(kind=kind, number=number, ranks=ranks or 1)
+    for chosen in ((), (0, 2), (1, 2, 3), (0, 1, 2, 3)):
+        assert probed.loss(chosen) == pytest.approx(expected(params, chosen, **told), rel=2e-5)
+    assert programs.programs(probed._definition).advance._cache_size() == 1
+
+
+def test_prefixes_are_shared_and_the_choices_are_the_best(source):
+    """Every loss equals the one of its subset from the beginning; ranked and greedy are what these losses say."""
+    count = itertools.count()
+    definition, params, probed = probe(source, "ladder", measured=lambda: next(count))
+    losses = {chosen: probed.loss(chosen) for size in range(5) for chosen in itertools.combinations(range(4), size)}
+    found = probed.losses_with((1,), also=[3, 0, 2])
+    assert found == pytest.approx({n: losses[tuple(sorted((1, n)))] for n in (0, 2, 3)}, rel=1e-6)
+    count = itertools.count()
+    result = measure(definition, params, ROWS, choose=2, measured=lambda: next(count))
+    assert next(count) == sensitivity.count(ROWS, num_layers=4, choose=2, search=Search.GREEDY)
+    assert result.loss == pytest.approx(losses[()]) and result.tokens == 3 * 24
+    assert result.alone == pytest.approx([losses[n,] for n in range(4)], rel=1e-6)
+    order = sorted(range(4), key=lambda n: losses[n,])
+    assert result.ranked.layers == tuple(order[:2])
+    assert result.ranked.loss == pytest.approx(losses[tuple(sorted(order[:2]))], rel=1e-6)
+    second = min((n for n in range(4) if n != order[0]), key=lambda n: losses[tuple(sorted((order[0], n)))])
+    assert result.greedy.layers == (order[0], second)
+    assert result.greedy.loss == pytest.approx(losses[tuple(sorted((order[0], second)))], rel=1e-6)
+    assert result.last.layers == (2, 3) and result.last.loss == pytest.approx(losses[2, 3], rel=1e-6)
+
+
+def test_the_better_choice_is_taken():
+    common = dict(residual="ladder", ranks=None, tokens=9, sequence=9, loss=1.0, alone=(2.0, 1.5, 1.1))
+    result = Result(**common, last=Subset((1, 2), 1.5), ranked=Subset((2, 1), 1.4), greedy=Subset((2, 0), 1.3))
+    assert (result.chosen, result.ladder_layers) == ("greedy", "0,2,")
+    assert dataclasses.replace(result, greedy=Subset((2, 0), 1.4)).chosen == "ranked"
+    assert dataclasses.replace(result, greedy=None).ladder_layers == "1,2,"
+    assert dataclasses.replace(result, last=Subset((1, 2), 1.2)).chosen == "last"  # the layers interact
+
+
+def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    out = tmp_path / "out"
+    command = [
+        "convert",
+        source.path,
+        str(out),
+        "--ladder-layers",
+        "auto:2",
+        "--calibration",
+        str(tmp_path / "text.txt"),
+    ]
+    assert main([*command, "--calibration-tokens", "64"]) == 0
+    printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
+    assert "64 tokens in sequences of 64: the standard model's loss is" in printed.out
+    assert "measured 10/10 losses" in printed.err and "(taken)" in printed.out
+    assert [row["layer"] for row in stored["curve"]] == [0, 1, 2, 3]
+    saved = checkpoint.open_checkpoint(out)
+    layers = ",".join(map(str, stored[stored["chosen"]]["layers"])) + ","
+    assert (saved.config.model.residual, saved.config.model.ladder_layers) == ("ladder", layers)
+    assert (out / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoints", "sensitivity.json", "sensitivity.png", "tokenizer"
+    ]  # fmt: skip
+    # The stored model has the loss that was measured.
+    definition = nn.define(saved.config.model, mesh=parallel.make_mesh())
+    rows = sensitivity.rows_of(
+        str(tmp_path / "text.txt"), tokenizer=saved.tokenizer(), tokens=64, vocab_size=saved.config.model.vocab_size
+    )
+    scores = np.asarray(nn.compiled_logits(definition)(saved.params(definition), rows[:, :-1]), np.float64)
+    scores -= scores.max(-1, keepdims=True)
+    picked = np.take_along_axis(scores, rows[:, 1:, None], -1)[..., 0]
+    assert (np.log(np.exp(scores).sum(-1)) - picked).mean() == pytest.approx(stored[stored["chosen"]]["loss"], rel=1e-5)
+
+
+def test_texts_that_do_not_do(source, tmp_path):
+    file = tmp_path / "text.txt"
+    tokenizer = type("Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]})()
+    rows = lambda **settings: sensitivity.rows_of(str(file), **{"tokenizer": tokenizer, "vocab_size": 129, **settings})
+    file.write_text("a" * 65 + "b" * 64)
+    assert rows(tokens=64).shape == (1, 65) and rows(tokens=128).shape == (1, 129)
+    file.write_text("ab" * 3000)
+    assert rows(tokens=5000).shape == (4, 1025)
+    assert (rows(tokens=2048)[1, 0], rows(tokens=2048)[0, -1]) == (97, 97)  # they share one token
+    with pytest.raises(UserError, match="gives the token 98; the model knows 90"):
+        rows(tokens=64, vocab_size=90)
+    file.write_text("abc")
+    with pytest.raises(UserError, match=r"has 3 tokens; measuring needs at least 65 \(--calibration-tokens N"):
+        rows(tokens=64)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        rows(tokens=64)

@@ -1,0 +1,225 @@
+"""The paper's recipes as they resolve, and the small study: killed, resumed, and told from its results alone."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.pretrain import figures, meshes, plan, predicted, tables
+from ladder_jax import config, nn, parallel
+from ladder_jax.config import preset
+from ladder_jax.errors import UserError
+from ladder_jax.predict import machine
+from ladder_jax.schedule import targets
+from ladder_jax.train import optimizer
+
+HERE = pathlib.Path(plan.__file__).parent
+ROOT = HERE.parent.parent
+
+# Layers, d, heads, key/value heads, ffn, vocabulary and rope theta: arXiv 2501.06589 and its released configurations.
+SHAPES = {"1b": (40, 1536, 24, 24, 4096, 49152, 10_000.0), "3b": (40, 2304, 36, 36, 9216, 49152, 10_000.0)}
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("residual", ["standard", "parallel", "ladder"])
+def test_the_recipes_are_the_papers(size, residual):
+    found = config.load(str(HERE / "recipes" / f"{residual}-{size}.yaml"))
+    model, train = found.model, found.train
+    names = "num_layers d_model num_heads num_kv_heads d_ff vocab_size rope_theta".split()
+    assert tuple(getattr(model, name) for name in names) == SHAPES[size]
+    assert (model.residual, model.ladder_layers, model.tie_embeddings) == (residual, None, False)
+    assert (model.dtype.value, model.residual_dtype.value) == ("bfloat16", "bfloat16")
+    assert (train.steps, train.sequence, train.batch * train.sequence) == (25_000, 2_048, 4_194_304)
+    assert (train.learning_rate, train.warmup_steps, train.final_learning_rate_fraction) == (3e-4, 2_000, 0.1)
+    assert (train.beta1, train.beta2, train.eps) == (0.9, 0.95, 1e-10)
+    assert (train.weight_decay, train.clip_norm, train.z_loss) == (0.1, 1.0, 0.0)
+    assert found.run.name == f"{residual}-{size}"
+    assert found.mesh.size == 64 and found.mesh.tensor == 1  # the paper trains without tensor parallelism
+
+
+def test_twins_differ_in_their_topology_alone():
+    for size in SHAPES:
+        read = lambda residual, size=size: config.to_dict(
+            config.load(str(HERE / "recipes" / f"{residual}-{size}.yaml"))
+        )
+        ladder = read("ladder")
+        for residual in ("standard", "parallel"):
+            twin = read(residual)
+            assert twin["model"].pop("residual") == residual and twin["run"].pop("name") == f"{residual}-{size}"
+            other = {**ladder, "model": {**ladder["model"]}, "run": {**ladder["run"]}}
+            del other["model"]["residual"], other["run"]["name"]
+            assert twin == other
+
+
+def test_initial_values_and_schedule_are_the_papers():
+    """N(0, 0.02), output projections N(0, 0.02 / sqrt(2 x 40 layers)); a linear warm-up and a cosine to a tenth."""
+    recipe = config.load(
+        str(HERE / "recipes" / "ladder-1b.yaml"),
+        overrides=["model.d_model=16", "model.num_heads=2", "model.num_kv_heads=2", "model.d_ff=32",
+                   "model.vocab_size=512", "mesh.fsdp=1"],
+    )  # fmt: skip
+    params = nn.initialize(nn.define(recipe.model, mesh=parallel.make_mesh()), seed=0)
+    out = 0.02 / math.sqrt(2 * 40)
+    layers = params["layers"]
+    expected = {"out": (layers["attention"]["out"], out), "down": (layers["mlp"]["down"], out),
+                "query": (layers["attention"]["query"], 0.02), "up": (layers["mlp"]["up"], 0.02),
+                "table": (params["embedding"]["table"], 0.02), "head": (params["head"]["table"], 0.02)}  # fmt: skip
+    for name, (values, deviation) in expected.items():
+        values = np.asarray(jax.device_get(values))
+        # The deviation of n normal values is off by a share of about 1 / sqrt(2 n).
+        assert abs(values.std() / deviation - 1) < 5 / math.sqrt(2 * values.size), name
+    # In float32, as the difference of two rates: to about 1e-5 of the larger one.
+    rate = lambda step: float(optimizer.schedule(recipe.train)(step))
+    assert rate(0) == pytest.approx(3e-4 / 2_000, abs=3e-9) and rate(1_999) == pytest.approx(3e-4, abs=3e-9)
+    assert rate(999) == pytest.approx(1.5e-4, abs=3e-9)
+    half_way = 3e-4 * (1 + 0.1) / 2
+    assert rate(13_500) == pytest.approx(half_way, abs=3e-9) and rate(25_000) == pytest.approx(3e-5, abs=3e-9)
+
+
+def training(residual, *, hardware=None, tensor=8):
+    changes = {"ranks": tensor} if residual == "ladder-fresh" else {}
+    shape, hardware = preset("ladder-1b", residual=residual, **changes), hardware or machine.load("h100-nvlink")
+    return predicted.step(shape, machine=hardware, tensor=tensor, rows=4, sequence=2048)
+
+
+def test_the_predicted_step_is_that_of_its_formula():
+    """Standard waits for each all-reduce, so its time is a sum that can be written down."""
+    hardware, standard = machine.load("h100-nvlink"), training("standard")
+    tokens = 4 * 2048
+    wire = 80 * hardware.all_reduce(tokens * 1536 * 2, ranks=8)
+    assert (standard.forward.wire, standard.backward.wire) == pytest.approx((wire, wire))
+    assert standard.exposed == pytest.approx(standard.wire)
+    assert standard.backward.compute == pytest.approx(2 * standard.forward.compute)
+    assert training("standard", tensor=1).wire == 0
+    # Of a device whose memory takes no time only the products are left, 2 operations an element and token.
+    elements = 40 * (4 * 1536**2 + 3 * 1536 * 4096) / 8
+    attention = 40 * 4 * (1536 / 8) * (2048 + 1) / 2
+    least = tokens * (2 * elements + attention) / (hardware.flops * hardware.flops_share)
+    ideal = training("standard", hardware=dataclasses.replace(hardware, bandwidth=math.inf, launch=0.0))
+    assert (ideal.forward.compute, ideal.backward.compute) == pytest.approx((least, 2 * least))
+    assert standard.forward.compute > least
+
+
+def test_the_predicted_step_hides_what_the_topology_can():
+    standard, ladder = training("standard"), training("ladder")
+    assert training("parallel").forward.all_reduces == 40 and ladder.forward.all_reduces == 80
+    assert ladder.seconds < standard.seconds and ladder.wire == pytest.approx(standard.wire)
+    assert training("ladder-fresh").seconds == pytest.approx(ladder.seconds)
+    with pytest.raises(ValueError, match="hybrid"):
+        hybrid = preset("ladder-1b", residual="ladder", ladder_layers="20")
+        predicted.step(hybrid, machine=machine.load("v5p"), tensor=8, rows=4, sequence=2048)
+
+
+def test_a_loss_between_two_measurements():
+    run = {"held_out": [[10, 3.0], [20, 2.0], [30, 1.5]]}
+    assert figures.loss_at(run, 20) == 2.0 and figures.loss_at(run, 25) == 1.75
+    for step in (5, 31):  # what was not measured is not made up
+        with pytest.raises(ValueError, match="not within"):
+            figures.loss_at(run, step)
+    seeds = [{"seed": seed, "held_out": [[10, 2.0 + seed]]} for seed in range(3)]
+    at = lambda run: figures.loss_at(run, 10)
+    assert figures.losses(seeds, 10).as_text() == "3.000 ± 1.000"
+    lower = [{"seed": seed, "held_out": [[10, 1.5 + seed]]} for seed in (1, 2, 7)]
+    assert figures.against(lower, seeds, this=at, other=at).values == (-0.5, -0.5)  # of the seeds that both have
+
+
+SMALL = ["model.num_layers=2", "model.d_model=16", "model.d_ff=16", "train.steps=8", "train.batch=4",
+         "train.sequence=16", "train.warmup_steps=2", "train.evaluate_every=4", "train.evaluation_batches=1",
+         "train.checkpoint_every=4", "train.log_every=4", "train.loop=scan"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Killed once the first run is done and the second one has begun, then started again."""
+    folder = tmp_path_factory.mktemp("study")
+    text = folder / "book.txt"
+    text.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(300)))
+    command = [sys.executable, "-m", "experiments.pretrain", f"data.path={text}", *SMALL, "--topologies",
+               "standard,ladder,ladder-fresh", "--seeds", "1",
+               "--ablation-seeds", "0", "--runs", str(folder / "runs"), "--out", str(folder)]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    (folder / "README.md").write_text("\n".join(f"<!-- table: {name} -->\n\n<!-- end -->" for name in
+                                                ("equal", "predicted", "gradients")))  # fmt: skip
+    with subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("[2/3]"):
+                break
+        process.send_signal(signal.SIGKILL)
+    (first,) = folder.glob("runs/main/standard-*/seed-0/result.json")
+    before = first.stat().st_mtime_ns
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder, command, environment, first, before, done
+
+
+def test_a_killed_study_goes_on(study):
+    folder, _, _, first, before, done = study
+    assert first.stat().st_mtime_ns == before  # and was not made again
+    results = json.loads((folder / "results.json").read_text())
+    assert [run["residual"] for run in results["runs"]] == ["standard", "ladder", "ladder-fresh"]
+    for run in results["runs"]:
+        # As many steps as fit into Standard's predicted time, up to the next measurement.
+        faster = figures.speedup(results, run["residual"], shape=plan.SHAPE, machine=plan.MACHINE)
+        assert run["steps"] % 4 == 0 and run["steps"] - 4 < max(8, 8 * faster) <= run["steps"]
+        assert [step for step, _ in run["held_out"]] == list(range(4, run["steps"] + 1, 4))
+        assert all(4 < loss < 6 for _, loss in run["held_out"])
+        watched = {"0", "4", "8", str(run["steps"])} if run["residual"] in plan.WATCHED else set()
+        assert set(run.get("gradients", {})) == watched
+        assert all(len(one["layers"]) == 2 and min(one["layers"]) > 0 for one in run.get("gradients", {}).values())
+    assert "| ladder-fresh | 1 |" in done.stdout
+
+
+def test_tables_and_figures_come_from_the_results_alone(study, tmp_path):
+    folder, command, environment, *_ = study
+    assert "| ladder | 1 |" in (folder / "README.md").read_text()
+    for name in ("results.json", "README.md"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    tables.write(tmp_path)
+    assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
+    for name in ("study.png", "gradients.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_study_refuses_changed_settings_and_missing_results(study, tmp_path):
+    folder, command, environment, *_ = study
+    changed = subprocess.run(
+        [*command, "train.learning_rate=1"], env=environment, cwd=folder, capture_output=True, text=True
+    )
+    assert changed.returncode == 2 and "learning_rate was 0.003, now 1.0" in changed.stderr
+    assert len(changed.stderr.strip().splitlines()) == 1
+    with pytest.raises(UserError, match="run the study first"):
+        tables.write(tmp_path)
+
+
+def test_a_mesh_of_another_size_is_refused_before_anything_is_compiled():
+    with pytest.raises(UserError, match="mesh 1 x 64 x 1 has 64 devices, v5p:2x2x2 has 8"):
+        meshes.measure(str(HERE / "recipes" / "ladder-1b.yaml"), targets.parse("v5p:2x2x2"), [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (dict(seeds=0), "--seeds must be positive"),
+        (dict(topologies=["ladder", "laddr-2"]), "did you mean 'ladder-2'"),
+        (dict(overrides=["train.step=3"]), "did you mean 'train.steps'"),
+    ],
+)
+def test_the_study_refuses_what_cannot_be(tmp_path, asked, said):
+    with pytest.raises(UserError, match=said):
+        plan.runs(**{"folder": tmp_path, "overrides": [], "seeds": 1, "ablation_seeds": 0, **asked})
+
+
+def test_the_readme_says_what_the_results_say():
+    read = lambda name: json.loads((HERE / name).read_text())
+    results, text = read("results.json"), (HERE / "README.md").read_text()
+    assert tables.fill(text, tables.sections(results, meshes=read("meshes.json")["rows"])) == text
+    main = [(run["residual"], run["seed"]) for run in results["runs"] if run["group"] == "main"]
+    assert sorted(main) == sorted((residual, seed) for residual in plan.TOPOLOGIES for seed in range(3))
