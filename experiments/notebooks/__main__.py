@@ -41,6 +41,7 @@ def execute(path: pathlib.Path):
             notebook,
             timeout=CELL_SECONDS,
             kernel_name="python3",
+            extra_arguments=["--log-level=ERROR"],
             resources={"metadata": {"path": folder}},
             record_timing=False,
         )
