@@ -19,7 +19,7 @@ copyright = author  # noqa: A001
 
 extensions = ["sphinx.ext.autodoc", "myst_nb"]
 # `experiments` is a link to the folder beside this one, so that its pages and notebooks are the site's too.
-exclude_patterns = ["experiments/README.md", "experiments/launch/*/**"]
+exclude_patterns = ["experiments/README.md", "experiments/notebooks/README.md", "experiments/launch/*/**"]
 
 nb_execution_mode = "off"  # experiments/notebooks stores its outputs, and runs them itself
 myst_heading_anchors = 3

@@ -47,6 +47,9 @@ def execute(path: pathlib.Path):
         )
         client.execute()
     notebook.metadata.pop("language_info", None)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":  # what compilers and libraries say of this machine is not for readers
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 
 
