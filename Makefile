@@ -5,7 +5,7 @@
 # A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. For none: WORKERS=
 WORKERS = -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help venv demo study test test-hf audit test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo study test test-hf audit docs test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list

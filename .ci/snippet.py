@@ -1,4 +1,4 @@
-"""Run the README's first snippet with the installed package: python -P .ci/snippet.py, in an environment that has it."""
+"""The README's first snippet with an installed package: `python -P .ci/snippet.py`, with that environment's Python."""
 
 import os
 import pathlib
