@@ -1,6 +1,7 @@
 """README and site: what is shown there runs, exists, and is what the results say."""
 
 import doctest
+import importlib
 import importlib.util
 import json
 import os
@@ -11,16 +12,16 @@ import subprocess
 import sys
 import urllib.parse
 
-import numpy as np
 import pytest
 import yaml
 
 import ladder_jax
-from ladder_jax.cli import main as command_line
+from ladder_jax import cli
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("api/*.md")])
+README = (ROOT / "README.md").read_text()
 NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
 
 
@@ -79,11 +80,12 @@ def commands(path: pathlib.Path) -> list[str]:
 
 
 def test_commands_are_understood():
+    arguments = importlib.import_module("ladder_jax.cli.main")._parser()
     told = [(name(path), words) for path in PAGES for words in commands(path)]
     assert len(told) >= 25
     for where, words in told:
         try:
-            command_line._parser().parse_args(shlex.split(words))
+            arguments.parse_args(shlex.split(words))
         except (SystemExit, ladder_jax.errors.UserError) as error:
             pytest.fail(f"{where}: ladder-jax {words}: {error}")
 
@@ -108,7 +110,11 @@ def test_the_table_is_what_was_measured_and_is_predicted():
     assert forward["phase"] == "forward" and f"| {1 / forward['ratio']:.2f} | - | we:" in README
 
 
-README = (ROOT / "README.md").read_text()
+def test_the_advice_is_what_predict_prints(capsys):
+    text = (DOCS / "guides" / "speed.md").read_text()
+    (words, quoted) = re.search(r"^    ladder-jax (predict .*)\n\n((?:    .*\n)+)", text, re.M).groups()
+    assert cli.main(shlex.split(words)) == 0
+    assert capsys.readouterr().out.splitlines()[0] == " ".join(quoted.split())
 
 
 def test_notebooks_have_the_outputs_of_a_run_without_errors():
@@ -140,11 +146,11 @@ def test_docstrings_become_restructured_text():
 
 def test_shapes_that_the_format_names():
     definition = ladder_jax.Transformer(ladder_jax.preset("tiny")).definition
-    text, sizes = (DOCS / "checkpoints.md").read_text(), {}
+    text, sizes = " ".join((DOCS / "checkpoints.md").read_text().split()), {}
     for path, dims in re.findall(r"`([\w/]+)` \[(\w(?:, \w)*)\]", text):
         array = definition.abstract
         for part in path.split("/"):
             array = array[part]
         for letter, size in zip(dims.split(", "), array.shape, strict=True):
             assert sizes.setdefault(letter, size) == size
-    assert sizes["L"] == 4 and sizes["D"] == 128 and np.prod([sizes["N"], sizes["H"]]) == 128
+    assert sizes["L"] == 4 and sizes["D"] == 128 and sizes["N"] * sizes["H"] == 128
