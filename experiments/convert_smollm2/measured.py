@@ -8,6 +8,7 @@ from experiments import measure
 from experiments.convert_smollm2.plan import Arm, Way
 from experiments.convert_smollm2.prepare import Study
 from ladder_jax import config, evaluate, files, nn, train
+from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.errors import UserError
 from ladder_jax.train import folder, metrics
 
@@ -89,17 +90,18 @@ def _asked(arm: Arm, study: Study, *, seed: int, questions: str | None) -> dict:
     settings = config.to_dict(study.config)
     asked = {"model": settings["model"], "data": settings["data"], "size": dataclasses.asdict(study.size), "seed": seed}
     asked["size"]["search"] = study.size.search.value
-    asked |= {"train": settings["train"], "questions": questions, **_described(arm, study)}
+    asked |= {"train": settings["train"] | {"start": None}, "questions": questions, **_described(arm, study)}
     return json.loads(json.dumps(asked))
 
 
 def _unretrained(arm: Arm, study: Study) -> evaluate.Model:
-    """The original's weights, already in memory, with the arm's topology."""
+    """The original's weights with the arm's topology: read anew, as its ranks decide how tables are padded."""
     layers = arm.ladder_layers(study.order, num_layers=study.config.model.num_layers)
     changes = dict(residual=arm.residual, ladder_layers=layers, ranks=arm.ranks)
-    original, model = study.original, dataclasses.replace(study.config.model, **changes)
-    definition = nn.define(model, mesh=original.definition.layout.mesh)
-    return dataclasses.replace(original, definition=definition, load=lambda: original.params)
+    model = dataclasses.replace(study.config.model, **changes)
+    definition = nn.define(model, mesh=study.original.definition.layout.mesh)
+    load = lambda: open_checkpoint(study.base).params(definition)
+    return dataclasses.replace(study.original, definition=definition, load=load)
 
 
 def _config(arm: Arm, study: Study, *, seed: int) -> config.RunConfig:

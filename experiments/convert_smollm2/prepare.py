@@ -55,7 +55,7 @@ def source() -> str:
 
 def prepare(size: Size, *, overrides: list[str], folder: pathlib.Path, source: str) -> Study:
     """Everything of it that is not in `folder` yet is made. Raises UserError for data that does not do."""
-    base = folder / "original"
+    base = folder / "start"
     if not base.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         asked = dict.fromkeys(("ladder_layers", "residual", "ranks", "calibration", "calibration_tokens", "search"))
