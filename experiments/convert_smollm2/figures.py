@@ -34,11 +34,12 @@ def control(results: dict, run: Run) -> Run | None:
     return found[0] if found else None
 
 
-def title(run: Run) -> str:
-    """Which layers are converted: "last 15", "15 least sensitive", "all 30"."""
+def title(run: Run, *, of: int) -> str:
+    """Which of the model's `of` layers are converted: "last 15", "15 least sensitive", "all 30"."""
     if run["how"] is None:
         return "original"
-    layers = f"last {run['converted']}" if run["how"] == "last" else f"{run['converted']} least sensitive"
+    count = run["converted"]
+    layers = f"{count} least sensitive" if run["how"] == "sensitive" else f"last {count}" if count < of else f"all {of}"
     return layers if run["residual"] == "ladder" else f"{layers}, {run['residual']}"
 
 

@@ -75,7 +75,10 @@ def _tokens(axis, results: dict) -> None:
         curves = [[*start, *run["held_out"]] for run in these]
         steps = [step * each for step, _ in curves[0]]
         by_step = list(zip(*([value for _, value in curve] for curve in curves)))
-        ink, label = INK[first["how"] or "original"], f"{figures.title(first)}: {figures.WORDS[first['way']]}"
+        ink, label = (
+            INK[first["how"] or "original"],
+            f"{figures.title(first, of=results['num_layers'])}: {figures.WORDS[first['way']]}",
+        )
         axis.plot(steps, list(map(statistics.fmean, by_step)), DASHES[first["way"]], color=ink, lw=1.6, label=label,
                   marker=MARKS.get(first["residual"], "D"), ms=3.5)  # fmt: skip
         axis.fill_between(steps, list(map(min, by_step)), list(map(max, by_step)), color=ink, alpha=0.18, lw=0)

@@ -79,7 +79,7 @@ class Size:
 
 SIZES = {
     "small": Size("small", 1, 1024, Search.RANKED, 3, 32, 12, 6, 4, False),
-    "full": Size("full", 3, 8192, Search.GREEDY, 5, 1000, 48, 12, 200, True),
+    "full": Size("full", 3, 8192, Search.GREEDY, 5, 500, 48, 12, 200, True),
 }
 
 

@@ -43,7 +43,16 @@ def _converted(results: dict) -> str:
         (run,) = runs(results, name)
         share = f"{run['converted'] / results['num_layers']:.0%}"
         cost = figures.less([run], lambda run: original[0] if original else None)
-        rows.append([figures.title(run), share, f"{loss(run):.3f}", cost, _perplexity([run]), *_answers([run])])
+        rows.append(
+            [
+                figures.title(run, of=results["num_layers"]),
+                share,
+                f"{loss(run):.3f}",
+                cost,
+                _perplexity([run]),
+                *_answers([run]),
+            ]
+        )
     head = ["layers converted", "share", "loss", "over the original", "perplexity", *_heads(results)]
     return table(" | ".join(head), rows) if rows else ""
 
@@ -54,7 +63,7 @@ def _retrained(results: dict) -> str:
         these = runs(results, name)
         first = these[0]
         begun = figures.before(results, first)
-        cells = [figures.title(first), figures.WORDS[first["way"]], str(len(these))]
+        cells = [figures.title(first, of=results["num_layers"]), figures.WORDS[first["way"]], str(len(these))]
         cells += [f"{loss(begun):.3f}" if begun else "-", spread([loss(run) for run in these])]
         cells.append(figures.less(these, lambda run: figures.control(results, run)))
         cells.append(figures.less(these, lambda run: original[0] if original else None))
