@@ -54,8 +54,11 @@ def study(args: argparse.Namespace) -> None:
 
     cli.prepare_devices(None)
     from experiments.convert_smollm2 import measured, prepare
+    from ladder_jax import evaluate
 
     size = plan.size(args.size)
+    if args.questions:
+        evaluate.read_questions(args.questions)  # refused now, and not after an arm's training
     folder = (args.runs or pathlib.Path("runs/convert_smollm2") / size.name).expanduser().absolute()
     ready = prepare.prepare(size, overrides=args.overrides, folder=folder, source=args.source or prepare.source())
     every = plan.arms(size, num_layers=ready.config.model.num_layers)
@@ -67,7 +70,7 @@ def study(args: argparse.Namespace) -> None:
     for number, (arm, seed) in enumerate(runs, start=1):
         print(f"[{number}/{len(runs)}] {arm.name}, seed {seed}", flush=True)
         measured.arm_once(arm, ready, seed=seed, questions=args.questions)
-        measured.report(every, ready, file=args.out / "results.json")
+        measured.report(every, ready, questions=args.questions, file=args.out / "results.json")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from experiments.convert_smollm2.prepare import Study
 from ladder_jax import config, evaluate, files, nn, train
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.errors import UserError
+from ladder_jax.evaluate.generation import MAX_NEW_TOKENS
 from ladder_jax.train import folder, metrics
 
 NAME = "measured.json"
@@ -17,13 +18,9 @@ NAME = "measured.json"
 
 def arm_once(arm: Arm, study: Study, *, seed: int, questions: str | None) -> None:
     """Nothing is computed where the arm's folder holds its scores. Raises UserError if those are of other settings."""
-    asked = _asked(arm, study, seed=seed, questions=questions)
-    file = place(arm, study, seed=seed) / NAME
-    if file.is_file():
-        changed = [name for name, value in json.loads(file.read_text())["asked"].items() if asked[name] != value]
-        if changed:
-            raise UserError(f"{str(file)!r} was measured with another {changed[0]}: choose another --runs folder")
+    if found(arm, study, seed=seed, questions=questions) is not None:
         return
+    asked, file = _asked(arm, study, seed=seed, questions=questions), place(arm, study, seed=seed) / NAME
     file.parent.mkdir(parents=True, exist_ok=True)
     row = {"asked": asked, "arm": arm.name, "seed": seed, **_described(arm, study)}
     if arm.way is Way.NONE:
@@ -39,12 +36,24 @@ def arm_once(arm: Arm, study: Study, *, seed: int, questions: str | None) -> Non
 
 def scores(model: evaluate.Model, study: Study, *, questions: str | None) -> dict:
     """Perplexity of the held-out rows, the continuation task, and (where asked) worked answers."""
-    found = evaluate.perplexity(model, [row.tolist() for row in study.held_out])
+    perplexity = evaluate.perplexity(model, [row.tolist() for row in study.held_out])
     chosen = evaluate.multiple_choice(model, evaluate.read_choices(str(study.choices)))
-    row = {"perplexity": dataclasses.asdict(found), "continuation": dataclasses.asdict(chosen)}
+    row = {"perplexity": dataclasses.asdict(perplexity), "continuation": dataclasses.asdict(chosen)}
     if questions is not None:
-        worked = evaluate.read_questions(questions)
-        row["worked"] = dataclasses.asdict(evaluate.generation(model, worked[-study.size.worked :]))
+        worked = evaluate.read_questions(questions)[-study.size.worked :]
+        longest = min(MAX_NEW_TOKENS, model.window // 2)
+        row["worked"] = dataclasses.asdict(evaluate.generation(model, worked, max_new_tokens=longest))
+    return row
+
+
+def found(arm: Arm, study: Study, *, seed: int, questions: str | None) -> dict | None:
+    """The arm's scores, if it was measured. Raises UserError where that was with other settings."""
+    file, asked = place(arm, study, seed=seed) / NAME, _asked(arm, study, seed=seed, questions=questions)
+    if not file.is_file():
+        return None
+    row = json.loads(file.read_text())
+    if changed := [name for name, value in row.pop("asked").items() if asked[name] != value]:
+        raise UserError(f"{str(file)!r} was measured with another {changed[0]}: choose another --runs folder")
     return row
 
 
@@ -52,14 +61,12 @@ def place(arm: Arm, study: Study, *, seed: int) -> pathlib.Path:
     return study.base.parent / arm.name / f"seed-{seed}"
 
 
-def report(arms: list[Arm], study: Study, *, file: pathlib.Path) -> None:
+def report(arms: list[Arm], study: Study, *, questions: str | None, file: pathlib.Path) -> None:
     """`file` as JSON: the data, the settings, the sensitivity curve, and every arm that was measured."""
-    seeds = range(study.size.seeds)
-    files_there = [place(arm, study, seed=seed) / NAME for arm in arms for seed in seeds]
-    rows = [json.loads(one.read_text()) for one in files_there if one.is_file()]
+    rows = [found(arm, study, seed=seed, questions=questions) for arm in arms for seed in range(study.size.seeds)]
     settings, environment = study.config, measure.environment()
     del environment["command"]
-    found = {
+    content = {
         **environment,
         "size": study.size.name,
         "text": pathlib.Path(settings.data.path).name,
@@ -68,9 +75,9 @@ def report(arms: list[Arm], study: Study, *, file: pathlib.Path) -> None:
         "num_layers": settings.model.num_layers,
         "train": config.to_dict(settings.train) | {"start": None},
         "sensitivity": {name: value for name, value in study.curve.items() if name != "asked"},
-        "runs": [{name: value for name, value in row.items() if name != "asked"} for row in rows],
+        "runs": [row for row in rows if row is not None],
     }
-    write = lambda path: pathlib.Path(path).write_text(json.dumps(found, indent=1) + "\n")
+    write = lambda path: pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
     files.write_atomically(str(file), write)
 
 
