@@ -59,7 +59,7 @@ def _shares(axis, results: dict) -> None:
         if first["way"] != "tokens":
             continue
         ink = INK[first["how"] or "original"]
-        label = "original and the above, retrained on the text" if not labelled else None
+        label = "the original and these, retrained on the text (filled)" if not labelled else None
         labelled.add(name)
         place, mean = 100 * first["converted"] / layers, statistics.fmean(map(loss, these))
         axis.plot(place, mean, MARKS.get(first["residual"], "D"), color=ink, label=label)
