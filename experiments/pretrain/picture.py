@@ -10,7 +10,7 @@ INK = {**COLOURS, "standard": "#4d4d4d", "ladder-2": "#b279a2", "ladder-fresh": 
 
 def curves(results: dict, *, file: str) -> None:
     """Lines: means over the seeds; bands: from the least seed to the greatest."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, (tokens, time, gap) = pyplot.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     standard = {run["seed"]: run for run in figures.runs(results, group="main", residual="standard")}
     for residual in plan.TOPOLOGIES:
@@ -44,7 +44,7 @@ def curves(results: dict, *, file: str) -> None:
         axis.set_title(title, fontsize=10, loc="left")
     tokens.legend(fontsize=8.5, frameon=False)
     seeds = len({run["seed"] for run in figures.runs(results, group="main")})
-    _finish(figure, f"{results['text']}: {results['model']['num_layers']} layers, d {results['model']['d_model']};"
+    finish(figure, f"{results['text']}: {results['model']['num_layers']} layers, d {results['model']['d_model']};"
             f" mean and range of {seeds} seed{'s'[: seeds != 1]}", file)  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def gradients(results: dict, *, file: str) -> None:
     steps = shared_steps(results)
     if not steps:
         return
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, len(steps), figsize=(3.8 * len(steps), 3.4), layout="constrained", squeeze=False)
     for axis, step in zip(axes[0], steps):
         for residual in plan.WATCHED:
@@ -66,7 +66,7 @@ def gradients(results: dict, *, file: str) -> None:
         axis.set_title(f"step {step}", fontsize=10, loc="left")
     axes[0][0].set_ylabel("norm of the layer's gradient")
     axes[0][0].legend(fontsize=8.5, frameon=False)
-    _finish(figure, "", file)
+    finish(figure, "", file)
 
 
 def _band(axis, places: list[float], values: list[list[float]], residual: str) -> None:
@@ -77,7 +77,7 @@ def _band(axis, places: list[float], values: list[list[float]], residual: str) -
     axis.fill_between(places, list(map(min, by_place)), list(map(max, by_place)), color=colour, alpha=0.18, lw=0)
 
 
-def _pyplot():
+def load_pyplot():
     import matplotlib
 
     matplotlib.use("agg")
@@ -86,11 +86,11 @@ def _pyplot():
     return pyplot
 
 
-def _finish(figure, title: str, file: str) -> None:
+def finish(figure, title: str, file: str) -> None:
     for axis in figure.axes:
         axis.grid(lw=0.4, color="#e6e6e6")
         axis.spines[["top", "right"]].set_visible(False)
     if title:
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     files.write_atomically(file, lambda path: figure.savefig(path, dpi=130))
-    _pyplot().close(figure)
+    load_pyplot().close(figure)
