@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from ladder_jax.parallel import Compiled
 
 MODULES = "jit_(step|local)"  # ours: of training, and of serving
-# Written next after the schedule: where it is, the schedule is whole.
-_AFTER, _SCHEDULE = "after_optimizations-buffer-assignment-values.txt", "after_optimizations.txt"
+_WRITTEN = "*.after_optimizations.txt"
 
 
 def flags(folder: pathlib.Path) -> str:
@@ -36,8 +35,10 @@ def schedule(function: Compiled, *, arguments: Sequence, folder: pathlib.Path) -
     thread = threading.Thread(target=compile_whole, daemon=True)
     thread.start()
     while thread.is_alive():
-        for after in folder.glob(f"*{_AFTER}"):
-            return after.with_name(after.name.replace(_AFTER, _SCHEDULE)).read_text()
+        for path in folder.glob(_WRITTEN):
+            text = path.read_text(errors="replace")
+            if "\nENTRY " in text and text.rstrip().endswith("\n}"):  # the entry comes last: it is whole
+                return text
         thread.join(0.1)
     if isinstance(ended[0], BaseException):
         raise ended[0]
