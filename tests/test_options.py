@@ -11,6 +11,8 @@ from ladder_jax import decode, nn, parallel, train
 from ladder_jax.config import Loop, Phase, TrainConfig
 from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled, options
 from ladder_jax.parallel.options import TABLE, When, options_for
+from ladder_jax.retrain import Plan
+from ladder_jax.train import gradients
 from tests import cases
 
 SPLITS = [frozenset(some) for count in range(3) for some in itertools.combinations(Split, count)]
@@ -156,7 +158,7 @@ def test_train_and_decode_hand_them_over(on_cpu):
     definition = cases.define("ladder", tensor=2, num_kv_heads=2)
     programs = [
         train.train_step(definition, config=TrainConfig(steps=1, batch=1, sequence=4)),
-        train.mean_loss(definition),
+        gradients.planned_loss(Plan(definition)),
         nn.compiled_logits.__wrapped__(definition),
         decode.prefill.__wrapped__(definition, capacity=8),
         decode.decode.__wrapped__(definition),

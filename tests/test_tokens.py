@@ -140,14 +140,14 @@ def alive(group):
 
 def test_killed_again_and_again(tmp_path):
     """SIGKILL at any moment; the workers go with their parent, and the store in the end is the same."""
-    texts = [f"{'la ' * (index % 50)}{index}" for index in range(8000)]
+    texts = [f"{'la ' * (index % 50)}{index}" for index in range(40_000)]
     (tmp_path / "book.jsonl").write_text(lines(texts))
     (tmp_path / "build.py").write_text(KILLED)
     out, rng, kills = tmp_path / "out", random.Random(0), 0
     command = [sys.executable, str(tmp_path / "build.py"), str(tmp_path / "book.jsonl"), str(out)]
     while not (out / manifest.MANIFEST).exists():
         process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
-        deadline = time.time() + rng.uniform(0.3, 1.2) * (1 + kills / 2)
+        deadline = time.time() + rng.uniform(0.2, 0.9) * (1 + kills / 2)
         while time.time() < deadline and process.poll() is None:
             time.sleep(0.01)
         if process.poll() is None:
