@@ -40,7 +40,7 @@ class Stream:
             raise ValueError(f"{name} is {values.shape}, not {tuple(target.shape)}")
         for start, stop in _pieces(values.shape, self.arrays[name].dtype.itemsize):
             piece = np.ascontiguousarray(values[start:stop], self.arrays[name].dtype)
-            target[start:stop].write(piece).result()
+            _ended(target[start:stop].write(piece))
             self._digests[name, layer, start] = _digest(piece)
 
     def get(self, name: str, *, layer: int | None = None) -> np.ndarray:
@@ -84,7 +84,18 @@ class Stream:
             "metadata": {"chunks": list(chunks), "compressor": {"id": "zstd", "level": 1}},
         }
         settings = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=self._context)
-        return tensorstore.open(spec, open=True, create=True, **settings).result()
+        return _ended(tensorstore.open(spec, open=True, create=True, **settings))
+
+
+def _ended(future: tensorstore.Future):
+    """Its result. Where a signal's exception interrupts the wait, the work is over all the same when this raises: a
+    write that went on would make the folder again behind the back of whoever removes it.
+    """
+    try:
+        return future.result()
+    except BaseException:
+        future.exception()
+        raise
 
 
 def _step(shape: tuple[int, ...], itemsize: int) -> int:

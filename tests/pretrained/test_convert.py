@@ -199,7 +199,7 @@ from ladder_jax.pretrained.convert import command
 source, place, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
 arguments = ["convert", source, place, "--ladder-layers", "2"]
 
-def life(wait):
+def life(wait, signum=signal.SIGKILL):
     began, child = time.monotonic(), os.fork()
     if not child:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -210,7 +210,7 @@ def life(wait):
             return 0, time.monotonic() - began
         time.sleep(0.001)
     if wait is not None:
-        os.kill(child, signal.SIGKILL)
+        os.kill(child, signum)
     return os.waitpid(child, 0)[1], time.monotonic() - began
 
 import shutil
@@ -229,12 +229,19 @@ while sum(died for died, _, _ in seen) < kills:
     seen.append((died, half, os.path.exists(place)))
 shutil.rmtree(place, ignore_errors=True)
 assert life(None)[0] == 0 and not os.path.exists(hidden)
+for _ in range(kills):
+    shutil.rmtree(place, ignore_errors=True)
+    life(moments.uniform(0.2, 0.9) * whole, signal.SIGTERM)
+    assert not os.path.exists(hidden), [path for path, _, _ in os.walk(hidden)]
 print(json.dumps(seen))
 """
 
 
 def test_killed_again_and_again(small, tmp_path):
-    """SIGKILL at 20 moments: there is nothing, or the whole; and the next conversion clears what the last has left."""
+    """SIGKILL at 20 moments: there is nothing, or the whole; and the next conversion clears what the last has left.
+
+    Then SIGTERM at as many: what was begun is gone, and no thread that still writes makes it again.
+    """
     done = subprocess.run(
         [sys.executable, "-c", LIVES, str(small), str(tmp_path / "out"), "20"],
         capture_output=True,
@@ -245,8 +252,7 @@ def test_killed_again_and_again(small, tmp_path):
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert sum(half for _, half, _ in seen) >= 4, seen
-    assert not checkpoint.verify(checkpoint.open_checkpoint(tmp_path / "out").path)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not [path.name for path in tmp_path.iterdir() if path.name != "out"]
 
 
 def test_sigterm_removes_what_there_is(small, tmp_path):
