@@ -19,7 +19,8 @@ from ladder_jax import checkpoint, nn, parallel, pretrained
 from ladder_jax.checkpoint.stream import Stream
 from ladder_jax.cli import main
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.pretrained.convert import command, staging
+from ladder_jax.pretrained import staging
+from ladder_jax.pretrained.convert import command
 from tests import reference
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models, record
@@ -195,6 +196,7 @@ def test_sources_that_break_midway_leave_nothing(small, tmp_path):
 LIVES = """
 import json, os, random, signal, sys, time, traceback
 from ladder_jax import checkpoint, cli
+from ladder_jax.pretrained import staging
 from ladder_jax.pretrained.convert import command
 source, place, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
 arguments = ["convert", source, place, "--ladder-layers", "2"]

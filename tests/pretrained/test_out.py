@@ -139,3 +139,5 @@ def test_a_failed_or_killed_export_leaves_no_model(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
+    pretrained.write_huggingface(source, tmp_path / "out")  # and takes away what the killed one left
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model", "out"]

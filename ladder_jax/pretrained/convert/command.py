@@ -10,8 +10,8 @@ import tempfile
 from ladder_jax import nn, parallel
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained import formats, sensitivity
-from ladder_jax.pretrained.convert import native, staging
+from ladder_jax.pretrained import formats, sensitivity, staging
+from ladder_jax.pretrained.convert import native
 from ladder_jax.pretrained.convert.request import Format, Request, parse
 from ladder_jax.pretrained.huggingface import write as huggingface
 from ladder_jax.pretrained.load import load

@@ -2,17 +2,14 @@
 
 import functools
 import json
-import os
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.pretrained import linear, source
+from ladder_jax.pretrained import linear, source, staging
 from ladder_jax.pretrained.huggingface import config_out, names, read, tensors
 from ladder_jax.pretrained.huggingface.tensors import Pending
 from ladder_jax.pretrained.source import Key, Source
@@ -39,7 +36,6 @@ def write(
     RunFailed where it could not be written: what there was of it is removed.
     """
     destination = destination.expanduser().absolute()
-    _check_free(destination)
     pending = _pending(source.check(given), None if dtype is None else np.dtype(dtype))
     tensors.check_dtypes({tensor.dtype for tensor in pending.values()})
     files, keys = _files(given, pending), {names.theirs(key): key for key in given.arrays}
@@ -51,24 +47,12 @@ def write(
 
 def _write(destination: pathlib.Path, pending, files: Mapping[str, bytes], limit: int, done) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
-    partial = pathlib.Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".partial-{destination.name}-"))
-    try:
+    with staging.staged(destination) as folder:
+        folder.mkdir()
         for name, content in files.items():
-            (partial / name).write_bytes(content)
-        _write_tensors(partial, pending, limit, done)
-        _compare(partial, pending)
-        os.chmod(partial, 0o755)
-        os.rename(partial, destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _check_free(destination: pathlib.Path) -> None:
-    if destination.is_dir() and not any(destination.iterdir()):
-        return
-    if destination.exists():
-        raise UserError(f"{str(destination)!r} is there already; name a new folder")
+            (folder / name).write_bytes(content)
+        _write_tensors(folder, pending, limit, done)
+        _compare(folder, pending)
 
 
 def _pending(given: Source, dtype: np.dtype | None) -> dict[str, Pending]:
