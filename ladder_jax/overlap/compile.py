@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 
@@ -71,21 +72,45 @@ def run_worker(
             command.append(str(dump))
             environment["XLA_FLAGS"] += f" {scheduled.flags(dump)}"
         with said.open("wb") as noise, _progress(what):
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=noise, env=environment)
-            try:
-                answer, _ = process.communicate()
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
-        if process.returncode == 2 and answer.strip():
+            status, answer = _run(command, stdout=subprocess.PIPE, stderr=noise, env=environment)
+        if status == 2 and answer.strip():
             raise UserError(json.loads(answer.splitlines()[-1])["error"])
-        if process.returncode < 0:
-            name = signal.Signals(-process.returncode).name
+        if status < 0:
+            name = signal.Signals(-status).name
             hint = ": out of memory?" if name == "SIGKILL" else ""
             raise UserError(f"the compiler for {target.name} was ended by {name}{hint}")
-        if process.returncode or not path.exists():
-            raise RuntimeError(f"compiling failed with status {process.returncode}:\n{said.read_text()[-4000:]}")
+        if status or not path.exists():
+            raise RuntimeError(f"compiling failed with status {status}:\n{said.read_text()[-4000:]}")
+
+
+def _run(command: list[str], **arguments) -> tuple[int, bytes]:
+    """Popen's exit status and standard output. Ctrl-C ends the process too, whenever it comes.
+
+    The handler raises nothing: an exception is lost in a callback of the garbage collector, and thrown while the
+    process is being started it would leave that behind.
+    """
+    pressed, started = False, []
+
+    def stop(*_) -> None:
+        nonlocal pressed
+        pressed = True
+        for process in started:
+            process.kill()
+
+    mine = threading.current_thread() is threading.main_thread()  # others get no signals
+    before = signal.signal(signal.SIGINT, stop) if mine else None
+    try:
+        with subprocess.Popen(command, **arguments) as process:
+            started.append(process)
+            if pressed:
+                process.kill()
+            answer, _ = process.communicate()
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+    return process.returncode, answer
 
 
 def _environment(target: Target) -> dict[str, str]:
