@@ -1,7 +1,7 @@
 """A dense Transformer written from the recurrences, in float64, sharing no code with the package.
 
-Ranks are plain Python lists: `partials` computes each rank's share of a sublayer from that rank's
-own input. Arrays follow the stored parameters: {"layers": {"attention": {"query": [L, D, N, H]}}}.
+Ranks are an axis of the arrays: `partials` [R, B, T, D] are each rank's share of a sublayer, from that rank's own
+input. Parameters are as they are stored: {"layers": {"attention": {"query": [L, D, N, H]}}}.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def rms(x, scale, eps):
 
 
 def rope(x, shape):
-    """x [B, T, heads, H], by complex rotation of the pairs (i, i + H/2)."""
+    """x [..., T, heads, H], by complex rotation of the pairs (i, i + H/2)."""
     half = x.shape[-1] // 2
     freq = shape.theta ** (-2.0 * np.arange(half) / x.shape[-1])
     if shape.llama3:
@@ -49,61 +49,69 @@ def rope(x, shape):
                 smooth = (context / wavelength - low) / (high - low)
                 out.append((1 - smooth) * f / factor + smooth * f)
         freq = np.array(out)
-    turn = jnp.exp(1j * np.arange(x.shape[1])[:, None] * freq[None, :])[None, :, None, :]
+    turn = jnp.exp(1j * np.arange(x.shape[-3])[:, None, None] * freq)
     z = (x[..., :half] + 1j * x[..., half:]) * turn
     return jnp.concatenate([z.real, z.imag], -1)
 
 
-def attention(p, x, shape, rank):
-    """The partial sum of one rank: its query heads, and the key/value heads that those share."""
-    mine = range(rank * shape.heads // shape.ranks, (rank + 1) * shape.heads // shape.ranks)
-    group = shape.heads // shape.kv_heads
-    total = 0.0
-    for n in mine:
-        q = x @ p["query"][:, n] + p.get("query_bias", np.zeros((shape.heads, 1)))[n]
-        k = x @ p["key"][:, n // group] + p.get("key_bias", np.zeros((shape.kv_heads, 1)))[n // group]
-        v = x @ p["value"][:, n // group] + p.get("value_bias", np.zeros((shape.kv_heads, 1)))[n // group]
-        if "query_norm" in p:
-            q, k = rms(q, p["query_norm"]["scale"], shape.eps), rms(k, p["key_norm"]["scale"], shape.eps)
-        q, k = rope(q[:, :, None], shape)[:, :, 0], rope(k[:, :, None], shape)[:, :, 0]
-        scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])
-        scores = jnp.where(np.tri(x.shape[1], dtype=bool)[None], scores, -1e30)
-        scores = jnp.exp(scores - scores.max(-1, keepdims=True))
-        total = total + (scores / scores.sum(-1, keepdims=True)) @ v @ p["out"][n]
-    return total + (p["out_bias"] if rank == 0 and "out_bias" in p else 0.0)
+def attention(p, x, shape):
+    """x [R, B, T, D]: each rank's partial sum, of its query heads and the key/value heads that those share."""
+    ranks, heads = shape.ranks, shape.heads
+    shared = np.arange(heads) // (heads // shape.kv_heads)
+
+    def project(name, of):
+        w = p[name][:, of].reshape(x.shape[-1], ranks, heads // ranks, -1)
+        out = jnp.einsum("rbtd,drnh->rbtnh", x, w)
+        return out + (p[f"{name}_bias"][of].reshape(ranks, 1, 1, heads // ranks, -1) if f"{name}_bias" in p else 0.0)
+
+    q, k, v = project("query", np.arange(heads)), project("key", shared), project("value", shared)
+    if "query_norm" in p:
+        q, k = rms(q, p["query_norm"]["scale"], shape.eps), rms(k, p["key_norm"]["scale"], shape.eps)
+    scores = jnp.einsum("rbtnh,rbsnh->rbnts", rope(q, shape), rope(k, shape)) / np.sqrt(q.shape[-1])
+    scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -1e30)
+    scores = jnp.exp(scores - scores.max(-1, keepdims=True))
+    out = jnp.einsum("rbnts,rbsnh->rbtnh", scores / scores.sum(-1, keepdims=True), v)
+    return on_first(
+        jnp.einsum("rbtnh,rnhd->rbtd", out, p["out"].reshape(ranks, heads // ranks, *p["out"].shape[1:])),
+        p.get("out_bias"),
+    )
 
 
-def mlp(p, x, shape, rank):
-    size = p["gate"].shape[1] // shape.ranks
-    cut = slice(rank * size, (rank + 1) * size)
-    g = x @ p["gate"][:, cut] + (p["gate_bias"][cut] if "gate_bias" in p else 0.0)
-    u = x @ p["up"][:, cut] + (p["up_bias"][cut] if "up_bias" in p else 0.0)
-    out = (g / (1 + jnp.exp(-g)) * u) @ p["down"][cut]
-    return out + (p["down_bias"] if rank == 0 and "down_bias" in p else 0.0)
+def mlp(p, x, shape):
+    def project(name):
+        out = jnp.einsum("rbtd,drf->rbtf", x, p[name].reshape(x.shape[-1], shape.ranks, -1))
+        return out + (p[f"{name}_bias"].reshape(shape.ranks, 1, 1, -1) if f"{name}_bias" in p else 0.0)
+
+    g, u = project("gate"), project("up")
+    down = p["down"].reshape(shape.ranks, -1, x.shape[-1])
+    return on_first(jnp.einsum("rbtf,rfd->rbtd", g / (1 + jnp.exp(-g)) * u, down), p.get("down_bias"))
+
+
+def on_first(partials, bias):
+    """A bias of the sum is added by one rank."""
+    return partials if bias is None else partials.at[0].add(bias)
 
 
 def streams(params, tokens, shape):
-    """The final residual stream of every rank, [B, T, D] each (all equal where ranks communicate)."""
-    ranks = range(shape.ranks)
+    """The final residual stream of every rank, [R, B, T, D] (all equal where ranks communicate)."""
     layer = lambda l: jax.tree.map(lambda a: a[l], params["layers"])
 
     def partials(i, inputs):
         """h_i (1-based) on each rank's own input."""
         p = layer((i - 1) // 2)
         if i % 2:
-            return [attention(p["attention"], rms(x, p["attention_norm"]["scale"], shape.eps), shape, r)
-                    for r, x in zip(ranks, inputs)]  # fmt: skip
+            return attention(p["attention"], rms(inputs, p["attention_norm"]["scale"], shape.eps), shape)
         norm = p.get("mlp_norm", p["attention_norm"])
-        return [mlp(p["mlp"], rms(x, norm["scale"], shape.eps), shape, r) for r, x in zip(ranks, inputs)]
+        return mlp(p["mlp"], rms(inputs, norm["scale"], shape.eps), shape)
 
     x0 = params["embedding"]["table"][tokens]
     last = 2 * shape.layers
-    same = lambda x: [x] * shape.ranks
+    same = lambda x: jnp.stack([x] * shape.ranks)
 
     if shape.kind == "none":
         local = same(x0)
         for i in range(1, last + 1):
-            local = [x + p for x, p in zip(local, partials(i, local))]
+            local = local + partials(i, local)
         return local
 
     if shape.kind == "desync":
@@ -111,9 +119,9 @@ def streams(params, tokens, shape):
         for i in range(1, last + 1):
             p = partials(i, local)
             if i % shape.number == 0 or i == last:
-                local = same(sum(local) / shape.ranks + sum(p))
+                local = same(local.mean(0) + p.sum(0))
             else:
-                local = [a + b for a, b in zip(local, p)]
+                local = local + p
         return local
 
     xs, newest = [x0], None  # xs[i] is x_i; newest: the ranks' partials of h_{i-1}
@@ -123,25 +131,24 @@ def streams(params, tokens, shape):
         if chosen and shape.kind in ("parallel", "parallel-ladder"):
             y = xs[max(0, first - 1 - (0 if shape.kind == "parallel" else 2))]
             a, m = partials(first, same(y)), partials(first + 1, same(y))
-            xs += [None, xs[first - 1] + sum(a) + sum(m)]
+            xs += [None, xs[first - 1] + a.sum(0) + m.sum(0)]
             continue
         for i in (first, first + 1):
             delay = 0 if not chosen else {"ladder": shape.number, "fresh": 1}.get(shape.kind, 0)
             inputs = same(xs[max(0, i - 1 - delay)])
             if chosen and shape.kind == "fresh" and i > 1:
-                inputs = [x + p for x, p in zip(inputs, newest)]
+                inputs = inputs + newest
             newest = partials(i, inputs)
-            xs.append(xs[i - 1] + sum(newest))
+            xs.append(xs[i - 1] + newest.sum(0))
     return same(xs[-1])
 
 
 def logits(params, tokens, shape):
     """[B, T, vocab]; each rank scores its share of the (padded) table with its own stream."""
     table = params["head"]["table"] if "head" in params else params["embedding"]["table"]
-    size = table.shape[0] // shape.ranks
-    normed = [rms(x, params["final_norm"]["scale"], shape.eps) for x in streams(params, tokens, shape)]
-    parts = [x @ table[r * size : (r + 1) * size].T for r, x in enumerate(normed)]
-    return jnp.concatenate(parts, -1)[..., : shape.vocab]
+    normed = rms(streams(params, tokens, shape), params["final_norm"]["scale"], shape.eps)
+    parts = jnp.einsum("rbtd,rvd->btrv", normed, table.reshape(shape.ranks, -1, table.shape[-1]))
+    return parts.reshape(*parts.shape[:2], -1)[..., : shape.vocab]
 
 
 def loss(params, tokens, shape):

@@ -204,8 +204,8 @@ def test_layers_between_standard_and_ladder(turning):
 def _sublayer(params, i, x, of):
     p = jax.tree.map(lambda a: a[(i - 1) // 2], params["layers"])
     if i % 2:
-        return reference.attention(p["attention"], reference.rms(x, p["attention_norm"]["scale"], of.eps), of, 0)
-    return reference.mlp(p["mlp"], reference.rms(x, p["mlp_norm"]["scale"], of.eps), of, 0)
+        return reference.attention(p["attention"], reference.rms(x, p["attention_norm"]["scale"], of.eps)[None], of)[0]
+    return reference.mlp(p["mlp"], reference.rms(x, p["mlp_norm"]["scale"], of.eps)[None], of)[0]
 
 
 def test_groups_turn_from_the_top():
