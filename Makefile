@@ -2,8 +2,9 @@
 #   make demo ARGS='...'    adds arguments to the command of demo, study, convert-smollm2, test, test-oldest, smoke-oldest
 #   make demo PYTHON=...    makes .venv with that Python (PYTHON_OLDEST: .venv-oldest); after `make clean` if there is one
 
-# A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. For none: WORKERS=
-WORKERS = -n auto --maxprocesses 4 --dist loadfile
+# A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. One more than there
+# are cores: a third of the time a test waits for processes that it has started, or killed. For none: WORKERS=
+WORKERS = -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile
 
 .PHONY: help venv demo study convert-smollm2 test test-hf audit docs test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:

@@ -54,6 +54,13 @@ def test_generate(run_cli, trained):
     assert step.startswith("the cat")
 
 
+def test_generate_keeps_its_programs(run_cli, trained, tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    ask = ["generate", trained, "--prompt", "rat", "--max-new-tokens", "2"]
+    run_cli(*ask, check_status=0, LADDER_JAX_CACHE=str(tmp_path))
+    assert any((tmp_path / "programs").iterdir())
+
+
 def test_generate_several_prompts(run_cli, trained):
     """Each text is that of its prompt alone, streamed or not."""
     ask, more = ["generate", trained], ["--max-new-tokens", "20", "--temperature", "1", "--top-k", "9", "--seed", "3"]

@@ -5,7 +5,7 @@ import itertools
 import json
 import sys
 
-from ladder_jax import checkpoint, config, decode, files
+from ladder_jax import checkpoint, config, decode, files, parallel
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import chat
@@ -22,6 +22,7 @@ CONTEXT = 2048  # positions of a conversation
 def run(args: dict) -> None:
     """Print or write the texts. Raises UserError for what cannot be asked, before anything is computed."""
     _check(args)
+    parallel.use_compilation_cache()
     saved = checkpoint.open_checkpoint(args["checkpoint"])
     tokenizer = saved.tokenizer()
     asked = {name: args[name] for name in SAMPLING if args[name] is not None}

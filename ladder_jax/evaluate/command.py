@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 
-from ladder_jax import files
+from ladder_jax import files, parallel
 from ladder_jax.data.store import documents, sources
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import (
@@ -39,6 +39,7 @@ ONLY = {
 def run(args: dict) -> None:
     """Print the result. Raises UserError for what cannot be evaluated, before any weights are read where it can."""
     way = _check(args)
+    parallel.use_compilation_cache()
     measure = {"text": _text, "multiple_choice": _multiple_choice, "generation": _generation}[way](args)
     model = open_model(
         args["checkpoint"],

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 
-from ladder_jax import checkpoint, config
+from ladder_jax import checkpoint, config, parallel
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import Engine
@@ -28,6 +28,7 @@ def run(args: dict) -> None:
     from ladder_jax.serve.service import Service
 
     _check(args)
+    parallel.use_compilation_cache()
     key = os.environ.get(KEY) if args["api_key"] is None else args["api_key"]
     if key is not None:
         auth.check_key(key)
