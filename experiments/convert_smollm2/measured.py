@@ -128,9 +128,10 @@ def _history(settings: config.RunConfig) -> dict:
     """The held-out loss by the step, and what the run took."""
     run = folder.path_of(settings)
     rows = metrics.read(run)
+    spent = json.loads((run / train.goodput.NAME).read_text())["seconds"]
     return {
         "steps": settings.train.steps,
-        "wall_seconds": json.loads((run / train.goodput.NAME).read_text())["wall_seconds"],
+        "seconds": sum(seconds for part, seconds in spent.items() if part != "lost"),  # killed, or not running at all
         "held_out": [[row["step"], row["validation_loss"]] for row in rows if "validation_loss" in row],
         "training": [[row["step"], row["loss"]] for row in rows],
     }

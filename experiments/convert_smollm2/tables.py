@@ -67,7 +67,7 @@ def _retrained(results: dict) -> str:
         cells += [f"{loss(begun):.3f}" if begun else "-", spread([loss(run) for run in these])]
         cells.append(figures.less(these, lambda run: figures.control(results, run)))
         cells.append(figures.less(these, lambda run: original[0] if original else None))
-        minutes = spread([run["wall_seconds"] / 60 for run in these], "{:.1f}")
+        minutes = spread([run["seconds"] / 60 for run in these], "{:.1f}")
         rows.append([*cells, *_answers(these), minutes])
     head = "layers converted | retrained on | seeds | loss before | after | over the control | over the original"
     return table(" | ".join([head, *_heads(results), "minutes"]), rows) if rows else ""
