@@ -2,6 +2,10 @@
 
 import os
 import pathlib
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and by inheritance in what tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
