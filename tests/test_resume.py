@@ -1,7 +1,9 @@
 """Runs that are killed, preempted, starved of disk and fed with damage: what they lose, and what they say."""
 
+import errno
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -11,7 +13,7 @@ import time
 import pytest
 
 from ladder_jax import config, train
-from ladder_jax.checkpoint import Damaged, steps
+from ladder_jax.checkpoint import Damaged, steps, store
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import folder, metrics
 from ladder_jax.train.feed import Feed
@@ -222,6 +224,27 @@ def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted):
     assert done.stderr.splitlines()[-1].startswith("ladder-jax: the checkpoint of step 90 could not be written")
     # An abandoned write may leave a folder behind, which does not count, and which the next start removes.
     assert steps(tmp_path / "run" / "checkpoints") == [] and len(losses(tmp_path / "run")) == STEPS
+
+
+def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
+    """Also where the next one is due before it has failed, and fails as well, at once."""
+
+    def fail(self, step, wanted):
+        time.sleep(0.5)
+        self._checkpointer.wait_until_finished()
+        monkeypatch.setattr(store, "_check_room", refuse)
+        self._failed(step, OSError(errno.EIO, "it is broken"))
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(store.Store, "_finish", fail)
+    asked = [*TINY, "train.steps=3", "train.checkpoint_every=1", f"data.path={book}", f"run.dir={tmp_path / 'run'}"]
+    said = []
+    with pytest.raises(RunFailed, match="the checkpoint of step 3 could not be written: no room"):
+        train.run(config.load("tiny", overrides=asked), say=said.append)
+    told = [re.search(r"checkpoint of step (\d) could not be written: ([\w ]+)", line) for line in said]
+    assert [found.groups() for found in told if found] == [("1", "it is broken "), ("2", "no room ")]
 
 
 def test_lines_wait_for_room(tmp_path):

@@ -129,9 +129,14 @@ class Session:
             row = self.metrics.add({**row, **note})
             self._update(step, speeds.as_text(row))
         if _due(step, train.checkpoint_every, train.steps):
+            self.keeper.wait()  # for the save before: its failure would be lost behind this one's
+            self._tell_failure(step)
             self.keeper.save(step, self.state, self.fixed, validation=self.validation)
-        # That of the last step ends the run, in `_steps`.
-        if step < train.steps and (failure := self.keeper.failure()):
+        if step < train.steps:  # that of the last step ends the run, in `_steps`
+            self._tell_failure(step)
+
+    def _tell_failure(self, step: int) -> None:
+        if failure := self.keeper.failure():
             self.say(f"step {step}: {failure}; training goes on, and the next checkpoint is tried as usual")
 
     def _keep(self, step: int) -> str:
