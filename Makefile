@@ -4,7 +4,7 @@
 
 # A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. One more than there
 # are cores: a third of the time a test waits for processes that it has started, or killed. For none: WORKERS=
-WORKERS = -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile
+WORKERS = -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv demo study convert-smollm2 test test-hf audit docs test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:

@@ -4,7 +4,8 @@ import os
 import pathlib
 import signal
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and by inheritance in what tests start
+# A shell ignores it for what runs in the background, and what tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,6 +22,19 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+# What takes longest comes first, in this order: a file is one worker's, and at the end the others would be idle.
+FIRST = """
+    test_numerics test_resume test_meshes test_program test_decode test_cli test_chat test_int8 test_training
+    test_supervise test_chunks test_overlap test_convert test_retrain test_pretrain test_convert_smollm2 test_process
+    test_client
+""".split()
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: index for index, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
 
 
 @pytest.fixture(scope="module", autouse=True)
