@@ -1,14 +1,17 @@
 """The same model through lm-evaluation-harness and through our own evaluation: the numbers are equal."""
 
 import json
+import pathlib
 
 import pytest
 import yaml
 
-from ladder_jax import evaluate
+from ladder_jax import cli, evaluate
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import answers
+from tests import tokenizers
 from tests.evaluate.conftest import WINDOW
+from tests.pretrained import models
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'ladder-jax[lm-eval]'")
 
@@ -237,3 +240,43 @@ def test_by_name(run):
 
     made = get_model("ladder_jax").create_from_arg_string(f"checkpoint={run},tensor=1", {"batch_size": 1})
     assert made.max_length == WINDOW and made.prefix_token_id == 10 and made.tok_encode("é") == [195, 169]
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("ignore")  # PyTorch's and transformers' own
+def test_a_hugging_face_model_by_pytorch(harness, tmp_path):
+    """By the harness's own model `hf`; and converted, then evaluated by us."""
+    from lm_eval.models.huggingface import HFLM
+
+    folder = pathlib.Path(tokenizers.folder(tmp_path / "theirs"))
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    models.write(folder, "llama-3.1", vocab_size=301, max_position_embeddings=WINDOW, **ends)
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    names = {"bos_token": tokenizers.BEGIN, "eos_token": tokenizers.END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    assert cli.main(["convert", str(folder), str(tmp_path / "ours")]) == 0
+    ours = evaluate.open_model(tmp_path / "ours", window=WINDOW)
+    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=2, max_length=WINDOW)
+
+    rolled, result = evaluate.text_perplexity(ours, TEXTS), harness(theirs, "rolling")[0]
+    for name, close in (("word_perplexity", 1e-3), ("byte_perplexity", 1e-5), ("bits_per_byte", 1e-5)):
+        assert getattr(rolled, name) == pytest.approx(result[f"{name},none"], rel=close)
+
+    for name, rows in (("choices", CHOICES), ("questions", QUESTIONS)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = evaluate.read_choices(str(tmp_path / "choices"))
+    out = tmp_path / "out.jsonl"
+    found = evaluate.multiple_choice(ours, chosen, shots=1, shots_from=chosen, file=str(out))
+    lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    result, samples = harness(theirs, "choices", shots=1)
+    assert (found.accuracy, found.accuracy_normalised) == (result["acc,none"], result["acc_norm,none"])
+    for sample in samples:
+        scores = [float(score) for ((score, _),) in sample["resps"]]
+        assert lines[sample["doc_id"]]["loglikelihoods"] == pytest.approx(scores, rel=1e-5)
+
+    asked, out = evaluate.read_questions(str(tmp_path / "questions")), tmp_path / "texts.jsonl"
+    evaluate.generation(ours, asked, max_new_tokens=12, file=str(out))
+    lines = {line["index"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    samples = harness(theirs, "questions")[1]
+    assert [lines[sample["doc_id"]]["text"] for sample in samples] == [sample["resps"][0][0] for sample in samples]
+    assert any(line["text"].strip() for line in lines.values())
