@@ -5,15 +5,18 @@ from ladder_jax.config.schema import MeshConfig, check_fits_mesh
 from ladder_jax.errors import UserError
 
 
-def check_divides(model: str, *, tensor: int, most: int) -> None:
-    """Raises UserError where `tensor` devices cannot hold the preset; it names the numbers up to `most` that can."""
+def check_divides(model: str, *, tensor: int, most: int, option: str = "tensor") -> None:
+    """Raises UserError where the preset cannot be split over `tensor` devices; it names those up to `most` that can.
+
+    option: what the user wrote the number after.
+    """
     try:
         check_fits_mesh(preset(model), MeshConfig(tensor=tensor))
     except UserError as error:
         allowed = divisors(model, most=most)
         nearest = min(allowed, key=lambda size: abs(size - tensor))
         names = ", ".join(map(str, allowed))
-        raise UserError(f"--tensor {tensor}: {error}; did you mean {nearest}? (allowed: {names})") from None
+        raise UserError(f"--{option} {tensor}: {error}; did you mean {nearest}? (allowed: {names})") from None
 
 
 def divisors(model: str, *, most: int) -> list[int]:

@@ -86,6 +86,18 @@ def test_text(run_cli):
     assert [line.split()[0] for line in said[-3:]] == ["copy", "matmul", "versions"]
 
 
+def test_one_ranks_share(run_cli):
+    """It moves and computes what the rank does of the whole: nothing is counted of what others hold."""
+    words = [*ASKED, "--layers", 2, "--batch", 1, "--json", "--share", 8]
+    found = json.loads(run_cli("bench", *words, check_status=0).stdout)
+    assert (found["tensor"], found["share"]) == (1, 8)
+    assert "a rank's share of tensor parallelism over 8" in found["notices"][0]
+    whole = define("tiny", tensor=8, num_layers=2, residual="ladder")
+    for row in found["rows"]:
+        assert row["bytes_per_step"] == bytes_by_hand(8, batch=1)
+        assert row["prefill_flops"] == work.prefill_flops(whole, rows=1, prompt_length=8)
+
+
 # The presets' shapes by hand: tiny is D 128, 8 heads of 16, 4 key/value heads, F 352, V 256, untied.
 
 
@@ -228,6 +240,9 @@ MISTAKES = {
     "--new-tokens 1": "--new-tokens must be at least 2, not 1",
     "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3; did you mean 2? (allowed: 1, 2, 4, 8)",
     "--tensor 16": "model.num_heads=8 is not divisible by mesh.tensor=16; did you mean 8? (allowed: 1, 2, 4, 8)",
+    "--share 3": "--share 3: model.num_heads=8 is not divisible by mesh.tensor=3; did you mean 2? (allowed: 1, 2,",
+    "--share 0": "--share must be positive, not 0",
+    "--share 8 --tensor 2": "--share is for one device that stands for all: leave --tensor 2 out",
     "--model llama-3-8b --tensor 16": "is more than this machine's 8 devices (allowed for llama-3-8b: 1, 2, 4, 8)",
     "--model smollm2-135m": "--tensor 8: model.num_heads=9 is not divisible by mesh.tensor=8; did you mean 3?",
     "--warmup 0": "--warmup must be positive, not 0",

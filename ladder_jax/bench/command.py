@@ -10,7 +10,7 @@ import platform
 from ladder_jax import files
 from ladder_jax.bench import request as requests
 
-NUMBERS = ("prompt_length", "new_tokens", "tensor", "warmup", "repeats", "layers")
+NUMBERS = ("prompt_length", "new_tokens", "tensor", "warmup", "repeats", "layers", "share")
 PACKAGES = ("ladder-jax", "jax", "jaxlib", "flax")
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}  # a CPU's is jaxlib
 

@@ -36,7 +36,7 @@ def plot(answer: Result, *, file: str) -> None:
         if len(names) > 2:
             axes[1, column].set_xticks(range(len(names)), names, rotation=30, ha="right")
     request = answer.request
-    what = f"{request.model}, {request.depth} layers, tensor {request.tensor} on {answer.device}"
+    what = f"{request.title} on {answer.device}"
     figure.suptitle(f"{what}: prompt {request.prompt_length}, {request.new_tokens} new tokens", fontsize=10)
     files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
     pyplot.close(figure)

@@ -4,6 +4,7 @@ import dataclasses
 
 from ladder_jax.config import ModelConfig, preset, residual_names
 from ladder_jax.errors import UserError
+from ladder_jax.schedule import shards
 from ladder_jax.splits import check_divides, divisors
 from ladder_jax.words import positive, words
 
@@ -13,6 +14,7 @@ class Request:
     """batches: rows at once; warmup, repeats: generations a residual and batch, of which only repeats are timed.
 
     tensor: devices, None for all that there are until `on_devices` has counted them.
+    share: None, or over how many ranks the model is split of which one device computes one, alone.
     """
 
     model: str
@@ -24,17 +26,24 @@ class Request:
     warmup: int = 5
     repeats: int = 10
     layers: int | None = None
+    share: int | None = None
 
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
         changes = {} if self.layers is None else {"num_layers": self.layers}
         if residual_names.parse(residual).depends_on_ranks:
             changes["ranks"] = self.tensor
-        return preset(self.model, residual=residual, **changes)
+        config = preset(self.model, residual=residual, **changes)
+        return shards.alone(config, ranks=self.share) if self.share else config
 
     @property
     def depth(self) -> int:
         return self.layers or preset(self.model).num_layers
+
+    @property
+    def title(self) -> str:
+        split = f"one of {self.share} ranks alone" if self.share else f"tensor {self.tensor}"
+        return f"{self.model}, {self.depth} layers, {split}"
 
 
 def make(*, model: str, residual: str, batch: str | None = None, **numbers: int | None) -> Request:
@@ -52,8 +61,13 @@ def make(*, model: str, residual: str, batch: str | None = None, **numbers: int 
     request = Request(model=model, residuals=residuals, **given)
     if request.new_tokens < 2:
         raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
-    if request.tensor is not None:
-        check_divides(model, tensor=request.tensor, most=max(request.tensor, preset(model).num_heads))
+    if request.share and request.tensor not in (None, 1):
+        raise UserError(f"--share is for one device that stands for all: leave --tensor {request.tensor} out")
+    for option, ranks in (("tensor", request.tensor), ("share", request.share)):
+        if ranks is not None:
+            check_divides(model, tensor=ranks, most=max(ranks, preset(model).num_heads), option=option)
+    if request.share:
+        request = dataclasses.replace(request, tensor=1)
     return request
 
 

@@ -22,6 +22,11 @@ class Result:
     @property
     def notices(self) -> list[str]:
         """What a reader must know to read the numbers rightly."""
+        if self.request.share:
+            return [
+                f"one device computes a rank's share of tensor parallelism over {self.request.share}, and communicates"
+                " nothing: a ratio here is what a topology costs, not what it hides"
+            ]
         if self.request.tensor == 1:
             return ["one device communicates nothing: a ratio here is what a topology costs, not what it hides"]
         if self.platform == "cpu":
@@ -81,7 +86,7 @@ class Result:
             "devices": self.devices,
             "versions": self.versions,
             "layers": self.request.depth,
-            **{name: asked[name] for name in ("tensor", "prompt_length", "new_tokens", "warmup", "repeats")},
+            **{name: asked[name] for name in ("tensor", "share", "prompt_length", "new_tokens", "warmup", "repeats")},
             "verdict": self.verdict,
             "notices": self.notices,
             "copy": self.measured.copy.as_dict("bytes_per_second"),

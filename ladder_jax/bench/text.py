@@ -10,7 +10,7 @@ WIDTH = 120  # of the table; a narrower terminal wraps it, which loses nothing
 def lines(answer: Result) -> list:
     """Lines and a table, to be printed by rich."""
     request = answer.request
-    what = f"{request.model}, {request.depth} layers, tensor {request.tensor} on {answer.device}"
+    what = f"{request.title} on {answer.device}"
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens, {request.repeats} repeats in turns"
     return [
         *answer.verdict,

@@ -38,3 +38,17 @@ def shard(config: ModelConfig, *, ranks: int) -> Shard:
         vocabulary=-(-config.vocab_size // (128 * ranks)) * 128,
         d_model=config.d_model,
     )
+
+
+def alone(config: ModelConfig, *, ranks: int) -> ModelConfig:
+    """One rank's shard as a model of its own: the same matrices, cache and kernels, and nobody to communicate with.
+
+    What it computes means nothing; it takes what the rank takes, but for the wire. `ranks` must divide the model.
+    """
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // ranks,
+        num_kv_heads=max(1, config.num_kv_heads // ranks),
+        d_ff=config.d_ff // ranks,
+        vocab_size=shard(config, ranks=ranks).vocabulary,
+    )

@@ -12,6 +12,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("prompt-length", "P", "tokens a row in the prompt (default 1024)"),
         ("new-tokens", "G", "tokens a row to generate (default 512)"),
         ("tensor", "N", "tensor-parallel devices (default: all)"),
+        ("share", "N", "on one device: a rank's share of tensor parallelism over N, without the wire"),
         ("warmup", "W", "generations before those that are timed (default 5)"),
         ("repeats", "R", "generations that are timed (default 10)"),
         ("layers", "N", "layers (default: the preset's)"),
