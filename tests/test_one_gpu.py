@@ -1,0 +1,99 @@
+"""experiments/one_gpu on a CPU, where its times mean nothing: that the emulated wire changes no value and is really
+there, the arithmetic, and that a run goes on where it stood."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.one_gpu import exposed
+from experiments.one_gpu.wire import host_wire
+from ladder_jax import nn, parallel
+from ladder_jax.bench import programs
+from ladder_jax.bench import request as requests
+from ladder_jax.bench.measure import Samples
+from ladder_jax.config import Loop
+from ladder_jax.decode import cache
+
+ROOT = pathlib.Path(exposed.__file__).parent.parent.parent
+SMALL = "--dense tiny --split tiny --share 4 --batch 1 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1".split()
+
+
+def program(name):
+    """The token loop of one of four ranks, and its arguments."""
+    request = requests.make(model="tiny", residual=name, share=4, layers=2)
+    definition = nn.define(request.config(name), mesh=parallel.make_mesh())
+    [params] = programs.random_weights([definition])
+    caches = cache.make(definition, rows=2, capacity=16, loop=Loop.UNROLLED)()
+    tokens = jnp.array([3, 5], jnp.int32)
+    return programs.next_tokens(definition, count=4), (params, caches, tokens, jnp.zeros(2, jnp.int32))
+
+
+@pytest.mark.parametrize("name", ["standard", "ladder", "parallel", "ladder-2"])
+def test_the_wire_brings_back_what_it_was_given(name):
+    def run():
+        loop, args = program(name)
+        moves = str(jax.make_jaxpr(loop.__wrapped__)(*args)).count("device_put[")
+        return moves, np.asarray(loop(*args)[0])
+
+    without, expected = run()
+    with host_wire():
+        moves, tokens = run()
+    assert without == 0 and moves == 2 * (2 if name == "parallel" else 4)  # there and back
+    assert np.array_equal(tokens, expected)
+    assert run()[0] == 0  # and nothing of it is left
+
+
+def test_exposed():
+    request = requests.make(model="tiny", residual="standard,ladder", share=4, layers=3, new_tokens=11)
+    sample = lambda name, prefill, decode: Samples(name, 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0)
+    measured = lambda name, *each: exposed.row(request, *(sample(name, p, d) for p, d in each))
+    standard = measured("standard", (1.0, 2.0), (1.7, 5.0), (1.2, 2.2))
+    ladder = measured("ladder", (1.0, 2.0), (1.25, 3.0), (1.0, 2.0))
+    close = lambda value: pytest.approx(value, rel=1e-9)
+    assert standard["all_reduces"] == 6
+    assert standard["prefill_exposed_seconds"] == close(0.6 / 6)
+    assert standard["decode_exposed_seconds"] == close(2.9 / 60)
+    assert standard["decode_drift_seconds"] == close(0.2 / 60)
+    rows = exposed.against_standard([standard, ladder])
+    assert (rows[0]["decode_hidden"], rows[0]["prefill_hidden"]) == (0, 0)
+    assert rows[1]["decode_hidden"] == close(1 - 1.0 / 2.9)
+    assert rows[1]["prefill_hidden"] == close(1 - 0.25 / 0.6)
+    assert exposed.against_standard([ladder]) == [ladder]
+
+
+def run(*words, out):
+    command = [sys.executable, "-m", "experiments.one_gpu", *SMALL, *words, "--out", str(out)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def test_a_run_goes_on_where_it_stood(tmp_path):
+    out = tmp_path / "results.json"
+    first = run("--parts", "share", "torch", "--torch-python", "false", out=out)
+    assert first.returncode == 1 and first.stderr.endswith("not measured, for the reasons above: torch\n")
+    kept = out.read_text()
+    assert run("--parts", "share", "wire-no-graphs", out=out).returncode == 0
+    found = json.loads(out.read_text())
+    assert found["share"] == json.loads(kept)["share"] and found["share"]["share"] == 4
+    wire = found["wire-no-graphs"]
+    assert wire["command"].startswith(
+        "XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m experiments.one_gpu.exposed"
+    )
+    assert wire["xla_flags"].endswith("--xla_gpu_enable_command_buffer=")
+    assert [row["residual"] for row in wire["rows"]] == ["standard", "ladder", "parallel"]
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("ignore")
+def test_pytorch_beside_it(tmp_path):
+    out = tmp_path / "results.json"
+    assert run("--parts", "torch", out=out).returncode == 0
+    [row] = json.loads(out.read_text())["torch"]["rows"]
+    assert 0 < row["prefill_seconds_min"] <= row["prefill_seconds"] <= row["prefill_seconds_max"]
+    assert row["tokens_per_second"] > 0 and (row["batch"], row["new_tokens"]) == (1, 3)
