@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -22,11 +22,7 @@ class Pairs:
 
     def ratio(self, *, resamples: int = 10_000) -> dict[str, float]:
         """The median of first / second over the pairs, and its 95 % bootstrap interval."""
-        ratios = np.array(self.first) / np.array(self.second)
-        rng = np.random.default_rng(0)
-        medians = np.median(rng.choice(ratios, (resamples, len(ratios))), axis=1)
-        low, high = np.percentile(medians, [2.5, 97.5])
-        return {"ratio": float(np.median(ratios)), "ratio_low": float(low), "ratio_high": float(high)}
+        return interval(np.array(self.first) / np.array(self.second), resamples=resamples)
 
     def seconds(self) -> dict[str, float]:
         return {"first_seconds": statistics.median(self.first), "second_seconds": statistics.median(self.second)}
@@ -44,6 +40,13 @@ def pairs(first: Callable[[], object], second: Callable[[], object], *, count: i
             if index >= warmup:
                 times[which].append(elapsed)
     return Pairs(*times)
+
+
+def interval(ratios: Sequence[float], *, resamples: int = 10_000) -> dict[str, float]:
+    """Their median, and its 95 % bootstrap interval."""
+    medians = np.median(np.random.default_rng(0).choice(ratios, (resamples, len(ratios))), axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return {"ratio": float(np.median(ratios)), "ratio_low": float(low), "ratio_high": float(high)}
 
 
 def environment() -> dict[str, object]:
