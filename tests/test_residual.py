@@ -1,4 +1,4 @@
-"""The topologies as values, the identities between them, and residual.py in somebody else's model."""
+"""The topologies as values, the identities between them, and `residual` in somebody else's model."""
 
 import jax
 import jax.numpy as jnp

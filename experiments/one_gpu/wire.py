@@ -12,8 +12,9 @@ from unittest import mock
 import jax
 from jax import lax
 
-from ladder_jax import decode, residual
+from ladder_jax import decode
 from ladder_jax.bench import programs
+from ladder_jax.residual import launch
 
 RANKS = 8  # from two on, topologies keep their all-reduces apart by barriers
 
@@ -21,7 +22,7 @@ RANKS = 8  # from two on, topologies keep their all-reduces apart by barriers
 @contextlib.contextmanager
 def host_wire() -> Iterator[None]:
     """What is traced inside communicates by way of the host; on entry and exit, nothing traced is kept."""
-    with mock.patch.multiple(residual, all_reduce=_there_and_back, ranks=lambda axes: RANKS), _traced_anew():
+    with mock.patch.multiple(launch, all_reduce=_there_and_back, ranks=lambda axes: RANKS), _traced_anew():
         yield
 
 

@@ -29,7 +29,7 @@ def prefill(
 
     Rows are right-padded; what lies beyond a row's length does not matter. The caches hold `capacity`
     positions a row. `params` are `weights.prepare`d, for the same loop and quantize.
-    With `sequence_parallel`, T is divisible by the tensor ranks: see sequence.py.
+    With `sequence_parallel`, T is divisible by the tensor ranks: see residual/sequence.py.
     """
 
     def local(params, tokens, lengths):

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from ladder_jax import anneal, residual, sequence
+from ladder_jax import residual
 from ladder_jax.config import Launch, Loop, Remat
 from ladder_jax.nn import loop, norm, rotary
 from ladder_jax.nn.layer import Call
 from ladder_jax.nn.place import BEGIN, Place
 from ladder_jax.parallel import all_reduce, explicit, fsdp, rank, vary
-from ladder_jax.residual import State
+from ladder_jax.residual import State, anneal, sequence
 
 if TYPE_CHECKING:
     from ladder_jax.nn.transformer import Definition, Params
 
 LATE = "late"
-"""Beside a stack of layers' modules: how far each is from standard to its own topology, [L] (see anneal.py)."""
+"""Beside a stack of layers' modules: how far each is from standard to its topology, [L] (see residual/anneal.py)."""
 
 
 class Pass:

@@ -28,7 +28,7 @@ class Call:
     first_rank: jax.Array
     place: Place
     launch: Launch = Launch.CHAINED
-    normalised: bool = False  # what the steps hand to a sublayer (see sequence.py)
+    normalised: bool = False  # what the steps hand to a sublayer (see residual/sequence.py)
 
 
 class Layer(nnx.Module):

@@ -163,7 +163,7 @@ def hidden(
     """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
 
     `place` says at which positions the tokens stand: 0..T-1 unless it says otherwise. With `sequence_parallel` a
-    rank keeps T/ranks positions of the stream between sublayers: see sequence.py.
+    rank keeps T/ranks positions of the stream between sublayers: see residual/sequence.py.
     """
     settings = dict(loop_form=loop_form, remat=remat, place=place, launch=launch, sequence_parallel=sequence_parallel)
     run = Pass(definition, tokens.shape[1], **settings)

@@ -24,7 +24,7 @@ from ladder_jax.schedule import targets
 from ladder_jax.schedule.targets import Target
 
 PROGRAMS = ("overlap/programs.py", "overlap/scheduled.py", "overlap/worker.py")
-SOURCES = ("anneal.py", "config", "nn", "parallel", "residual.py", "sequence.py", *PROGRAMS)
+SOURCES = ("config", "nn", "parallel", "residual", *PROGRAMS)
 TRAINING = ("retrain", "train")
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 

@@ -15,7 +15,7 @@ class Request:
     """A program to compile.
 
     batch: rows on one data shard, of which fsdp counts as well; context: filled positions of the cache (decode).
-    sequence_parallel: the stream is split along the sequence over the tensor ranks (see sequence.py).
+    sequence_parallel: the stream is split along the sequence over the tensor ranks (see residual/sequence.py).
     """
 
     target: Target

@@ -18,7 +18,7 @@ from ladder_jax.retrain.plan import ADAPTERS, Fixed, Plan
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """A model in parts, over a batch. late: as in anneal.py, [L]."""
+    """A model in parts, over a batch. late: as in residual/anneal.py, [L]."""
 
     run: nn.Pass
     params: Params

@@ -56,7 +56,7 @@ def planned(
 ) -> Callable[[Params, Fixed, Any, dict], tuple[tuple[jax.Array, dict], Params]]:
     """A (what trains, what is fixed, tokens or a Batch, late) -> ((mean loss, its terms), float32 gradients).
 
-    late: {"late": [L]} while layers turn to ladder (see anneal.py), else {}.
+    late: {"late": [L]} while layers turn to ladder (see residual/anneal.py), else {}.
     accumulate: in how many parts, one after another, a device computes its rows; their gradients are summed in float32.
     """
     layout, dims = plan.definition.layout, plan.trained_dims

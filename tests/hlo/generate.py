@@ -20,11 +20,12 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from ladder_jax import parallel, residual, schedule, sequence  # noqa: E402
+from ladder_jax import parallel, residual, schedule  # noqa: E402
 from ladder_jax.config import Loop, Phase  # noqa: E402
 from ladder_jax.nn import prefetch  # noqa: E402
 from ladder_jax.nn.norm import normalise  # noqa: E402
 from ladder_jax.parallel import Overlap, Split, Traits, fsdp  # noqa: E402
+from ladder_jax.residual import sequence  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 TENSOR = ("tensor",)

@@ -8,7 +8,7 @@ from ladder_jax.config.schema.execution import Loop
 
 
 class Remat(enum.Enum):
-    """What the backward pass keeps. The reduced sums are kept under every policy (see residual.py)."""
+    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/launch.py)."""
 
     NONE = "none"  # keep every activation
     FULL = "full"  # recompute the layer from its input

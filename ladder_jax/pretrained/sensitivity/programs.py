@@ -1,6 +1,6 @@
 """A model whose ladder layers are chosen at run time: one compilation for all subsets of its layers.
 
-Every delayed topology reads a stream of some sublayers ago (see residual.py). So the last few streams are kept, and
+Every delayed topology reads a stream of some sublayers ago (see residual/). So the last few streams are kept, and
 each sublayer's delay, zero in a standard layer, says which of them it reads. Layers are computed from any layer to any
 other: subsets that begin alike share what comes before their first difference.
 """

@@ -1,6 +1,6 @@
 """Sequence parallelism: the topologies' steps on a stream that is split along the sequence over the tensor ranks.
 
-The same recurrences as residual.py. An all-reduce is a reduce-scatter and an all-gather (arXiv 2205.05198), and
+The same recurrences as in steps.py. An all-reduce is a reduce-scatter and an all-gather (arXiv 2205.05198), and
 between the two stand the addition to the stream and the next sublayer's normalisation, on a rank's own positions:
 
     launch   summed  = reduce_scatter(partial)                      of the sublayer before
@@ -20,11 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ladder_jax import residual
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, all_gather, ranks, reduce_scatter
-from ladder_jax.residual import REDUCED, Delayed, State, Sublayer, Topology
+from ladder_jax.residual.launch import REDUCED, tie_forward
+from ladder_jax.residual.state import State, Sublayer, add, compute
+from ladder_jax.residual.steps import Delayed
+from ladder_jax.residual.topologies import Topology
 
 LENGTH = 1  # the dimension of [B, T, D] that is split
 
@@ -55,17 +57,17 @@ class Split:
         if self._prepared and state.entered is not None:
             entered = state.entered
         else:
-            entered = self._enter(residual.add(stream, launched[: step.lag - step.skip]), axes)
+            entered = self._enter(add(stream, launched[: step.lag - step.skip]), axes)
         if step.fresh:
-            entered = self.normalise(residual.add(entered, (state.partial,)))
-        partial = residual.compute(entered, step.sublayers, sublayers)
+            entered = self.normalise(add(entered, (state.partial,)))
+        partial = compute(entered, step.sublayers, sublayers)
         if step.keep == 0:
-            return State(residual.add(stream, (*launched, scatter(partial, axes))))
+            return State(add(stream, (*launched, scatter(partial, axes))))
         added = step.lag + 1 - step.keep
-        stream, sums = residual.add(stream, launched[:added]), launched[added:]
+        stream, sums = add(stream, launched[:added]), launched[added:]
         following = self._enter(stream, axes, FOLLOWING)
         if ranks(axes) > 1:
-            partial, following, stream = residual.tie_forward((partial, following, stream))
+            partial, following, stream = tie_forward((partial, following, stream))
         return State(stream, sums, partial, entered=following)
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
@@ -101,7 +103,7 @@ def layers(topology: Topology, *, normalise: Normalise) -> tuple[tuple[Split, ..
 
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     """This rank's positions of the final stream: everything still pending is reduced and added."""
-    return residual.add(state.residual, (*state.sums, scatter(state.partial, axes, PREVIOUS)))
+    return add(state.residual, (*state.sums, scatter(state.partial, axes, PREVIOUS)))
 
 
 def scatter(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 import jax
 
 from ladder_jax.parallel.collectives import ENTER, PREVIOUS, vary
-from ladder_jax.residual import Delayed, State, Sublayer, add, compute, reduced
+from ladder_jax.residual.launch import reduced
+from ladder_jax.residual.state import State, Sublayer, add, compute
+from ladder_jax.residual.steps import Delayed
 
 
 @dataclasses.dataclass(frozen=True)

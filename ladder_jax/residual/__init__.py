@@ -1,0 +1,77 @@
+"""Residual topologies: which sublayer reads which residual stream, and when its output is reduced.
+
+A Transformer is a chain of sublayers h_1, h_2, ... (attention, MLP, attention, ...), each of which,
+under tensor parallelism, yields a rank's *partial sum*; AR, the all-reduce, makes it whole. With
+x_0 the embedding, one rule holds most topologies (Ladder Residual, arXiv 2501.06589, generalised):
+
+    x_i = x_{i-1} + AR(h_i(x_{max(0, i-1-d_i)}))
+
+where d_i is the *delay* of sublayer i. Delay 0 is the standard Transformer: h_i waits for AR(h_{i-1}).
+Delay 1 is Ladder: h_i reads a stream that does not hold h_{i-1}'s output yet, so that output is
+all-reduced while h_i computes. As code this is software pipelining over a small `State`:
+
+    launch   summed = all_reduce(partial)           needs nothing that this step computes
+    compute  fresh  = sublayer(residual)            reads a residual without `summed`: the overlap
+    await    fresh, summed = optimization_barrier((fresh, summed))
+    carry    residual + summed, fresh
+
+and `flush` adds what is left after the last sublayer. Two things make the overlap survive the
+compiler. The partial is carried *un-reduced*, so that in a `lax.scan` an all-reduce and the compute
+that hides it stand in one loop body. And the barrier chains consecutive all-reduces, which are
+independent otherwise and would be merged into one with nothing left to hide it.
+
+The backward pass is the same pipeline the other way round: there a sublayer's *input* has the
+gradient that must be reduced. It has a barrier of its own, and the forward barrier none in it: the
+transpose of either would make one direction wait for what the other only has to keep apart. What
+each direction does was chosen by compiled schedules (`ladder-jax overlap`, experiments/overlap):
+
+    direction   all-reduce of           launched         barrier over               because otherwise
+    forward,    a sublayer's output,    in the next      own output, newest sum     the two of a layer are merged;
+    prefill,    carried un-reduced      step, or turn                               a scan's last one cannot leave
+    decode                              of the scan                                 its turn, and is exposed
+    backward    the gradient of a       in its own       that gradient, those of    XLA runs the earlier sublayer
+                sublayer's input        step; a scan's   the residual and of the    first and leaves nothing under
+                                        last hides       newest output              this one (so it did on v5p)
+                                        under weight
+                                        gradients
+
+Both loop forms use the same steps. Carrying the backward's gradient un-reduced too was not needed:
+in a scan's body both of its all-reduces are hidden on every target.
+
+A sublayer never communicates; the topology owns every collective. For a model of your own, inside
+`jax.shard_map` over an axis named "tensor" (`x` is [B, T, D], equal on all ranks of that axis):
+
+    from ladder_jax import residual
+
+    topology = residual.topology("ladder", num_layers=len(blocks))
+    state = residual.begin(x, topology=topology, axes=("tensor",))
+    for block, steps in zip(blocks, topology.layers):
+        for step in steps:
+            state = step(state, (block.attention, block.mlp), axes=("tensor",))
+    x = residual.flush(state, axes=("tensor",))
+
+`block.attention` and `block.mlp` are callables, norm included, from a rank's [B, T, D] input to its
+partial sum [B, T, D].
+
+In reading order: topologies.py, the values; state.py and steps.py, the pipeline; launch.py, its
+all-reduces and barriers; sequence.py, the same on a stream split along the sequence; anneal.py,
+layers on their way from standard to ladder.
+"""
+
+from ladder_jax.residual.launch import REDUCED as REDUCED
+from ladder_jax.residual.launch import reduced as reduced
+from ladder_jax.residual.launch import tie_forward as tie_forward
+from ladder_jax.residual.state import State as State
+from ladder_jax.residual.state import Sublayer as Sublayer
+from ladder_jax.residual.state import add as add
+from ladder_jax.residual.state import compute as compute
+from ladder_jax.residual.steps import Delayed as Delayed
+from ladder_jax.residual.steps import Desynced as Desynced
+from ladder_jax.residual.steps import Silent as Silent
+from ladder_jax.residual.steps import Step as Step
+from ladder_jax.residual.steps import flush as flush
+from ladder_jax.residual.topologies import Communication as Communication
+from ladder_jax.residual.topologies import Topology as Topology
+from ladder_jax.residual.topologies import begin as begin
+from ladder_jax.residual.topologies import of_model as of_model
+from ladder_jax.residual.topologies import topology as topology

@@ -1,0 +1,114 @@
+"""The steps of a topology: each computes one sublayer, or two together, and moves the state on."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax.config import Launch
+from ladder_jax.parallel.collectives import PREVIOUS, ranks, vary, varying
+from ladder_jax.residual.launch import await_backward, await_forward, enter, reduced, set_apart, start
+from ladder_jax.residual.state import State, Sublayer, add, compute
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed:
+    """A step of the one rule: launch, compute, await.
+
+    sublayers: which of a layer's (attention, MLP) it computes; both are summed before one reduction.
+    lag: how many outputs are not yet part of the residual when the step starts.
+    skip: how many of them, the newest, its input leaves out: the delay, counted in steps.
+    keep: how many, its own among them, stay outside the residual after it; 0 reduces at once.
+    fresh: the input also holds this rank's own partial of the output that it leaves out.
+    """
+
+    sublayers: tuple[int, ...]
+    lag: int
+    skip: int
+    keep: int
+    fresh: bool = False
+
+    def __call__(
+        self,
+        state: State,
+        sublayers: Sequence[Sublayer],
+        *,
+        axes: tuple[str, ...],
+        launch: Launch = Launch.CHAINED,
+    ) -> State:
+        by_name = launch is Launch.EXPLICIT and self.skip > 0
+        pending = set_apart(state.partial, axes) if self.fresh else state.partial
+        launched = (*state.sums, (start if by_name else reduced)(pending, axes, PREVIOUS)) if self.lag else ()
+        stream = add(state.residual, launched[: self.lag - self.skip])
+        entered, residual = enter(stream, axes), state.residual
+        if self.keep and not by_name:
+            entered, residual, launched = await_backward(entered, residual, launched, axes)
+        if self.fresh:
+            entered = add(entered, (state.partial,))
+        partial = compute(entered, self.sublayers, sublayers)
+        if by_name and launched[-1] is not None:
+            launched = (*launched[:-1], launched[-1].done())
+        elif self.skip:
+            partial, launched = await_forward(partial, launched, axes)
+        if self.keep == 0:
+            return State(add(residual, (*launched, reduced(partial, axes))))
+        added = self.lag + 1 - self.keep
+        return State(add(residual, launched[:added]), launched[added:], partial)
+
+    def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
+        """`state` with zeros for None: what a loop must carry, so that its first turn is like all."""
+        if self.lag == 0:
+            return state
+        zero = vary(jnp.zeros(state.residual.shape, dtype), varying(state.residual))
+        sums = tuple(zero if s is None else s for s in state.sums)
+        return dataclasses.replace(
+            state, sums=sums, partial=vary(zero, axes) if state.partial is None else state.partial
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Desynced:
+    """A step on rank-local streams; `sync` averages them and sums the newest partials, in one all-reduce.
+
+    The mean of the ranks' streams is the last synced stream plus the mean of what each has added
+    since, its drift; so only drift / ranks + partial crosses the wire, and `State.partial` is the drift.
+    """
+
+    sublayers: tuple[int, ...]
+    phase: int  # sublayers since the last all-reduce
+    sync: bool
+
+    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
+        local = enter(state.residual, axes) if state.local is None else state.local
+        partial = compute(local, self.sublayers, sublayers)
+        if self.sync:
+            if state.partial is not None:
+                partial = partial + state.partial / ranks(axes)
+            return State(add(state.residual, (reduced(partial, axes),)))
+        drift = partial if state.partial is None else state.partial + partial
+        return State(state.residual, (), drift, add(local, (partial,)))
+
+    def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
+        return state  # loops start where the ranks agree: nothing is pending
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent:
+    """A step of the standard Transformer without its all-reduce: wrong numbers, for timing only."""
+
+    sublayers: tuple[int, ...]
+
+    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
+        return State(add(state.residual, (compute(state.residual, self.sublayers, sublayers),)))
+
+    def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
+        return state
+
+
+Step = Delayed | Desynced | Silent
+
+
+def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
+    """The final residual stream [B, T, D]: everything still pending is reduced and added."""
+    return add(state.residual, (*state.sums, reduced(state.partial, axes, PREVIOUS)))

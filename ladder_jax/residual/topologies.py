@@ -1,0 +1,135 @@
+"""Topologies as values, by name, and the steps that follow from their delays."""
+
+import dataclasses
+import enum
+import itertools
+
+import jax
+
+from ladder_jax.config import ModelConfig, residual_names
+from ladder_jax.parallel.collectives import vary
+from ladder_jax.parallel.options import Overlap
+from ladder_jax.residual.state import State
+from ladder_jax.residual.steps import Delayed, Desynced, Silent, Step
+
+
+class Communication(enum.Enum):
+    DELAYED = "delayed"
+    DESYNC = "desync"
+    NONE = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A residual topology, as a value: two are equal if they compute the same function the same way.
+
+    delays: d_i of sublayers 1..2L (attention, MLP, attention, ...).
+    joint: for each layer, whether attention and MLP are summed before one all-reduce.
+    fresh: for each layer, whether its sublayers read their rank's own newest partial.
+    period: in a desync, the number of sublayers from one all-reduce to the next.
+    shared_norm: attention and MLP of a layer read one norm's output.
+    """
+
+    delays: tuple[int, ...]
+    joint: tuple[bool, ...]
+    fresh: tuple[bool, ...]
+    communication: Communication = Communication.DELAYED
+    period: int = 1
+    shared_norm: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.joint)
+
+    @property
+    def overlap(self) -> Overlap:
+        """Whether some all-reduce has a sublayer to hide under: what the compiler's best options depend on."""
+        return Overlap.HIDES if any(getattr(s, "skip", 0) for layer in self.layers for s in layer) else Overlap.WAITS
+
+    @property
+    def layers(self) -> tuple[tuple[Step, ...], ...]:
+        """For each layer, the steps that compute it: two, or one where attention and MLP are joint."""
+        if self.communication is Communication.NONE:
+            return ((Silent((0,)), Silent((1,))),) * self.num_layers
+        if self.communication is Communication.DESYNC:
+            count = 2 * self.num_layers
+            steps = [
+                Desynced((i % 2,), phase=i % self.period, sync=(i + 1) % self.period == 0 or i + 1 == count)
+                for i in range(count)
+            ]
+            return tuple(itertools.batched(steps, 2))
+        return _delayed_layers(self)
+
+
+def topology(name: str, *, num_layers: int, ladder_layers: str | None = None) -> Topology:
+    """The topology called `name` (`config.residual_names` lists them); raises UserError for an unknown one.
+
+    With `ladder_layers` ("N", "i,j" or "all") only those layers are of that kind, the rest standard.
+    """
+    parsed = residual_names.parse(name)
+    of_kind = {
+        "ladder": (parsed.number, parsed.number),
+        "ladder-fresh": (1, 1),
+        "parallel": (0, 1),
+        "parallel-shared-norm": (0, 1),
+        "parallel-ladder": (2, 3),
+    }.get(parsed.kind, (0, 0))
+    chosen = range(num_layers)
+    if ladder_layers is not None:
+        chosen = residual_names.layer_indices(ladder_layers, num_layers)
+    layers = [layer in chosen for layer in range(num_layers)]
+    return Topology(
+        delays=sum((of_kind if ladder else (0, 0) for ladder in layers), ()),
+        joint=tuple(ladder and parsed.kind.startswith("parallel") for ladder in layers),
+        fresh=tuple(ladder and parsed.kind == "ladder-fresh" for ladder in layers),
+        communication={"desync": Communication.DESYNC, "no-communication": Communication.NONE}.get(
+            parsed.kind, Communication.DELAYED
+        ),
+        period=parsed.number if parsed.kind == "desync" else 1,
+        shared_norm=parsed.kind == "parallel-shared-norm",
+    )
+
+
+def of_model(config: ModelConfig) -> Topology:
+    return topology(config.residual, num_layers=config.num_layers, ladder_layers=config.ladder_layers)
+
+
+def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
+    """The state before the first sublayer; `x` [B, T, D] is the embedding, equal on all ranks."""
+    if topology.communication is Communication.NONE:
+        return State(vary(x, axes))
+    lag = getattr(topology.layers[0][0], "lag", 0)
+    return State(x, (None,) * (lag - 1))
+
+
+def _delayed_layers(topology: Topology) -> tuple[tuple[Delayed, ...], ...]:
+    """Delays, counted in sublayers, as steps that know how much is pending before and after them."""
+    delays = list(itertools.batched(topology.delays, 2))
+    # One extra turn of the last layer, as if the model went on: so its last layers are like those
+    # before them, and one loop body serves all; `flush` then adds what they leave pending.
+    extra = 1 + max(topology.delays)
+    kinds = list(zip(delays, topology.joint, topology.fresh, strict=True))
+    kinds += kinds[-1:] * extra
+    groups = [((0, 1),) if joint else ((0,), (1,)) for _, joint, _ in kinds]
+
+    skips, done = [], [0]  # done[s]: how many steps complete the first s sublayers
+    for (delay, joint, _), layer in zip(kinds, groups, strict=True):
+        first = len(done) - 1
+        for group in layer:
+            sublayer = first + group[0]
+            read = sublayer - delay[group[0]]
+            # Before the first layer stand imagined ones of its own kind, whose outputs are zero.
+            steps_read = done[read] if read >= 0 else -(-read // (2 if topology.joint[0] else 1))
+            if steps_read is None:
+                raise ValueError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
+            skips.append(done[sublayer] - steps_read)
+            done += [None, done[sublayer] + 1] if joint else [done[sublayer] + 1]
+
+    lags = [0] * (len(skips) + 1)
+    for index in reversed(range(len(skips))):
+        lags[index] = max(skips[index], lags[index + 1] - 1)
+    steps = iter(zip(skips, lags, lags[1:]))
+    return tuple(
+        tuple(Delayed(group, lag, skip, keep, fresh) for group, (skip, lag, keep) in zip(layer, steps))
+        for layer, (_, _, fresh) in zip(groups[: topology.num_layers], kinds)
+    )
