@@ -10,7 +10,9 @@ import pytest
 from ladder_jax import decode, nn, parallel, train
 from ladder_jax.config import Loop, Phase, TrainConfig
 from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled, options
-from ladder_jax.parallel.options import TABLE, When, options_for
+from ladder_jax.parallel.options import options_for
+from ladder_jax.parallel.table import TABLE
+from ladder_jax.parallel.traits import Option, When
 from ladder_jax.retrain import Plan
 from ladder_jax.train import gradients
 from tests import cases
@@ -88,7 +90,7 @@ def on_cpu(monkeypatch):
 
 
 def option(name, value, **more):
-    return options.Option(name, value, "for this test, and nowhere else", **more)
+    return Option(name, value, "for this test, and nowhere else", **more)
 
 
 def test_unknown_options_are_dropped_with_a_notice(on_cpu, caplog):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import parallel, schedule
 from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.schedule import collectives, cost, groups, hlo, report, targets, timeline, traffic
+from ladder_jax.schedule import collectives, cost, groups, hlo, judge, targets, timeline, traffic
 from ladder_jax.schedule.hardware import HARDWARE
 from ladder_jax.schedule.report import Status
 
@@ -55,7 +55,7 @@ def test_a_scan_counts_by_its_turns(name):
 def read(name, *, ranks, ff=F):
     """As the library's own programs are read: by scopes."""
     one = 2 * 2 * T * D * ff / ranks
-    return report.read(parsed(name), sublayer_flops={"attention": one, "mlp": one})
+    return judge.read(parsed(name), sublayer_flops={"attention": one, "mlp": one})
 
 
 @pytest.mark.parametrize("name, ff", [("h100-split", F), ("tpu7x-split", 4 * F), ("v5p-split", 4 * F)])
@@ -355,7 +355,7 @@ def test_garbage_estimates_are_skipped():
     ],
 )
 def test_owner(op_name, owner):
-    assert report.owner(op_name) == owner
+    assert judge.owner(op_name) == owner
 
 
 def test_a_timeline_waits_only_for_what_is_exposed():

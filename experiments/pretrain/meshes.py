@@ -66,7 +66,7 @@ def measure(recipe: str, target: targets.Target, overrides: list[str]) -> dict:
 
     from ladder_jax import nn, schedule, train
     from ladder_jax.parallel import make_mesh
-    from ladder_jax.schedule import hlo, report
+    from ladder_jax.schedule import hlo, judge
 
     over = make_mesh(**dataclasses.asdict(mesh), devices=schedule.devices(target))
     definition = nn.define(train.loop.resolve(config).model, mesh=over)
@@ -79,7 +79,7 @@ def measure(recipe: str, target: targets.Target, overrides: list[str]) -> dict:
     held = shards.shard(config.model, ranks=mesh.tensor)
     flops = {"attention": 2 * rows * how.sequence * held.attention, "mlp": 2 * rows * how.sequence * held.mlp}
     flops["joint"] = sum(flops.values())
-    found = report.read(hlo.parse(compiled.as_text()), sublayer_flops=flops)
+    found = judge.read(hlo.parse(compiled.as_text()), sublayer_flops=flops)
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs + memory.generated_code_size_in_bytes
     return {

@@ -125,7 +125,7 @@ def make(
 
 
 def sublayer_flops(request: Request) -> dict[str, float]:
-    """Matmul FLOPs of one sublayer, forward, on one device: its projections (see `schedule.report.read`)."""
+    """Matmul FLOPs of one sublayer, forward, on one device: its projections (see `schedule.judge.read`)."""
     held = shards.shard(request.config, ranks=request.tensor)
     attention, mlp = 2 * request.tokens * held.attention, 2 * request.tokens * held.mlp
     return {"attention": attention, "mlp": mlp, "joint": attention + mlp}

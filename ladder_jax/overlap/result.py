@@ -9,7 +9,7 @@ from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.record import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.parallel.collectives import ENTER
-from ladder_jax.schedule import hlo, report, traffic
+from ladder_jax.schedule import hlo, judge, traffic
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.report import Reduction, Report, Status, Transfer
 
@@ -123,7 +123,7 @@ class Result:
 
 def read(request: Request, record: Record) -> Result:
     program = hlo.parse(record.hlo)
-    found = report.read(program, sublayer_flops=requests.sublayer_flops(request))
+    found = judge.read(program, sublayer_flops=requests.sublayer_flops(request))
     return Result(request, record, found, traffic.bytes_moved(program))
 
 

@@ -16,8 +16,8 @@ from ladder_jax.parallel.mesh import make_mesh as make_mesh
 from ladder_jax.parallel.mesh import with_ranks as with_ranks
 from ladder_jax.parallel.on_mesh import on_mesh as on_mesh
 from ladder_jax.parallel.on_mesh import over_ranks as over_ranks
-from ladder_jax.parallel.options import Overlap as Overlap
-from ladder_jax.parallel.options import Split as Split
-from ladder_jax.parallel.options import Traits as Traits
 from ladder_jax.parallel.options import compile_options as compile_options
 from ladder_jax.parallel.options import is_v5e as is_v5e
+from ladder_jax.parallel.traits import Overlap as Overlap
+from ladder_jax.parallel.traits import Split as Split
+from ladder_jax.parallel.traits import Traits as Traits

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax.parallel.options import Traits, When, compile_options
+from ladder_jax.parallel.options import compile_options
+from ladder_jax.parallel.traits import Traits, When
 
 logger = logging.getLogger("ladder_jax")
 

@@ -8,7 +8,7 @@ import jax
 
 from ladder_jax.config import ModelConfig, residual_names
 from ladder_jax.parallel.collectives import vary
-from ladder_jax.parallel.options import Overlap
+from ladder_jax.parallel.traits import Overlap
 from ladder_jax.residual.state import State
 from ladder_jax.residual.steps import Delayed, Desynced, Silent, Step
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ladder_jax import parallel
-from ladder_jax.schedule import hlo, report
+from ladder_jax.schedule import hlo, judge
 from ladder_jax.schedule.report import Report, Status
 
 
@@ -21,11 +21,11 @@ def audit(fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] |
     With arguments on `schedule.make_mesh("v5p:2x2x2", tensor=8)` it is compiled for that hardware, which
     need not be here. Every all-reduce and reduce-scatter is judged, whatever its axis, each window
     against the program's matmul FLOPs divided by their number; a function built on
-    `ladder_jax.residual` whose sublayers' FLOPs are given (see `report.read`) only by those that its
+    `ladder_jax.residual` whose sublayers' FLOPs are given (see `judge.read`) only by those that its
     topology launched.
     """
     text = fn_or_compiled if isinstance(fn_or_compiled, str) else _compiled(fn_or_compiled, args).as_text()
-    return report.read(hlo.parse(text), sublayer_flops=sublayer_flops)
+    return judge.read(hlo.parse(text), sublayer_flops=sublayer_flops)
 
 
 def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings: Any) -> Report:
