@@ -15,6 +15,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture, record, result
 from ladder_jax.overlap import request as requests
+from ladder_jax.overlap import text as words
 from ladder_jax.schedule import hlo, judge, targets, timeline
 from ladder_jax.schedule.hardware import HARDWARE
 from tests.test_schedule import text
@@ -233,7 +234,7 @@ RECORD = record.Record(
 def test_what_a_user_reads():
     request = requests.make(target="v5e:2x4", model="llama-3-70b", residual="ladder", phase=Phase.DECODE)
     answer = result.Result(request, RECORD, judge.read(hlo.parse(RECORD.hlo)), bytes_accessed=30)
-    lines = "\n".join(part for part in answer.as_text() if isinstance(part, str))
+    lines = "\n".join(part for part in words.lines(answer) if isinstance(part, str))
     assert answer.verdict == "5 of 6 all-reduces hidden; the last has nothing left to hide under"
     assert "of 16: it fits" in lines and "1.50 x the weights and cache once" in lines and "notice    n" in lines
     assert answer.as_dict()["bytes_per_device"] == 10 * 2**30 + 5 - 4 + 3 + 2

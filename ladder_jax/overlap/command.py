@@ -6,7 +6,7 @@ from ladder_jax import files
 from ladder_jax.config import Launch, Loop, Phase, Quantize, Remat
 from ladder_jax.errors import member
 from ladder_jax.overlap import compile as compiling
-from ladder_jax.overlap import picture, result
+from ladder_jax.overlap import picture, result, text
 from ladder_jax.overlap import request as requests
 
 
@@ -40,5 +40,5 @@ def run(args: dict) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 110
-    for part in answer.as_text():
+    for part in text.lines(answer):
         console.print(part, markup=False) if isinstance(part, str) else console.print(part)

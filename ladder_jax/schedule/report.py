@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import statistics
+from collections.abc import Sequence
 
 from ladder_jax.schedule.collectives import Collective
 
@@ -114,3 +115,14 @@ class Report:
 
     def _count(self, status: Status) -> int:
         return sum(r.count for r in self.reductions if r.status is status)
+
+
+def hidden(found: Sequence[Transfer]) -> int:
+    """How many of the arrays."""
+    return sum(t.count for t in found if t.status is Status.HIDDEN)
+
+
+def hidden_bytes(found: Sequence[Transfer]) -> float | None:
+    """The share of their bytes that is hidden, None where none is moved."""
+    moved = lambda these: sum(t.collective.executions * t.collective.bytes for t in these)
+    return moved(t for t in found if t.status is Status.HIDDEN) / moved(found) if found else None
