@@ -18,6 +18,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
+from ladder_jax.overlap.record import Until
 from ladder_jax.overlap.request import Request
 
 TARGETS = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8")
@@ -50,7 +51,9 @@ def measure(request: Request) -> dict:
     for residual in RESIDUALS:
         one = dataclasses.replace(request, residual=residual)
         try:
-            found[residual] = result.read(one, compiling.compiled(one))
+            # An unrolled training step's machine code takes minutes; without it there are no estimated cycles.
+            until = Until.SCHEDULE if one.phase is Phase.TRAIN and one.loop is Loop.UNROLLED else Until.CODE
+            found[residual] = result.read(one, compiling.compiled(one, until=until))
         except UserError as error:
             return {"target": request.target.name, "phase": request.phase.value, "error": str(error)}
     counts = {name: found["ladder"].as_dict()[name] for name in KEYS}
