@@ -5,7 +5,7 @@ import pathlib
 import tempfile
 from collections.abc import Callable
 
-from ladder_jax.errors import UserError
+from ladder_jax.errors import RunFailed, UserError
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -21,8 +21,24 @@ def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = 
         raise UserError(f"--{option} {file}: this is a folder; name a file in it")
     if not path.parent.is_dir():
         raise UserError(f"--{option} {file}: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"--{option} {file}: the folder {path.parent} cannot be written to")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--{option} {file}: this is a device or a pipe; name a file")
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+        raise UserError(f"--{option} {file}: this file cannot be read and written")
+    folder = path.resolve().parent  # a link's own place is not where its file is written
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--{option} {file}: the folder {folder} cannot be written to")
+
+
+def check_apart(**named: str | None) -> None:
+    """Raises UserError where two options name the same file."""
+    seen: dict[pathlib.Path, str] = {}
+    for option, file in named.items():
+        path = None if file is None else pathlib.Path(file).resolve()
+        if path in seen:
+            raise UserError(f"--{option} {file}: --{seen[path]} is the same file")
+        if path:
+            seen[path] = option
 
 
 def cache_folder() -> pathlib.Path:
@@ -32,14 +48,20 @@ def cache_folder() -> pathlib.Path:
 
 
 def write_atomically(file: str, write: Callable[[str], object]) -> None:
-    """`write` is given a path beside `file`, with its ending; that becomes `file` once it has returned."""
-    path = pathlib.Path(file)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-", suffix=path.suffix)
-    os.close(handle)
+    """`write` is given a path beside `file`, with its ending; that becomes `file` once it has returned.
+
+    A link stays, and what it leads to is written. Raises RunFailed where the system refuses.
+    """
+    path = pathlib.Path(file).resolve()
     try:
-        write(partial)
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-", suffix=path.suffix)
+        os.close(handle)
+        try:
+            write(partial)
+            os.chmod(partial, 0o644)
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
+    except OSError as error:
+        raise RunFailed(f"{file} was not written: {error.strerror or error}") from error

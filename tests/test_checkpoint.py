@@ -44,6 +44,18 @@ def saved(tmp_path_factory):
     return folder, *save(folder, data=2, tensor=4)
 
 
+def test_identity(saved, tmp_path):
+    """Of the parameters: it goes with a copy, and tells another model of the same configuration and step."""
+    folder, _, _ = saved
+    shutil.copytree(folder, tmp_path / "copy")
+    identity = open_checkpoint(folder).identity
+    assert open_checkpoint(tmp_path / "copy").identity == identity
+    save(tmp_path / "other", name="ladder-2", data=2, tensor=4)
+    assert open_checkpoint(tmp_path / "other").identity != identity
+    old = dataclasses.replace(open_checkpoint(folder), listed=False)  # from before there were manifests
+    assert old.identity == str((folder / "1").resolve())
+
+
 @pytest.mark.parametrize("mesh", [dict(tensor=8), dict(), dict(data=4, tensor=2)], ids=str)
 def test_restored_on_another_mesh(saved, mesh):
     folder, before, params = saved

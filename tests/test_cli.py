@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -155,6 +157,7 @@ MISTAKES = {
     ("generate", "nowhere", "--prompt", "x", "--context", "9"): "--context is for --chat",
     ("train", "tiny", "data.tokenizer=nowhere"): "there is no tokenizer at 'nowhere' (allowed: 'bytes', or a folder",
     ("generate", "nowhere", "--prompt", "x", "--slots", "0"): "--slots must be at least 1, not 0",
+    ("generate", "nowhere", "--prompt", "x", "--tensor", "0"): "--tensor must be at least 1, not 0",
     ("doctor", "--jsn"): "did you mean '--json'?",
 }
 
@@ -164,6 +167,37 @@ def test_mistakes(run_cli, arguments, tmp_path):
     done = run_cli(*arguments, cwd=tmp_path, check_status=2)
     assert MISTAKES[arguments] in is_one_line(done)
     assert os.listdir(tmp_path) == []
+
+
+def test_more_than_the_memory_holds(run_cli, trained):
+    words = ["generate", trained, "--prompt", "x", "--max-new-tokens", "2000000000"]
+    line = is_one_line(run_cli(*words, check_status=2))
+    assert "a cache of 1 x 2,000,000,001 tokens needs " in line
+
+
+PREDICT = ["predict", "--model", "tiny", "--hardware", "h100-nvlink"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_standard_output_on_a_full_disk():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ladder_jax", *PREDICT], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300
+        )
+    assert (done.returncode, done.stderr) == (1, "ladder-jax: No space left on device\n")
+
+
+def test_a_reader_that_leaves():
+    """As `| head` does; rich would end with status 1."""
+    command = [sys.executable, "-m", "ladder_jax", *PREDICT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(300) == 0
+
+
+def test_a_terminal_without_accents(run_cli, trained):
+    words = ["generate", trained, "--prompt", "é", "--max-new-tokens", "3"]
+    assert run_cli(*words, check_status=0, PYTHONIOENCODING="ascii").stdout.startswith("?")
 
 
 def test_an_empty_prompt(run_cli, trained):

@@ -1,7 +1,6 @@
 """The engine: every request's tokens are those of the request alone, whatever else runs."""
 
 import functools
-import json
 import threading
 
 import jax
@@ -10,9 +9,7 @@ import pytest
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Loop, Quantize
-from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode import Engine, Finish, QueueFull, Request
-from ladder_jax.decode.engine import jsonl
 from ladder_jax.decode.engine.slots import buckets
 from ladder_jax.decode.engine.text import Text
 from ladder_jax.errors import UserError
@@ -261,10 +258,20 @@ def test_a_full_queue():
     [
         (dict(prompt=[]), "the prompt is empty"),
         (dict(prompt=[251]), "token 251, outside"),
+        (dict(prompt=[-1, 5]), "token -1, outside"),
+        (dict(prompt=[1.7]), "a token of prompt must be a whole number, not 1.7"),
         (dict(prompt=[1], max_new_tokens=64), "need 65 positions; the engine's capacity is 64"),
         (dict(prompt=[1], top_p=0), "top_p must be above 0"),
         (dict(prompt=[1], top_k=2**31), "top_k must be below"),
-        (dict(prompt=[1], temperature=float("inf")), "must be finite"),
+        (dict(prompt=[1], temperature=float("inf")), "temperature must be a finite number, not inf"),
+        (dict(prompt=[1], temperature=1e31), "temperature must be at most 1e\\+30"),
+        (dict(prompt=[1], temperature=np.ones(2)), "temperature must be a finite number"),
+        (dict(prompt=[1], top_p="0.5"), "top_p must be a finite number, not '0.5'"),
+        (dict(prompt=[1], min_p=None), "min_p must be a finite number, not None"),
+        (dict(prompt=[1], max_new_tokens=2.5), "max_new_tokens must be a whole number, not 2.5"),
+        (dict(prompt=[1], max_new_tokens=10**30), "max_new_tokens must be below"),
+        (dict(prompt=[1], seed=1.5), "seed must be a whole number, not 1.5"),
+        (dict(prompt=[1], stop_ids=["x"]), "a token of stop_ids must be a whole number"),
         (dict(prompt=[1], stop=["a", ""]), "none of them empty"),
         (dict(prompt=[1], stop="a"), "need an engine with a decoder"),
     ],
@@ -274,6 +281,34 @@ def test_impossible_requests(wrong, message):
     with pytest.raises(UserError, match=message):
         ours.submit(Request(**{"max_new_tokens": 3, **wrong}))
     assert not ours.busy
+
+
+def test_numbers_of_other_kinds():
+    asked = Request(
+        np.array([3, 1]), max_new_tokens=np.int64(4), temperature=np.float32(0.5), top_p=1, seed=np.uint8(7)
+    )
+    assert asked == Request((3, 1), max_new_tokens=4, temperature=0.5, top_p=1.0, seed=7)
+    assert type(asked.prompt[0]) is type(asked.seed) is int and type(asked.temperature) is float
+
+
+def test_an_engine_larger_than_the_memory(monkeypatch):
+    with pytest.raises(
+        UserError, match=r"a cache of 3 x 500,000,005 tokens needs .* GiB a device .weights 0.0, cache"
+    ):
+        engine(capacity=500_000_000)
+    with pytest.raises(UserError, match="3 slots of 1,000,000,000,000,005 tokens are too many"):
+        engine(capacity=10**15)
+
+
+def test_all_of_several_or_none():
+    ours = engine(max_queue=2)
+    three = [Request([1], max_new_tokens=2)] * 3
+    with pytest.raises(QueueFull, match="3 requests do not fit into the queue of 2: 0 wait"):
+        ours.submit_all(three)
+    assert not ours.busy and not any(ours.stats().finished.values())
+    handles = ours.submit_all(three[:2])
+    ours.run()
+    assert [handle.result().tokens for handle in handles] == [alone(three[0])] * 2
 
 
 def test_an_engine_is_one_replica():
@@ -351,88 +386,6 @@ def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
     assert isinstance(ours.error, MemoryError)
     assert ours.stats().finished["failed"] == 3 and not ours.busy
     ours.stop()
-
-
-PROMPTS = [
-    {"prompt": "a cat"},
-    {"prompt": "é", "id": "ü\ud800", "temperature": 1.5, "seed": 7, "max_new_tokens": 9},
-    {"prompt": "b", "id": 3, "top_k": 4, "temperature": 1, "stop": "e"},
-    {"prompt": "c", "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.5, "stop_ids": [1, 2], "stop": ["x", "yy"]},
-]
-READ = dict(defaults=DecodeConfig(max_new_tokens=6), stop=(), encode=Bytes().encode, vocab_size=251, model="m")
-
-
-def lines_of(file):
-    return sorted(file.read_bytes().splitlines())
-
-
-def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
-    """Cut at random bytes, the answers of a second run are those of one that was left in peace."""
-    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n\n".join(map(json.dumps, PROMPTS * 2)))
-    jobs, ours = jsonl.read(str(source), **READ), engine(decoder=Bytes().to_bytes)
-    asked, calls = [], []
-
-    def run():
-        left = jsonl.unanswered(str(out), jobs)
-        asked.append(len(left))
-        jsonl.answer(ours, left, file=str(out), advance=lambda: calls.append(1))
-
-    run()
-    expected, content = lines_of(out), out.read_bytes()
-    answers = [json.loads(line) for line in expected]
-    assert sorted(answer["index"] for answer in answers) == list(range(8)) and len(calls) == 8
-    by_index = {answer["index"]: answer for answer in answers}
-    assert [by_index[i].get("id") for i in range(4)] == [None, "ü\ud800", 3, None]
-    assert by_index[0]["new_tokens"] == 6 and by_index[1]["new_tokens"] == 9 and by_index[0]["prompt_tokens"] == 5
-    assert by_index[0]["finish_reason"] == "length"
-    run()
-    assert asked == [8, 0] and out.read_bytes() == content
-    for cut in [1, len(content) - 1, *np.random.default_rng(0).integers(0, len(content), 12)]:
-        out.write_bytes(content[:cut])
-        run()
-        assert lines_of(out) == expected and asked[-1] == 8 - content[:cut].count(b"\n")
-
-
-def test_answers_to_something_else_are_refused(tmp_path):
-    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": "a"}\n')
-    jobs = jsonl.read(str(source), **READ)
-    result = decode.Result((1,), "b", None, Finish.LENGTH, 1)
-    out.write_bytes(jsonl.line(jobs[0], result))
-    assert jsonl.unanswered(str(out), jobs) == []
-    for change in (dict(model="n"), dict(defaults=DecodeConfig(max_new_tokens=7)), dict(stop=("x",))):
-        with pytest.raises(UserError, match="line 1 answers another prompt, model or setting"):
-            jsonl.unanswered(str(out), jsonl.read(str(source), **{**READ, **change}))
-    for foreign in ("my diary\n", "my diary", '{"index": 0}\n', "[]\n", '{"index": -1, "request": ""}\n'):
-        out.write_text(foreign)
-        with pytest.raises(UserError, match="out.jsonl (line 1|holds)"):
-            jsonl.unanswered(str(out), jobs)
-        assert out.read_text() == foreign
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("{", "line 2: this is not JSON"),
-        ("[]", "line 2: each line must be an object such as"),
-        ('{"prompt": ""}', "line 2: the prompt is empty"),
-        ('{"prompt": "a", "temprature": 1}', "line 2: unknown setting 'temprature'; did you mean 'temperature'"),
-        ('{"prompt": "a", "top_p": 2}', "line 2: decode.top_p must be above 0 and at most 1"),
-        ('{"prompt": "a", "top_k": "x"}', "line 2: decode.top_k must be of type int"),
-        ('{"prompt": "a", "stop": 1}', "line 2: stop must be a string or a list"),
-        ('{"prompt": "a", "stop": [1]}', "line 2: stop must be strings"),
-        ('{"prompt": "a", "stop_ids": ["x"]}', "line 2: stop_ids must be"),
-        ('{"prompt": "a", "id": []}', "line 2: id must be a string or a whole number"),
-        ('{"prompt": "\\ud800"}', "line 2: the prompt holds half of a surrogate pair"),
-    ],
-)
-def test_mistakes_in_a_file_of_prompts(tmp_path, line, message):
-    source = tmp_path / "prompts.jsonl"
-    source.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(UserError) as caught:
-        jsonl.read(str(source), **READ)
-    assert message in str(caught.value)
 
 
 def test_long_prompts_are_read_in_chunks():

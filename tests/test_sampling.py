@@ -127,6 +127,15 @@ def test_draws_have_the_distribution_that_was_asked_for():
         assert abs(chi_squared - freedom) <= 5 * np.sqrt(2 * freedom), asked  # five standard deviations
 
 
+@pytest.mark.parametrize("temperature", [1e6, 1e30, 1e38])
+def test_a_temperature_beyond_all_measure_is_a_uniform_draw(temperature):
+    """Over some, a logit is zero; the padding's must not become so."""
+    draws = 5000
+    tokens, _ = compiled("1")(np.repeat(logits(1), draws, 0), settings([{**OFF, "temperature": temperature}] * draws))
+    counts = np.bincount(tokens, minlength=VOCAB)
+    assert len(counts) == VOCAB and abs(counts - draws / VOCAB).max() <= 6 * np.sqrt(draws / VOCAB)
+
+
 def test_neither_the_mesh_nor_the_neighbours_change_a_row():
     values, rows = logits(32), np.arange(32)
     seen = np.random.default_rng(3).random((32, VOCAB)) < 0.3

@@ -7,7 +7,7 @@ import json
 import pathlib
 import platform
 
-from ladder_jax import files
+from ladder_jax import files, terminal
 from ladder_jax.bench import request as requests
 
 NUMBERS = ("prompt_length", "new_tokens", "tensor", "warmup", "repeats", "layers", "share")
@@ -19,6 +19,7 @@ def run(args: dict) -> None:
     """Print the answer; raises UserError for what cannot be asked, before anything is measured or written."""
     files.check_writable("out", args["out"])
     files.check_writable("plot", args["plot"], endings=files.PICTURES)
+    files.check_apart(out=args["out"], plot=args["plot"])
     numbers = {name: args[name] for name in NUMBERS}
     request = requests.make(model=args["model"], residual=args["residual"], batch=args["batch"], **numbers)
 
@@ -43,19 +44,15 @@ def run(args: dict) -> None:
         platform=device.platform,
     )
     as_json = json.dumps(answer.as_dict())
+    # Printed first: a measurement takes long, and a disk may be full.
+    if args["json"]:
+        print(as_json, flush=True)
+    else:
+        terminal.show(text.lines(answer))
     if args["out"]:
         files.write_atomically(args["out"], lambda path: pathlib.Path(path).write_text(as_json + "\n"))
     if args["plot"]:
         picture.plot(answer, file=args["plot"])
-    if args["json"]:
-        print(as_json)
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, text.WIDTH)
-    for part in text.lines(answer):
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
 
 
 def versions(platform_name: str) -> dict[str, str]:

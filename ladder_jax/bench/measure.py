@@ -9,14 +9,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ladder_jax import decode, nn
-from ladder_jax.bench import memory, programs, work
+from ladder_jax.bench import programs, work
 from ladder_jax.bench.request import Request
 from ladder_jax.config import Loop
-from ladder_jax.decode import cache
+from ladder_jax.decode import cache, memory
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params
 from ladder_jax.schedule import roofline
 from ladder_jax.schedule.roofline import Ceiling
+
+INSTEAD = "ask for a smaller --batch or --prompt-length, fewer --layers, or more --tensor devices"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ def measure(request: Request, *, mesh: Mesh, advance: Callable[[str], None]) -> 
     room = memory.room(device, devices=mesh.size)
     largest = dict(rows=max(request.batches), capacity=_capacity(request))
     parts = {"weights": work.weight_bytes(all_of_them), "cache": work.cache_bytes(all_of_them[0], **largest)}
-    memory.check(parts, room=room, batch=largest["rows"], what=request.model)
+    memory.check(parts, room=room, what=f"{request.model} at batch {largest['rows']}", instead=INSTEAD)
 
     advance("the device's own limits")
     dtype = all_of_them[0].config.dtype.value
@@ -120,7 +122,8 @@ def _generation(
         sizes = compiled.memory_analysis()
         outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         parts = {"arguments": sizes.argument_size_in_bytes, "temporaries": sizes.temp_size_in_bytes, "results": outputs}
-        memory.check(parts, room=room, batch=batch, what=f"{phase} of {definition.config.residual}")
+        what = f"{phase} of {definition.config.residual} at batch {batch}"
+        memory.check(parts, room=room, what=what, instead=INSTEAD)
     first = programs.first_token(definition)
 
     def once() -> tuple[float, float]:

@@ -4,7 +4,6 @@ from ladder_jax.bench.result import Result
 from ladder_jax.schedule.roofline import Ceiling
 
 COLUMNS = ("batch", "residual", "prefill ms", "step ms", "tokens/s", "range", "GB/s", "of copy", "TFLOP/s", "of matmul")
-WIDTH = 120  # of the table; a narrower terminal wraps it, which loses nothing
 
 
 def lines(answer: Result) -> list:

@@ -5,14 +5,14 @@ on each of them, and so do the rows that pad the vocabulary. Letters as in `nn`:
 G new tokens, L layers, H head size; n query heads and k key/value heads on the device.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from ladder_jax.config import Loop
-from ladder_jax.decode import cache, weights
+from ladder_jax.decode import weights
+from ladder_jax.decode.memory import cache_bytes, shard_bytes, shard_size
 from ladder_jax.nn import Definition, flops
 
 
@@ -45,16 +45,11 @@ def prefill_flops(definition: Definition, *, rows: int, prompt_length: int) -> i
     What a kernel computes of the masked half is not counted.
     """
     params = weights.abstract(definition, loop=Loop.UNROLLED)
-    elements = lambda tree: sum(_shard_size(leaf) for leaf in jax.tree.leaves(tree) if len(leaf.shape) > 1)
+    elements = lambda tree: sum(shard_size(leaf) for leaf in jax.tree.leaves(tree) if len(leaf.shape) > 1)
     config, heads = definition.config, definition.config.num_heads // definition.layout.ranks
     attention = flops.attention(config, rows=rows, length=prompt_length, heads=heads)
     head = params.get("head", params["embedding"])
     return 2 * elements(params["layers"]) * rows * prompt_length + attention + 2 * elements(head) * rows
-
-
-def cache_bytes(definition: Definition, *, rows: int, capacity: int) -> int:
-    """A device's share of the key/value cache."""
-    return shard_bytes(cache.abstract(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED))
 
 
 def weight_bytes(definitions: Iterable[Definition]) -> int:
@@ -68,11 +63,3 @@ def weight_bytes(definitions: Iterable[Definition]) -> int:
 def named(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by their paths."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def shard_bytes(tree: Any) -> int:
-    return sum(_shard_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _shard_size(leaf: jax.ShapeDtypeStruct) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape))

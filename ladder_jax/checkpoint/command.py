@@ -6,6 +6,7 @@ import datetime
 import json
 import pathlib
 
+from ladder_jax import terminal
 from ladder_jax.checkpoint import retention, saved
 from ladder_jax.checkpoint.retention import Keep
 from ladder_jax.errors import RunFailed, UserError
@@ -84,18 +85,12 @@ def _prune(rows: list[Row], *, folder: pathlib.Path, keep: Keep) -> list[int]:
 
 
 def _show(rows: list[Row], removed: list[int]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
     table = Table("step", "written", "MB", "held-out loss", "state", box=None, pad_edge=False)
     for row in rows:
         when = "" if row.time is None else f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
         loss = "" if row.validation_loss is None else f"{row.validation_loss:.4f}"
         table.add_row(str(row.step), when, f"{row.bytes / 1e6:,.1f}", loss, row.state)
-    console.print(table)
-    for row in rows:
-        for problem in row.problems:
-            console.print(f"step {row.step}: {problem}", markup=False)
-    if removed:
-        console.print(f"removed: {', '.join(map(str, removed))}")
+    problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
+    terminal.show([table, *problems, *([f"removed: {', '.join(map(str, removed))}"] if removed else [])])

@@ -56,6 +56,12 @@ def problems(folder: pathlib.Path, *, part: str = "", contents: bool = True) -> 
         return [f"{name} {difference}" for name, difference in zip(wanted, said) if difference]
 
 
+def digest(folder: pathlib.Path, *, part: str) -> str:
+    """Of the files that the manifest of a whole checkpoint lists below the folder `part`."""
+    files = {name: dataclasses.asdict(file) for name, file in _read(folder).items() if name.startswith(f"{part}/")}
+    return _digest_of(json.dumps(files, sort_keys=True).encode())
+
+
 def lists(folder: pathlib.Path, *, part: str) -> bool:
     """Whether any file below the folder `part` was written. True, too, where the manifest is damaged (`problems`)."""
     try:

@@ -66,6 +66,11 @@ class Checkpoint:
             )
         return self._restore("optimizer", like)
 
+    @property
+    def identity(self) -> str:
+        """What tells these parameters from others: a digest of what the manifest lists; without one, the folder."""
+        return manifest.digest(self.path, part="params") if self.listed else str(self.path.resolve())
+
     def check(self) -> "Checkpoint":
         """This, with every file compared with the manifest. Raises Damaged."""
         if self.listed:

@@ -1,6 +1,7 @@
 """From the words of a command line to one verb, and from what becomes of it to an exit status."""
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from ladder_jax.cli.devices import prepare_devices
 from ladder_jax.cli.parser import Parser
 from ladder_jax.cli.verbs import VERBS
 from ladder_jax.errors import RunFailed, UserError, unknown
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # no fault of the program's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
         args.argv = argv
         prepare_devices(args.cpu_devices)
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal without some character still shows the others
         VERBS[args.verb].run(args)
+        sys.stdout.flush()  # what fails at the very end would be nobody's
     except UserError as error:
         print(f"ladder-jax: {error}", file=sys.stderr)
         return 2
@@ -31,9 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("ladder-jax: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `ladder-jax generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return 0
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        _give_up_output()
+        print(f"ladder-jax: {': '.join(filter(None, (error.filename, error.strerror)))}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _give_up_output() -> None:
+    """What is still to be written goes nowhere, also when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> Parser:

@@ -59,8 +59,9 @@ def _check(args: dict) -> None:
         raise UserError("--prompts FILE and --out FILE go together")
     if args["stream"] and len(args["prompt"] or ()) != 1:
         raise UserError("--stream is for one --prompt")
-    if args["slots"] is not None and args["slots"] < 1:
-        raise UserError(f"--slots must be at least 1, not {args['slots']}")
+    for name in ("slots", "tensor"):
+        if args[name] is not None and args[name] < 1:
+            raise UserError(f"--{name} must be at least 1, not {args[name]}")
     if args["context"] is not None and not args["chat"]:
         raise UserError("--context is for --chat")
     if args["context"] is not None and args["context"] < 2:
@@ -71,18 +72,20 @@ def _check(args: dict) -> None:
 def _file(
     args: dict, *, saved: Checkpoint, tokenizer: Tokenizer, settings: config.DecodeConfig, stop: tuple[str, ...]
 ) -> None:
-    model = json.dumps([saved.step, config.to_dict(saved.config.model), settings.quantize.value, tokenizer.name])
+    told = [saved.identity, config.to_dict(saved.config.model), settings.quantize.value, tokenizer.name]
+    model = json.dumps(told)
     encoding = dict(encode=tokenizer.encode, vocab_size=saved.config.model.vocab_size)
     ends = dict(stop=stop, stop_ids=tokenizer.stop_ids)
     jobs = jsonl.read(args["prompts"], defaults=settings, **ends, model=model, **encoding)
-    left = jsonl.unanswered(args["out"], jobs)
-    answered = itertools.count(len(jobs) - len(left) + 1)
-    with progress(len(jobs), done=len(jobs) - len(left), label="{done}/{total} prompts") as update:
-        advance = lambda: update(next(answered), "")
-        if left:
-            requests = [job.request for job in left]
-            engine = _engine_for(requests, args=args, saved=saved, tokenizer=tokenizer, settings=settings)
-            jsonl.answer(engine, left, file=args["out"], advance=advance)
+    with jsonl.alone(args["out"]):
+        left = jsonl.unanswered(args["out"], jobs)
+        answered = itertools.count(len(jobs) - len(left) + 1)
+        with progress(len(jobs), done=len(jobs) - len(left), label="{done}/{total} prompts") as update:
+            advance = lambda: update(next(answered), "")
+            if left:
+                requests = [job.request for job in left]
+                engine = _engine_for(requests, args=args, saved=saved, tokenizer=tokenizer, settings=settings)
+                jsonl.answer(engine, left, file=args["out"], advance=advance)
 
 
 def _chat(

@@ -94,8 +94,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
     for prompt in prompts:
         if not len(prompt):
             raise UserError("the prompt is empty; generation needs at least one token to start from")
-        worst = max(prompt)
-        if worst >= vocab_size or min(prompt) < 0:
+        worst = min(prompt) if min(prompt) < 0 else max(prompt)
+        if not 0 <= worst < vocab_size:
             raise UserError(f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}")
 
 

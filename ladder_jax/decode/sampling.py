@@ -93,7 +93,9 @@ def sample(
 
     # Branches, not choices of two results: greedy decoding draws no noise, and a cut that no row asks for is not made.
     def draw():
+        # -inf, of the padding, stays it: over a large temperature it would be -inf x 0, which is no number.
         drawn = scores / jnp.where(warm, settings.temperature, 1)[:, None]
+        drawn = jnp.where(jnp.isneginf(scores), scores, drawn)
         drawn = lax.cond(any_top_k, lambda x: cuts.top_k(x, settings.top_k, axes=axes), lambda x: x, drawn)
         drawn = lax.cond(any_top_p, lambda x: cuts.top_p(x, settings.top_p, axes=axes), lambda x: x, drawn)
         drawn = lax.cond(any_min_p, lambda x: cuts.min_p(x, settings.min_p, axes=axes), lambda x: x, drawn)

@@ -2,7 +2,7 @@
 
 import json
 
-from ladder_jax import files
+from ladder_jax import files, terminal
 from ladder_jax.config import Launch, Loop, Phase, Quantize, Remat
 from ladder_jax.errors import member
 from ladder_jax.overlap import compile as compiling
@@ -35,10 +35,4 @@ def run(args: dict) -> None:
     if args["json"]:
         print(json.dumps(answer.as_dict()))
         return
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 110
-    for part in text.lines(answer):
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+    terminal.show(text.lines(answer))

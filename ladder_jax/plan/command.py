@@ -2,6 +2,7 @@
 
 import json
 
+from ladder_jax import terminal
 from ladder_jax.errors import UserError
 from ladder_jax.plan import request as requests
 
@@ -20,11 +21,6 @@ def run(args: dict) -> None:
     if args["json"]:
         print(json.dumps(plans.as_dict(answer)))
         return
-    from rich.console import Console
-
     from ladder_jax.plan import text
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, text.WIDTH)
-    for part in text.lines(answer):
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+    terminal.show(text.lines(answer))

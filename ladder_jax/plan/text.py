@@ -4,7 +4,6 @@ from ladder_jax.plan.plans import Answer, Plan
 
 SHOWN = 12  # plans, each with its fastest microbatch; --json has them all
 COLUMNS = ("d x f x t", "remat", "stream", "rows", "parts", "GiB", "s a step", "MFU", "waits", "again")
-WIDTH = 110
 GIB = 2**30
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from ladder_jax import files
+from ladder_jax import files, terminal
 from ladder_jax.errors import UserError
 from ladder_jax.predict import request as requests
 
@@ -48,11 +48,4 @@ def _print(answer: dict | list) -> None:
     if isinstance(answer, dict):
         print(json.dumps(answer))
         return
-    from rich.console import Console
-
-    from ladder_jax.predict import text
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, text.WIDTH)
-    for part in answer:
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+    terminal.show(answer)

@@ -9,7 +9,6 @@ from ladder_jax.predict.sweep import Point
 COLUMNS = ("residual", "tokens/s", "speed-up", "prefill ms", "step ms", "exposed ms", "hidden", "GiB a device")
 SWEPT = ("tensor", "batch", "link", "take", "speed-up", "ladder", "tokens/s", "a device", "ms/token")
 PROGRAMS = {"ours": "this library's programs", "authors": "the paper's authors' programs"}
-WIDTH = 110  # of the tables; a narrower terminal wraps them, which loses nothing
 
 
 def lines(answer: Result) -> list:

@@ -62,6 +62,7 @@ def _about(service: Service) -> fastapi.APIRouter:
     model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "ladder_jax"}
 
     @routes.get("/health")
+    @routes.head("/health", include_in_schema=False)  # with which load balancers ask
     async def health() -> Response:
         if service.engine.error:
             return answer({"status": "failed"}, status=503)

@@ -18,16 +18,12 @@ class Dropped(Exception):
 
 def submit(service: Service, requests: Sequence[Request]) -> list[Handle]:
     """All of them, or none. The caller must `cancel` them in the end; those that have finished stay what they are."""
-    handles: list[Handle] = []
     try:
-        for request in requests:
-            handles.append(service.engine.submit(request))
+        return service.engine.submit_all(requests)
     except Exception:
-        cancel(handles)
         if service.engine.error:
             raise _failed() from None
         raise
-    return handles
 
 
 def cancel(handles: Sequence[Handle]) -> None:

@@ -28,10 +28,11 @@ def bind(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         if sock:
             sock.close()
-        raise UserError(f"cannot listen at {host}, port {port}: {error.strerror}") from None
+        reason = error.strerror if isinstance(error, OSError) else "this is no host's name"
+        raise UserError(f"cannot listen at {host}, port {port}: {reason}") from None
     return sock
 
 

@@ -163,6 +163,7 @@ def test_health_and_metrics(running, client):
     before = metric(running.url, "ladder_jax_new_tokens_total")
     client.completions.create(**ASKED)
     assert ask(running.url, "/health")[::2] == (200, {"status": "ok"})
+    assert ask(running.url, "/health", method="HEAD")[0] == 200
     status, headers, text = ask(running.url, "/metrics")
     assert status == 200 and headers["Content-Type"].startswith("text/plain")
     assert metric(running.url, "ladder_jax_new_tokens_total") == before + 40

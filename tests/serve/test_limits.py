@@ -81,9 +81,11 @@ def test_a_full_queue(slow, serving):
         for _ in range(2):
             sockets.enter_context(raw(url, body))
         until(lambda: (slow.stats().running, slow.stats().queued) == (1, 1))
+        cancelled = slow.stats().finished["cancelled"]
         status, headers, answer = ask(url, body={**LONG, "prompt": ["a", "b"]})
         assert status == 429 and int(headers["Retry-After"]) > 0
-        assert answer["error"]["message"] == "the queue is full: 2 requests wait for one of 1 slots"
+        assert answer["error"]["message"] == "2 requests do not fit into the queue of 2: 1 wait"
+        assert slow.stats().finished["cancelled"] == cancelled  # none of them was ever there
         assert (answer["error"]["type"], answer["error"]["code"]) == ("rate_limit_error", "queue_full")
         assert slow.stats().queued == 1 and metric(url, "ladder_jax_queued") == 1
         sockets.enter_context(raw(url, body))

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ladder_jax.decode.engine.handle import Handle
 from ladder_jax.decode.engine.request import Finish
@@ -42,14 +42,16 @@ class Board:
         self._prompt_tokens = self._new_tokens = 0
         self.error: BaseException | None = None  # after `fail`
 
-    def put(self, task: Task) -> None:
+    def put(self, tasks: Sequence[Task]) -> None:
+        """All of them or none: raises QueueFull."""
         with self.changed:
             self.check()
-            if len(self._queue) >= self.max_queue:
-                raise QueueFull(
-                    f"the queue is full: {self.max_queue} requests wait for one of {len(self._slots)} slots"
-                )
-            self._queue.append(task)
+            waiting = len(self._queue)
+            if waiting == self.max_queue:
+                raise QueueFull(f"the queue is full: {waiting} requests wait for one of {len(self._slots)} slots")
+            if waiting + len(tasks) > self.max_queue:
+                raise QueueFull(f"{len(tasks)} requests do not fit into the queue of {self.max_queue}: {waiting} wait")
+            self._queue.extend(tasks)
             self.changed.notify_all()
 
     def check(self) -> None:

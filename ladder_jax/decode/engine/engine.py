@@ -1,11 +1,12 @@
 """The engine: rounds that move all requests on, by hand or in a thread."""
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize
-from ladder_jax.decode import weights
+from ladder_jax.decode import memory, weights
 from ladder_jax.decode.engine.board import Board, Stats
 from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.decode.engine.handle import Handle
@@ -65,6 +66,7 @@ class Engine:
         ):
             if value < least:
                 raise UserError(f"{name} must be at least {least}, not {value}")
+        memory.check_slots(definition, slots=slots, positions=capacity + chunk, loop=loop, quantize=quantize)
         self.capacity, self.slots, self.max_queue = capacity, slots, max_queue
         self._vocab_size, self._decoder = definition.config.vocab_size, decoder
         self._compilations = Compilations()
@@ -81,6 +83,15 @@ class Engine:
 
     def submit(self, request: Request) -> Handle:
         """Puts a request in the queue. Raises QueueFull, or another UserError for what cannot be served."""
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[Request]) -> list[Handle]:
+        """As `submit`: all of them or none."""
+        tasks = [self._task(request) for request in requests]
+        self._board.put(tasks)
+        return [task.handle for task in tasks]
+
+    def _task(self, request: Request) -> Task:
         check_prompts([request.prompt], vocab_size=self._vocab_size)
         length, new = len(request.prompt), request.max_new_tokens
         if length + new > self.capacity:
@@ -90,9 +101,7 @@ class Engine:
             )
         if request.stop and not self._decoder:
             raise UserError("stop strings need an engine with a decoder; stop_ids do not")
-        task = Task(Handle(request, engine=self), decoder=self._decoder)
-        self._board.put(task)
-        return task.handle
+        return Task(Handle(request, engine=self), decoder=self._decoder)
 
     def cancel(self, handle: Handle) -> None:
         """As `handle.cancel()`."""

@@ -1,19 +1,22 @@
 """A file of prompts to a file of texts, one JSON object a line; a run that was killed goes on where it stood."""
 
 import collections
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
+import io
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ladder_jax import config
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.engine.engine import Engine
 from ladder_jax.decode.engine.request import SAMPLING, Request, Result
 from ladder_jax.decode.generate import check_prompts
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import RunFailed, UserError, unknown
 
 KEYS = ("prompt", "id", "stop", "stop_ids", *SAMPLING)
 BEGINNING = b'{"index": '  # of every line that `answer` writes
@@ -48,7 +51,7 @@ def read(
     model: what tells the model from others; it goes into the digests.
     """
     try:
-        lines = pathlib.Path(file).read_text(encoding="utf-8").split("\n")
+        lines = pathlib.Path(file).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UserError(f"cannot read {file!r}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -76,6 +79,8 @@ def _request(
         asked = json.loads(line)
     except ValueError as error:
         raise UserError(f"this is not JSON: {error}") from None
+    except RecursionError:
+        raise UserError("this is nested too deeply") from None
     if not isinstance(asked, dict) or not isinstance(asked.get("prompt"), str):
         raise UserError('each line must be an object such as {"prompt": "Once"}')
     for key in asked:
@@ -95,6 +100,24 @@ def _request(
     except UnicodeEncodeError:
         raise UserError("the prompt holds half of a surrogate pair, which is no character") from None
     return Request.of(prompt, config=sampling, stop=stop, stop_ids=stop_ids), name
+
+
+@contextlib.contextmanager
+def alone(file: str) -> Iterator[None]:
+    """Holds `file` for this process: two runs would answer everything twice. Raises UserError where another has it."""
+    new = not pathlib.Path(file).exists()
+    with open(file, "ab") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{file}: another run is writing to it; wait for that, or name another file") from None
+        except OSError:
+            pass  # a file system without locks
+        try:
+            yield
+        finally:
+            if new and os.fstat(held.fileno()).st_size == 0:
+                os.unlink(file)
 
 
 def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
@@ -128,17 +151,30 @@ def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
 
 
 def answer(engine: Engine, jobs: Iterable[Job], *, file: str, advance: Callable[[], object]) -> None:
-    """Appends a line to `file` as each job finishes, and calls `advance` for it."""
+    """Appends a line to `file` as each job finishes, and calls `advance` for it. Raises RunFailed for a full disk."""
     waiting, running = collections.deque(jobs), {}
-    with open(file, "ab", buffering=0) as out:  # a line is one write: at most the last is ever incomplete
+    with open(file, "ab", buffering=0) as out:
         while waiting or running:
             while waiting and engine.stats().queued < engine.max_queue:
                 job = waiting.popleft()
                 running[engine.submit(job.request)] = job
             engine.step()
             for handle in [handle for handle in running if handle.done]:
-                out.write(line(running.pop(handle), handle.result()))
+                _append(out, line(running.pop(handle), handle.result()), file=file)
                 advance()
+
+
+def _append(out: io.FileIO, data: bytes, *, file: str) -> None:
+    """All of a line or, where the disk is full, none of it."""
+    whole, left = os.fstat(out.fileno()).st_size, memoryview(data)
+    try:
+        while left:  # the last bytes of a disk are written, and what did not fit is only counted
+            left = left[out.write(left) :]
+    except OSError as error:
+        os.truncate(out.fileno(), whole)
+        raise RunFailed(
+            f"{file}: {error.strerror}. What it holds is whole, and the same command goes on from there"
+        ) from error
 
 
 def line(job: Job, result: Result) -> bytes:

@@ -3,6 +3,7 @@
 from ladder_jax import nn, parallel
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import DecodeConfig
+from ladder_jax.decode import memory
 from ladder_jax.decode.engine.engine import Engine
 from ladder_jax.decode.engine.task import Decoder
 from ladder_jax.decode.generate import default_tensor
@@ -20,6 +21,8 @@ def of_checkpoint(
 ) -> Engine:
     """As `settings` says how to compute; on `tensor` devices, or as many as it was trained on where there are."""
     definition = nn.define(saved.config.model, mesh=parallel.make_mesh(tensor=tensor or default_tensor(saved.config)))
+    form = dict(loop=settings.loop, quantize=settings.quantize)
+    memory.check_slots(definition, slots=slots, positions=capacity, **form)  # before the weights are read
     return Engine(
         definition,
         saved.params(definition),
@@ -27,8 +30,7 @@ def of_checkpoint(
         capacity=capacity,
         max_queue=max_queue,
         decoder=decoder,
-        loop=settings.loop,
         launch=settings.launch,
-        quantize=settings.quantize,
         prefill_chunk=settings.prefill_chunk,
+        **form,
     )

@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 import math
+import numbers
+import operator
 from collections.abc import Sequence
 
 from ladder_jax.config import DecodeConfig
@@ -10,6 +12,8 @@ from ladder_jax.errors import UserError
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """The settings that a request shares with DecodeConfig."""
+
+LARGEST = 1e30  # of temperatures and penalties: far beyond any effect, and a float32 with room around it
 
 
 class Finish(enum.StrEnum):
@@ -44,22 +48,40 @@ class Request:
 
     def __post_init__(self):
         # All that a request can be wrong in is found here: an error in the engine's loop would be everybody's.
+        for name in SAMPLING:
+            kind = _whole if name in ("max_new_tokens", "top_k", "seed") else _real
+            object.__setattr__(self, name, kind(name, getattr(self, name)))
         DecodeConfig(**{name: getattr(self, name) for name in SAMPLING})
-        if not (math.isfinite(self.temperature) and math.isfinite(self.repetition_penalty)):
-            raise UserError("temperature and repetition_penalty must be finite")
-        if self.top_k >= 2**31:
-            raise UserError(f"top_k must be below 2**31, not {self.top_k}")
+        for name in ("max_new_tokens", "top_k"):
+            if getattr(self, name) >= 2**31:
+                raise UserError(f"{name} must be below 2**31, not {getattr(self, name)}")
+        for name in ("temperature", "repetition_penalty"):
+            if getattr(self, name) > LARGEST:
+                raise UserError(f"{name} must be at most {LARGEST:g}, not {getattr(self, name)}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(one, str) and one for one in stop):
             raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")
-        object.__setattr__(self, "prompt", tuple(map(int, self.prompt)))
-        object.__setattr__(self, "stop_ids", tuple(map(int, self.stop_ids)))
+        for name in ("prompt", "stop_ids"):
+            object.__setattr__(self, name, tuple(_whole(f"a token of {name}", token) for token in getattr(self, name)))
         object.__setattr__(self, "stop", stop)
 
     @classmethod
     def of(cls, prompt: Sequence[int], *, config: DecodeConfig, **more) -> "Request":
         """With `config`'s sampling settings."""
         return cls(prompt, **{name: getattr(config, name) for name in SAMPLING}, **more)
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UserError(f"{name} must be a whole number, not {value!r}") from None
+
+
+def _real(name: str, value: object) -> float:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, not {value!r}")
+    return float(value)
 
 
 @dataclasses.dataclass(frozen=True)

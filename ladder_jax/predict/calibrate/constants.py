@@ -5,7 +5,7 @@ import math
 
 import jax
 
-from ladder_jax.bench import memory
+from ladder_jax.decode import memory
 from ladder_jax.errors import UserError
 from ladder_jax.predict import machine
 from ladder_jax.predict.calibrate import fit, measure

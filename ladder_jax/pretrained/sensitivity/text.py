@@ -1,5 +1,6 @@
 """A measurement of layers for people: the curve, and what each choice of layers costs."""
 
+from ladder_jax import terminal
 from ladder_jax.pretrained.sensitivity.result import Result
 
 BAR = 40  # characters of the longest
@@ -8,24 +9,20 @@ NAMES = {"last": "the last", "ranked": "least sensitive", "greedy": "greedily"}
 
 def show(result: Result) -> None:
     """Print it as tables on standard output."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
+    head = (
         f"{result.tokens:,} tokens in sequences of {result.sequence:,}: the standard model's loss is"
-        f" {result.loss:.4f} nats a token; one {result.residual} layer costs",
-        markup=False,
+        f" {result.loss:.4f} nats a token; one {result.residual} layer costs"
     )
     curve = Table("layer", "nats", "", box=None, pad_edge=False)
     costs = [loss - result.loss for loss in result.alone]
     longest = max(*costs, 1e-9)
     for layer, cost in enumerate(costs):
         curve.add_row(str(layer), f"{cost:+.4f}", "#" * round(BAR * max(cost, 0) / longest))
-    console.print(curve)
     choices = Table("chosen", "layers", "nats", box=None, pad_edge=False)
     for name, subset in result.subsets.items():
         mark = " (taken)" if name == result.chosen else ""
         layers = ",".join(map(str, sorted(subset.layers)))
         choices.add_row(NAMES[name] + mark, layers, f"{subset.loss - result.loss:+.4f}")
-    console.print(choices)
+    terminal.show([head, curve, choices])

@@ -1,0 +1,155 @@
+"""A file of prompts to a file of texts: killed, the disk full, two at once, edited by hand."""
+
+import json
+import os
+import pathlib
+import resource
+import signal
+
+import numpy as np
+import pytest
+
+from ladder_jax import decode
+from ladder_jax.config import DecodeConfig
+from ladder_jax.data.tokenizer import Bytes
+from ladder_jax.decode import Engine, Finish
+from ladder_jax.decode.engine import jsonl
+from ladder_jax.errors import RunFailed, UserError
+from tests import cases
+
+PROMPTS = [
+    {"prompt": "a cat"},
+    {"prompt": "é", "id": "ü\ud800", "temperature": 1.5, "seed": 7, "max_new_tokens": 9},
+    {"prompt": "b", "id": 3, "top_k": 4, "temperature": 1, "stop": "e"},
+    {"prompt": "c", "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.5, "stop_ids": [1, 2], "stop": ["x", "yy"]},
+]
+READ = dict(defaults=DecodeConfig(max_new_tokens=6), stop=(), encode=Bytes().encode, vocab_size=251, model="m")
+
+
+def engine():
+    definition = cases.define("ladder", num_layers=2)
+    params = cases.place(cases.parameters(definition), definition)
+    return Engine(definition, params, slots=3, capacity=64, chunk=5, decoder=Bytes().to_bytes)
+
+
+def lines_of(file):
+    return sorted(file.read_bytes().splitlines())
+
+
+def test_a_file_of_prompts_goes_on_after_a_kill(tmp_path):
+    """Cut at random bytes, the answers of a second run are those of one that was left in peace."""
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n\n".join(map(json.dumps, PROMPTS * 2)))
+    jobs, ours = jsonl.read(str(source), **READ), engine()
+    asked, calls = [], []
+
+    def run():
+        left = jsonl.unanswered(str(out), jobs)
+        asked.append(len(left))
+        jsonl.answer(ours, left, file=str(out), advance=lambda: calls.append(1))
+
+    run()
+    expected, content = lines_of(out), out.read_bytes()
+    answers = [json.loads(line) for line in expected]
+    assert sorted(answer["index"] for answer in answers) == list(range(8)) and len(calls) == 8
+    by_index = {answer["index"]: answer for answer in answers}
+    assert [by_index[i].get("id") for i in range(4)] == [None, "ü\ud800", 3, None]
+    assert by_index[0]["new_tokens"] == 6 and by_index[1]["new_tokens"] == 9 and by_index[0]["prompt_tokens"] == 5
+    assert by_index[0]["finish_reason"] == "length"
+    run()
+    assert asked == [8, 0] and out.read_bytes() == content
+    for cut in [1, len(content) - 1, *np.random.default_rng(0).integers(0, len(content), 12)]:
+        out.write_bytes(content[:cut])
+        run()
+        assert lines_of(out) == expected and asked[-1] == 8 - content[:cut].count(b"\n")
+
+
+def test_answers_to_something_else_are_refused(tmp_path):
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    jobs = jsonl.read(str(source), **READ)
+    result = decode.Result((1,), "b", None, Finish.LENGTH, 1)
+    out.write_bytes(jsonl.line(jobs[0], result))
+    assert jsonl.unanswered(str(out), jobs) == []
+    for change in (dict(model="n"), dict(defaults=DecodeConfig(max_new_tokens=7)), dict(stop=("x",))):
+        with pytest.raises(UserError, match="line 1 answers another prompt, model or setting"):
+            jsonl.unanswered(str(out), jsonl.read(str(source), **{**READ, **change}))
+    for foreign in ("my diary\n", "my diary", '{"index": 0}\n', "[]\n", '{"index": -1, "request": ""}\n'):
+        out.write_text(foreign)
+        with pytest.raises(UserError, match="out.jsonl (line 1|holds)"):
+            jsonl.unanswered(str(out), jobs)
+        assert out.read_text() == foreign
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "line 2: this is not JSON"),
+        ("[]", "line 2: each line must be an object such as"),
+        ('{"prompt": ""}', "line 2: the prompt is empty"),
+        ('{"prompt": "a", "temprature": 1}', "line 2: unknown setting 'temprature'; did you mean 'temperature'"),
+        ('{"prompt": "a", "top_p": 2}', "line 2: decode.top_p must be above 0 and at most 1"),
+        ('{"prompt": "a", "top_k": "x"}', "line 2: decode.top_k must be of type int"),
+        ('{"prompt": "a", "stop": 1}', "line 2: stop must be a string or a list"),
+        ('{"prompt": "a", "stop": [1]}', "line 2: stop must be strings"),
+        ('{"prompt": "a", "stop_ids": ["x"]}', "line 2: stop_ids must be"),
+        ('{"prompt": "a", "id": []}', "line 2: id must be a string or a whole number"),
+        ('{"prompt": "a", "stop": ' + 100_000 * "[" + "]" * 100_000 + "}", "line 2: this is nested too deeply"),
+        ('{"prompt": "a", "max_new_tokens": 1' + 30 * "0" + "}", "line 2: max_new_tokens must be below"),
+        ('{"prompt": "\\ud800"}', "line 2: the prompt holds half of a surrogate pair"),
+    ],
+)
+def test_mistakes_in_a_file_of_prompts(tmp_path, line, message):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(UserError) as caught:
+        jsonl.read(str(source), **READ)
+    assert message in str(caught.value)
+
+
+def test_a_byte_order_mark(tmp_path):
+    source = tmp_path / "prompts.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "é"}\r\n'.encode())
+    (job,) = jsonl.read(str(source), **READ)
+    assert bytes(job.request.prompt) == "é".encode()
+
+
+@pytest.fixture
+def largest_file():
+    """Sets how long a file may become: then writes are short, and the next one is an error, as on a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, PROMPTS * 2)))
+    jobs, ours = jsonl.read(str(source), **READ), engine()
+    jsonl.answer(ours, jobs, file=str(out), advance=lambda: None)
+    content, expected = out.read_bytes(), lines_of(out)
+    for room in (len(content) - 1, len(content) - 10, 3):
+        out.unlink()
+        largest_file(room)
+        with pytest.raises(RunFailed, match="out.jsonl: File too large. What it holds is whole, and the same command"):
+            jsonl.answer(ours, jobs, file=str(out), advance=lambda: None)
+        largest_file(None)
+        kept = out.read_bytes()
+        assert kept == b"" or kept.endswith(b"\n")
+        ours.run()  # those that were still at work
+        jsonl.answer(ours, jsonl.unanswered(str(out), jobs), file=str(out), advance=lambda: None)
+        assert lines_of(out) == expected
+
+
+def test_one_run_at_a_time(tmp_path):
+    file = str(tmp_path / "out.jsonl")
+    with jsonl.alone(file):
+        with pytest.raises(UserError, match="out.jsonl: another run is writing to it"), jsonl.alone(file):
+            pass
+    assert not os.path.exists(file)  # nothing was written, nothing is left
+    with jsonl.alone(file), open(file, "ab") as out:
+        out.write(b"x")
+    with jsonl.alone(file):
+        pass
+    assert pathlib.Path(file).read_bytes() == b"x"
