@@ -292,9 +292,7 @@ def test_numbers_of_other_kinds():
 
 
 def test_an_engine_larger_than_the_memory(monkeypatch):
-    with pytest.raises(
-        UserError, match=r"a cache of 3 x 500,000,005 tokens needs .* GiB a device .weights 0.0, cache"
-    ):
+    with pytest.raises(UserError, match=r"a cache of 3 x 500,000,005 tokens needs .* GiB a device .weights 0.0, cache"):
         engine(capacity=500_000_000)
     with pytest.raises(UserError, match="3 slots of 1,000,000,000,000,005 tokens are too many"):
         engine(capacity=10**15)
@@ -397,6 +395,28 @@ def test_long_prompts_are_read_in_chunks():
     ours.run()
     assert [handle.result().tokens for handle in handles] == [alone(request) for request in asked]
     assert ours.compilations == compiled
+
+
+def test_a_long_prompt_keeps_nobody_waiting():
+    """It is read a block a round, while others decode; who is cancelled in the middle leaves the slot as it was."""
+    ours = engine(prefill_chunk=8, capacity=128)
+    short, long = Request([1, 2], max_new_tokens=100), Request(list(range(1, 41)), max_new_tokens=9)
+    running = ours.submit(short)
+    ours.step()
+    reading, dropped = ours.submit(long), ours.submit(long)
+    pieces, counts, heard = iter(running), [], []
+    reading.subscribe(heard.append)
+    next(pieces)
+    for turn in range(1, 6):
+        if turn == 3:
+            dropped.cancel()
+        ours.step()
+        counts.append(len(next(pieces).tokens))
+        assert bool(heard) == (turn == 5), "40 tokens are five blocks"
+    assert counts == [CHUNK] * 5 and dropped.done and dropped.result().tokens == ()
+    ours.submit(long)
+    ours.run()
+    assert reading.result().tokens == alone(long) and running.result().tokens == alone(short)
 
 
 def test_weights_of_8_bits():

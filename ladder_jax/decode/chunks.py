@@ -1,6 +1,7 @@
 """Prefill in blocks of bounded size: scores, activations and compilations that long prompts do not outgrow."""
 
 import functools
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -12,7 +13,12 @@ from ladder_jax.decode import cache, steps
 from ladder_jax.nn import Definition, Params
 
 
-def prefill_in_chunks(
+def prefill_in_chunks(*args: Any, **settings: Any) -> tuple[jax.Array, Any]:
+    """All of `blocks` at once: (logits [B, V] after each row's last token, caches)."""
+    return drained(blocks(*args, **settings))
+
+
+def blocks(
     definition: Definition,
     params: Params,
     tokens: np.ndarray,
@@ -22,11 +28,11 @@ def prefill_in_chunks(
     chunk: int,
     loop: Loop = Loop.UNROLLED,
     quantize: Quantize = Quantize.NONE,
-) -> tuple[jax.Array, Any]:
-    """`steps.prefill`: (logits [B, V] after each row's last token, caches), with `chunk` tokens a row at a time.
+) -> Generator[None, None, tuple[jax.Array, Any]]:
+    """`steps.prefill` with `chunk` tokens a row at a time, one for each `next`; what it returns is the prefill's.
 
     tokens [B, T], lengths [B]: right-padded, on the host. Up to `chunk` tokens it is one pass; beyond, one
-    program of `chunk` tokens, however many, is run as often as it takes.
+    program of `chunk` tokens, however many, is run as often as it takes. Between two blocks others may compute.
     """
     form = dict(loop=loop, quantize=quantize)
     if tokens.shape[1] <= chunk:
@@ -38,11 +44,22 @@ def prefill_in_chunks(
     caches = cache.make(definition, rows=len(tokens), capacity=capacity, loop=loop)()
     logits = None
     for start in starts(length, chunk=chunk):
+        if logits is not None:
+            yield
         block = tokens[:, start : start + chunk]
         new, caches = extend(params, caches, block, np.int32(start), lengths)
         # A row keeps the logits of the last block that begins before its end: that one holds its end.
         logits = new if logits is None else _newer(new, logits, lengths > start)
     return logits, caches
+
+
+def drained[T](generator: Generator[None, None, T]) -> T:
+    """What it returns, all of it done."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return end.value
 
 
 def starts(length: int, *, chunk: int) -> list[int]:

@@ -3,14 +3,13 @@
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize
 from ladder_jax.decode import memory, weights
 from ladder_jax.decode.engine.board import Board, Stats
 from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.decode.engine.handle import Handle
 from ladder_jax.decode.engine.request import Request
+from ladder_jax.decode.engine.rounds import Rounds
 from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.decode.engine.task import Decoder, Task
 from ladder_jax.decode.generate import CHUNK, check_prompts
@@ -21,9 +20,10 @@ from ladder_jax.nn import Definition, Params, Transformer
 class Engine:
     """Serves many requests from one batch of `slots` rows: `Engine(model).submit(Request([1, 2])).result()`.
 
-    Each round, free slots are given to those that wait longest, and all slots make `chunk` tokens. What
-    a request gets does not depend on what else runs. Rounds are driven by hand (`step`), by whoever
-    waits for a handle, or by a thread (`start`, or `with engine:`); then any thread may submit.
+    Each round, free slots are given to those that wait longest, one block of each new prompt is read, and
+    all slots make `chunk` tokens: a long prompt keeps nobody waiting. What a request gets does not depend on
+    what else runs. Rounds are driven by hand (`step`), by whoever waits for a handle, or by a thread
+    (`start`, or `with engine:`); then any thread may submit.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Engine:
             self._device = Slots(definition, prepared, **sizes, **form, launch=launch)
 
         self._board = Board(slots=slots, max_queue=max_queue)
+        self._rounds = Rounds(self._board, self._device)
         self._round = threading.Lock()  # held through a round: one at a time
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -123,7 +124,7 @@ class Engine:
             self._board.check()
             try:
                 with self._compilations:
-                    self._advance()
+                    self._rounds.next()
             except BaseException as error:  # the devices' state is unknown, as what was donated is gone
                 self._board.fail(error)
                 raise
@@ -156,6 +157,7 @@ class Engine:
         with self._round, self._board.changed:
             self._thread = None  # under the same lock: a handle waits for a thread only while there is one
             self._board.cancel_all()
+            self._rounds.forget()
 
     __enter__ = start
 
@@ -178,33 +180,10 @@ class Engine:
             if self.busy:
                 raise UserError("warm_up is for an engine with nothing to do")
             with self._compilations:
-                for bucket in self._device.buckets:
-                    self._device.insert(0, Request([0] * min(bucket, self.capacity - 1)))
-                    new, _ = self._device.decode()
-                    self._device.advance(new, active=np.zeros(self.slots, bool))
-                new.block_until_ready()
+                self._rounds.warm_up(longest=self.capacity - 1)
 
     def stats(self) -> Stats:
         return self._board.stats()
-
-    def _advance(self) -> None:
-        """One round. All of it is sent to the devices before the first token is waited for."""
-        first = [(slot, task, *self._device.insert(slot, task.request)) for slot, task in self._board.admit()]
-        if not self._board.running():
-            return
-        new, logprobs = self._device.decode()
-        for slot, task, token, logprob in first:  # these need not wait for the others' chunk
-            self._take(slot, task, np.asarray(token), np.asarray(logprob))
-        tokens, scores = np.asarray(new), np.asarray(logprobs)
-        for slot, task in self._board.running():
-            self._take(slot, task, tokens[slot], scores[slot])
-        active = np.zeros(self.slots, bool)
-        active[[slot for slot, _ in self._board.running()]] = True
-        self._device.advance(new, active=active)
-
-    def _take(self, slot: int, task: Task, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        if reason := task.take(tokens, logprobs):
-            self._board.release(slot, reason)
 
     def _serve(self) -> None:
         while True:

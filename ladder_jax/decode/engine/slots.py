@@ -6,7 +6,7 @@ place. Decoding moves all slots at once, those that nobody uses too: what they c
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.config import Launch, Loop, Quantize
 from ladder_jax.decode import cache, sampling, steps
-from ladder_jax.decode.chunks import prefill_in_chunks
+from ladder_jax.decode.chunks import blocks
 from ladder_jax.decode.engine.request import Request
 from ladder_jax.decode.sampling import Settings
 from ladder_jax.nn import Definition, Params
@@ -76,8 +76,11 @@ class Slots:
         self._decode = steps.decode_many(definition, count=chunk, launch=launch, **self._form)
         self._state = _empty(definition, slots=slots, positions=positions, loop=loop)()
 
-    def insert(self, slot: int, request: Request) -> tuple[jax.Array, jax.Array]:
-        """Reads the prompt into `slot`. Its first new token and log-probability, [1] each, still on their way."""
+    def insert(self, slot: int, request: Request) -> Generator[None, None, tuple[jax.Array, jax.Array]]:
+        """Reads the prompt into `slot`, a block for each `next`; the slot is untouched until the last.
+
+        Returns its first new token and log-probability, [1] each, still on their way.
+        """
         length = len(request.prompt)
         bucket = next(bucket for bucket in self.buckets if bucket >= length)
         padded = np.zeros((1, bucket), np.int32)
@@ -85,7 +88,7 @@ class Slots:
         lengths, settings = np.array([length], np.int32), _settings(request)
         # The row's caches are only as long as the bucket: what lies beyond in the slot is never read.
         sizes = dict(capacity=bucket, chunk=self._prefill_chunk)
-        logits, caches = prefill_in_chunks(self._definition, self._params, padded, lengths, **sizes, **self._form)
+        logits, caches = yield from blocks(self._definition, self._params, padded, lengths, **sizes, **self._form)
         seen = steps.seen_in(self._definition)(padded, lengths)
         token, logprob = steps.sample_first(self._definition)(logits, settings, lengths, seen)
         row = State(caches, seen, token, lengths, settings)
