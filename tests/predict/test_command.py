@@ -1,0 +1,147 @@
+"""`ladder-jax predict` as a user meets it: the answer, the advice, the sweep, and mistakes."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+from ladder_jax.config import residual_names
+from ladder_jax.errors import UserError
+from ladder_jax.predict import advice, request, result, sweep
+from tests.predict.asked import run, seconds
+
+
+def advise(**words):
+    return result.predict(request.make(**{"model": "llama-3-70b", **words})).advice
+
+
+def test_advice():
+    found = advise(hardware="h100-nvlink", tensor=8)
+    assert found.residual == "ladder" and found.ladder_helps and "fits under" in found.reason
+    found = advise(hardware="h100-no-nvlink", tensor=8)
+    assert found.residual == "parallel-ladder" and "outlasts its shorter sublayer" in found.reason
+    assert found.ladder_helps and "where the plain Ladder gives 1." in found.reason
+    found = advise(hardware="h100-nvlink", tensor=1, model="llama-3-8b")
+    assert found.residual == "standard" and found.ladder_helps is False and "one device" in found.reason
+    found = advise(hardware="h100-no-nvlink", tensor=8, residual="standard,desync-2")
+    assert found.residual == "desync-2" and found.ladder_helps is None
+    assert set(advice.PREFERENCE) - {"ladder-K"} < set(residual_names.NAMES)
+
+
+def test_hybrids_lie_between():
+    whole = request.make(model="llama-3-8b", hardware="h100-nvlink", residual="standard,ladder")
+    half = dataclasses.replace(whole, ladder_layers="16")
+    times = [[seconds(row.speed) for row in result.predict(one).rows] for one in (whole, half)]
+    assert times[0][0] == times[1][0] > times[1][1] > times[0][1]
+    middle = (times[0][0] + times[0][1]) / 2
+    assert times[1][1] == pytest.approx(middle, rel=0.02)
+
+
+def test_json(run_cli):
+    done = run_cli("predict", "--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--json", check_status=0)
+    assert len(done.stdout.splitlines()) == 1 and done.stderr == ""
+    found = json.loads(done.stdout)
+    assert (found["model"], found["hardware"], found["tensor"], found["batch"]) == ("llama-3-70b", "v5p", 8, 1)
+    assert (found["prompt_length"], found["new_tokens"]) == (1024, 512)
+    rows = {row["residual"]: row for row in found["rows"]}
+    assert tuple(rows) == residual_names.NAMES
+    for row in rows.values():
+        total = row["prefill_seconds"] + row["decode_seconds"]
+        assert row["tokens_per_second"] == pytest.approx(512 / total)
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / rows["standard"]["tokens_per_second"])
+        assert 0 <= row["exposed_seconds"] < total and row["fits"]
+        assert row["decode_seconds"] == pytest.approx(511 * row["step_seconds"])
+    assert found["recommendation"]["residual"] == "ladder"
+    assert found["constants"]["link.step"]["source"].startswith("https://jax-ml.github.io")
+
+
+def test_text_and_plot(capsys, tmp_path):
+    picture = tmp_path / "a.png"
+    words = ("--model", "llama-3.1-405b", "--hardware", "h100-nvlink", "--tensor", 8, "--batch", 4, "--plot", picture)
+    status, out, err = run(capsys, *words, "--residual", "standard,ladder-7,no-communication")
+    assert (status, err) == (0, "") and picture.read_bytes().startswith(b"\x89PNG")
+    said = out.splitlines()
+    assert said[0].startswith("take ladder-7: communication is ") and "tensor 8, batch 4 on h100-nvlink" in said[1]
+    assert [line.split()[0] for line in said if "%" in line][1:3] == ["standard", "ladder-7"]
+    assert any(line.startswith("note") and "more than a device's 79 GiB" in line for line in said)
+
+
+def test_sweep(capsys, tmp_path):
+    picture = tmp_path / "a.svg"
+    words = ("--model", "llama-3-8b", "--hardware", "h100-nvlink", "--layers", 4, "--plot", picture)
+    axes = ("--sweep", "tensor=1,3,8", "batch=1,16", "link=0.25,1")
+    status, out, err = run(capsys, *words, *axes, "--json")
+    assert status == 0 and picture.read_text().lstrip().startswith("<?xml")
+    points = json.loads(out)["sweep"]
+    assert [(p["tensor"], p["batch"], p["link"]) for p in points][:3] == [(1, 1, 0.25), (1, 1, 1.0), (1, 16, 0.25)]
+    assert {p["tensor"] for p in points} == {1, 8}
+    slow, own = (p["rows"][0]["step_seconds"] for p in points[4:6])
+    assert slow > own
+    status, out, _ = run(capsys, *words, *axes)
+    assert "no help, 1.00" in out and "cannot be split over 3 devices: left out" in out
+    large = ("--model", "llama-3.1-405b", "--hardware", "h100-nvlink", "--sweep", "batch=1,4")
+    status, out, _ = run(capsys, *large)
+    assert status == 0 and "ladder *" in out and "need more memory" in out
+    status, _, err = run(capsys, *large, "--plot", picture)
+    assert status == 2 and "there is nothing to draw, as no topology that communicates fits into memory" in err
+
+
+def test_nothing_beats_the_front():
+    asked = request.make(model="llama-3-8b", hardware="h100-nvlink", layers=4)
+    points = sweep.run(asked, request.sweep(asked, ["tensor=1,2,8", "batch=1,16", "link=0.5,1"]))
+    front = sweep.front(points)
+    key = lambda point, row: (sweep.latency(row), sweep.throughput(point, row))
+    for point in points:
+        for row in point.result.rows:
+            if point.link == 1 and row.residual != "no-communication":
+                slower, less = key(point, row)
+                assert any(a <= slower and b >= less for a, b in (key(*one) for one in front))
+    for first, second in itertools.pairwise(front):
+        assert key(*first)[0] < key(*second)[0] and key(*first)[1] < key(*second)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--hardware h200-nvlnk",
+            "unknown hardware (not a .yaml file either) 'h200-nvlnk'; did you mean 'h200-nvlink'?",
+        ),
+        ("", "--hardware is needed (allowed: h100-nvlink, "),
+        ("--hardware nowhere.yaml", "cannot read hardware 'nowhere.yaml': No such file"),
+        (
+            "--hardware v5e --tensor 5",
+            "--tensor 5: model.num_heads=64 is not divisible by mesh.tensor=5; did you mean 4?",
+        ),
+        ("--hardware h100-nvlink --tensor 16", "--tensor 16 is more than the 8 devices of h100-nvlink (allowed for"),
+        ("--hardware v5e --batch 0", "--batch must be positive, not 0"),
+        ("--hardware v5e --new-tokens 1", "--new-tokens must be at least 2"),
+        ("--hardware v5e --residual laddr", "unknown residual 'laddr'; did you mean 'ladder'?"),
+        ("--hardware v5e --residual ladder,ladder", "names ladder twice"),
+        ("--hardware v5e --ladder-layers 99", "is not a number of layers"),
+        ("--hardware v5e --residual standard --ladder-layers 2", "--ladder-layers needs a ladder kind"),
+        ("--hardware v5e --implementation theirs", "unknown implementation 'theirs'"),
+        ("--hardware v5e --plot a.txt", "--plot a.txt: the file must end in"),
+        ("--hardware v5e --sweep tensr=1", "unknown axis of --sweep 'tensr'; did you mean 'tensor'?"),
+        ("--hardware v5e --sweep batch", "has no values: write it as in batch=1,2,4"),
+        ("--hardware v5e --sweep link=0,1", "--sweep link must be factors above 0"),
+        ("--hardware v5e --sweep batch=x", "must be numbers as in 1,4,16, not 'x'"),
+        ("--hardware v5e --sweep tensor=3", "--tensor 3: model.num_heads=64"),
+        ("--hardware v5e --sweep tensor=8,64", "--tensor 64 is more than the 16 devices of v5e"),
+        ("--from-schedule cpu:8", "cpu hides nothing"),
+        ("--from-schedule v9:2", "unknown target 'v9:2'"),
+        ("--from-schedule v5e:2x4 --sweep batch=1", "--sweep is analytic"),
+        ("--from-schedule v5e:2x4 --implementation authors", "--implementation must be ours"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, "--model", "llama-3-70b", *words.split())
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_model_is_named():
+    with pytest.raises(UserError, match="did you mean 'llama-3-70b'"):
+        request.make(model="llama-3-7b", hardware="v5e")

@@ -1,0 +1,167 @@
+"""Hardware: published figures and a user's own file; units, sums, and compiled schedules played on it."""
+
+import dataclasses
+import itertools
+import pathlib
+
+import pytest
+
+from ladder_jax import nn, parallel
+from ladder_jax.bench import work as counted
+from ladder_jax.config import preset
+from ladder_jax.predict import compiled, machine, request, result, work
+from ladder_jax.predict.implementation import OURS
+from ladder_jax.predict.link import Link, Network, Ring
+from ladder_jax.schedule import hlo
+from ladder_jax.schedule.hardware import HARDWARE
+from tests.predict.asked import H100, NOTHING, OFF, run
+
+
+def test_seconds_of_kernels():
+    one = dataclasses.replace(H100, flops=1e12, flops_share=0.5, bandwidth=1e9, bandwidth_share=0.25, launch=1e-6)
+    assert one.seconds(flops=1e12, size=0) == 2
+    assert one.seconds(flops=1e12, size=1e9) == 4  # the longer of both
+    assert one.seconds(flops=0, size=0, launches=3) == pytest.approx(3e-6)
+
+
+def test_seconds_of_an_all_reduce():
+    link = Link(latency=10e-6, step=1e-6, bandwidth=1e9)
+    assert link.all_reduce(4e6, ranks=1) == 0
+    assert link.all_reduce(4e6, ranks=2) == pytest.approx(10e-6 + 2e-6 + 4e-3)
+    assert link.all_reduce(4e6, ranks=8) == pytest.approx(10e-6 + 14e-6 + 7e-3)
+    both = dataclasses.replace(link, ring=Ring.TWO_WAY)
+    assert both.all_reduce(4e6, ranks=8) == pytest.approx(10e-6 + 8e-6 + 7e-3)
+    nodes = dataclasses.replace(link, network=Network(size=8, step=5e-6, bandwidth=1e8))
+    assert nodes.all_reduce(4e6, ranks=8) == link.all_reduce(4e6, ranks=8)
+    # Each of 8 exchanges half a megabyte with its peer: there and back, half of it each time.
+    assert nodes.all_reduce(4e6, ranks=16) == pytest.approx(link.all_reduce(4e6, ranks=8) + 10e-6 + 5e-3)
+    assert nodes.all_reduce(4e6, ranks=32) == pytest.approx(link.all_reduce(4e6, ranks=8) + 20e-6 + 7.5e-3)
+    # 12 ranks are two nodes of 6, not one of 8.
+    six = link.all_reduce(4e6, ranks=6) + 10e-6 + 4e6 / 6 / 1e8
+    assert nodes.all_reduce(4e6, ranks=12) == pytest.approx(six)
+    twice = nodes.faster(2)
+    assert twice.all_reduce(4e6, ranks=16) == pytest.approx(nodes.all_reduce(4e6, ranks=16) / 2)
+
+
+@pytest.mark.parametrize(("shape", "tensor"), [("tiny", 1), ("tiny", 4), ("tiny", 8), ("smollm2-135m", 3)])
+def test_work_is_what_the_shards_hold(shape, tensor):
+    """Bytes and FLOPs from the configuration alone are those that `bench` counts from the arrays' shards."""
+    config = preset(shape, residual="standard", num_layers=2)
+    definition = nn.define(config, mesh=parallel.make_mesh(tensor=tensor))
+    ours, shape = work.Model(config, tensor, OURS), dict(rows=3, prompt_length=8)
+    kernels = lambda block: [
+        *itertools.chain.from_iterable(ours.step((i % 2,), block, shared_norm=False) for i in range(4)),
+        ours.embedding(block),
+        *ours.head(block),
+    ]
+    step = kernels(work.decode_step(**shape, new_tokens=5, implementation=OURS))
+    moved = sum(kernel.weights + kernel.cache for kernel in step)
+    assert moved == counted.decode_bytes(definition, **shape, new_tokens=5)
+    prefill = kernels(work.prefill(**shape, new_tokens=5, implementation=OURS))
+    assert sum(kernel.flops for kernel in prefill) == counted.prefill_flops(definition, **shape)
+    held = counted.weight_bytes([definition]) + counted.cache_bytes(definition, rows=3, capacity=13)
+    assert ours.memory(rows=3, capacity=13) == held
+
+
+def test_published_figures_stand_once():
+    """The machines' peaks are those that the audits compile for."""
+    for kind, found in HARDWARE.items():
+        one = machine.load(compiled.MACHINES.get(kind, kind))
+        for name in ("flops", "bandwidth", "memory"):
+            assert getattr(one, name) == pytest.approx(getattr(found, name), rel=0.01), (kind, name)
+
+
+@pytest.mark.parametrize("name", machine.NAMES)
+def test_every_constant_has_a_source(name):
+    loaded = machine.load(name)
+    asked = request.make(model="llama-3-8b", hardware=name, tensor=8 if loaded.devices >= 8 else 1)
+    for constant, found in result.constants(asked).items():
+        assert len(found["source"]) > 5 and found["source"] != "given without a source", constant
+    kinds = (
+        "fitted: python -m experiments.predict",
+        "assumed",
+        "http",
+        "NVIDIA",
+        "one ",
+        "two ",
+        "80 GB",
+        "141 GB",
+        "GPUs",
+    )
+    others = ("NDR", "the largest")
+    assert all(source.startswith((*kinds, *others)) for source in loaded.sources.values()), loaded.sources
+
+
+YAML = """
+devices: 4
+memory: 80e9
+flops: 1e15
+bandwidth: {value: 3e12, source: a data sheet}
+flops_share: 0.5
+bandwidth_share: 0.9
+launch: 0
+contention: 0.1
+link: {latency: 1e-5, step: 0, bandwidth: 100e9}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("memory: 80e9", ""), "lacks the constant memory (needed: devices, memory, flops,"),
+        (("latency: 1e-5, ", ""), "lacks the constant link.latency"),
+        (("3e12", "-3e12"), "bandwidth of hardware"),
+        (("3e12", "-3e12"), "must be positive, not -3e12"),
+        (("80e9", "0"), "memory of hardware"),
+        (("latency: 1e-5", "latency: -1e-5"), "link.latency of hardware"),
+        (("latency: 1e-5", "latency: -1e-5"), "must not be negative, not -1e-5"),
+        (("1e15", "fast"), "must be a number, not 'fast'"),
+        (("1e15", ".nan"), "must be a number, not nan"),
+        (("1e15", "true"), "must be a number, not True"),
+        (("flops_share: 0.5", "flops_share: 50"), "is a share of the published rate, at most 1, not 50"),
+        (("devices: 4", "devices: 4.5"), "must be a whole number, not 4.5"),
+        (("launch: 0", "lunch: 0"), "unknown constant of hardware"),
+        (("launch: 0", "lunch: 0"), "did you mean 'launch'?"),
+        (("source: a", "sauce: a"), "unknown key in bandwidth of hardware"),
+        (("step: 0", "step: 0, ring: three-way"), "unknown value for link.ring of hardware"),
+        (("link: {", "link: {network: {size: 8}, "), "lacks the constant link.network.step"),
+        (("link: {latency: 1e-5, step: 0, bandwidth: 100e9}", "link: null"), "has 4 devices but no link"),
+        ((YAML, "[1, 2"), "is not YAML"),
+        ((YAML, "a machine"), "must hold constants such as"),
+        ((YAML, "based_on: h100-nvlnk"), "did you mean 'h100-nvlink'?"),
+    ],
+)
+def test_a_wrong_file_is_one_line(change, said, tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(YAML.replace(*change))
+    status, out, err = run(capsys, "--model", "tiny", "--hardware", file)
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err
+
+
+def test_files_of_the_users_own(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(YAML)
+    found = machine.load(str(file))
+    assert (found.name, found.devices, found.flops, found.link.bandwidth) == ("mine", 4, 1e15, 100e9)
+    assert found.sources == {"bandwidth": "a data sheet"} and found.link.network is None
+    file.write_text("based_on: h100-2-nodes\nlink:\n  network: {step: {value: 9e-6, source: measured}}\nlaunch: 1e-6\n")
+    found, base = machine.load(str(file)), machine.load("h100-2-nodes")
+    assert found.link.network == dataclasses.replace(base.link.network, step=9e-6)
+    assert found.launch == 1e-6 and found.flops_share == base.flops_share and "launch" not in found.sources
+    assert found.sources["link.network.step"] == "measured"
+    file.write_text(YAML.replace("devices: 4", "devices: 1").replace(YAML.splitlines()[-1], "link: null"))
+    alone = machine.load(str(file))
+    assert alone.link is None and alone.all_reduce(1e9, ranks=1) == 0
+
+
+def test_from_a_schedule():
+    read = lambda name: hlo.parse((pathlib.Path(__file__).parent.parent / "hlo" / f"{name}.hlo").read_text())
+    at = dict(kind="h100", ranks=8)
+    ladder, standard = (compiled.play(read(name), machine=H100, **at) for name in ("h100-unrolled", "h100-standard"))
+    assert 0 < ladder.exposed < standard.exposed and ladder.hidden > 0.3 > 0.05 > standard.hidden
+    none = compiled.play(read("h100-unrolled"), machine=dataclasses.replace(H100, link=NOTHING), **at)
+    assert none.exposed == none.wire == 0 and none.seconds == pytest.approx(ladder.seconds - ladder.exposed)
+    slow = compiled.play(read("h100-unrolled"), machine=OFF, **at)
+    assert slow.exposed > ladder.exposed
+    eager = compiled.play(read("h100-unrolled"), machine=dataclasses.replace(H100, launch=0.0), **at)
+    assert eager.seconds < ladder.seconds

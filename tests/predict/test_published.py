@@ -1,0 +1,82 @@
+"""The published tables, and how near the package comes to them."""
+
+import json
+import pathlib
+
+import pytest
+
+from experiments.predict import install, markdown, published, tables
+from ladder_jax.predict import machine
+from ladder_jax.predict.implementation import AUTHORS
+
+EXPERIMENT = pathlib.Path(published.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return json.loads((EXPERIMENT / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def made():
+    return tables.predictions(published.shipped())
+
+
+def test_the_tables_are_what_the_package_predicts(kept, made):
+    assert set(kept) == {"fit", *made}
+    for name, rows in made.items():
+        assert _close(kept[name], rows), name
+
+
+def test_the_readme_holds_them(kept):
+    text = (EXPERIMENT / "README.md").read_text()
+    assert markdown.fill(text, kept) == text and text.count("\n| ") > 60
+    with pytest.raises(ValueError, match="0 places for the table 'constants'"):
+        markdown.fill("", kept)
+
+
+def test_the_package_has_the_fitted_constants(kept):
+    constants, machines = kept["fit"]["constants"], published.shipped()
+    nvlink, off, nodes = machines["nvlink"], machines["off"], machines["two nodes"]
+    shipped = {
+        **{name: getattr(nvlink, name) for name in ("flops_share", "bandwidth_share", "launch", "contention")},
+        "cache_speed": AUTHORS.cache_speed,
+        "latency": nvlink.link.latency,
+        "nvlink bandwidth": nvlink.link.bandwidth,
+        "off step": off.link.step,
+        "off bandwidth": off.link.bandwidth,
+        "network step": nodes.link.network.step,
+    }
+    assert shipped == {name: install.rounded(value) for name, value in constants.items()}
+    assert len(constants) - 1 == 9  # the network's is not among those of the 56 figures
+    assert off.link.latency == nvlink.link.latency
+    assert machine.load("b200-nvlink").link.bandwidth == 2 * nvlink.link.bandwidth
+
+
+def test_how_near_they_come(made):
+    found = made["published_summary"]
+    assert found["figures"] == 56
+    assert found["median_error"] < 0.04 and found["worst_error"] < 0.15
+    assert found["median_ratio_error"] < 0.05 and found["pairs_out_of_order"] == 0
+    for one in made["elsewhere_summary"].values():  # what was not fitted to
+        assert one["median_error"] < 0.06 and one["worst_error"] < 0.15
+
+
+def test_errors_are_computed_rightly():
+    from experiments.predict import evaluate
+
+    setting = lambda name: published.Setting("m", "off", 2, 1, name)
+    measured = {setting("standard"): 10.0, setting("ladder"): 12.0, setting("parallel"): 11.0}
+    predicted = {setting("standard"): 11.0, setting("ladder"): 11.0, setting("parallel"): 12.0}
+    found = evaluate.errors(measured, predicted.__getitem__)
+    assert found.each[setting("ladder")] == pytest.approx(-1 / 12)
+    assert found.ratios[setting("ladder")] == pytest.approx(1.0 - 1.2)
+    assert {pair[0].residual for pair in found.wrong} == {"ladder"} and len(found.wrong) == 2
+
+
+def _close(first, second):
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_close(first[key], second[key]) for key in first)
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(_close, first, second))
+    return first == pytest.approx(second, rel=1e-9) if isinstance(first, float) else first == second

@@ -1,0 +1,166 @@
+"""The timeline: its limits, and its order of events against the recurrence and the program."""
+
+import dataclasses
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ladder_jax import parallel, residual
+from ladder_jax.config import preset
+from ladder_jax.predict import work
+from ladder_jax.predict.implementation import AUTHORS, OURS
+from ladder_jax.predict.timeline import Work, play
+from tests.predict.asked import H100, JOINT, MANY, NOTHING, seconds, speed, with_link
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_link_without_time_is_no_communication(name):
+    fast = dataclasses.replace(H100, link=NOTHING)
+    found = speed(name, on=fast)
+    assert found.exposed_seconds == found.wire_seconds == 0
+    if name not in JOINT:
+        assert seconds(found) == pytest.approx(seconds(speed("no-communication", on=fast)), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_without_compute_everything_is_exposed(name):
+    idle = dataclasses.replace(H100, flops=1e60, bandwidth=1e60, launch=0.0)
+    found = speed(name, on=idle)
+    assert found.exposed_seconds == pytest.approx(found.wire_seconds, rel=1e-9)
+    assert seconds(found) == pytest.approx(found.wire_seconds, rel=1e-9) and found.step.hidden == 0
+
+
+@pytest.mark.parametrize("implementation", [OURS, AUTHORS], ids=lambda one: one.name)
+def test_on_one_device(implementation):
+    """All are equal but the parallel ones, which start other numbers of kernels."""
+    found = {name: speed(name, tensor=1, implementation=implementation) for name in MANY}
+    standard = seconds(found["standard"])
+    for name, one in found.items():
+        assert one.wire_seconds == 0 and one.exposed_seconds == pytest.approx(0, abs=1e-15)
+        assert (seconds(one) == standard) == (name not in JOINT)
+    # Launches, and what a kernel that is launched more or less moves, which is little.
+    started = {name: _kernels(name, implementation) for name in ("standard", *JOINT)}
+    for name in JOINT:
+        more, step = H100.launch * 6 * (started[name] - started["standard"]), found["standard"].step.seconds
+        assert found[name].step.seconds - step == pytest.approx(more, rel=0.02, abs=1e-3 * step)
+
+
+def _kernels(name, implementation):
+    """Of one layer of a decode step."""
+    config = preset("llama-3-8b", residual=name, num_layers=1)
+    ours = work.Model(config, 1, implementation)
+    block = work.decode_step(rows=4, prompt_length=1024, new_tokens=512, implementation=implementation)
+    shared = residual.of_model(config).shared_norm
+    (layer,) = residual.of_model(config).layers
+    return sum(kernel.launches for step in layer for kernel in ours.step(step.sublayers, block, shared_norm=shared))
+
+
+def uniform(name, *, lengths=(1.0, 1.0), all_reduce, layers=8, contention=0.0):
+    """Sublayers of given lengths, all of them busy."""
+    plan = itertools.chain.from_iterable(residual.topology(name, num_layers=layers).layers)
+    length = lambda step: Work(busy=sum(lengths[i] for i in step.sublayers), idle=0.0)
+    return play(plan, work=length, all_reduce=all_reduce, contention=contention)
+
+
+def test_what_a_delay_hides():
+    """One sublayer with delay 1; with delay k up to k of them, so that a short one may borrow from a long one."""
+    assert uniform("standard", all_reduce=1.0).exposed == 16
+    for delay in (1, 2, 3):
+        assert uniform(f"ladder-{delay}", all_reduce=1.0).exposed == 1  # the last has nothing to hide under
+    uneven = {delay: uniform(f"ladder-{delay}", lengths=(0.5, 1.5), all_reduce=1.0) for delay in (1, 2)}
+    # With delay 1 half of each MLP's all-reduce shows, as attention is too short for it; and the last one wholly.
+    assert uneven[1].exposed == 7 * 0.5 + 1 and uneven[2].exposed == 1
+    for all_reduce in (1.25, 4.0):  # the link is the bottleneck: no delay helps further
+        assert uniform("ladder-3", all_reduce=all_reduce).seconds == 1 + 16 * all_reduce
+    assert uniform("parallel-ladder", all_reduce=2.0).exposed == 2 < uniform("ladder", all_reduce=2.0).exposed
+
+
+def test_compute_slows_while_an_all_reduce_is_in_flight():
+    found = uniform("ladder", all_reduce=0.5, contention=0.25)
+    # 0.5 s in flight does the work of 0.4 s: each of the 15 sublayers that hide one takes 1.1 s.
+    assert found.seconds == pytest.approx(1 + 15 * 1.1 + 0.5)
+    assert uniform("standard", all_reduce=0.5, contention=0.25).exposed == 8
+    half = play(
+        residual.topology("ladder", num_layers=1).layers[0],
+        work=lambda step: Work(busy=0.5, idle=0.5),
+        all_reduce=0.5,
+        contention=0.5,
+    )
+    assert half.seconds == pytest.approx(1 + 1 + 0.5 * (1 - 1 / 1.25) + 0.5)  # only the busy half slows
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [("standard", None), ("ladder", None), ("ladder-2", None), ("ladder-5", None), ("ladder", "2"), ("ladder", "0,3")]
+    + [("ladder-3", "1,2,4"), ("ladder-fresh", "3")],
+)
+def test_events_follow_the_recurrence(name, which):
+    """Sublayer i reads x_{i-1-d_i}: it starts when the one before has ended and that sum is whole."""
+    topology = residual.topology(name, num_layers=6, ladder_layers=which)
+    rng = random.Random(0)
+    for _ in range(20):
+        lengths, wire = [rng.uniform(0.2, 2) for _ in topology.delays], rng.choice((0.1, 0.7, 1.3, 3))
+        ended, whole, free = [], [], 0.0
+        for index, (delay, length) in enumerate(zip(topology.delays, lengths)):
+            reads = index - 1 - delay
+            # A whole sum means that all before it are.
+            start = max(ended[-1] if ended else 0.0, whole[reads] if reads >= 0 else 0.0)
+            ended.append(start + length)
+            free = max(free, ended[-1]) + wire
+            whole.append(free)
+        order = iter(lengths)
+        steps = itertools.chain.from_iterable(topology.layers)
+        found = play(steps, work=lambda step: Work(next(order), 0.0), all_reduce=wire, contention=0.0)
+        assert found.seconds == pytest.approx(whole[-1])
+        assert [bar.stop for bar in found.bars if not bar.wire] == pytest.approx(ended)
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [(name, None) for name in MANY] + [("ladder", "2"), ("parallel-ladder", "0,2"), ("ladder-2", "1")],
+)
+def test_as_many_all_reduces_as_the_program_has(name, which):
+    topology = residual.topology(name, num_layers=4, ladder_layers=which)
+
+    def program(x):
+        state = residual.begin(x, topology=topology, axes=("tensor",))
+        for steps in topology.layers:
+            for step in steps:
+                state = step(state, (jnp.sin, jnp.cos), axes=("tensor",))
+        return residual.flush(state, axes=("tensor",))
+
+    out = P("tensor") if name == "no-communication" else P()
+    mesh = parallel.make_mesh(tensor=8)
+    traced = jax.make_jaxpr(jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=out))(jnp.ones((8, 2, 4)))
+    found = play(
+        itertools.chain.from_iterable(topology.layers),
+        work=lambda step: Work(1.0, 0.0),
+        all_reduce=0.5,
+        contention=0.0,
+    )
+    assert found.all_reduces == str(traced).count("psum")
+
+
+@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("shape", ["smollm2-135m", "llama-3-8b"])
+def test_monotonic(name, shape):
+    fixed = dict(shape=shape, tensor=3 if shape == "smollm2-135m" else 8)
+    grow = lambda values: [seconds(speed(name, on=one, **fixed)) for one in values]
+    for times in (
+        grow([with_link(latency=value) for value in (0, 1e-6, 1e-5, 3e-5, 1e-4, 1e-3)]),
+        grow([with_link(step=value) for value in (0, 1e-7, 1e-6, 1e-5)]),
+        grow([with_link(bandwidth=value) for value in (1e13, 1e12, 1e11, 1e10, 1e9)]),
+        grow([dataclasses.replace(H100, contention=value) for value in (0, 0.1, 0.5, 2)]),
+        grow([dataclasses.replace(H100, launch=value) for value in (0, 1e-6, 1e-5)]),
+        grow([dataclasses.replace(H100, bandwidth=value) for value in (8e12, 4e12, 1e12)]),
+        grow([dataclasses.replace(H100, flops=value) for value in (2e15, 1e15, 1e14)]),
+        [seconds(speed(name, rows=rows, **fixed)) for rows in (1, 2, 4, 16, 64, 256)],
+        [seconds(speed(name, prompt_length=length, **fixed)) for length in (1, 16, 512, 4096)],
+    ):
+        assert times == sorted(times) and times[0] < times[-1] * (1 + 1e-12)
+    throughput = [speed(name, rows=rows, **fixed).tokens_per_second for rows in (1, 4, 16, 64)]
+    assert throughput == sorted(throughput)
