@@ -1,9 +1,10 @@
 """What weights of 8 bits cost in held-out loss: one trained checkpoint, stored four ways, on the same text.
 
     python -m experiments.int8 runs/demo/ladder [--batches 32] [--out FILE]     # after `make demo`
+    python -m experiments.int8 CHECKPOINT --text FILE [--sequence 512]          # of a converted model, say
 
-The text is the held-out part of what the run was trained on. Differences are to the checkpoint in its own
-float32; their standard errors are over the batches, each of which every form scores.
+The text is the held-out part of what the run was trained on, or the first sequences of a file. Differences are to
+the checkpoint in float32; their standard errors are over the batches, each of which every form scores.
 """
 
 import argparse
@@ -31,13 +32,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a run's folder, or one checkpoint in it")
     parser.add_argument("--batches", type=int, default=32)
+    parser.add_argument("--text", metavar="FILE", help="score this, not the run's held-out text")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens of a batch of --text, which has one row")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).with_name("results.json"))
     args = parser.parse_args()
 
     saved = checkpoint.open_checkpoint(args.run)
-    recipe = dataclasses.replace(saved.config.train, evaluation_batches=args.batches)
-    _, held_out = batches.split(text.load(saved.config.data), config=saved.config.data)
-    blocks, rows = batches.held_out(held_out, config=recipe), []
+    blocks, rows = of_file(saved, args) if args.text else held_out(saved, args), []
     for name, dtype, quantize in FORMS:
         config = dataclasses.replace(saved.config.model, dtype=dtype, residual_dtype=dtype)
         losses, best, size = score(nn.define(config, mesh=parallel.make_mesh()), saved, quantize, blocks)
@@ -49,11 +50,25 @@ def main() -> None:
     plain = [
         {k: v if isinstance(v, (str, int)) else float(v) for k, v in row.items() if np.ndim(v) == 0} for row in rows
     ]
-    measure.report({"bytes_scored": rows[0]["best"].size, "batches": len(blocks), "rows": plain}, file=args.out)
+    measure.report({"tokens_scored": rows[0]["best"].size, "batches": len(blocks), "rows": plain}, file=args.out)
+
+
+def held_out(saved: checkpoint.Checkpoint, args: argparse.Namespace) -> list[np.ndarray]:
+    recipe = dataclasses.replace(saved.config.train, evaluation_batches=args.batches)
+    _, held_out = batches.split(text.load(saved.config.data), config=saved.config.data)
+    return batches.held_out(held_out, config=recipe)
+
+
+def of_file(saved: checkpoint.Checkpoint, args: argparse.Namespace) -> list[np.ndarray]:
+    """The file's first tokens, [1, sequence + 1] a batch."""
+    tokens = np.array(saved.tokenizer().encode(pathlib.Path(args.text).read_text(encoding="utf-8")), np.int32)
+    size = args.sequence + 1
+    count = min(args.batches, len(tokens) // size)
+    return list(tokens[: count * size].reshape(count, 1, size))
 
 
 def score(definition: nn.Definition, saved, quantize: Quantize, blocks: list) -> tuple[np.ndarray, np.ndarray, int]:
-    """Each batch's loss in nats a byte, the most probable byte at every position, and the bytes of the weights."""
+    """Each batch's loss in nats a token, the most probable token at every position, and the bytes of the weights."""
     layout, form = definition.layout, dict(loop=Loop.SCAN, quantize=quantize)
     params = weights.prepare(definition, saved.params(definition), **form)
 
@@ -66,10 +81,12 @@ def score(definition: nn.Definition, saved, quantize: Quantize, blocks: list) ->
     dims = dict(in_dims=(weights.dims(definition, **form), "BT"), out_dims=("BT", "BTV"))
     ranked = parallel.over_ranks(local, layout=layout, **dims)
     step = jax.jit(parallel.on_mesh(ranked, layout=layout, **dims))
-    found = [step(params, block) for block in blocks]
-    losses = np.array([np.asarray(loss).mean() for loss, _ in found])
-    best = np.stack([np.asarray(logits).argmax(-1) for _, logits in found])
-    return losses, best, sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    losses, best = [], []
+    for block in blocks:  # one after the other: a large vocabulary's logits are large
+        loss, logits = step(params, block)
+        losses.append(np.asarray(loss).mean())
+        best.append(np.asarray(logits).argmax(-1))
+    return np.array(losses), np.stack(best), sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 if __name__ == "__main__":
