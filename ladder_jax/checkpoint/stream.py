@@ -5,10 +5,11 @@ a zarr of its own in one OCDBT database, cut into chunks of a layer's part, so t
 themselves. What tells Orbax of them, `_METADATA`, is written last.
 """
 
+import concurrent.futures
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -24,14 +25,29 @@ class Stream:
 
     arrays: shape and dtype of every array by its name, those of all layers stacked [L, ...].
     `folder` must not exist yet. Errors of the disk are tensorstore's ValueErrors and OSErrors.
+
+    Use it in a `with`: what touches the disk runs in a thread, where no signal's exception can interrupt it, and at
+    the end of the block all of that is over. A write that went on would make the folder again behind the back of
+    whoever removes it.
     """
 
     def __init__(self, folder: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]):
-        folder.mkdir(parents=True)
-        self.folder, self.arrays = folder, dict(arrays)
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-        self._stores = {name: self._open(name, array) for name, array in arrays.items()}
-        self._digests: dict[tuple[str, int | None, int], bytes] = {}
+        self._disk = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ladder_jax stream")
+        self._on_disk(lambda: None)  # the thread is there, and known, before there is anything to wait for
+        try:
+            folder.mkdir(parents=True)
+            self.folder, self.arrays = folder, dict(arrays)
+            self._digests: dict[tuple[str, int | None, int], bytes] = {}
+            self._open_all()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._disk.shutdown(wait=True, cancel_futures=True)
 
     def put(self, name: str, values: np.ndarray, *, layer: int | None = None) -> None:
         """Write an array, or its part of one layer. Returns when it is written."""
@@ -40,12 +56,12 @@ class Stream:
             raise ValueError(f"{name} is {values.shape}, not {tuple(target.shape)}")
         for start, stop in _pieces(values.shape, self.arrays[name].dtype.itemsize):
             piece = np.ascontiguousarray(values[start:stop], self.arrays[name].dtype)
-            _ended(target[start:stop].write(piece))
+            self._on_disk(lambda: target[start:stop].write(piece).result())
             self._digests[name, layer, start] = _digest(piece)
 
     def get(self, name: str, *, layer: int | None = None) -> np.ndarray:
         """What is stored, as it is now on the disk."""
-        return self._part(name, layer).read().result()
+        return self._on_disk(lambda: self._part(name, layer).read().result())
 
     @property
     def count(self) -> int:
@@ -61,16 +77,23 @@ class Stream:
 
     def differences(self) -> Iterator[str | None]:
         """Reads everything back, piece by piece: for each None, or where what is stored is not what was put."""
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-        self._stores = {name: self._open(name, array) for name, array in self.arrays.items()}
+        self._open_all()
         for (name, layer, start), digest in self._digests.items():
             target = self._part(name, layer)
             (stop,) = (b for a, b in _pieces(target.shape, self.arrays[name].dtype.itemsize) if a == start)
-            stored = _digest(np.ascontiguousarray(target[start:stop].read().result()))
+            stored = _digest(np.ascontiguousarray(self._on_disk(lambda: target[start:stop].read().result())))
             yield None if stored == digest else name if layer is None else f"{name} of layer {layer}"
 
     def _part(self, name: str, layer: int | None) -> tensorstore.TensorStore:
         return self._stores[name] if layer is None else self._stores[name][layer]
+
+    def _on_disk[T](self, work: Callable[[], T]) -> T:
+        return self._disk.submit(work).result()
+
+    def _open_all(self) -> None:
+        """With an empty cache: what is read was on the disk."""
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._stores = {name: self._on_disk(lambda: self._open(name, array)) for name, array in self.arrays.items()}
 
     def _open(self, name: str, array: jax.ShapeDtypeStruct) -> tensorstore.TensorStore:
         stacked = name.startswith("layers/")
@@ -84,18 +107,7 @@ class Stream:
             "metadata": {"chunks": list(chunks), "compressor": {"id": "zstd", "level": 1}},
         }
         settings = dict(shape=array.shape, dtype=tensorstore.dtype(array.dtype), context=self._context)
-        return _ended(tensorstore.open(spec, open=True, create=True, **settings))
-
-
-def _ended(future: tensorstore.Future):
-    """Its result. Where a signal's exception interrupts the wait, the work is over all the same when this raises: a
-    write that went on would make the folder again behind the back of whoever removes it.
-    """
-    try:
-        return future.result()
-    except BaseException:
-        future.exception()
-        raise
+        return tensorstore.open(spec, open=True, create=True, **settings).result()
 
 
 def _step(shape: tuple[int, ...], itemsize: int) -> int:

@@ -50,13 +50,13 @@ def write(source: Source, folder: pathlib.Path, *, definition: nn.Definition, pl
     write_tokenizer(source, folder / tokenizers.FOLDER)
     checkpoint = folder / "checkpoints" / str(STEP)
     try:
-        stream = Stream(checkpoint / "params", shapes(source))
-        with progress(len(source.arrays), label="written {done}/{total} arrays") as update:
-            for done, (key, array) in enumerate(_in_order(source), start=1):
-                stream.put(key.name, array.read(), layer=key.layer)
-                update(done, "")
-        stream.finish()
-        _compare(stream, place=place)
+        with Stream(checkpoint / "params", shapes(source)) as stream:
+            with progress(len(source.arrays), label="written {done}/{total} arrays") as update:
+                for done, (key, array) in enumerate(_in_order(source), start=1):
+                    stream.put(key.name, array.read(), layer=key.layer)
+                    update(done, "")
+            stream.finish()
+            _compare(stream, place=place)
         _describe(checkpoint, config=_config(source, definition, place=place))
         manifest.write(checkpoint)
         stored = saved.ocp.PyTreeCheckpointHandler().metadata(checkpoint / "params").tree
