@@ -21,7 +21,8 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import cache
 
 ROOT = pathlib.Path(exposed.__file__).parent.parent.parent
-SMALL = "--dense tiny --split tiny --share 4 --batch 1 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1 --layers 1".split()
+SMALL = "--dense tiny --split tiny --share 4 --batch 1 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1"
+SMALL = [*SMALL.split(), "--layers", "1"]
 
 
 def program(name):

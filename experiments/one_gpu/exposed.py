@@ -40,7 +40,7 @@ def main() -> None:
 def rows(request: Request) -> list[dict]:
     """A row a batch and residual. Without the wire is measured before and after, so that drift shows."""
     mesh = parallel.make_mesh()
-    once = lambda: measure.measure(request, mesh=mesh, advance=lambda what: None).samples
+    once = lambda: measure.samples(request, mesh=mesh)
     before = once()
     with host_wire():
         wired = once()

@@ -46,33 +46,49 @@ class Measured:
 
 def measure(request: Request, *, mesh: Mesh, advance: Callable[[str], None]) -> Measured:
     """`advance(what)` is called before each of `steps`. Raises UserError for what the memory does not hold."""
-    definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
-    device, all_of_them = mesh.devices.flat[0], list(definitions.values())
-    room = memory.room(device, devices=mesh.size)
-    largest = dict(rows=max(request.batches), capacity=_capacity(request))
-    parts = {"weights": work.weight_bytes(all_of_them), "cache": work.cache_bytes(all_of_them[0], **largest)}
-    memory.check(parts, room=room, what=f"{request.model} at batch {largest['rows']}", instead=INSTEAD)
-
+    definitions, room = _checked(request, mesh=mesh)
+    device, dtype = mesh.devices.flat[0], request.config(request.residuals[0]).dtype.value
     advance("the device's own limits")
-    dtype = all_of_them[0].config.dtype.value
     ceilings = roofline.copy_bandwidth(device, room=room), roofline.matmul_peak(device, dtype=dtype)
+    return Measured(*ceilings, _samples(request, definitions, room=room, advance=advance))
+
+
+def samples(request: Request, *, mesh: Mesh) -> tuple[Samples, ...]:
+    """`measure` without the device's own limits."""
+    definitions, room = _checked(request, mesh=mesh)
+    return _samples(request, definitions, room=room, advance=lambda what: None)
+
+
+def _checked(request: Request, *, mesh: Mesh) -> tuple[dict[str, Definition], int | None]:
+    """What is to be measured by residual, and the bytes that a device has, which suffice as far as is known."""
+    definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
+    room = memory.room(mesh.devices.flat[0], devices=mesh.size)
+    one, rows = definitions[request.residuals[0]], max(request.batches)
+    cache_bytes = work.cache_bytes(one, rows=rows, capacity=_capacity(request))
+    parts = {"weights": work.weight_bytes(definitions.values()), "cache": cache_bytes}
+    memory.check(parts, room=room, what=f"{request.model} at batch {rows}", instead=INSTEAD)
+    return definitions, room
+
+
+def _samples(
+    request: Request, definitions: dict[str, Definition], *, room: int | None, advance: Callable[[str], None]
+) -> tuple[Samples, ...]:
     try:
-        params = dict(zip(request.residuals, programs.random_weights(all_of_them)))
+        params = dict(zip(definitions, programs.random_weights(list(definitions.values()))))
         run = {}
         for batch in sorted(request.batches, reverse=True):  # what does not fit is refused first, and before timing
             for name, definition in definitions.items():
                 advance(f"batch {batch}: compiling {name}")
                 run[batch, name] = _generation(request, definition, params[name], batch=batch, room=room)
-        samples = [
+        return tuple(
             one
             for batch in request.batches
             for one in _batch(request, definitions, {name: run[batch, name] for name in definitions}, batch, advance)
-        ]
+        )
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(f"the device runs out of memory: {str(error).splitlines()[0][:200]}") from None
-    return Measured(*ceilings, tuple(samples))
 
 
 def steps(request: Request) -> int:
