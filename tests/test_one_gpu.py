@@ -78,7 +78,8 @@ def test_a_run_goes_on_where_it_stood(tmp_path):
     first = run("--parts", "share", "torch", "--torch-python", "false", out=out)
     assert first.returncode == 1 and first.stderr.endswith("not measured, for the reasons above: torch\n")
     kept = out.read_text()
-    assert run("--parts", "share", "wire-no-graphs", out=out).returncode == 0
+    second = run("--parts", "share", "wire-no-graphs", out=out)
+    assert second.returncode == 0 and f"share: stands in {out}" in second.stderr
     found = json.loads(out.read_text())
     assert found["share"] == json.loads(kept)["share"] and found["share"]["share"] == 4
     wire = found["wire-no-graphs"]
@@ -87,7 +88,9 @@ def test_a_run_goes_on_where_it_stood(tmp_path):
     )
     assert wire["xla_flags"].endswith("--xla_gpu_enable_command_buffer=")
     assert [row["residual"] for row in wire["rows"]] == ["standard", "ladder", "parallel"]
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    other = run("--parts", "share", "--repeats", "0", out=out)  # other settings are measured, here in vain
+    assert other.returncode == 1 and "--repeats must be positive" in other.stderr
+    assert json.loads(out.read_text()) == found and [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 @pytest.mark.hf

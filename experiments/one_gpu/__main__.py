@@ -37,16 +37,17 @@ def main() -> int:
 
     results, failed = json.loads(args.out.read_text()) if args.out.exists() else {}, []
     for part in args.parts:
-        if part in results and not args.again:
+        python, *words = command(part, args)
+        flags = NO_GRAPHS if part == "wire-no-graphs" else ""
+        told = f"{flags and f'XLA_FLAGS={flags} '}python {' '.join(words)}"
+        if results.get(part, {}).get("command") == told and not args.again:  # of other settings is another result
             print(f"{part}: stands in {args.out}", file=sys.stderr)
             continue
-        python, *words = command(part, args)
-        print(f"{part}: python {' '.join(words)}", file=sys.stderr)
-        flags = NO_GRAPHS if part == "wire-no-graphs" else ""
+        print(f"{part}: {told}", file=sys.stderr)
         if (found := measured([python, *words], flags=flags)) is None:
             failed.append(part)
             continue
-        results[part] = {**found, "command": f"{flags and f'XLA_FLAGS={flags} '}python {' '.join(words)}"}
+        results[part] = {**found, "command": told}
         files.write_atomically(
             args.out, lambda path: pathlib.Path(path).write_text(json.dumps(results, indent=1) + "\n")
         )

@@ -59,8 +59,6 @@ layers on their way from standard to ladder.
 """
 
 from ladder_jax.residual.launch import REDUCED as REDUCED
-from ladder_jax.residual.launch import reduced as reduced
-from ladder_jax.residual.launch import tie_forward as tie_forward
 from ladder_jax.residual.state import State as State
 from ladder_jax.residual.state import Sublayer as Sublayer
 from ladder_jax.residual.state import add as add
