@@ -124,7 +124,7 @@ def _update(plan: Plan, *, config: TrainConfig) -> Update:
         updates, moments = adamw.update(grads, state.optimizer, state.params)
         rate = schedule(state.step)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-        metrics = {"loss": loss, **terms, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
+        metrics = {"loss": loss, **terms, "gradient_norm": optimizer.norm(grads), "learning_rate": rate}
         if late:
             metrics["turned"] = jnp.mean(late[nn.LATE])
         return dataclasses.replace(state, params=params, optimizer=moments, step=state.step + 1), metrics
