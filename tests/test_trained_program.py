@@ -1,19 +1,19 @@
-"""What `ladder-jax overlap --phase train` and `plan` compile is what `ladder-jax train` runs: their StableHLO, equal."""
+"""What `ladder-jax overlap --phase train` and `plan` compile is what `ladder-jax train` runs: equal StableHLO."""
 
 import hashlib
 import json
 
 import pytest
 
-from ladder_jax import cli
+from ladder_jax import cli, config
 from ladder_jax.config import Loop, Phase, Remat
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import worker
 from ladder_jax.parallel import Compiled
 from ladder_jax.plan import worker as planner
-from ladder_jax.schedule import targets
 
 ROWS, LENGTH = 4, 32
+ALWAYS = ["model.residual=ladder", f"train.sequence={LENGTH}"]
 
 
 class Lowered(Exception):
@@ -49,8 +49,8 @@ def audited(tmp_path, **settings):
 def trained(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("a line of a book\n" * 500)
-    always = ["model.residual=ladder", f"data.path={book}", f"train.sequence={LENGTH}", f"run.dir={tmp_path / 'run'}"]
-    return lambda *overrides: cli.main(["train", "tiny", *always, *overrides])
+    where = [f"data.path={book}", f"run.dir={tmp_path / 'run'}"]
+    return lambda *overrides: cli.main(["train", "tiny", *ALWAYS, *where, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,11 @@ def trained(tmp_path):
 )  # fmt: skip
 def test_the_audited_step_is_the_one_that_runs(asked, overrides, lowered, trained, tmp_path):
     assert lowered(worker.main, *audited(tmp_path, **asked)) == lowered(trained, *overrides)
+
+
+def test_the_planned_step_is_the_one_that_runs(lowered, trained, tmp_path):
+    overrides = ["mesh.data=2", "mesh.tensor=4", f"train.batch={ROWS}", "train.remat=full", "train.accumulate=2"]
+    asked = config.to_dict(config.load("tiny", overrides=[*ALWAYS, *overrides]))
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps({"target": "cpu:8", **{name: asked[name] for name in ("model", "mesh", "train")}}))
+    assert lowered(planner.main, str(file), str(tmp_path / "found")) == lowered(trained, *overrides)
