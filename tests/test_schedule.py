@@ -1,6 +1,9 @@
 """The schedule's reader against what real compilers wrote (tests/hlo), and against its own possible mistakes."""
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -494,3 +497,28 @@ def test_a_token_loop_counts_one_token():
     program, unnamed = hlo.parse(text), hlo.parse(text.replace(TOKEN_LOOP, "loop"))
     assert schedule.audit(text.replace(TOKEN_LOOP, "loop")).all_reduces == 35
     assert traffic.bytes_moved(unnamed) > 5 * traffic.bytes_moved(program)
+
+
+NAMED = """
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from ladder_jax import parallel, schedule
+
+mesh = parallel.make_mesh(tensor=2)
+for scope in ("one", "another"):
+    def local(x, scope=scope):
+        with jax.named_scope(scope):
+            return parallel.all_reduce(x, ("tensor",))
+
+    meshed = jax.shard_map(local, mesh=mesh, in_specs=P("tensor"), out_specs=P())
+    (only,) = schedule.audit(meshed, jax.ShapeDtypeStruct((64,), jnp.float32)).reductions
+    assert f"/{scope}/" in only.collective.op_name, only
+"""
+
+
+def test_names_are_the_program_s_own(tmp_path):
+    """And not those of the same operations in other scopes, compiled and kept before."""
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    kept["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    done = subprocess.run([sys.executable, "-c", NAMED], env={**os.environ, **kept}, capture_output=True, text=True)
+    assert done.returncode == 0 and os.listdir(tmp_path), done.stderr

@@ -7,6 +7,7 @@ import jax
 
 from ladder_jax import parallel
 from ladder_jax.schedule import hlo, judge
+from ladder_jax.schedule.named import own_names
 from ladder_jax.schedule.report import Report, Status
 
 
@@ -51,9 +52,10 @@ def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings:
 def _compiled(program: Any, args: tuple) -> jax.stages.Compiled:
     if isinstance(program, jax.stages.Compiled):
         return program
-    if isinstance(program, jax.stages.Lowered):
-        return program.compile()
-    if isinstance(program, parallel.Compiled):
-        return program.compile(*args)
-    jitted = program if hasattr(program, "lower") else jax.jit(program)
-    return jitted.lower(*args).compile()
+    with own_names():
+        if isinstance(program, jax.stages.Lowered):
+            return program.compile()
+        if isinstance(program, parallel.Compiled):
+            return program.compile(*args)
+        jitted = program if hasattr(program, "lower") else jax.jit(program)
+        return jitted.lower(*args).compile()
