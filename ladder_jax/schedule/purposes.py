@@ -34,8 +34,8 @@ WORDS = {  # the first that is found: log-probabilities are cross-entropies, too
 
 
 def purpose(collective: Collective) -> str:
-    """Several, with commas, where the compiler joined them: it writes their names as `(a:b)`."""
-    found = [_words(part) for part in collective.op_name.split(":")]
+    """Several, with commas, where the compiler joined them: it writes their names as `(a:b)`, or keeps the first."""
+    found = [_words(part) for part in (*collective.op_name.split(":"), *collective.joined)]
     if named := [words for words in dict.fromkeys(found) if words]:
         return ", ".join(named)
     if "transpose(" in collective.op_name and collective.kind == "all-reduce":
