@@ -11,15 +11,15 @@ from ladder_jax.config import DecodeConfig, Launch, Loop
 from ladder_jax.decode import generate, sampling, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import explicit
-from tests import cases
+from tests import cases, covering
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 NEW = 3
+MESHES = ((2, 4), (1, 8), (1, 1))  # data x tensor
+CASES = covering.rows(cases.TOPOLOGIES, MESHES, Loop, pairs=[(0, 1), (0, 2), (1, 2)])
 
 
-@pytest.mark.parametrize("loop", Loop)
-@pytest.mark.parametrize("mesh", [(2, 4), (1, 8), (1, 1)], ids=str)
-@pytest.mark.parametrize("name", cases.TOPOLOGIES)
+@pytest.mark.parametrize("name, mesh, loop", CASES)
 def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
     """Token by token, with prompts of different lengths in one batch and rubbish beyond their ends."""
     if mesh == (1, 1) and loop is Loop.SCAN and name not in cases.DEPEND_ON_RANKS:

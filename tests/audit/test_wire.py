@@ -9,7 +9,7 @@ import pytest
 
 from ladder_jax.schedule import hlo, targets
 
-pytestmark = pytest.mark.audit
+pytestmark = [pytest.mark.audit, pytest.mark.full]
 
 LAYERS = 4
 PROGRAM = """
