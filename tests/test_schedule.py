@@ -1,15 +1,19 @@
 """The schedule's reader against what real compilers wrote (tests/hlo), and against its own possible mistakes."""
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ladder_jax import parallel, schedule
+from ladder_jax import parallel, residual, schedule
 from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
+from ladder_jax.parallel.collectives import TOKEN_LOOP
 from ladder_jax.schedule import collectives, cost, groups, hlo, judge, targets, timeline, traffic
 from ladder_jax.schedule.hardware import HARDWARE
 from ladder_jax.schedule.report import Status
@@ -418,3 +422,103 @@ def test_meshes_of_targets():
         targets._hosts(12)
     assert [targets._hosts(n) for n in (1, 4, 8, 16)] == ["1x1x1", "1x1x4", "1x1x8", "1x2x8"]
     assert [targets.parse(name).count for name in ("tpu7x:2x2x1", "v5p:4x4x4", "h100:8")] == [8, 64, 8]
+
+
+def test_gradients_of_norm_gains_are_others():
+    """A user's gradient step: the gains' gradients are one message of the compiler's, and no barrier is missing."""
+    layers, d, ff = 3, 16, 64
+    topology = residual.topology("ladder", num_layers=layers)
+
+    def forward(params, x):
+        state, index = residual.begin(x, topology=topology, axes=("tensor",)), 0
+        for steps in topology.layers:
+            for step in steps:
+                gain, w_in, w_out = (params[name][index] for name in ("gain", "in", "out"))
+                sublayer = lambda x: jax.nn.relu((x * gain[None, None]) @ w_in) @ w_out
+                state, index = step(state, (sublayer, sublayer), axes=("tensor",)), index + 1
+        return jnp.sum(residual.flush(state, axes=("tensor",)) ** 2)
+
+    mesh = parallel.make_mesh(tensor=8)
+    specs = {"gain": P(), "in": P(None, None, "tensor"), "out": P(None, "tensor")}
+    shapes = {"gain": (2 * layers, d), "in": (2 * layers, d, ff), "out": (2 * layers, ff, d)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    step = jax.shard_map(jax.grad(forward), mesh=mesh, in_specs=(specs, P()), out_specs=specs)
+    found = schedule.audit(jax.jit(step), params, jax.ShapeDtypeStruct((2, 8, d), jnp.float32))
+    assert found.merged == 0 and {r.collective.bytes for r in found.reductions} == {2 * 8 * d * 4}
+    assert {one.purpose for one in found.others} == {"gradients of norm gains and other replicated weights"}
+
+
+def named(op_name, *, axes):
+    return (
+        WINDOW.replace("BETWEEN", MATMUL)
+        .replace("{'tensor'}, to_apply=%add", '{AXES}, to_apply=%add, metadata={op_name="NAME"}')
+        .replace("mesh['tensor'=8] {AXES}", f"mesh['fsdp'=2,'tensor'=4] {{{axes}}}")
+        .replace("NAME", op_name)
+    )
+
+
+@pytest.mark.parametrize(
+    "op_name, axes, purpose",
+    [
+        ("jit(f)/choose_token/pmax", "'tensor'", "choice of the token"),
+        ("jit(f)/token_logprobs/cross_entropy/psum", "'tensor'", "log-probabilities"),
+        ("jit(f)/jvp(embedding_lookup)/psum", "'tensor'", "embedding"),
+        ("jit(f)/(jvp(cross_entropy)/psum:shared_gradients/psum)", "'tensor'",
+         "loss, gradients of norm gains and other replicated weights"),
+        ("jit(f)/transpose(jvp())/psum", "'fsdp'", "data-parallel gradients"),
+        ("jit(f)/psum", "'tensor'", "other: jit(f)/psum"),
+    ],
+)  # fmt: skip
+def test_purposes(op_name, axes, purpose):
+    """Judged by the same rule as the sublayers', whose FLOPs are given: one matmul of two is in the window."""
+    found = judge.read(hlo.parse(named(op_name, axes=axes)), sublayer_flops={"attention": 2 * 512 * 2048 * 2048 * 2})
+    (other,) = found.others
+    assert (other.purpose, other.count, found.other_hidden, found.all_reduces) == (purpose, 1, 1, 0)
+
+
+def test_a_token_loop_counts_one_token():
+    """And the loops over layers in it, all their turns."""
+    mesh = parallel.make_mesh(tensor=8)
+
+    def local(x, w):
+        def layer(x, w):
+            return parallel.all_reduce(jnp.tanh(x) @ w, ("tensor",)), None
+
+        def token(x, _):
+            return jax.lax.scan(layer, x, w)[0] + 1, None
+
+        with jax.named_scope(TOKEN_LOOP):
+            return jax.lax.scan(token, x, length=7)[0]
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, None, None)), out_specs=P(), check_vma=False)
+    shapes = jax.ShapeDtypeStruct((4, 64), jnp.float32), jax.ShapeDtypeStruct((5, 64, 64), jnp.float32)
+    text = jax.jit(step).lower(*shapes).compile().as_text()
+    assert schedule.audit(text).all_reduces == 5
+    program, unnamed = hlo.parse(text), hlo.parse(text.replace(TOKEN_LOOP, "loop"))
+    assert schedule.audit(text.replace(TOKEN_LOOP, "loop")).all_reduces == 35
+    assert traffic.bytes_moved(unnamed) > 5 * traffic.bytes_moved(program)
+
+
+NAMED = """
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from ladder_jax import parallel, schedule
+
+mesh = parallel.make_mesh(tensor=2)
+for scope in ("one", "another"):
+    def local(x, scope=scope):
+        with jax.named_scope(scope):
+            return parallel.all_reduce(x, ("tensor",))
+
+    meshed = jax.shard_map(local, mesh=mesh, in_specs=P("tensor"), out_specs=P())
+    (only,) = schedule.audit(meshed, jax.ShapeDtypeStruct((64,), jnp.float32)).reductions
+    assert f"/{scope}/" in only.collective.op_name, only
+"""
+
+
+def test_names_are_the_program_s_own(tmp_path):
+    """And not those of the same operations in other scopes, compiled and kept before."""
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    kept["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    done = subprocess.run([sys.executable, "-c", NAMED], env={**os.environ, **kept}, capture_output=True, text=True)
+    assert done.returncode == 0 and os.listdir(tmp_path), done.stderr

@@ -1,6 +1,6 @@
 """How much of the communication is hidden: every target, phase and loop; Ladder, Standard and none at all.
 
-    python -m experiments.overlap
+    python -m experiments.overlap             # writes results.json and the README's table; --table: the table alone
 
 Compiles ahead of time (jax[tpu] and the CUDA plugin, no accelerator), two programs at once; what was
 compiled before is read from the cache, so an interrupted run goes on where it stood. Programs have 4
@@ -12,7 +12,9 @@ import concurrent.futures
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
 
+from experiments import readme
 from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import compile as compiling
@@ -31,18 +33,26 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument("--phases", nargs="+", default=[phase.value for phase in Phase])
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
+    parser.add_argument("--table", action="store_true", help="compile nothing: make the table of what there is")
     args = parser.parse_args()
+    if not args.table:
+        compile_all(args.targets, args.phases, args.out)
+    found = table(json.loads(args.out.read_text())["rows"])
+    print(found)
+    if args.out == HERE / "results.json":
+        readme.write(HERE, {"programs": found})
 
+
+def compile_all(names: Sequence[str], phases: Sequence[str], out: pathlib.Path) -> None:
     asked = [
         requests.make(target=target, model="llama-3-70b", residual="ladder", phase=Phase(phase), loop=loop, layers=4)
-        for phase in args.phases
+        for phase in phases
         for loop in Loop
-        for target in args.targets
+        for target in names
     ]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        rows = [row for row in pool.map(measure, asked)]
-    args.out.write_text(json.dumps({"model": "llama-3-70b", "layers": 4, "tensor": 8, "rows": rows}, indent=1) + "\n")
-    print(table(rows))
+        rows = list(pool.map(measure, asked))
+    out.write_text(json.dumps({"model": "llama-3-70b", "layers": 4, "tensor": 8, "rows": rows}, indent=1) + "\n")
 
 
 def measure(request: Request) -> dict:
@@ -56,14 +66,18 @@ def measure(request: Request) -> dict:
             found[residual] = result.read(one, compiling.compiled(one, until=until))
         except UserError as error:
             return {"target": request.target.name, "phase": request.phase.value, "error": str(error)}
-    counts = {name: found["ladder"].as_dict()[name] for name in KEYS}
+    ladder = found["ladder"].as_dict()
+    counts = {name: ladder[name] for name in KEYS}
+    others = {one["for"]: 0 for one in ladder["other_collectives"]}
+    for one in ladder["other_collectives"]:
+        others[one["for"]] += one["count"]
     cycles = {name: answer.report.step_cycles for name, answer in found.items()}
     standard = {f"standard_{name}": found["standard"].as_dict()[name] for name in ("all_reduces", "hidden")}
-    return {**counts, **standard, "cycles": cycles}
+    return {**counts, "others": others, **standard, "cycles": cycles}
 
 
 KEYS = (
-    "target phase loop all_reduces asynchronous hidden merged window_flops_fraction hidden_time_fraction"
+    "target phase loop all_reduces asynchronous hidden merged other_hidden window_flops_fraction hidden_time_fraction"
     " bytes_per_device compiler jax compiler_options notices"
 ).split()
 
@@ -71,13 +85,13 @@ KEYS = (
 def table(rows: list[dict]) -> str:
     """Markdown, a row a program."""
     lines = [
-        "| target | phase, loop | hidden | least, median window | hidden time | Standard hides"
+        "| target | phase, loop | hidden | least, median window | hidden time | others hidden | Standard hides"
         " | cycles over Standard | over none |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if "error" in row:
-            lines.append(f"| {row['target']} | {row['phase']} | {row['error']} | | | | | |")
+            lines.append(f"| {row['target']} | {row['phase']} | {row['error']} | | | | | | |")
             continue
         window, cycles = row["window_flops_fraction"], row["cycles"]
         share = row["hidden_time_fraction"]
@@ -88,6 +102,7 @@ def table(rows: list[dict]) -> str:
             f"{row['hidden']} of {row['all_reduces']}",
             f"{window['least']:.2f}, {window['median']:.2f}" if window else "-",
             f"{share:.0%}" if share is not None else "-",
+            f"{row['other_hidden']} of {sum(row['others'].values())}",
             f"{row['standard_hidden']} of {row['standard_all_reduces']}",
             ratio("standard"),
             ratio("no-communication"),

@@ -2,13 +2,14 @@
 
     nice python -m experiments.plan [--only N] [--out FILE]      # minutes a program; what was compiled is kept
 
-Prints the table of the README.
+Writes results.json and the README's table.
 """
 
 import argparse
 import json
 import pathlib
 
+from experiments import readme
 from ladder_jax.config import MeshConfig, Remat
 from ladder_jax.plan import confirm, memory, request
 from ladder_jax.plan.candidate import Candidate
@@ -25,26 +26,30 @@ CASES = (
     STEP | dict(layers=4, remat="save-matmuls", sequence_parallel=True),
     STEP | dict(layers=4, remat="full", sequence_parallel=False, accumulate=1, tokens=131_072),
 )
+HERE = pathlib.Path(__file__).parent
 ASKED = "model target tokens sequence layers".split()  # of a case, what is the request's
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, help="so many cases, the first ones")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).with_name("results.json"))
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     parser.add_argument("--table", action="store_true", help="compile nothing: print the table of what there is")
     args = parser.parse_args()
     rows = json.loads(args.out.read_text())["rows"] if args.table else [measured(case) for case in CASES[: args.only]]
     if not args.table:
         args.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    print(table(rows))
+    found = table(rows)
+    print(found)
+    if args.out.parent == HERE and args.only is None:
+        readme.write(HERE, {"memory": found})
 
 
 def measured(case: dict) -> dict:
     one, asked = of(case)
     found = confirm.confirm(one, request=asked)
     sizes = {"bytes_per_device": found.device, "host_bytes": found.host, "temporary_bytes": found.temporaries}
-    return {**case, "mesh": list(case["mesh"]), **sizes, "program": "guarded_step", "jax": found.jax,
+    return {**case, "mesh": list(case["mesh"]), **sizes, "jax": found.jax,
             "compiler": found.compiler, "refusal": found.refusal}  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """The README's tables, from results.json and compiled.json."""
 
 import json
-import re
 import statistics
 
+from experiments import readme
 from experiments.predict.published import HERE
 from experiments.predict.tables import left_out_summary
 
@@ -25,12 +25,7 @@ def sections(results: dict) -> dict[str, str]:
 
 def fill(text: str, results: dict) -> str:
     """`text` with each table between `<!-- table: NAME -->` and `<!-- end -->` made anew."""
-    for name, table in sections(results).items():
-        block = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end -->)", re.S)
-        text, count = block.subn(lambda found: f"{found[1]}\n{table}\n{found[2]}", text)
-        if count != 1:
-            raise ValueError(f"the README has {count} places for the table {name!r}")
-    return text
+    return readme.fill(text, sections(results))
 
 
 def _table(head: str, rows: list[list[str]]) -> str:

@@ -2,10 +2,10 @@
 
 import json
 import pathlib
-import re
 
 from experiments.pretrain import figures, plan
 from experiments.pretrain.figures import against, loss_at, losses, runs, speedup
+from experiments.readme import fill
 from ladder_jax import files
 from ladder_jax.errors import UserError
 
@@ -43,16 +43,6 @@ def sections(results: dict, *, meshes: list[dict]) -> dict[str, str]:
         "gradients": _gradients(results),
     }
     return {name: text for name, text in found.items() if text}
-
-
-def fill(text: str, tables: dict[str, str]) -> str:
-    """`text` with each table between `<!-- table: NAME -->` and `<!-- end -->` made anew."""
-    for name, table in tables.items():
-        block = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end -->)", re.S)
-        text, count = block.subn(lambda found: f"{found[1]}\n{table}\n{found[2]}", text)
-        if count != 1:
-            raise ValueError(f"the README has {count} places for the table {name!r}")
-    return text
 
 
 def table(head: str, rows: list[list[str]]) -> str:

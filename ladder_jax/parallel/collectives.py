@@ -17,6 +17,12 @@ LAUNCH, ENTER, PREVIOUS, FOLLOWING = "launch_sublayer_output", "enter_sublayer_i
 # And the two of parameters that are split over the fsdp axis (see fsdp.py).
 GATHER, SCATTER = "gather_weights", "scatter_gradients"
 
+# The other places, by what they communicate for: schedule/purposes.py has the words. TOKEN_LOOP is around the loop over
+# new tokens, so that a program of several is counted a token.
+EMBEDDING, HEAD, LOSS, DIVERGENCE = "embedding_lookup", "head_input", "cross_entropy", "divergence"
+SHARED_GRADIENTS, DATA_GRADIENTS, GRADIENT_NORM = "shared_gradients", "data_parallel_gradients", "gradient_norm"
+CHOICE, LOGPROBS, TOKEN_LOOP = "choose_token", "token_logprobs", "token_loop"
+
 
 def varying(x: jax.Array) -> frozenset[str]:
     """The mesh axes over which `x` may differ, by its type."""
