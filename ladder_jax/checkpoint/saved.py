@@ -78,24 +78,30 @@ class Checkpoint:
         return dataclasses.replace(self, compared=self.listed)
 
     def _restore(self, item: str, like: Any) -> Any:
-        folder = self.path / item
-        if self.listed and not self.compared:
-            _check_files(self.path, part=item)
+        self.compare(item, like)
         try:
-            handler = ocp.PyTreeCheckpointHandler()
-            if not self.listed:
-                arrays.check_readable(folder, set(arrays.shapes(like)))
-            arrays.check_shapes(handler.metadata(folder).tree, like, folder=folder)
             # Not strict: the vocabulary's zero padding depends on the mesh. All else was compared.
             place = lambda a: ocp.ArrayRestoreArgs(
                 sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False
             )
             args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(place, like))
-            return handler.restore(folder, args=args)
+            return ocp.PyTreeCheckpointHandler().restore(self.path / item, args=args)
+        except Exception as error:  # Orbax and tensorstore have no common error for damaged files
+            raise damaged(self.path, error) from error
+
+    def compare(self, item: str, like: Any) -> None:
+        """Raises Damaged where a file of an item is not what was written, UserError for other arrays than `like`."""
+        folder = self.path / item
+        if self.listed and not self.compared:
+            _check_files(self.path, part=item)
+        try:
+            if not self.listed:
+                arrays.check_readable(folder, set(arrays.shapes(like)))
+            arrays.check_shapes(ocp.PyTreeCheckpointHandler().metadata(folder).tree, like, folder=folder)
         except UserError:
             raise
-        except Exception as error:  # Orbax and tensorstore have no common error for damaged files
-            raise _damaged(self.path, reason(error)) from error
+        except Exception as error:
+            raise damaged(self.path, error) from error
 
 
 def steps(folder: pathlib.Path) -> list[int]:
@@ -151,6 +157,11 @@ def reason(error: BaseException) -> str:
     if found := re.search(r"([^:]+) \[os_error_code=", str(error)):  # tensorstore's, after a chain of what it tried
         return found[1].strip()
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def damaged(folder: pathlib.Path, error: BaseException) -> Damaged:
+    """What is said of one step's folder where reading its files raised `error`."""
+    return _damaged(folder, reason(error))
 
 
 def _meta(folder: pathlib.Path, asked: pathlib.Path) -> dict:

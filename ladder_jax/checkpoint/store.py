@@ -72,7 +72,7 @@ class Store:
         meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
         meta |= {"validation_loss": validation_loss, "config": to_dict(self._config)}
         items = ocp.args.Composite(
-            params=ocp.args.PyTreeSave(params),
+            params=ocp.args.PyTreeSave(params, save_args=_chunks(params)),
             optimizer=ocp.args.PyTreeSave(optimizer),
             data=ocp.args.JsonSave({"step": step, **(data or {})}),
             meta=ocp.args.JsonSave(meta),
@@ -157,6 +157,15 @@ def loss_of(folder: pathlib.Path) -> float | None:
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+
+
+def _chunks(params: Params) -> Params:
+    """A chunk holds one layer of a stack, so that inference can read one."""
+
+    def of(path, array):
+        return ocp.SaveArgs(shard_axes=(0,) if getattr(path[0], "key", None) == "layers" else ())
+
+    return jax.tree_util.tree_map_with_path(of, params)
 
 
 def _check_room(folder: pathlib.Path, *trees: Params) -> None:

@@ -8,7 +8,7 @@ import sys
 from ladder_jax import checkpoint, config, decode, files, parallel
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.decode import chat
+from ladder_jax.decode import chat, memory
 from ladder_jax.decode.engine import Engine, Request, jsonl
 from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
 from ladder_jax.decode.engine.request import SAMPLING
@@ -23,6 +23,11 @@ def run(args: dict) -> None:
     """Print or write the texts. Raises UserError for what cannot be asked, before anything is computed."""
     _check(args)
     parallel.use_compilation_cache()
+    with memory.explained("generating"):
+        _run(args)
+
+
+def _run(args: dict) -> None:
     saved = checkpoint.open_checkpoint(args["checkpoint"])
     tokenizer = saved.tokenizer()
     asked = {name: args[name] for name in SAMPLING if args[name] is not None}

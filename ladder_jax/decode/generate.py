@@ -30,12 +30,12 @@ class Generator:
     def of(
         cls,
         definition: Definition,
-        params: Params,
+        params: Params | weights.Reader,
         *,
         loop: Loop = Loop.UNROLLED,
         quantize: Quantize = Quantize.NONE,
     ) -> "Generator":
-        """`params` as trained and stored: float32, stacked."""
+        """`params` as trained and stored, float32 and stacked, or what reads them one by one."""
         return cls(definition, weights.prepare(definition, params, loop=loop, quantize=quantize), loop, quantize)
 
     def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:
