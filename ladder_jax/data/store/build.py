@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 
+from ladder_jax import python
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.data.store import part as parts
@@ -97,15 +98,17 @@ def _succeeded(future: concurrent.futures.Future) -> bool:
 @contextlib.contextmanager
 def _pool(workers: int, folder: pathlib.Path, source: str, wanted: Manifest) -> Iterator[Callable]:
     """Gives `submit(part)`. Processes are started as they are needed, afresh and not by a fork of threads."""
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=Worker.start,
-        initargs=(folder, source, wanted.dtype, wanted.field),
-    )
-    try:
-        yield lambda part: pool.submit(Worker.run, part)
-    except BrokenProcessPool:
-        raise UserError("a worker was killed, perhaps for its memory: run the same command again to go on") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with python.safe_path():
+        pool = concurrent.futures.ProcessPoolExecutor(
+            workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=Worker.start,
+            initargs=(folder, source, wanted.dtype, wanted.field),
+        )
+        try:
+            yield lambda part: pool.submit(Worker.run, part)
+        except BrokenProcessPool:
+            message = "a worker was killed, perhaps for its memory: run the same command again to go on"
+            raise UserError(message) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
