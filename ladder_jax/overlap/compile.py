@@ -9,12 +9,12 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
 
+from ladder_jax import python
 from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import record, scheduled
@@ -65,7 +65,7 @@ def run_worker(
     with tempfile.TemporaryDirectory() as scratch:
         source, said = pathlib.Path(scratch, "request.json"), pathlib.Path(scratch, "stderr")
         source.write_text(json.dumps(asked))
-        command = [sys.executable, "-m", module, str(source), str(path)]
+        command = python.command(module, str(source), str(path))
         environment = _environment(target)
         if until is Until.SCHEDULE:
             dump = pathlib.Path(scratch, "dump")

@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 
@@ -61,7 +62,7 @@ def _claimed(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
     """The folder to write into, emptied of what a kill has left, and its lock, which ends with this process."""
     folder = destination.with_name(f".{destination.name}.converting")
     while True:
-        folder.mkdir(exist_ok=True)
+        _make(folder)
         lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,6 +77,16 @@ def _claimed(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
             os.close(lock)
             raise
         os.close(lock)
+
+
+def _make(folder: pathlib.Path) -> None:
+    """Its name can be foreseen: what is there must be a folder of this user's, not a link to one nor another user's."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    with contextlib.suppress(FileNotFoundError):  # it was just removed: the lock finds that out
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise UserError(f"{str(folder)!r} is in the way: a link, or another user's; remove it")
 
 
 def _sync(folder: pathlib.Path) -> None:

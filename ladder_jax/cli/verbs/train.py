@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import os
 
-    from ladder_jax import config, processes
+    from ladder_jax import config, processes, python
 
     with processes.attached() as worker:
         settings = config.load(args.config, overrides=args.overrides)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
         place = processes.find(vars(args), os.environ, timeout=patience.start)
         if place is None:
             return _train(settings, args, beat=lambda doing: None, shown=True)
-        command = [sys.executable, "-m", "ladder_jax", *args.argv]
+        command = python.command("ladder_jax", *args.argv)
         processes.supervise(place, command=command, job=_job(settings, args), patience=patience, say=_say)
 
 

@@ -74,7 +74,7 @@ def read(file: pathlib.Path) -> Manifest:
         found, version = tree.pop("format"), tree.pop("version")
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         raise UserError(f"{str(file)!r} is damaged, or not a token store's") from None
     if found != FORMAT:
         raise UserError(f"{str(file)!r} is not a token store's")
@@ -92,12 +92,16 @@ def read(file: pathlib.Path) -> Manifest:
 def write(manifest: Manifest, file: pathlib.Path) -> None:
     """Whole or not at all, and on the disk when this returns."""
     tree = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("w", encoding="utf-8") as out:
+    with partial(file).open("w", encoding="utf-8") as out:
         out.write(json.dumps(tree, indent=1) + "\n")
         out.flush()
         os.fsync(out.fileno())
-    os.replace(partial, file)
+    os.replace(partial(file), file)
+
+
+def partial(file: pathlib.Path) -> pathlib.Path:
+    """Where `write` writes, until it is whole."""
+    return file.with_name(file.name + ".partial")
 
 
 def dtype_for(vocab_size: int) -> str:
