@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from ladder_jax.checkpoint import manifest, retention
-from ladder_jax.checkpoint.quiet import Quiet
+from ladder_jax.checkpoint.quiet import WRITING, Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, to_dict
@@ -28,7 +28,6 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
 
-WRITING = "writing."
 LATE = 10.0  # seconds in which a failed save's writes end
 
 
@@ -164,7 +163,8 @@ class Store:
             shutil.rmtree(left, ignore_errors=True)
 
     def _writing(self, step: int) -> pathlib.Path:
-        return self.folder / f"{WRITING}{step}"
+        """After a failure another one: writes that it abandoned may be under way in its own."""
+        return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
 
 
 def loss_of(folder: pathlib.Path) -> float | None:

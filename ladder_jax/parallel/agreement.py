@@ -31,7 +31,7 @@ class Agreement:
 
     def __init__(self, name: str, *, patience: float = PATIENCE):
         self._client = distributed.global_state.client
-        self._patience, self._rounds = patience, itertools.count()
+        self.patience, self._rounds = patience, itertools.count()
         self._prefix = f"ladder_jax/{name}/{next(_opened)}"
 
     def decided[T](self, what: str, decide: Callable[[], T]) -> T:
@@ -91,7 +91,7 @@ class Agreement:
 
     def _until(self, *, first: bool = False) -> float:
         """Process 0 gives up a little earlier than the others, and so can tell them why."""
-        return time.monotonic() + (0.9 if first else 1.0) * self._patience
+        return time.monotonic() + (0.9 if first else 1.0) * self.patience
 
     def _put(self, key: str, value: Any) -> None:
         with _coordination(key):
@@ -109,7 +109,7 @@ class Agreement:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
         count = jax.process_count()
-        raise RunFailed(f"process {process} of {count} has not answered within {self._patience:g} s: {what}")
+        raise RunFailed(f"process {process} of {count} has not answered within {self.patience:g} s: {what}")
 
 
 def first_of[T](reports: Sequence[T | None]) -> tuple[T | None, str]:
