@@ -108,7 +108,12 @@ def steps(folder: pathlib.Path) -> list[int]:
     """The finished checkpoints below `folder`, oldest first. One that is being written does not count."""
     if not folder.is_dir():
         return []
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and p.is_dir())
+    return sorted(int(p.name) for p in folder.iterdir() if _is_step(p.name) and p.is_dir())
+
+
+def _is_step(name: str) -> bool:
+    """As a run writes it: "20", not "020", nor other digits than ASCII's."""
+    return name.isascii() and name.isdigit() and name == str(int(name))
 
 
 def folder_of(path: pathlib.Path) -> pathlib.Path:
@@ -165,7 +170,7 @@ def damaged(folder: pathlib.Path, error: BaseException) -> Damaged:
 
 
 def _meta(folder: pathlib.Path, asked: pathlib.Path) -> dict:
-    if not (folder / "meta" / "metadata").is_file() and not folder.name.isdigit():
+    if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
         raise UserError(f"{str(asked)!r} holds no ladder_jax checkpoint")
     meta = _json(folder, "meta")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
@@ -174,6 +179,8 @@ def _meta(folder: pathlib.Path, asked: pathlib.Path) -> dict:
         raise UserError(
             f"checkpoint {str(folder)!r} has format version {meta.get('version')}; this ladder_jax reads {VERSION}"
         )
+    if not isinstance(meta.get("step"), int) or not isinstance(meta.get("config"), dict):
+        raise _damaged(folder, "its meta has no step, or no config")
     return meta
 
 
@@ -198,7 +205,7 @@ def _check_files(folder: pathlib.Path, *, part: str) -> None:
 
 def _damaged(folder: pathlib.Path, why: str) -> Damaged:
     offer = ""
-    for step in steps(folder.parent)[::-1] if folder.name.isdigit() else ():
+    for step in steps(folder.parent)[::-1] if _is_step(folder.name) else ():
         before = folder.parent / str(step)
         if step < int(folder.name) and not ((before / manifest.NAME).is_file() and manifest.problems(before)):
             offer = f"; the newest whole one before it is step {step}"

@@ -1,5 +1,8 @@
 """Meshes, partition rules and collectives: everything that knows about several devices."""
 
+from ladder_jax.parallel.agreement import PATIENCE as PATIENCE
+from ladder_jax.parallel.agreement import Agreement as Agreement
+from ladder_jax.parallel.agreement import first_of as first_of
 from ladder_jax.parallel.cache import use_compilation_cache as use_compilation_cache
 from ladder_jax.parallel.collectives import all_gather as all_gather
 from ladder_jax.parallel.collectives import all_max as all_max

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from ladder_jax.checkpoint import manifest
 from ladder_jax.errors import RunFailed, Stopped, UserError
 
+LOCK = ".lock"
+
 
 def check_free(destination: pathlib.Path) -> None:
     """Raises UserError where something is there already, or no folder can be made there."""
@@ -56,6 +58,8 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
+            with contextlib.suppress(OSError):  # NFS keeps an open file, and so its folder, until it is closed
+                folder.rmdir()
 
 
 def _claimed(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
@@ -63,12 +67,17 @@ def _claimed(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
     folder = destination.with_name(f".{destination.name}.converting")
     while True:
         _make(folder)
-        lock = os.open(folder, os.O_RDONLY)
+        file = folder / LOCK
+        try:  # a regular file that is open for writing: NFS keeps other hosts out by nothing else
+            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # the folder was just removed
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.is_dir() and os.fstat(lock).st_ino == folder.stat().st_ino:  # else it was just removed
+            if file.exists() and os.fstat(lock).st_ino == file.stat().st_ino:  # else it was just removed
                 for left in folder.iterdir():
-                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                    if left != file:
+                        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
                 return folder, lock
         except BlockingIOError:
             os.close(lock)

@@ -5,6 +5,7 @@ from typing import Any
 
 from ladder_jax.checkpoint import Failure, Store, steps
 from ladder_jax.errors import RunFailed
+from ladder_jax.parallel import Agreement
 from ladder_jax.retrain import Fixed, Plan
 from ladder_jax.train import resume
 from ladder_jax.train.goodput import Account
@@ -44,10 +45,11 @@ class Keeper:
         account: Account,
         plan: Plan,
         noted: dict[str, Any],
+        agreement: Agreement,
     ):
         self._store, self._fingerprint = store, fingerprint
         self._metrics, self._judge, self._account = metrics, judge, account
-        self._plan, self._noted = plan, noted
+        self._plan, self._noted, self._agreement = plan, noted, agreement
 
     def save(self, step: int, state: TrainState, fixed: Fixed, *, validation: float | None) -> None:
         """Start to save; `failure()` tells, later, if that went wrong."""
@@ -90,9 +92,9 @@ class Keeper:
         return self._store.failure()
 
     def newest(self) -> int:
-        """The step of the newest checkpoint, once all are written; 0 for none."""
+        """The step of the newest checkpoint, once all are written; 0 for none. All processes ask together."""
         self.wait()
-        return max(steps(self._store.folder), default=0)
+        return self._agreement.decided("the newest checkpoint", lambda: max(steps(self._store.folder), default=0))
 
     def wait(self) -> None:
         with self._account.time("saving"):
