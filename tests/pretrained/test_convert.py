@@ -140,7 +140,7 @@ def test_what_is_there_stays(small, tmp_path, capsys):
     assert "is there already" in capsys.readouterr().err
     folder = tmp_path / ".out.converting"
     folder.mkdir()
-    lock = os.open(folder, os.O_RDONLY)
+    lock = os.open(folder / staging.LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert main(["convert", str(small), str(tmp_path / "out")]) == 2
     assert "another process is writing" in capsys.readouterr().err
