@@ -18,7 +18,8 @@ from ladder_jax import progress as progresses
 from ladder_jax.config import TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.nn import flops
-from ladder_jax.train import ahead, goodput, metrics, mfu, policy, signals, trackers
+from ladder_jax.train import ahead, goodput, metrics, mfu, signals, trackers
+from ladder_jax.train import step as steps
 from tests import cases
 
 TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", "train.steps=9",
@@ -65,10 +66,10 @@ def test_a_step_is_dispatched_before_the_last_ones_metrics_are_read(book, tmp_pa
             state, found = self._step(state, tokens, fixed)
             return state, {**found, "loss": Watched(found["loss"], number, seen)}
 
-    def watched(*args, real=policy.guarded_step, **settings):
+    def watched(*args, real=steps.train_step, **settings):
         return types.SimpleNamespace(compile=lambda *shapes: Compiled(real(*args, **settings).compile(*shapes)))
 
-    monkeypatch.setattr(policy, "guarded_step", watched)
+    monkeypatch.setattr(steps, "train_step", watched)
     run(book, tmp_path / "run")
     order = [("dispatch", 1)]
     for step in range(2, 10):

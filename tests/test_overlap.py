@@ -42,7 +42,8 @@ def test_json(run_cli, kept):
         (n, s, "forward", "synchronous") for n, s in (("0", "attention"), ("0", "mlp"), ("1", "attention"))
     ]
     assert {one["bytes"] for one in found["reductions"]} == {2 * 128 * 4}  # a CPU adds bfloat16 in float32
-    assert [one["kind"] for one in found["other_collectives"]] == ["all-reduce"]  # the embedding's
+    others = [(one["kind"], one["for"], one["count"], one["bytes"]) for one in found["other_collectives"]]
+    assert others == [("all-reduce", "embedding", 1, 2 * 128 * 4)] and found["other_hidden"] == 0
     assert found["hidden_time_fraction"] is None and found["window_flops_fraction"] is None
     heads, layers, cache = 8, 4, 4 * 2 * 2 * 32 * 1 * 16 * 2  # a rank holds one head of 16, bfloat16, keys and values
     d, ff, v = 128, 352 // heads, 128  # the head's 256 rows are padded to 128 a rank
@@ -55,6 +56,7 @@ def test_text_begins_with_the_verdict(run_cli, kept):
     done = run_cli("overlap", *ASKED, LADDER_JAX_CACHE=str(kept), check_status=0)
     assert done.stdout.splitlines()[0] == "0 of 8 all-reduces hidden: each is synchronous"
     assert "output of attention" in done.stdout and "memory" in done.stdout
+    assert "other collectives: 1 (embedding), 0 hidden" in done.stdout.splitlines()
     assert os.listdir(kept) == ["schedules"] and len(os.listdir(kept / "schedules")) == 1  # one program, kept
 
 
@@ -67,6 +69,10 @@ def test_phases(run_cli, kept, phase, loop, count):
     found = json.loads(done.stdout)
     assert (found["all_reduces"], found["merged"]) == (count, 0)
     assert found["bytes_accessed"] > found["bytes_per_device"] / 4
+    purposes = {part for one in found["other_collectives"] for part in one["for"].split(", ")}
+    shared = "gradients of norm gains and other replicated weights"
+    trained = {"loss", "gradient of the head's input", "gradient norm", shared} if phase == "train" else set()
+    assert purposes == {"embedding"} | trained and found["other_hidden"] == 0
 
 
 def test_weights_and_a_stream_that_are_split(run_cli, kept):

@@ -44,7 +44,7 @@ def measured(case: dict) -> dict:
     one, asked = of(case)
     found = confirm.confirm(one, request=asked)
     sizes = {"bytes_per_device": found.device, "host_bytes": found.host, "temporary_bytes": found.temporaries}
-    return {**case, "mesh": list(case["mesh"]), **sizes, "program": "guarded_step", "jax": found.jax,
+    return {**case, "mesh": list(case["mesh"]), **sizes, "program": "train_step", "jax": found.jax,
             "compiler": found.compiler, "refusal": found.refusal}  # fmt: skip
 
 

@@ -62,7 +62,6 @@ def measure(recipe: str, target: targets.Target, overrides: list[str]) -> dict:
         sizes = f"{mesh.data} x {mesh.fsdp} x {mesh.tensor}"
         raise UserError(f"the mesh {sizes} has {mesh.size} devices, {target.name} has {target.count}")
     import jax
-    import jax.numpy as jnp
 
     from ladder_jax import nn, schedule, train
     from ladder_jax.parallel import make_mesh
@@ -70,10 +69,10 @@ def measure(recipe: str, target: targets.Target, overrides: list[str]) -> dict:
 
     over = make_mesh(**dataclasses.asdict(mesh), devices=schedule.devices(target))
     definition = nn.define(train.loop.resolve(config).model, mesh=over)
-    tokens = jax.ShapeDtypeStruct((how.batch, how.sequence + 1), jnp.int32, sharding=definition.layout.sharding("BT"))
     began = time.perf_counter()
     step = train.train_step(definition, config=how)
-    compiled = step.compile(train.abstract_state(definition, config=how), tokens)
+    arguments = train.abstract_state(definition, config=how), train.abstract_batch(definition, config=how)
+    compiled = step.compile(*arguments)
     seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
     rows = how.batch // (mesh.data * mesh.fsdp) // how.accumulate
     held = shards.shard(config.model, ranks=mesh.tensor)

@@ -17,6 +17,7 @@ from jax import lax
 
 from ladder_jax.decode import cuts
 from ladder_jax.parallel import all_ranks, anywhere
+from ladder_jax.parallel.collectives import CHOICE
 
 if TYPE_CHECKING:
     from ladder_jax.decode.sampling import Asked, Settings
@@ -37,6 +38,7 @@ class _Candidates:
     mass: jax.Array
 
 
+@jax.named_scope(CHOICE)
 def cut(
     scores_BV: jax.Array, *, settings: Settings, asked: Asked, axes: tuple[str, ...], count: int = COUNT
 ) -> jax.Array:

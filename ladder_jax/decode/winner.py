@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax.parallel import all_ranks, rank
+from ladder_jax.parallel.collectives import CHOICE
 
 
 def argmax(scores_BV: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
@@ -14,6 +15,7 @@ def argmax(scores_BV: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
     return winner(scores_BV, [], axes=axes)[0]
 
 
+@jax.named_scope(CHOICE)
 def winner(
     scores_BV: jax.Array, beside: Sequence[jax.Array], *, axes: tuple[str, ...]
 ) -> tuple[jax.Array, list[jax.Array], jax.Array]:

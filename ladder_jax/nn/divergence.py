@@ -15,7 +15,7 @@ from jax import lax
 
 from ladder_jax.nn.chunked import over_chunks
 from ladder_jax.parallel import all_max, all_reduce, rank, vary, varying
-from ladder_jax.parallel.collectives import EMULATED
+from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED
 
 
 class Terms(NamedTuple):
@@ -36,6 +36,7 @@ class Sums(NamedTuple):
     divergence: jax.Array
 
 
+@jax.named_scope(DIVERGENCE)
 def divergence_sum(
     x_BTD: jax.Array,
     table_VD: jax.Array,

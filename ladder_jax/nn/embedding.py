@@ -13,6 +13,7 @@ from jax import lax
 from ladder_jax.nn import quantized
 from ladder_jax.nn.parameter import Normal, Sizes, declare
 from ladder_jax.parallel import all_max, all_reduce, rank
+from ladder_jax.parallel.collectives import EMBEDDING, LOSS
 
 Reduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
@@ -24,6 +25,7 @@ class Embedding(nnx.Module):
         self.vocab_size = sizes.config.vocab_size
         self.table = declare("VD", sizes=sizes, init=Normal(0.02))
 
+    @jax.named_scope(EMBEDDING)
     def lookup(
         self, tokens_BT: jax.Array, *, axes: tuple[str, ...], dtype: jnp.dtype, reduce: Reduce = all_reduce
     ) -> jax.Array:
@@ -42,6 +44,7 @@ class Embedding(nnx.Module):
         return jnp.where((token < self.vocab_size)[None, None, :], logits, -jnp.inf)
 
 
+@jax.named_scope(LOSS)
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
     """Negative log-likelihood of each target in nats, [B, T] float32, equal on all ranks of `axes`.
 

@@ -13,6 +13,7 @@ from ladder_jax.nn import loop, norm, rotary
 from ladder_jax.nn.layer import Call
 from ladder_jax.nn.place import BEGIN, Place
 from ladder_jax.parallel import all_reduce, explicit, fsdp, rank, vary
+from ladder_jax.parallel.collectives import HEAD
 from ladder_jax.residual import State, anneal, sequence
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ class Pass:
 
     def finish(self, params: Params, state: State) -> jax.Array:
         """The final, normed stream [B, T, D] after the last layer."""
-        definition, x = self._definition, vary(self.stream(state), self._axes)
+        definition, x = self._definition, self.stream(state)
+        with jax.named_scope(HEAD):
+            x = vary(x, self._axes)
         final = definition.bind("final_norm", whole(definition, "final_norm", params["final_norm"]))
         x = final(x, dtype=self._dtype)
         return sequence.gather(x, self._axes) if self._split else x

@@ -9,7 +9,7 @@ from jax import lax
 
 from ladder_jax.nn.chunked import over_chunks
 from ladder_jax.parallel import all_max, all_reduce, rank, vary, varying
-from ladder_jax.parallel.collectives import EMULATED
+from ladder_jax.parallel.collectives import EMULATED, LOSS
 
 
 class Terms(NamedTuple):
@@ -21,6 +21,7 @@ class Terms(NamedTuple):
     chunk: int
 
 
+@jax.named_scope(LOSS)
 def cross_entropy_sum(
     x_BTD: jax.Array,
     table_VD: jax.Array,

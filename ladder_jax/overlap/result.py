@@ -10,7 +10,7 @@ from ladder_jax.overlap.record import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import hlo, judge, traffic
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.report import Reduction, Report, Status, Transfer, hidden, hidden_bytes
+from ladder_jax.schedule.report import Other, Reduction, Report, Status, Transfer, hidden, hidden_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Result:
             "reductions": [_reduction(one) for one in found.reductions],
             "weights_gathers": _transfers(found.gathers),
             "gradients_scatters": _transfers(found.scatters),
-            "other_collectives": [_collective(one) for one in found.others],
+            "other_collectives": [_other(one) for one in found.others],
+            "other_hidden": found.other_hidden,
             "jax": self.record.jax,
             "compiler": self.record.compiler,
         }
@@ -94,6 +95,17 @@ def _reduction(one: Reduction) -> dict:
     return {
         "layer": one.layer,
         "sublayer": one.sublayer,
+        "direction": "backward" if one.backward else "forward",
+        "status": one.status.name.lower(),
+        "window_flops_fraction": one.window,
+        **_collective(one.collective),
+    }
+
+
+def _other(one: Other) -> dict:
+    return {
+        "for": one.purpose,
+        "count": one.count,
         "direction": "backward" if one.backward else "forward",
         "status": one.status.name.lower(),
         "window_flops_fraction": one.window,

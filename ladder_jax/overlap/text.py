@@ -36,9 +36,10 @@ def lines(answer: Result) -> list:
         if transfers:
             tail.append(f"{name:<10}{_in_words(transfers)}")
     if answer.report.others:
-        waiting = sum(one.synchronous for one in answer.report.others)
-        kinds = "embedding, head, loss, gradients" if request.phase is Phase.TRAIN else "embedding"
-        tail.append(f"besides   {len(answer.report.others)} other collectives ({kinds}), {waiting} synchronous")
+        others = answer.report.others
+        kinds = ", ".join(dict.fromkeys(part for one in others for part in one.purpose.split(", ")))
+        count, unseen = sum(one.count for one in others), answer.report.other_hidden
+        tail.append(f"other collectives: {count} ({kinds}), {unseen} hidden")
     tail.append(f"compiler  {record.compiler}, jax {record.jax}, {record.seconds:.0f} s")
     tail.append("options   " + (", ".join(f"{k}={v}" for k, v in record.options.items()) or "none"))
     tail += [f"notice    {notice}" for notice in record.notices]

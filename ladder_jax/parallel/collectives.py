@@ -15,11 +15,14 @@ EMULATED = "emulated_rank"
 # inside ENTER where the input is that of the sublayer after it (or, after the last, the head's).
 LAUNCH, ENTER, PREVIOUS, FOLLOWING = "launch_sublayer_output", "enter_sublayer_input", "previous", "following"
 
-# The loop over the tokens of a decoding call: what is in it happens once a token.
-TOKEN_LOOP = "token_loop"
-
 # And the two of parameters that are split over the fsdp axis (see fsdp.py).
 GATHER, SCATTER = "gather_weights", "scatter_gradients"
+
+# The other places, by what they communicate for: schedule/purposes.py has the words. TOKEN_LOOP is around the loop over
+# new tokens, so that a program of several is counted a token.
+EMBEDDING, HEAD, LOSS, DIVERGENCE = "embedding_lookup", "head_input", "cross_entropy", "divergence"
+SHARED_GRADIENTS, DATA_GRADIENTS, GRADIENT_NORM = "shared_gradients", "data_parallel_gradients", "gradient_norm"
+CHOICE, LOGPROBS, TOKEN_LOOP = "choose_token", "token_logprobs", "token_loop"
 
 
 def varying(x: jax.Array) -> frozenset[str]:

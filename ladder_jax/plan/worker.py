@@ -31,23 +31,20 @@ def main(source: str, destination: str) -> int:
 def measure(target: targets.Target, *, config: RunConfig) -> dict:
     """The fields of `confirm.Confirmed`."""
     import jax
-    import jax.numpy as jnp
 
-    from ladder_jax import nn, schedule
+    from ladder_jax import nn, schedule, train
     from ladder_jax.overlap import programs
     from ladder_jax.parallel import make_mesh
-    from ladder_jax.train import policy
 
     made = make_mesh(**dataclasses.asdict(config.mesh), devices=schedule.devices(target))
     definition = nn.define(config.model, mesh=made)
-    shape, place = (config.train.batch, config.train.sequence + 1), definition.layout.sharding("BT")
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
-    state = policy.abstract(definition, config=config.train)
+    how = dict(config=config.train)
+    arguments = train.abstract_state(definition, **how), train.abstract_batch(definition, **how)
     versions = {"jax": jax.__version__, "compiler": programs.compiler(target)}
     started, worked = time.perf_counter(), time.process_time()
     spent = lambda: {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - worked}
     try:
-        memory = policy.guarded_step(definition, config=config.train).compile(state, tokens).memory_analysis()
+        memory = train.train_step(definition, **how).compile(*arguments).memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

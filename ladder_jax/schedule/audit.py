@@ -19,10 +19,10 @@ def audit(fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] |
         schedule.audit(compiled.as_text())                # the same
 
     With arguments on `schedule.make_mesh("v5p:2x2x2", tensor=8)` it is compiled for that hardware, which
-    need not be here. Every all-reduce and reduce-scatter is judged, whatever its axis, each window
-    against the program's matmul FLOPs divided by their number; a function built on
-    `ladder_jax.residual` whose sublayers' FLOPs are given (see `judge.read`) only by those that its
-    topology launched.
+    need not be here. Of a function built on `ladder_jax.residual` the reductions that its topology launched are
+    judged, and the rest, such as gradients of norm gains, stand in the report's `others`, named; of another function
+    every all-reduce and reduce-scatter, whatever its axis. Each window is measured against the program's matmul FLOPs
+    divided by their number, or the sublayers' own where they are given (see `judge.read`).
     """
     text = fn_or_compiled if isinstance(fn_or_compiled, str) else _compiled(fn_or_compiled, args).as_text()
     return judge.read(hlo.parse(text), sublayer_flops=sublayer_flops)

@@ -22,7 +22,7 @@ class Collective:
     bytes: of those arrays, on one device, before it: whole ones to be scattered, shares to be gathered.
     axes: mesh axes that it spans, such as ("tensor",); empty where the program does not say.
     ranks: over how many devices it goes, 0 where the program does not say.
-    executions: how often it runs in one execution of the program.
+    executions: how often it runs in one execution of the program; of a loop over new tokens, for one of them.
     issued, awaited: positions of its start and its done in `computation`; equal if it is synchronous.
     operations, flops, cycles, kernels: of the instructions between them: how many compute, the FLOPs of
         matrix products by sublayer, the compiler's estimate of their time (None where it gives none),

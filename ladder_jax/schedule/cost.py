@@ -5,6 +5,7 @@ import functools
 import math
 import re
 
+from ladder_jax.parallel.collectives import TOKEN_LOOP
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 GARBAGE_CYCLES = 2**62  # libtpu writes 2^63 - 1 where it has no estimate
@@ -89,11 +90,17 @@ class Costs:
         return sum(known) if known else None
 
 
+_TOKENS = re.compile(rf"(?<!\w){TOKEN_LOOP}/while(?!/)")  # that loop itself: those in its body go on with /body
+
+
 def trip_count(loop: Instruction, *, within: Computation, program: Program) -> int:
     """Turns of a `while`: as the compiler noted them, or `i < limit` of its condition, counted from zero by one.
 
-    Raises ValueError where neither says it: a count of 1 would be a wrong report.
+    The loop over new tokens counts once, so that a decode program's figures are those of one token. Raises ValueError
+    where neither says it: a count of 1 would be a wrong report.
     """
+    if _TOKENS.search(loop.op_name):
+        return 1
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(noted[1])
     condition = program.computations[loop.attribute("condition").lstrip("%")]

@@ -10,19 +10,20 @@ from collections.abc import Mapping, Sequence
 
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, GATHER, LAUNCH, PREVIOUS, SCATTER
 from ladder_jax.parallel.mesh import FSDP
-from ladder_jax.schedule import collectives
+from ladder_jax.schedule import collectives, purposes
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import Costs, sublayer_of
 from ladder_jax.schedule.hlo import Program
-from ladder_jax.schedule.report import Reduction, Report, Status, Transfer
+from ladder_jax.schedule.report import Other, Reduction, Report, Status, Transfer
 
 
 def read(program: Program, *, sublayer_flops: Mapping[str, float] | None = None) -> Report:
     """The report of a scheduled program.
 
     sublayer_flops: matmul FLOPs, forward on one device, of one "attention", "mlp" and "joint" (both).
-        With it, only the reductions that a residual topology launched are judged. Without it every
-        all-reduce and reduce-scatter is, against the program's matmul FLOPs divided by their number.
+        Without it a window is measured against the program's matmul FLOPs divided by the number of reductions.
+
+    Judged are the reductions that a residual topology launched; where none did, every all-reduce and reduce-scatter.
     """
     if not program.scheduled:
         raise ValueError("the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()")
@@ -31,16 +32,19 @@ def read(program: Program, *, sublayer_flops: Mapping[str, float] | None = None)
     gathers = [c for c in found if sublayer_flops and _owned(c, GATHER, "all-gather")]
     scatters = [c for c in found if sublayer_flops and _owned(c, SCATTER, "reduce-scatter")]
     judged = [c for c in found if LAUNCH in c.op_name or ENTER in c.op_name]
-    if sublayer_flops is None:
+    if sublayer_flops is None and not judged:
         judged = [c for c in found if c.kind in ("all-reduce", "reduce-scatter")]
     scale = sublayer_flops or {}
     entry = program.entry
     total = sum(sum(costs.matmul_flops(i, within=entry).values()) for i in entry.instructions)
     mean = total / max(1, sum(c.executions * c.operands for c in judged))
-    reductions = tuple(_reduction(c, scale, scale.get("attention", mean)) for c in judged)
+    mean = scale.get("attention", mean)
+    reductions = tuple(_reduction(c, scale, mean) for c in judged)
+    # One over a single device is in the program, and moves nothing.
+    others = [c for c in found if c not in judged + gathers + scatters and c.ranks != 1]
     return Report(
         reductions=reductions,
-        others=tuple(c for c in found if c not in judged + gathers + scatters),
+        others=tuple(_other(c, scale, mean) for c in others),
         step_cycles=costs.total_cycles(),
         hidden_cycles=_hidden_cycles(reductions, program, costs) if costs.total_cycles() else None,
         gathers=tuple(_transfer(c, scale) for c in gathers),
@@ -59,6 +63,12 @@ def _transfer(collective: Collective, scale: Mapping[str, float]) -> Transfer:
     backward = "transpose(" in collective.op_name or not collective.op_name
     window = _window(collective, scale, scale["attention"]) / (2 if backward else 1)
     return Transfer(collective, owner(collective.op_name)[0], backward, window)
+
+
+def _other(collective: Collective, scale: Mapping[str, float], mean: float) -> Other:
+    backward = "transpose(" in collective.op_name
+    window = _window(collective, scale, mean) / (2 if backward and scale else 1)
+    return Other(collective, owner(collective.op_name)[0], backward, window, purposes.purpose(collective))
 
 
 def _window(collective: Collective, scale: Mapping[str, float], otherwise: float) -> float:

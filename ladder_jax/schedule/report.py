@@ -66,8 +66,22 @@ class Reduction(Transfer):
 
 
 @dataclasses.dataclass(frozen=True)
+class Other(Transfer):
+    """What is no sublayer's: the embedding's, the loss's, the gradients', the choice of the token.
+
+    purpose: in words. `count` is of messages, as a compiler may join arrays of what nothing has to hide.
+    """
+
+    purpose: str
+
+    @property
+    def count(self) -> int:
+        return self.collective.executions
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
-    """reductions: what was asked about; others: the embedding's, the head's, the loss's and so on.
+    """reductions: what was asked about; others: all else that communicates.
 
     gathers, scatters: of the layers' weights and their gradients, where they are split over the fsdp axis.
 
@@ -76,7 +90,7 @@ class Report:
     """
 
     reductions: tuple[Reduction, ...]
-    others: tuple[Collective, ...]
+    others: tuple[Other, ...]
     step_cycles: int | None
     hidden_cycles: int | None
     gathers: tuple[Transfer, ...] = ()
@@ -112,6 +126,10 @@ class Report:
     def hidden_time_fraction(self) -> float | None:
         """The share of the step's estimated compute time during which a hidden reduction is in flight."""
         return self.hidden_cycles / self.step_cycles if self.step_cycles else None
+
+    @property
+    def other_hidden(self) -> int:
+        return hidden(self.others)
 
     def _count(self, status: Status) -> int:
         return sum(r.count for r in self.reductions if r.status is status)

@@ -13,7 +13,7 @@ from ladder_jax.config import Loop, Phase, Remat, TrainConfig
 from ladder_jax.data.batch import Batch
 from ladder_jax.nn import Definition, Params
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, vary, varying
-from ladder_jax.parallel.collectives import EMULATED
+from ladder_jax.parallel.collectives import DATA_GRADIENTS, EMULATED, LOSS, SHARED_GRADIENTS
 from ladder_jax.retrain import NOTHING, Fixed, Plan, objectives
 
 
@@ -77,7 +77,8 @@ def planned(
 
         found, grads = _accumulated(jax.value_and_grad(share, has_aux=True), own, tokens, accumulate, plan)
         grads = _after_backward(grads, layout, dims)
-        found = jax.tree.map(lambda a: all_reduce(a, layout.batch), found)
+        with jax.named_scope(LOSS):
+            found = jax.tree.map(lambda a: all_reduce(a, layout.batch), found)
         return found, jax.tree.map(lambda g, dims: _reduce_gradient(g, dims, layout), grads, dims)
 
     return on_mesh(local, layout=layout, in_dims=(dims, plan.fixed_dims, "BT", ""), out_dims=(("", ""), dims))
@@ -96,7 +97,8 @@ def planned_loss(plan: Plan, *, loop: Loop = Loop.SCAN) -> Compiled:
 
     def local(trained, fixed, tokens):
         loss, _ = _objective(plan, trained, fixed, tokens, {}, Terms(), loop_form=loop)
-        return all_reduce(loss, layout.batch) / _predicted(tokens, layout)
+        with jax.named_scope(LOSS):
+            return all_reduce(loss, layout.batch) / _predicted(tokens, layout)
 
     dims = (plan.trained_dims, plan.fixed_dims, "BT")
     meshed = on_mesh(local, layout=layout, in_dims=dims, out_dims="")
@@ -119,6 +121,7 @@ def _accumulated(value_and_grad: Callable, params: Params, batch: Any, count: in
     return lax.scan(turn, (found, jax.tree.map(lambda p: zeros(varying(p), p.shape), params)), parts)[0]
 
 
+@jax.named_scope(LOSS)
 def _predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
     """How many tokens the whole batch predicts, of which this is a shard."""
     if isinstance(batch, Batch):  # at least 1: a batch may be padding throughout
@@ -158,7 +161,9 @@ def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
 
 def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
     """Sum over every axis on which the parameter is replicated: data, for some fsdp, and for some the tensor ranks."""
-    return all_reduce(gradient, _replicated(dims, layout))
+    axes = _replicated(dims, layout)
+    with jax.named_scope(SHARED_GRADIENTS if set(axes) & set(layout.tensor) else DATA_GRADIENTS):
+        return all_reduce(gradient, axes)
 
 
 def _replicated(dims: str, layout: Layout) -> tuple[str, ...]:

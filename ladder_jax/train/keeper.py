@@ -9,7 +9,8 @@ from ladder_jax.retrain import Fixed, Plan
 from ladder_jax.train import resume
 from ladder_jax.train.goodput import Account
 from ladder_jax.train.metrics import Metrics
-from ladder_jax.train.policy import Guarded, Judge
+from ladder_jax.train.policy import Judge
+from ladder_jax.train.step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Position:
     """What a checkpoint holds beside the arrays and the configuration, as its item `data`.
 
     step: the last one made, so the next batch is that of step + 1; fingerprint: of the training data; skipped: steps
-    whose batches changed nothing; mean, count: of the recent losses (`policy.Guarded`); account: of time (`goodput`);
+    whose batches changed nothing; mean, count: of the recent losses (`TrainState`); account: of time (`goodput`);
     sources: the checkpoints that the run took weights from (`retrain.sources`).
     """
 
@@ -48,7 +49,7 @@ class Keeper:
         self._metrics, self._judge, self._account = metrics, judge, account
         self._plan, self._noted = plan, noted
 
-    def save(self, step: int, state: Guarded, fixed: Fixed, *, validation: float | None) -> None:
+    def save(self, step: int, state: TrainState, fixed: Fixed, *, validation: float | None) -> None:
         """Start to save; `failure()` tells, later, if that went wrong."""
         with self._account.time("saving"):
             self._metrics.sync()
@@ -56,8 +57,8 @@ class Keeper:
                 step=step,
                 fingerprint=self._fingerprint,
                 skipped=sorted(self._judge.left_out),
-                mean=float(state.mean),
-                count=int(state.count),
+                mean=float(state.mean_loss),
+                count=int(state.good_steps),
                 account=self._account.as_dict(),
                 sources=self._noted,
             )
@@ -71,7 +72,7 @@ class Keeper:
             )
         self._judge.saved()
 
-    def make_sure(self, step: int, state: Guarded, fixed: Fixed, *, validation: float | None) -> None:
+    def make_sure(self, step: int, state: TrainState, fixed: Fixed, *, validation: float | None) -> None:
         """Return when the state after `step`, the newest, is on the disk; RunFailed where it cannot get there."""
         if step > self.newest():
             self._store.failure()  # it is tried once more

@@ -104,7 +104,7 @@ def run(
             if taken.start:
                 say(f"starting from {taken.start.path}, {taken.start.config.model.residual}")
         noted = position.get("sources") or taken.noted()
-        step = int(state.train.step)
+        step = int(state.step)
         beat(f"step {step}")
         with folder.writing(place):
             _write_json(place / "config.json", to_dict(config))
@@ -143,7 +143,7 @@ def run(
         )
         session.run()
         result = Result(
-            steps=int(session.state.train.step),
+            steps=int(session.state.step),
             validation_loss=session.finish(),
             bigram_entropy=None if data.text is None else text.bigram_entropy(data.text),
             parameters=_count(definition),

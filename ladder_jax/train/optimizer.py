@@ -7,6 +7,7 @@ import optax
 from ladder_jax.config import TrainConfig
 from ladder_jax.nn import Params
 from ladder_jax.nn.parameter import is_matrix
+from ladder_jax.parallel.collectives import GRADIENT_NORM
 
 
 def schedule(config: TrainConfig) -> optax.Schedule:
@@ -27,12 +28,19 @@ def adamw(config: TrainConfig, *, dims: Params) -> optax.GradientTransformation:
 
     It sees global arrays, so its norm is that of all shards.
     """
+    clip = optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
+        clip._replace(update=jax.named_scope(GRADIENT_NORM)(clip.update)),
         optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=jnp.float32),
         # Norm gains and biases are not decayed: only what is multiplied with activations.
         optax.add_decayed_weights(config.weight_decay, mask=jax.tree.map(is_matrix, dims)),
     )
+
+
+@jax.named_scope(GRADIENT_NORM)
+def norm(gradients: Params) -> jax.Array:
+    """The root of the sum of all squares, [] float32; of global arrays, so that of all shards."""
+    return optax.tree.norm(gradients)
 
 
 def to_dict(state: optax.OptState) -> Params:

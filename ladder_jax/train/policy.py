@@ -1,8 +1,8 @@
 """Bad steps, whose loss or gradient is no number, or whose loss jumps: found in the compiled step, judged on the host.
 
-The compiled step keeps the old state wherever its loss is bad, so neither the parameters nor the moments are ever
-poisoned, whatever `train.on_bad_step` says, and no device waits for the host. Only the step's number goes on, so that
-the batch of step s stays a function of the seed and s. The host reads the metrics one step later, and
+The compiled step (step.py) keeps the old state wherever its loss is bad, so neither the parameters nor the moments are
+ever poisoned, whatever `train.on_bad_step` says, and no device waits for the host. Only the step's number goes on, so
+that the batch of step s stays a function of the seed and s. The host reads the metrics one step later, and
 
     stop      ends the run; the last checkpoint is from before
     skip      says so, and goes on
@@ -16,30 +16,9 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-
-from ladder_jax.config import OnBadStep, Phase, TrainConfig
+from ladder_jax.config import OnBadStep, TrainConfig
 from ladder_jax.errors import RunFailed
-from ladder_jax.nn import Definition
-from ladder_jax.parallel import Compiled
-from ladder_jax.retrain import NOTHING, Fixed, Plan
-from ladder_jax.train import step as steps
 from ladder_jax.train.step import TrainState
-
-BAD = "bad"  # the metric that says whether a step was kept from changing anything
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Guarded:
-    """A training state, and the mean of its recent good losses: `mean` float32 [], over `count` int32 [] steps."""
-
-    train: TrainState
-    mean: jax.Array
-    count: jax.Array
 
 
 class RollBack(Exception):
@@ -50,47 +29,9 @@ class RollBack(Exception):
         self.step = step
 
 
-def guard(state: TrainState, *, mean: float = 0.0, count: int = 0) -> Guarded:
-    """`state`, with the mean that a checkpoint held."""
-    place = lambda value: jax.device_put(value, state.step.sharding)
-    return Guarded(state, place(np.float32(mean)), place(np.int32(count)))
-
-
-def abstract(definition: Definition, *, config: TrainConfig) -> Guarded:
-    """Shapes, dtypes and shardings of what `guarded_step` takes."""
-    state = steps.abstract_state(definition, config=config)
-    scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=state.step.sharding)
-    return Guarded(state, scalar(jnp.float32), scalar(jnp.int32))
-
-
-def guarded_step(definition: Definition, *, config: TrainConfig, plan: Plan | None = None) -> Compiled:
-    """A compiled (Guarded, tokens [B, T+1], what is fixed) -> (Guarded, metrics); the old state's buffers are reused.
-
-    metrics: those of `step.update`, and `bad`, bool [].
-    """
-    update = steps.update(plan or Plan(definition), config=config)
-
-    def step(old: Guarded, tokens: jax.Array, fixed: Fixed = NOTHING) -> tuple[Guarded, dict[str, jax.Array]]:
-        new, metrics = update(old.train, tokens, fixed)
-        loss = metrics["loss"]
-        good = jnp.isfinite(loss) & jnp.isfinite(metrics["gradient_norm"])
-        if config.spike_factor:
-            good &= (old.count < config.spike_window) | (loss <= config.spike_factor * old.mean)
-        kept = jax.tree.map(lambda a, b: lax.select(good, a, b), new, old.train)
-        kept = dataclasses.replace(kept, step=new.step)
-        # The plain mean of the first steps, then an exponential one.
-        share = 1 / jnp.minimum(old.count + 1, config.spike_window).astype(jnp.float32)
-        mean = jnp.where(good, old.mean + share * (loss - old.mean), old.mean)
-        return Guarded(kept, mean, old.count + good), {**metrics, BAD: ~good}
-
-    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop, sequence_parallel=config.sequence_parallel)
-    return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
-
-
-def pass_over(state: Guarded) -> Guarded:
+def pass_over(state: TrainState) -> TrainState:
     """The state after a step whose batch is left out."""
-    train = dataclasses.replace(state.train, step=state.train.step + 1)
-    return dataclasses.replace(state, train=train)
+    return dataclasses.replace(state, step=state.step + 1)
 
 
 class Judge:

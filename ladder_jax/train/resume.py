@@ -12,8 +12,7 @@ from ladder_jax.config import OnDamaged, RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Params
 from ladder_jax.retrain import ADAPTERS, Fixed, Plan, Sources
-from ladder_jax.train import optimizer, policy
-from ladder_jax.train.policy import Guarded
+from ladder_jax.train import optimizer
 from ladder_jax.train.step import TrainState, abstract_state, initial_state
 
 
@@ -44,22 +43,25 @@ def newest(folder: pathlib.Path, *, config: RunConfig, say: Callable[[str], None
     return None
 
 
-def restored(checkpoint: Checkpoint, *, config: TrainConfig, plan: Plan, sources: Sources) -> tuple[Guarded, Fixed]:
+def restored(checkpoint: Checkpoint, *, config: TrainConfig, plan: Plan, sources: Sources) -> tuple[TrainState, Fixed]:
     """The state that `checkpoint` holds, on the plan's mesh, and what is fixed beside it."""
     shapes = abstract_state(plan.definition, config=config, plan=plan)
     stored = checkpoint.optimizer(optimizer.to_dict(shapes.optimizer) | _beside(plan, plan.abstract))
     # Of low-rank factors the checkpoint holds the sum with what they are beside, which is exact only where it began.
     source = sources.start if plan.lora.rank else checkpoint
     params, fixed = plan.split(source.params(plan.definition), teacher=_taught(plan, sources))
+    place = lambda value: jax.device_put(value, shapes.step.sharding)
     state = TrainState(
         {ADAPTERS: stored.pop(ADAPTERS)} if plan.lora.rank else params,
         optimizer.from_dict(stored, like=shapes.optimizer),
-        jax.device_put(np.int32(checkpoint.step), shapes.step.sharding),
+        place(np.int32(checkpoint.step)),
+        mean_loss=place(np.float32(checkpoint.data.get("mean", 0.0))),
+        good_steps=place(np.int32(checkpoint.data.get("count", 0))),
     )
-    return policy.guard(state, mean=checkpoint.data.get("mean", 0.0), count=checkpoint.data.get("count", 0)), fixed
+    return state, fixed
 
 
-def begun(*, config: TrainConfig, plan: Plan, sources: Sources) -> tuple[Guarded, Fixed]:
+def begun(*, config: TrainConfig, plan: Plan, sources: Sources) -> tuple[TrainState, Fixed]:
     """The state before the first step, and what is fixed beside it."""
     definition = plan.definition
     if sources.start is None:
@@ -69,13 +71,13 @@ def begun(*, config: TrainConfig, plan: Plan, sources: Sources) -> tuple[Guarded
     params, fixed = plan.split(whole, teacher=_taught(plan, sources))
     if plan.lora.rank:
         params = plan.initial_adapters(seed=config.seed)
-    return policy.guard(initial_state(definition, config=config, params=params, plan=plan)), fixed
+    return initial_state(definition, config=config, params=params, plan=plan), fixed
 
 
-def kept(state: Guarded, fixed: Fixed, *, plan: Plan) -> tuple[Params, Params]:
+def kept(state: TrainState, fixed: Fixed, *, plan: Plan) -> tuple[Params, Params]:
     """(the model's parameters, the optimizer's dict) for a checkpoint; low-rank factors merged, and beside that."""
-    trained = state.train.params
-    return plan.exported(trained, fixed.frozen), optimizer.to_dict(state.train.optimizer) | _beside(plan, trained)
+    trained = state.params
+    return plan.exported(trained, fixed.frozen), optimizer.to_dict(state.optimizer) | _beside(plan, trained)
 
 
 def _beside(plan: Plan, trained: Params) -> Params:

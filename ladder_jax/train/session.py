@@ -20,16 +20,18 @@ from ladder_jax.progress import progress
 from ladder_jax.retrain import Fixed, Plan, Sources
 from ladder_jax.train import policy, resume
 from ladder_jax.train import speed as speeds
+from ladder_jax.train import step as steps
 from ladder_jax.train.ahead import read_ahead
 from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.feed import Feed
 from ladder_jax.train.goodput import Account
 from ladder_jax.train.keeper import Keeper
 from ladder_jax.train.metrics import Metrics
-from ladder_jax.train.policy import BAD, Guarded, Judge, RollBack
+from ladder_jax.train.policy import Judge, RollBack
 from ladder_jax.train.profile import Profile
 from ladder_jax.train.signals import Asked
 from ladder_jax.train.speed import Speed
+from ladder_jax.train.step import BAD, TrainState
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -43,7 +45,7 @@ class Session:
     plan: Plan
     sources: Sources
     folder: pathlib.Path
-    state: Guarded
+    state: TrainState
     fixed: Fixed
     feed: Feed
     evaluation: Evaluation
@@ -63,7 +65,7 @@ class Session:
 
     def run(self) -> None:
         """All remaining steps. Raises Stopped after a signal, RunFailed for what no step can follow."""
-        first, last = int(self.state.train.step), self.config.train.steps
+        first, last = int(self.state.step), self.config.train.steps
         while first < last:
             try:
                 self._compile()
@@ -119,7 +121,7 @@ class Session:
             self.judge.good()
         self.beat(f"after step {step}")
         evaluated = _due(step, train.evaluate_every, train.steps)
-        self.validation = self.evaluation(self.state.train.params, self.fixed) if evaluated else None
+        self.validation = self.evaluation(self.state.params, self.fixed) if evaluated else None
         note = {"validation_loss": self.validation} if self.validation is not None else {}
         if reason := self.judge.left_out.get(step):
             note["event"] = f"batch left out: {reason}"
@@ -152,7 +154,7 @@ class Session:
     def finish(self) -> float:
         """The held-out loss after the last step; Stopped if a signal came before it was measured."""
         if self.validation is None:
-            self.validation = self.evaluation(self.state.train.params, self.fixed)
+            self.validation = self.evaluation(self.state.params, self.fixed)
         if self.validation is None:
             self._end(self.config.train.steps)
         return self.validation
@@ -163,7 +165,7 @@ class Session:
         train = self.config.train
         self.say("compiling the training step")
         with self.account.time("compile"):
-            step = policy.guarded_step(self.plan.definition, config=train, plan=self.plan)
+            step = steps.train_step(self.plan.definition, config=train, plan=self.plan)
             self._step_fn = step.compile(self.state, self.feed.abstract(), self.fixed)
 
     def _make_up(self, first: int) -> None:
@@ -172,7 +174,7 @@ class Session:
         if first and _due(first, self.config.train.evaluate_every, 0) and rows and rows[-1]["step"] == first:
             if (
                 "validation_loss" not in rows[-1]
-                and (loss := self.evaluation(self.state.train.params, self.fixed)) is not None
+                and (loss := self.evaluation(self.state.params, self.fixed)) is not None
             ):
                 self.metrics.rewind(first - 1, then={**rows[-1], "validation_loss": loss})
         self.speed.restart(first)

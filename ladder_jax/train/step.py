@@ -1,4 +1,9 @@
-"""One training step: gradients inside the shard_map, optimizer outside of it, in one compiled function."""
+"""The training step: gradients inside the shard_map, optimizer outside of it, in one compiled function.
+
+It is guarded: where the loss or a gradient is no number, or the loss jumps, the old state is kept, and no device waits
+for the host to find out. All is decided from the reduced loss and gradient norm, so that ranks agree without asking
+each other. Runs execute this function, and `ladder-jax overlap` and `plan` compile it.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,9 +11,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.config import Phase, TrainConfig
+from ladder_jax.data.batch import Batch
 from ladder_jax.nn import Definition, Params
 from ladder_jax.parallel import Compiled
 from ladder_jax.retrain import NOTHING, Fixed, Plan, conversion
@@ -19,14 +26,21 @@ from ladder_jax.train.gradients import Terms, planned
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """params: float32 master weights of what trains; optimizer: optax's state; step: how many updates were made."""
+    """params: float32 master weights of what trains; optimizer: optax's state; step: int32 [], how many were made.
+
+    mean_loss: float32 [], the recent mean of good steps, which tells whether a loss jumps; good_steps: int32 [], of how
+    many at least.
+    """
 
     params: Params
     optimizer: optax.OptState
     step: jax.Array
+    mean_loss: jax.Array
+    good_steps: jax.Array
 
 
-Update = Callable[[TrainState, jax.Array, Fixed], tuple[TrainState, dict[str, jax.Array]]]
+BAD = "bad"  # the metric that says whether a step was kept from changing anything
+Update = Callable[[TrainState, jax.Array | Batch, Fixed], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def abstract_state(definition: Definition, *, config: TrainConfig, plan: Plan | None = None) -> TrainState:
@@ -34,9 +48,16 @@ def abstract_state(definition: Definition, *, config: TrainConfig, plan: Plan | 
     plan = plan or Plan(definition)
     params, replicated = plan.abstract, definition.layout.sharding("")
     here = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated)
+    scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=replicated)
     moments = jax.eval_shape(optimizer.adamw(config, dims=plan.trained_dims).init, params)
     moments = optax.tree.set(jax.tree.map(here, moments), mu=params, nu=params)
-    return TrainState(params, moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated))
+    return TrainState(params, moments, scalar(jnp.int32), scalar(jnp.float32), scalar(jnp.int32))
+
+
+def abstract_batch(definition: Definition, *, config: TrainConfig) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of the tokens [B, T+1] of a step on plain text; packed documents bring a Batch."""
+    shape = (config.batch, config.sequence + 1)
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"))
 
 
 def initial_state(
@@ -47,23 +68,45 @@ def initial_state(
     params = nn.initialize(definition, seed=config.seed) if params is None else params
     shardings = jax.tree.map(lambda a: a.sharding, abstract_state(definition, config=config, plan=plan))
     init = optimizer.adamw(config, dims=plan.trained_dims).init
-    make = jax.jit(lambda p: (init(p), jnp.int32(0)), out_shardings=(shardings.optimizer, shardings.step))
-    return TrainState(params, *make(params))
+    none = lambda p: (init(p), jnp.int32(0), jnp.float32(0), jnp.int32(0))
+    placed = (shardings.optimizer, shardings.step, shardings.mean_loss, shardings.good_steps)
+    return TrainState(params, *jax.jit(none, out_shardings=placed)(params))
 
 
 def train_step(definition: Definition, *, config: TrainConfig, plan: Plan | None = None) -> Compiled:
-    """A compiled `update`; the old state's buffers are reused."""
+    """A compiled (state, tokens [B, T+1] or a Batch, what is fixed) -> (state, metrics); the old state is consumed.
+
+    metrics: loss (nats a token), gradient_norm (before clipping), learning_rate; `bad`, bool []: only the step's number
+    went on, so that the batch of step s stays a function of the seed and s; of a plan with a teacher the loss's terms,
+    and while layers turn to ladder the share of them that has.
+    plan: what of the model trains, and towards what; without one all of it does, on the data alone.
+    """
     traits = definition.traits(phase=Phase.TRAIN, loop=config.loop, sequence_parallel=config.sequence_parallel)
-    step = update(plan or Plan(definition), config=config)
+    step = _guarded(_update(plan or Plan(definition), config=config), config=config)
     return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
 
 
-def update(plan: Plan, *, config: TrainConfig) -> Update:
-    """A (state, tokens [B, T+1] or a Batch, what is fixed) -> (state, metrics), to be compiled.
+def _guarded(update: Update, *, config: TrainConfig) -> Update:
+    """`update`, kept from changing more than the step's number where it is bad."""
 
-    metrics: loss (nats a token), gradient_norm (before clipping), learning_rate; of a plan with a teacher the loss's
-    terms, and while layers turn to ladder the share of them that has.
-    """
+    def step(old: TrainState, tokens: jax.Array | Batch, fixed: Fixed = NOTHING):
+        new, metrics = update(old, tokens, fixed)
+        loss = metrics["loss"]
+        good = jnp.isfinite(loss) & jnp.isfinite(metrics["gradient_norm"])
+        if config.spike_factor:
+            good &= (old.good_steps < config.spike_window) | (loss <= config.spike_factor * old.mean_loss)
+        kept = jax.tree.map(lambda a, b: lax.select(good, a, b), new, old)
+        # The plain mean of the first steps, then an exponential one.
+        share = 1 / jnp.minimum(old.good_steps + 1, config.spike_window).astype(jnp.float32)
+        mean = jnp.where(good, old.mean_loss + share * (loss - old.mean_loss), old.mean_loss)
+        counted = dict(step=new.step, mean_loss=mean, good_steps=old.good_steps + good)
+        return dataclasses.replace(kept, **counted), {**metrics, BAD: ~good}
+
+    return step
+
+
+def _update(plan: Plan, *, config: TrainConfig) -> Update:
+    """One step of the optimizer, not to be undone."""
     gradients = planned(
         plan,
         loop=config.loop,
@@ -75,15 +118,15 @@ def update(plan: Plan, *, config: TrainConfig) -> Update:
     adamw, schedule = optimizer.adamw(config, dims=plan.trained_dims), optimizer.schedule(config)
     turning = dict(topology=plan.definition.topology, config=plan.conversion)
 
-    def step(state: TrainState, tokens: jax.Array, fixed: Fixed = NOTHING):
+    def update(state: TrainState, tokens: jax.Array | Batch, fixed: Fixed):
         late = {nn.LATE: conversion.late(state.step, **turning)} if plan.conversion.steps else {}
         (loss, terms), grads = gradients(state.params, fixed, tokens, late)
         updates, moments = adamw.update(grads, state.optimizer, state.params)
         rate = schedule(state.step)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-        metrics = {"loss": loss, **terms, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
+        metrics = {"loss": loss, **terms, "gradient_norm": optimizer.norm(grads), "learning_rate": rate}
         if late:
             metrics["turned"] = jnp.mean(late[nn.LATE])
-        return TrainState(params, moments, state.step + 1), metrics
+        return dataclasses.replace(state, params=params, optimizer=moments, step=state.step + 1), metrics
 
-    return step
+    return update
