@@ -9,7 +9,7 @@ import pytest
 
 from ladder_jax import decode, nn
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import cuts, sampling, steps, weights
+from ladder_jax.decode import candidates, cuts, sampling, steps, weights
 from ladder_jax.parallel import on_mesh, over_ranks
 from tests import cases
 from tests.test_decode import PROMPTS, generator
@@ -58,15 +58,20 @@ def logits(rows, *, seed=0):
 
 
 @functools.cache
-def compiled(mesh, kind="sample"):
+def compiled(mesh, kind="sample", count=candidates.COUNT):
     """(logits [B, VOCAB], settings, positions, seen) -> (tokens, log-probabilities), or scores cut: all on `mesh`."""
     layout = cases.define(**MESHES[mesh]).layout
-    in_dims, out_dims = ("BV", "B", "B", "BV"), ("B", "B") if kind == "sample" else "BV"
+    in_dims, out_dims = ("BV", "B", "B", "BV"), {"sample": ("B", "B"), "greedy": "B"}.get(kind, "BV")
 
     def local(logits, settings, positions, seen):
-        if kind != "sample":
+        if kind in ("top_k", "top_p", "min_p"):
             return getattr(cuts, kind)(logits, getattr(settings, kind), axes=layout.tensor)
-        ask = dict(settings=settings, positions=positions, seen_BV=seen)
+        asked = sampling.Asked.of(settings)
+        if kind == "candidates":
+            return candidates.cut(logits, settings=settings, asked=asked, axes=layout.tensor, count=count)
+        if kind == "greedy":
+            return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=layout.tensor)
+        ask = dict(settings=settings, asked=asked, positions=positions, seen_BV=seen)
         return sampling.sample(logits, **ask, vocab_size=VOCAB, axes=layout.tensor)
 
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
@@ -109,6 +114,33 @@ def test_cuts_keep_what_the_definitions_keep(kind, values, mesh):
         none = np.zeros(VOCAB, bool)
         expected = np.array([distribution(row, none, **one) for row, one in zip(scores, asked, strict=True)]) > 0
         np.testing.assert_array_equal(out[:, :VOCAB], np.where(expected, scores, -np.inf))
+
+
+CUTS = [
+    {**OFF, **asked}
+    for asked in (
+        dict(top_k=1), dict(top_k=3), dict(top_k=4), dict(top_k=20), dict(top_k=49), dict(top_k=10**6), dict(),
+        dict(top_p=0.9999), dict(top_p=0.5), dict(top_p=1e-38), dict(min_p=0.1), dict(min_p=1.0),
+        dict(top_k=3, top_p=0.7), dict(top_k=30, top_p=0.8, min_p=0.02), dict(top_p=0.3, min_p=0.2),
+        dict(top_k=4, top_p=0.999),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 4, candidates.COUNT])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_candidates_cut_where_the_definitions_do(mesh, count):
+    """All three at once. With few candidates a row, cuts lie deeper than these, and are found digit by digit."""
+    plain = logits(len(CUTS))
+    some = np.where(np.arange(VOCAB) % 3 == 1, plain, -np.float32(np.inf))
+    zeros = np.where(plain > 0, np.float32(0), -np.float32(0))
+    for scores in (plain, 30 * plain, np.round(plain), some, zeros):
+        out = compiled(mesh, "candidates", count)(scores, settings(CUTS))
+        none = np.zeros(VOCAB, bool)
+        expected = np.array([distribution(row, none, **one) for row, one in zip(scores, CUTS, strict=True)]) > 0
+        np.testing.assert_array_equal(out[:, :VOCAB] > -np.inf, expected)
+        np.testing.assert_array_equal(out[:, :VOCAB][expected], scores[expected])
+        assert np.isneginf(out[:, VOCAB:]).all()
 
 
 def test_draws_have_the_distribution_that_was_asked_for():

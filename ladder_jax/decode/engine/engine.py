@@ -12,7 +12,8 @@ from ladder_jax.decode.engine.request import Request
 from ladder_jax.decode.engine.rounds import Rounds
 from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.decode.engine.task import Decoder, Task
-from ladder_jax.decode.generate import CHUNK, check_prompts
+from ladder_jax.decode.generate import check_prompts
+from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params, Transformer
 
