@@ -43,7 +43,7 @@ class LowRank:
         whole = jnp.einsum(spec, x, self.base.astype(x.dtype), preferred_element_type=dtype)
         inner = jnp.einsum(f"{of_x},{down}->{thin}", x, self.down.astype(x.dtype))
         outer = jnp.einsum(f"{thin},{up}->{out}", inner, self.up.astype(x.dtype), preferred_element_type=dtype)
-        return whole + outer * jnp.asarray(self.scale, outer.dtype)
+        return (whole + outer * jnp.float32(self.scale)).astype(whole.dtype)
 
     def merged(self, dims: str) -> jax.Array:
         """One float32 matrix that computes the same. Of stacked layers, [L, ...]."""

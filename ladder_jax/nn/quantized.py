@@ -5,10 +5,13 @@ takes what brings an `einsum` of its own (nn/low_rank.py).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from ladder_jax.parallel import vary, varying
 
 CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D"}
 """The matrices by their dimensions, and those that a matmul sums over; what is not here (gains, biases) stays as it is.
@@ -79,8 +82,26 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
 
 
 def rows(table: jax.Array | Int8, indices: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Rows [..., D] of a table [V, D], in `dtype`; of an `Int8` no more is converted than what is looked up."""
+    """Rows [..., D] of a table [V, D], in `dtype`; no more is read and converted than what is looked up.
+
+    The gradient of an array, a sum over all positions that hold a token, is made in float32 and rounded to the table's
+    dtype once, where that is another: a table that was gathered for this.
+    """
     if not isinstance(table, Int8):
-        return jnp.take(table.astype(dtype), indices, axis=0)
+        return _looked_up(vary(table, varying(indices)), indices, jnp.dtype(dtype))
     values = jnp.take(table.values, indices, axis=0)
     return (values * jnp.take(table.scale, indices, axis=0)[..., None]).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _looked_up(table: jax.Array, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jnp.take(table, indices, axis=0).astype(dtype)
+
+
+def _summed(dtype: jnp.dtype, residuals: tuple, gradient: jax.Array) -> tuple:
+    table, indices = residuals  # of the table only the type is used
+    zeros = vary(jnp.zeros(table.shape, jnp.float32), varying(table))
+    return zeros.at[indices].add(gradient.astype(jnp.float32)).astype(table.dtype), None
+
+
+_looked_up.defvjp(lambda table, indices, dtype: (_looked_up(table, indices, dtype), (table, indices)), _summed)
