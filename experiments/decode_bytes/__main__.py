@@ -1,10 +1,10 @@
 """What a decode step moves between a chip's memory and its cores, over the least that it must.
 
-    python -m experiments.decode_bytes        # writes results.json and the README's table
+    python -m experiments.decode_bytes
 
 Compiles ahead of time (jax[tpu] and the CUDA plugin, no accelerator), two programs at once; what was compiled before is
-read from the cache. 4 layers of Llama-3-70B over 8 chips, 16 rows at context 2048. Exit status 1 if weights of bfloat16
-are over the limit.
+read from the cache. The decoding program that generation, serving and benchmarks run, a token of it: 4 layers of
+Llama-3-70B over 8 devices, 16 rows at context 2048. Exit status 1 if weights of bfloat16 are over the limit.
 """
 
 import argparse
@@ -65,11 +65,10 @@ def table(rows: list[dict]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        share = lambda name: "-" if row[name] is None else f"{row[name] / row['bytes_minimum']:.3f}"
+        share = lambda name: f"{row[name] / row['bytes_minimum']:.3f}" if row[name] else "-"
         weights = "8 bits" if row["quantize"] == "int8" else "bfloat16"
         cells = [row["target"], row["residual"], weights, share("bytes_accessed"), share("bytes_accessed_by_compiler")]
-        cells.append("-" if row["cycles"] is None else f"{row['cycles']:,}")
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join([*cells, format(row['cycles'], ',') if row['cycles'] else '-'])} |")
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ class Collective:
 
     operands: how many arrays it carries; an all-reduce of several is a merged one. The compiler for
         NVIDIA GPUs joins them into one flat array instead, and those are counted too.
+    joined: the names of what computed them, where there are several: one name is all that a compiler for TPUs keeps.
     bytes: of those arrays, on one device, before it: whole ones to be scattered, shares to be gathered.
     axes: mesh axes that it spans, such as ("tensor",); empty where the program does not say.
     ranks: over how many devices it goes, 0 where the program does not say.
@@ -44,6 +45,7 @@ class Collective:
     flops: Flops
     cycles: int | None
     kernels: int
+    joined: tuple[str, ...] = ()
 
     @property
     def synchronous(self) -> bool:
@@ -82,7 +84,21 @@ def _measure(form: Form, computation: Computation, program: Program, costs: Cost
         flops=sum((costs.matmul_flops(i, within=computation) for i in window), Flops()),
         cycles=sum(known) if known or (not window and costs.total_cycles()) else None,
         kernels=sum(i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window),
+        joined=_names(collective, holder) if len(collective.operands) > 1 else (),
     )
+
+
+def _names(collective: Instruction, holder: Computation) -> tuple[str, ...]:
+    found = []
+    for name in collective.operands:
+        source = holder.by_name[name]
+        while not source.op_name and source.opcode in _MOVES:
+            source = holder.by_name[source.operands[0]]
+        found.append(source.op_name)
+    return tuple(found)
+
+
+_MOVES = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element")
 
 
 def _joined(collective: Instruction, holder: Computation, program: Program) -> int:

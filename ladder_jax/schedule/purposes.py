@@ -34,16 +34,23 @@ WORDS = {  # the first that is found: log-probabilities are cross-entropies, too
 
 
 def purpose(collective: Collective) -> str:
-    """Several, with commas, where the compiler joined them: it writes their names as `(a:b)`."""
+    """Several, with commas, where the compiler joined them: it writes their names as `(a:b)`, or keeps the first."""
     found = [_words(part) for part in collective.op_name.split(":")]
+    found += [_words(part) or _gradients(part, collective) for part in collective.joined]
     if named := [words for words in dict.fromkeys(found) if words]:
         return ", ".join(named)
-    if "transpose(" in collective.op_name and collective.kind == "all-reduce":
-        # Of a user's gradient step: the transpose of what is equal on all ranks is a sum over them.
-        return REDUCED if collective.axes and set(collective.axes) <= {DATA, FSDP} else SHARED
+    if words := _gradients(collective.op_name, collective):
+        return words
     if not collective.op_name and collective.axes == (FSDP,) and collective.kind in ("all-gather", "reduce-scatter"):
         return WORDS[GATHER if collective.kind == "all-gather" else SCATTER]
     return f"other: {collective.op_name or collective.name}"
+
+
+def _gradients(op_name: str, collective: Collective) -> str | None:
+    """Of a backward pass, a user's too: the transpose of what is equal on all ranks is a sum over them."""
+    if "transpose(" not in op_name or collective.kind != "all-reduce":
+        return None
+    return REDUCED if collective.axes and set(collective.axes) <= {DATA, FSDP} else SHARED
 
 
 def _words(op_name: str) -> str | None:
