@@ -55,7 +55,7 @@ class Agreement:
             raise
         self._put(f"{key}/said", {"value": value})
         self._all(f"{key}/heard", what, until=self._until(first=True))
-        self._client.key_value_delete(f"{key}/")
+        self._forget(key)
         return value
 
     def concluded[T](self, what: str, mine: Any, conclude: Callable[[list[Any]], T]) -> T:
@@ -67,7 +67,7 @@ class Agreement:
             self._put(f"{key}/{jax.process_index()}", mine)
         value = self.decided(what, lambda: conclude([mine, *self._all(key, what, until=self._until(first=True))]))
         if jax.process_index() == 0:
-            self._client.key_value_delete(f"{key}/")
+            self._forget(key)
         return value
 
     @contextlib.contextmanager
@@ -96,6 +96,10 @@ class Agreement:
     def _put(self, key: str, value: Any) -> None:
         with _coordination(key):
             self._client.key_value_set(key, json.dumps(value))
+
+    def _forget(self, key: str) -> None:
+        with _coordination(key):
+            self._client.key_value_delete(f"{key}/")
 
     def _all(self, key: str, what: str, *, until: float) -> list[Any]:
         return [self._get(f"{key}/{i}", i, what, until=until) for i in range(1, jax.process_count())]
