@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, retention, verify
+from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, retention, steps, verify
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
@@ -254,6 +254,36 @@ def test_a_save_that_fails_leaves_the_others(three, tmp_path):
     store.save(40, **tree)
     store.close()
     assert store.failure() is None and [verify(copy / str(step)) for step in (20, 30, 40)] == [[], [], []]
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    tree = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    store = Store(folder, config=RunConfig(train=RECIPE))
+    store.save(10, **tree)
+    store.wait()
+    shutil.rmtree(tmp_path / "run")
+    store.save(20, **tree)
+    store.close()
+    assert store.failure() is None and verify(folder / "20") == []
+
+
+def test_names_and_metas_that_no_run_wrote(three, tmp_path):
+    """Other digits than ASCII's, leading zeros; and a whole checkpoint whose meta lacks what every one has."""
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(three, copy)
+    for name in ("4\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT FOUR}0", "040"):
+        (copy / name).mkdir()
+    assert steps(copy) == [10, 20, 30] and open_checkpoint(copy).step == 30
+    assert cli.main(["checkpoints", str(copy)]) == 0
+    for lacking in ("step", "config"):
+        file = copy / "30" / "meta" / "metadata"
+        meta = json.loads((three / "30" / "meta" / "metadata").read_text())
+        del meta[lacking]
+        file.write_text(json.dumps(meta))
+        manifest.write(copy / "30")
+        with pytest.raises(Damaged, match="its meta has no step, or no config; the newest whole one .* step 20"):
+            open_checkpoint(copy)
 
 
 def test_the_verb(three, tmp_path, capsys):

@@ -149,9 +149,13 @@ class Store:
 
     def _outcome(self, why: str | None) -> dict[str, Any]:
         """For all processes. Of a failed save what was written is freed: the next one owes nothing to it."""
-        if why is not None:
+        if why is None:
+            return {"reason": None, "newest": None}
+        try:
             self._clear()
-        return {"reason": why, "newest": max(steps(self.folder), default=None) if why else None}
+            return {"reason": why, "newest": max(steps(self.folder), default=None)}
+        except OSError as error:  # not even the others can be seen
+            raise RunFailed(f"cannot read {str(self.folder)!r}: {error.strerror}") from None
 
     def _failed(self, step: int, outcome: dict[str, Any]) -> None:
         self._failures += 1

@@ -17,7 +17,8 @@ from jax._src import distributed  # its store has no public name
 from ladder_jax.errors import RunFailed, UserError
 
 PATIENCE = 1800.0  # seconds
-FAREWELL = 5.0  # seconds in which the others hear of process 0's error, before it ends and their store with it
+GIVE_UP = 0.9  # of its patience is process 0's: the rest is for telling the others why
+FAREWELL = 5.0  # seconds at most in which they hear of its error, before it ends and their store with it
 
 _opened = itertools.count()  # keys are never used twice; all processes open the same agreements in the same order
 
@@ -50,11 +51,11 @@ class Agreement:
         except Exception as error:
             self._put(f"{key}/said", {"error": _described(error)})
             with contextlib.suppress(RunFailed):  # the error is what matters
-                self._all(f"{key}/heard", what, until=time.monotonic() + FAREWELL)
+                self._all(f"{key}/heard", what, until=time.monotonic() + min(FAREWELL, (1 - GIVE_UP) * self.patience))
             raise
         self._put(f"{key}/said", {"value": value})
         self._all(f"{key}/heard", what, until=self._until(first=True))
-        self._client.key_value_delete(f"{key}/")
+        self._forget(key)
         return value
 
     def concluded[T](self, what: str, mine: Any, conclude: Callable[[list[Any]], T]) -> T:
@@ -66,7 +67,7 @@ class Agreement:
             self._put(f"{key}/{jax.process_index()}", mine)
         value = self.decided(what, lambda: conclude([mine, *self._all(key, what, until=self._until(first=True))]))
         if jax.process_index() == 0:
-            self._client.key_value_delete(f"{key}/")
+            self._forget(key)
         return value
 
     @contextlib.contextmanager
@@ -90,12 +91,15 @@ class Agreement:
             raise _error(verdict) from None
 
     def _until(self, *, first: bool = False) -> float:
-        """Process 0 gives up a little earlier than the others, and so can tell them why."""
-        return time.monotonic() + (0.9 if first else 1.0) * self.patience
+        return time.monotonic() + (GIVE_UP if first else 1.0) * self.patience
 
     def _put(self, key: str, value: Any) -> None:
         with _coordination(key):
             self._client.key_value_set(key, json.dumps(value))
+
+    def _forget(self, key: str) -> None:
+        with _coordination(key):
+            self._client.key_value_delete(f"{key}/")
 
     def _all(self, key: str, what: str, *, until: float) -> list[Any]:
         return [self._get(f"{key}/{i}", i, what, until=until) for i in range(1, jax.process_count())]

@@ -21,6 +21,7 @@ FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.accumula
         "train.on_bad_step", "train.spike_", "train.max_bad_steps", "train.rollback_batches",
         "train.peak_tflops")  # fmt: skip
 
+CONFIG = "config.json"
 _PARTIAL = ".tmp"  # of a file that a kill left half written
 _LOCK = ".lock"
 _EARLIER = (_LOCK, "goodput.json")  # made before config.json: what a run leaves that had no memory, or was killed
@@ -32,7 +33,7 @@ def path_of(config: RunConfig) -> pathlib.Path:
 
 def check(config: RunConfig, folder: pathlib.Path) -> None:
     """Raises UserError where `folder` belongs to a run of another configuration, or to something else."""
-    file = folder / "config.json"
+    file = folder / CONFIG
     if not file.is_file():
         if folder.exists() and (not folder.is_dir() or any(map(_foreign, folder.iterdir()))):
             raise UserError(f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder")

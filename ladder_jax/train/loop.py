@@ -115,7 +115,8 @@ def run(
         step = int(state.step)
         beat(f"step {step}")
         with agreement.together("the run's files"), folder.writing(place):
-            _write_json(place / "config.json", to_dict(config))
+            describe = lambda: _write_json(place / folder.CONFIG, to_dict(config))
+            describe()
             if jax.process_index() == 0:
                 tokenizers.save(data.tokenizer, place / tokenizers.FOLDER)
             metrics = stack.enter_context(contextlib.closing(Metrics(place, step=step, trackers=shown, say=say)))
@@ -143,6 +144,7 @@ def run(
                 plan=plan,
                 noted=noted,
                 agreement=agreement,
+                describe=describe,
             ),
             agreement=agreement,
             metrics=metrics,

@@ -93,6 +93,11 @@ class Metrics:
     def _write(self, line: str, *, sync: bool = False) -> None:
         self._late += [line] if line else []
         try:
+            if not self._file.exists():  # somebody has removed it, or the whole folder
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.touch()
+                self._size = 0
+                self._say(f"{self._file} was gone: begun again")
             with self._file.open("r+b") as file:
                 file.truncate(self._size)  # of a line that went in only half
                 file.seek(self._size)

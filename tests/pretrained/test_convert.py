@@ -192,6 +192,23 @@ def test_sources_that_break_midway_leave_nothing(small, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file.gguf"]
 
 
+def test_the_lock_is_a_regular_file(tmp_path):
+    """As NFS needs it. Who holds it keeps others out; a file that a kill has left does not."""
+    lock = tmp_path / ".out.converting" / ".lock"
+    lock.parent.mkdir()
+    lock.touch()
+    (lock.parent / "out").mkdir()  # what the kill left of the conversion itself
+    with staging.staged(tmp_path / "out") as folder:
+        assert lock.is_file() and not folder.exists()
+        with lock.open("r+") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(UserError, match="another process is writing"), staging.staged(tmp_path / "out"):
+            pass
+        folder.mkdir()
+        (folder / "file").write_text("content")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "file").is_file()
+
+
 # Modules are imported once and the process forks, before jax and tensorstore have threads: a life is 0.3 s, not 5.
 LIVES = """
 import json, os, random, signal, sys, time, traceback
