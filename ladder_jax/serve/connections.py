@@ -59,6 +59,15 @@ def protocol(*, most: int) -> type[H11Protocol]:
             self._turn = next(turns)
             super().on_response_complete()
 
+        def send_400_response(self, msg: str) -> None:
+            """Also where what is malformed is a body that the answer has not waited for."""
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            self.transport.close()
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+
         @property
         def _waits(self) -> bool:
             """For its client: nothing is being answered."""

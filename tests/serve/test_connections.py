@@ -93,6 +93,22 @@ def test_what_does_not_come(engine, serving, monkeypatch, sent):
         assert ask(url, "/health")[0] == 200
 
 
+def test_malformed_bodies_of_refused_requests(start):
+    """Refused before the body is looked at, and then it is no HTTP: nothing of it in the server's log."""
+    process = start("--api-key", "sesame")
+    chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+    for pause in (0, 0.2):
+        with half_open(process.url, 1, sent=chunked) as (sock,):
+            time.sleep(pause)
+            sock.sendall(b"zz\r\n")
+            assert sock.recv(4096)[:10] == b"HTTP/1.1 4"
+            while sock.recv(4096):
+                pass
+        with half_open(process.url, 1, sent=chunked + b"zz\r\n") as (sock,):
+            assert sock.recv(4096)[:10] == b"HTTP/1.1 4"
+    assert process.end() == 0 and process.log().count("\n") == 1, process.log()
+
+
 def test_what_has_come_stays(engine, serving, monkeypatch):
     """A slow answer, and a pause between two requests, have their own times."""
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
