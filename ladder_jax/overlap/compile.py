@@ -1,4 +1,4 @@
-"""Compile a request's program in a subprocess, once: the records are kept (see `record.folder`)."""
+"""Compile a request's program in a subprocess, once: the records are kept (see `record`)."""
 
 import ast
 import contextlib
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 
-from ladder_jax import python
+from ladder_jax import files, python
 from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import record, scheduled
@@ -36,8 +36,11 @@ def compiled(request: Request, *, until: Until = Until.CODE) -> Record:
     """
     if reason := targets.not_installed(request.target):
         raise UserError(f"target {request.target.name}: {reason}")
-    folder = record.folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    with files.cache(record.FOLDER) as folder:
+        return _kept(request, folder=folder, until=until)
+
+
+def _kept(request: Request, *, folder: pathlib.Path, until: Until) -> Record:
     key = _key(request)
     path = folder / f"{key}.json.gz"
     found = record.read(path)
