@@ -2,9 +2,9 @@
 
     python -m experiments.decode_bytes
 
-Compiles ahead of time for TPUs (jax[tpu], no accelerator), two programs at once; what was compiled before is read
-from the cache. 4 layers of Llama-3-70B over 8 chips, 16 rows at context 2048. Exit status 1 if weights of bfloat16 are
-over the limit.
+Compiles ahead of time (jax[tpu] and the CUDA plugin, no accelerator), two programs at once; what was compiled before is
+read from the cache. The decoding program that generation, serving and benchmarks run, a token of it: 4 layers of
+Llama-3-70B over 8 devices, 16 rows at context 2048. Exit status 1 if weights of bfloat16 are over the limit.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
 from ladder_jax.overlap.request import Request
 
-TARGETS = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
+TARGETS = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8", "b200:8")
 RESIDUALS = ("standard", "ladder", "ladder-fresh", "parallel-ladder")
-LIMIT = 1.15  # times the least, in bfloat16
+LIMIT = 1.10  # times the least, in bfloat16
 HERE = pathlib.Path(__file__).parent
 
 
@@ -61,10 +61,10 @@ def table(rows: list[dict]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        share = lambda name: f"{row[name] / row['bytes_minimum']:.3f}"
+        share = lambda name: f"{row[name] / row['bytes_minimum']:.3f}" if row[name] else "-"
         weights = "8 bits" if row["quantize"] == "int8" else "bfloat16"
         cells = [row["target"], row["residual"], weights, share("bytes_accessed"), share("bytes_accessed_by_compiler")]
-        lines.append(f"| {' | '.join([*cells, format(row['cycles'], ',')])} |")
+        lines.append(f"| {' | '.join([*cells, format(row['cycles'], ',') if row['cycles'] else '-'])} |")
     return "\n".join(lines)
 
 
