@@ -1,6 +1,7 @@
 """The sampler on split vocabularies against the definitions in NumPy float64: sorted, and in probabilities."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -187,6 +188,32 @@ def test_neither_the_mesh_nor_the_neighbours_change_a_row():
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+def test_logits_that_are_no_numbers_give_no_token(mesh):
+    """Greedy or drawn, cut or not, in whichever rank's share; the rows beside them are as they were."""
+    values, rows = logits(16), np.arange(16)
+    ask = settings([ASKED[row % 8] for row in rows])
+    expected, greedy = compiled(mesh)(values, ask)[0], compiled(mesh, "greedy")(values, ask)
+    assert (expected >= 0).all() and (greedy == values.argmax(1)).all()
+    worse = values.copy()
+    worse[0:8, 49], worse[0:8, 3] = np.nan, np.inf
+    worse[1], worse[2, 5], worse[3, 7], worse[3, 3] = -np.inf, np.nan, np.inf, 0
+    tokens, logprobs = compiled(mesh)(worse, ask)
+    for found, usual in ((tokens, expected), (compiled(mesh, "greedy")(worse, ask), greedy)):
+        np.testing.assert_array_equal(found, np.where(rows < 8, sampling.NO_NUMBER, usual))
+    assert np.isfinite(logprobs[8:]).all()
+
+
+@pytest.mark.parametrize("temperature", [2e-38, 1e-37, 1e-30])
+def test_the_lowest_temperatures_take_the_largest_logit(temperature):
+    """Over them a logit is infinite, several are alike, and the first of those was taken."""
+    values = 20 + logits(8)
+    for cuts_ in (OFF, {**OFF, "top_k": 5}, {**OFF, "top_p": 0.5, "min_p": 0.01}):
+        tokens, logprobs = compiled("2")(values, settings([{**cuts_, "temperature": temperature}] * 8))
+        np.testing.assert_array_equal(tokens, values.argmax(1))
+        assert np.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 def test_log_probabilities_are_of_the_logits_as_given(mesh):
     values = logits(8)
     values[:, ::7] = -np.inf
@@ -229,6 +256,10 @@ def test_seen_holds_the_prompt_and_what_was_chosen(mesh):
     np.testing.assert_array_equal(marked, expected)
 
 
+def shape_of(text):
+    return tuple(int(size) for size in text.split(","))
+
+
 def test_one_compilation_serves_all_settings_and_gathers_nothing():
     sample, values = compiled("8"), logits(8)
     sample(values, settings(ASKED))
@@ -238,7 +269,10 @@ def test_one_compilation_serves_all_settings_and_gathers_nothing():
     assert sample.jitted._cache_size() == before
     shapes = [jax.ShapeDtypeStruct((8, 80), kind) for kind in (jnp.float32, bool)]
     text = sample.jitted.lower(shapes[0], settings(ASKED), np.zeros(8, np.int32), shapes[1]).compile().as_text()
-    assert "all-reduce" in text and "all-gather" not in text and "all-to-all" not in text
+    assert "all-reduce" in text and "all-to-all" not in text
+    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather", text)
+    # Of each of 8 ranks 5 numbers a row; and its candidates, which of so small a vocabulary are all, and their mass.
+    assert sorted(map(shape_of, gathered)) == [(8, 5, 8), (8, 8, 10 + 1)]
 
 
 def test_decoding_penalises_and_scores_each_token_by_all_before_it():

@@ -98,9 +98,7 @@ class Asked:
         return cls(*anywhere(warm, top_k, top_p, top_k | top_p | warm & (settings.min_p > 0)))
 
 
-def greedy(
-    logits_BV: jax.Array, *, settings: Settings, seen_BV: jax.Array | None, axes: tuple[str, ...]
-) -> jax.Array:
+def greedy(logits_BV: jax.Array, *, settings: Settings, seen_BV: jax.Array | None, axes: tuple[str, ...]) -> jax.Array:
     """The largest logit's token of each row after the penalty, [B] int32, equal on all ranks of `axes`; or NO_NUMBER.
 
     One collective. The rest as in `sample`.

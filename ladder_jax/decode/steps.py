@@ -106,7 +106,9 @@ def decode_many(
     Row b's token is written at position lengths[b]. Like the caches, `seen` is of what came before `tokens`, and
     is consumed. With Choice.GREEDY there are no log-probabilities (None), and of the settings only the penalty counts:
     each token takes the layers' collectives, the embedding's and one to choose. With SAMPLED, one more where a row is
-    cut (see `candidates`). Raises UserError where `launch` is by name and this jax cannot, or the weights are quantised.
+    cut (see `candidates`).
+
+    Raises UserError where `launch` is by name and this jax cannot, or the weights are quantised.
     """
     axes = definition.layout.tensor
 
@@ -161,7 +163,8 @@ def _jit(definition: Definition, local: Callable, *, in_dims: tuple, out_dims: A
     """What reads no parameters and reduces next to nothing: no options to choose."""
     layout = definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return jax.jit(on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims))
+    meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    return jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims))
 
 
 def step(
@@ -211,4 +214,6 @@ def _compile(
     in_dims, layout = (weights.dims(definition, loop=traits.loop, quantize=quantize), *in_dims), definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate)
+    # Said again, as jax leaves axes of one device out of what it infers: a call takes what the one before it gave.
+    out_shardings = jax.tree.map(layout.sharding, out_dims)
+    return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate, out_shardings=out_shardings)

@@ -120,7 +120,8 @@ def _environment(target: Target) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
     if target.platform == "cuda":
         flags += " --xla_gpu_autotune_level=0"  # autotuning runs kernels, and there is no GPU to run them
-    found = {**os.environ, **targets.ENVIRONMENT, "XLA_FLAGS": flags.strip()}
+    # jax's own cache would give a program back under the names that its operations had when it was compiled.
+    found = {**os.environ, **targets.ENVIRONMENT, "XLA_FLAGS": flags.strip(), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if target.platform == "cpu":
         found["JAX_NUM_CPU_DEVICES"] = target.shape
     return found

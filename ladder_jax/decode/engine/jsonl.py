@@ -47,7 +47,7 @@ def read(
 ) -> list[Job]:
     """The prompts in `file`. Raises UserError, with the line's number, for what cannot be served.
 
-    defaults, stop, stop_ids: for lines that say nothing else; of such the one at `index` is drawn with the seed + index.
+    defaults, stop, stop_ids: for lines that say nothing else. Such lines draw with the seed + their index.
     model: what tells the model from others; it goes into the digests.
     """
     try:

@@ -86,8 +86,7 @@ class Request:
 
 
 def with_seed(config: DecodeConfig, *, index: int) -> DecodeConfig:
-    """`config` for one of several requests, each with noise of its own: the one at `index` draws with the seed + index.
-    """
+    """`config` for one of several requests, each with noise of its own: that at `index` draws with the seed + index."""
     return dataclasses.replace(config, seed=(config.seed + index) % 2**32)
 
 

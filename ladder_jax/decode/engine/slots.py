@@ -181,8 +181,7 @@ def _insert(definition: Definition, *, loop: Loop) -> Callable:
 
         return jax.tree.map(put, dims, state, row)
 
-    meshed = on_mesh(local, layout=definition.layout, in_dims=(dims, dims, ""), out_dims=dims)
-    return jax.jit(meshed, donate_argnums=(0,))
+    return _jit(definition, local, in_dims=(dims, dims, ""), out_dims=dims, donate=(0,))
 
 
 @functools.cache
@@ -198,8 +197,7 @@ def _clear(definition: Definition, *, loop: Loop) -> Callable:
 
         return jax.tree.map(zero, dims, caches)
 
-    meshed = on_mesh(local, layout=definition.layout, in_dims=(dims, ""), out_dims=dims)
-    return jax.jit(meshed, donate_argnums=(0,))
+    return _jit(definition, local, in_dims=(dims, ""), out_dims=dims, donate=(0,))
 
 
 @functools.cache
@@ -210,4 +208,12 @@ def _advance(definition: Definition) -> Callable:
         # An idle slot starts again at 0, so that it stays within the cache; greedy, so that it draws no noise.
         return new[:, -1], jnp.where(active, lengths + new.shape[1], 0), jnp.where(active, temperature, 0)
 
-    return jax.jit(on_mesh(local, layout=definition.layout, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B")))
+    return _jit(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))
+
+
+def _jit(definition: Definition, local: Callable, *, in_dims: Any, out_dims: Any, donate: tuple = ()) -> Callable:
+    """What it gives is laid out as `steps` gives it and takes it."""
+    layout = definition.layout
+    meshed = on_mesh(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    out_shardings = jax.tree.map(layout.sharding, out_dims)
+    return jax.jit(meshed, donate_argnums=donate, out_shardings=out_shardings)
