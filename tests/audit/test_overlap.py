@@ -155,7 +155,11 @@ def test_training_unrolled(request_, compiled):
 @pytest.mark.parametrize("request_", TRAIN_SCANNED)
 def test_training_scanned(request_, compiled):
     least = {"v5e": 13, "h100": 12, "b200": 12}.get(request_.target.kind, 14)
-    check(compiled(request_), hidden=least, all_reduces=4 * LAYERS + 1)
+    answer = compiled(request_)
+    check(answer, hidden=least, all_reduces=4 * LAYERS + 1)
+    # The embedding, the head's input, the loss's largest and sum, its target with the norm, the gains' gradients.
+    assert sum(one.count for one in answer.report.others) <= 6, [one.purpose for one in answer.report.others]
+    assert not any(one.purpose.startswith("other") for one in answer.report.others)
 
 
 @pytest.mark.parametrize("request_", KINDS)
