@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -74,11 +75,20 @@ def write_atomically(file: str, write: Callable[[str], object]) -> None:
         handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-", suffix=path.suffix)
         os.close(handle)
         try:
+            _as_before(path, partial)
             write(partial)
-            os.chmod(partial, 0o644)
             os.replace(partial, path)
         except BaseException:
             os.unlink(partial)
             raise
     except OSError as error:
         raise RunFailed(f"{file} was not written: {error.strerror or error}") from error
+
+
+def _as_before(path: pathlib.Path, partial: str) -> None:
+    """`partial`, which only this user may read, becomes readable for who may read `path`, or a new file."""
+    if path.exists():
+        os.chmod(partial, stat.S_IMODE(path.stat().st_mode) | stat.S_IWUSR)
+        return
+    os.unlink(partial)
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # the system takes the umask away

@@ -74,6 +74,29 @@ def test_two_options_one_file(tmp_path):
         files.check_apart(out=str(tmp_path / "a"), plot=str(tmp_path / "link"))
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_who_may_read_it(tmp_path, umask):
+    """As before; a new file as the user wants new files to be. Never more while it is written."""
+    seen = []
+
+    def look(path):
+        seen.append(os.stat(path).st_mode & 0o777)
+        write(path)
+
+    before = os.umask(umask)
+    try:
+        for mode in (None, 0o600, 0o640, 0o666):
+            file = tmp_path / str(mode)
+            if mode is not None:
+                file.write_text("old")
+                file.chmod(mode)
+            files.write_atomically(str(file), look)
+            wanted = 0o666 & ~umask if mode is None else mode
+            assert file.stat().st_mode & 0o777 == wanted == seen[-1] and file.read_text() == "new"
+    finally:
+        os.umask(before)
+
+
 @pytest.mark.parametrize("why", ["no home", "no such user", "a file", "read-only"])
 def test_no_cache(why, tmp_path, monkeypatch):
     """What would be kept is made again each time: nothing else is different."""

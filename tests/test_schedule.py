@@ -503,33 +503,6 @@ def test_purposes_of_what_a_compiler_joined_under_one_name():
     assert (other.purpose, other.count, other.collective.operands) == ("loss, gradient norm", 1, 2)
 
 
-JOINED = """HloModule joined, is_scheduled=true
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-ENTRY %main (x: f32[1024], n: f32[]) -> (f32[1024], f32[]) {
-  %x = f32[1024]{0} parameter(0)
-  %n = f32[] parameter(1)
-  %picked = f32[1024]{0} negate(%x), metadata={op_name="jit(step)/jvp(cross_entropy)/select_n"}
-  %squares = f32[] multiply(%n, %n), metadata={op_name="jit(step)/gradient_norm/reduce_sum"}
-  %copied = f32[] copy(%squares)
-  %alone = f32[]{:T(128)} all-reduce(%n), replica_groups=mesh['tensor'=1] {'tensor'}, to_apply=%add
-  ROOT %both = (f32[1024]{0}, f32[]) all-reduce(%picked, %copied), replica_groups=mesh['tensor'=8] {'tensor'}, \
-to_apply=%add, metadata={op_name="jit(step)/jvp(cross_entropy)/psum"}
-}
-"""
-
-
-def test_purposes_of_what_a_compiler_joined_under_one_name():
-    """As for TPUs. And an all-reduce over one device is none."""
-    (other,) = judge.read(hlo.parse(JOINED), sublayer_flops={"attention": 1.0}).others
-    assert (other.purpose, other.count, other.collective.operands) == ("loss, gradient norm", 1, 2)
-
-
 def test_a_token_loop_counts_one_token():
     """And the loops over layers in it, all their turns."""
     mesh = parallel.make_mesh(tensor=8)

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from ladder_jax.data import tokenizer
+from ladder_jax.data.examples import lines as lines_of_examples
 from ladder_jax.data.store import Store, manifest, sources
 from ladder_jax.data.store.build import build
 from ladder_jax.errors import UserError
+from ladder_jax.evaluate import examples as examples_of_tasks
 from tests import tokenizers
 
 TEXTS = [f"{'the cat sat on the mat ' * (index % 7)}number {index} é\n" for index in range(120)]
@@ -264,6 +266,14 @@ def test_a_damaged_gzip(tmp_path):
         (lambda f: (f / "manifest.json").write_text('{"format": "x", "version": 1}'), "is not a token store's"),
         (lambda f: (f / "manifest.json").write_text('{"format": "ladder_jax tokens", "version": 9}'), "version 9"),
         (lambda f: (f / "manifest.json").unlink(), "there is no token store"),
+        (lambda f: (f / "manifest.json").write_text("[" * 100_000), "is damaged, or not a token store's"),
+        (lambda f: change(f, '"00001"', '"../00001"'), "is damaged, or not a token store's"),
+        (lambda f: change(f, '"<u1"', '"<u2"'), "is damaged, or not a token store's"),
+        (lambda f: change(f, '"documents": ', '"documents": -'), "is damaged, or not a token store's"),
+        (lambda f: offset(f, 1, 2**62), "00001.offsets' is damaged: its documents do not follow one another"),
+        (lambda f: offset(f, 0, 1), "00001.offsets' is damaged"),
+        (lambda f: offset(f, -1, 1), "00001.offsets' is damaged"),
+        (lambda f: offset(f, 2, 1), "00001.offsets' is damaged"),
     ],
 )
 def test_damaged_stores(book, tmp_path, damage, message):
@@ -271,6 +281,42 @@ def test_damaged_stores(book, tmp_path, damage, message):
     damage(tmp_path / "store")
     with pytest.raises(UserError, match=message):
         contents(tmp_path / "store")
+
+
+def change(folder, old, new):
+    text = (folder / "manifest.json").read_text()
+    assert old in text
+    (folder / "manifest.json").write_text(text.replace(old, new))
+
+
+def offset(folder, index, value):
+    found = np.fromfile(folder / "00001.offsets", "<u8")
+    found[index] = value
+    found.tofile(folder / "00001.offsets")
+
+
+def test_a_token_that_no_tokenizer_has(tmp_path):
+    """Where the bytes have changed to what cannot be looked up."""
+    folder = tokenizers.folder(tmp_path / "t")
+    (tmp_path / "book.jsonl").write_text(lines(TEXTS[:9]))
+    made = make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=folder)
+    content = np.fromfile(tmp_path / "out" / "00000.tokens", "<u2")
+    content[7] = made.vocab_size
+    content.tofile(tmp_path / "out" / "00000.tokens")
+    with Store(tmp_path / "out") as store:
+        assert len(store.read(0, 7)) == 7
+        with pytest.raises(UserError, match=rf"00000.tokens' is damaged: it holds the token {made.vocab_size}"):
+            store.read(0, 8)
+
+
+def test_nested_lines(tmp_path):
+    (tmp_path / "x.jsonl").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
+        make([tmp_path / "x.jsonl"], tmp_path / "out", workers=1, part_bytes=10**6)
+    with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
+        lines_of_examples._object(b"[" * 100_000, "x.jsonl:1")
+    with pytest.raises(UserError, match="this is not JSON"):
+        examples_of_tasks._object(b"[" * 100_000)
 
 
 def flip(path):

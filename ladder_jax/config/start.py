@@ -42,5 +42,5 @@ def _model_of(path: str) -> dict[str, Any]:
         return dict(json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))["config"]["model"])
     except OSError:
         raise UserError(f"train.start={path!r}: there is no checkpoint of ladder_jax there") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"train.start={path!r}: the checkpoint there is damaged, or of another program") from None

@@ -68,5 +68,5 @@ def _key(asked: dict) -> str:
 def _read(path: pathlib.Path) -> Confirmed | None:
     try:
         return Confirmed(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 
 from ladder_jax.errors import UserError
 
@@ -84,9 +85,22 @@ def read(file: pathlib.Path) -> Manifest:
         )
     try:
         shards = tuple(Shard(**{**shard, "parts": tuple(shard["parts"])}) for shard in tree.pop("shards"))
-        return Manifest(**tree, shards=shards)
+        found = Manifest(**tree, shards=shards)
     except (TypeError, KeyError):
         raise UserError(f"{str(file)!r} is damaged, or not a token store's") from None
+    if not _is_sound(found):
+        raise UserError(f"{str(file)!r} is damaged, or not a token store's")
+    return found
+
+
+def _is_sound(found: Manifest) -> bool:
+    """Numbers are numbers, and a shard's name is no path to elsewhere."""
+    counts = [found.vocab_size, *(n for one in found.shards for n in (one.tokens, one.documents))]
+    return (
+        all(isinstance(count, int) and count >= 0 for count in counts)
+        and all(isinstance(one.name, str) and re.fullmatch("[0-9]{5,}", one.name) for one in found.shards)
+        and found.dtype == dtype_for(found.vocab_size)
+    )
 
 
 def write(manifest: Manifest, file: pathlib.Path) -> None:

@@ -56,7 +56,9 @@ def read_object(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _arrays(folder: pathlib.Path, model: ModelConfig) -> Mapping[Key, Stored]:
-    left, dims, found = stored(folder), source.dims(model), {}
+    left = stored(folder)
+    source.check_layers(model, tensors=len(left), path=str(folder))
+    dims, found = source.dims(model), {}
     _drop_tied_head(left, model)
     for key, ours in source.wanted(model).items():
         name, letters = names.theirs(key), dims[key.name]
