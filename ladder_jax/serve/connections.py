@@ -23,7 +23,7 @@ _RESERVE = 32  # files that the process may want to open besides
 def allowed() -> int:
     """How many connections this process can hold, at most MOST. Its limit of open files is raised, where it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/dev/fd")) + _RESERVE
+    used = _RESERVE + (len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else _RESERVE)
     unlimited = resource.RLIM_INFINITY
     if soft != unlimited and soft < used + 2 * MOST:
         soft = used + 2 * MOST if hard == unlimited else min(hard, used + 2 * MOST)
