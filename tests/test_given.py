@@ -70,6 +70,14 @@ def test_another_models_parameters_are_refused(params, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_and_by_the_compiled_function():
+    """Two layers' arrays ran as one layer's, truncated."""
+    program = nn.compiled_logits(nn.define(CONFIG, mesh=parallel.make_mesh()))
+    with pytest.raises(UserError, match="params.layers.attention.key has the shape"):
+        program(other(num_layers=2), TOKENS)
+    assert np.isfinite(program(params_of(), TOKENS)).all()
+
+
 def test_what_no_model_is_made_of():
     for wrong in ("tiny", {"num_layers": 1}, None):
         with pytest.raises(UserError, match="a model is made of a ModelConfig, such as preset"):

@@ -3,6 +3,9 @@
 A CPU has none in the library's table, so it is given one here.
 """
 
+import concurrent.futures
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +13,7 @@ from flax import nnx
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import Loop, Phase
-from ladder_jax.parallel import Compiled, Overlap, Traits
+from ladder_jax.parallel import Compiled, Overlap, Traits, compiled
 from ladder_jax.parallel.table import TABLE
 from ladder_jax.parallel.traits import Option
 from tests import cases
@@ -132,6 +135,25 @@ def test_gradients(transform, model, expected):
     assert max(jax.tree.leaves(errors)) < GRADIENT_LIMIT, errors
 
 
+def test_whether_something_is_traced():
+    """Whatever the arguments are, in other threads, and where the module is first imported inside a trace."""
+
+    def imported():
+        spec = importlib.util.spec_from_file_location("again", compiled.__file__)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    inside = []
+    jax.jit(lambda: inside.append(imported()))()
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        for module in (compiled, *inside):
+            asked = lambda x, module=module: 0 * x + module.tracing()
+            assert not module.tracing() and not other.submit(module.tracing).result()
+            assert all(transform(asked)(jnp.ones(2)).all() for transform in (jax.jit, jax.vmap, jax.checkpoint))
+            assert other.submit(jax.jit(asked), 0).result()
+
+
 def test_every_compiled_function_is_one_inside_a_trace():
     """Whatever the library compiles: no options inside, no donation, and with both outside, on any thread."""
     traits = Traits(Overlap.HIDES, Phase.TRAIN, Loop.SCAN)
@@ -140,5 +162,4 @@ def test_every_compiled_function_is_one_inside_a_trace():
     x, y = jnp.ones(4), jnp.ones(4)
     assert float(jax.grad(lambda x: program(x, y)[0].sum())(x)[0]) == 1 and not x.is_deleted()
     assert float(jax.jit(program)(x, y)[0][0]) == 2 and not x.is_deleted()
-    assert not parallel.tracing() and jax.jit(lambda: jnp.asarray(parallel.tracing()))()
     assert float(program(x, y)[0][0]) == 2 and x.is_deleted()

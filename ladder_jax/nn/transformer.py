@@ -221,7 +221,10 @@ def output_table(definition: Definition, params: Params) -> jax.Array:
 
 @functools.cache
 def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> Compiled:
-    """A compiled (params, tokens [B, T]) -> logits [B, T, V], the whole model in one shard_map."""
+    """A compiled (params, tokens [B, T]) -> logits [B, T, V], the whole model in one shard_map.
+
+    Raises UserError for another model's parameters.
+    """
 
     def local(params, tokens):
         return logits(definition, params, hidden(definition, params, tokens, loop_form=loop_form)[0])
@@ -229,7 +232,11 @@ def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> C
     dims = ((definition.dims, "BT"), "BTV")
     ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
     meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
-    stripped = lambda params, tokens: meshed(params, tokens)[..., : definition.config.vocab_size]
+
+    def stripped(params, tokens):
+        given.check_params(params, expected=definition.abstract)  # once a shape, while it is traced
+        return meshed(params, tokens)[..., : definition.config.vocab_size]
+
     return Compiled(
         stripped, mesh=definition.layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop_form)
     )

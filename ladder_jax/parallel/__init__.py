@@ -15,7 +15,6 @@ from ladder_jax.parallel.collectives import reduce_scatter as reduce_scatter
 from ladder_jax.parallel.collectives import vary as vary
 from ladder_jax.parallel.collectives import varying as varying
 from ladder_jax.parallel.compiled import Compiled as Compiled
-from ladder_jax.parallel.compiled import tracing as tracing
 from ladder_jax.parallel.mesh import Layout as Layout
 from ladder_jax.parallel.mesh import layout as layout
 from ladder_jax.parallel.mesh import make_mesh as make_mesh

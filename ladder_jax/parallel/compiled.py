@@ -16,7 +16,7 @@ from ladder_jax.parallel.traits import Traits, When
 logger = logging.getLogger("ladder_jax")
 
 
-with jax.ensure_compile_time_eval():
+with jax.core.eval_context():  # this may be imported inside a trace
     _EAGER = core.get_opaque_trace_state()
 
 
