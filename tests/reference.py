@@ -138,12 +138,10 @@ def streams(params, tokens, shape):
     def partials(i, inputs):
         """h_i (1-based) on each rank's own input."""
         p = layer((i - 1) // 2)
-        if i % 2:
-            return attention(
-                p["attention"], r(rms(r(inputs, forward=False), p["attention_norm"]["scale"], shape.eps)), shape
-            )
-        norm = p.get("mlp_norm", p["attention_norm"])
-        return mlp(p["mlp"], r(rms(r(inputs, forward=False), norm["scale"], shape.eps)), shape)
+        name = "attention_norm" if i % 2 or "mlp_norm" not in p else "mlp_norm"
+        # With sequence parallelism what is normalised crosses the wire before its gain.
+        normed = r(r(rms(r(inputs, forward=False), 1.0, shape.eps)) * p[name]["scale"])
+        return attention(p["attention"], normed, shape) if i % 2 else mlp(p["mlp"], normed, shape)
 
     x0 = r(r(params["embedding"]["table"], forward=False)[tokens])
     last = 2 * shape.layers

@@ -29,6 +29,7 @@ from tests import reference
 
 SAMPLES = 8
 STUDENT = 5.041  # its two-sided 0.999 quantile for 8 degrees of freedom
+FAST = {"xla_backend_optimization_level": 2}  # these programs run for longer than they compile
 PLACES = 256  # at least as many as a reference marks
 
 
@@ -38,13 +39,16 @@ def gradients(params, tokens, shape, *, parts):
     tokens: [B, T+1]. A part is what one shard of a batch computes at once: its gradient is rounded for itself.
     """
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
+        wide, single = (jax.tree.map(lambda a: jnp.asarray(a, dtype), params) for dtype in (jnp.float64, jnp.float32))
         parts = jnp.asarray(tokens).reshape(parts, -1, tokens.shape[1])
-        exact = jax.jit(lambda p: _mean(p, parts, shape))(wide)
-        sample = jax.jit(lambda p, factors: _mean(p, parts, dataclasses.replace(shape, rounds=Places(factors))))
+        exact = jax.jit(lambda p: _mean(p, parts, shape), compiler_options=FAST)(wide)
+        sample = jax.jit(
+            lambda p, factors: _mean(p, parts, dataclasses.replace(shape, rounds=Places(factors))),
+            compiler_options=FAST,
+        )
         rng = np.random.default_rng(0)
-        samples = [sample(wide, 2.0 ** rng.random((PLACES, 2))) for _ in range(SAMPLES)]
-        return jax.tree.map(np.asarray, (exact, samples))
+        factors = [2.0 ** rng.random((PLACES, 2), np.float32) for _ in range(SAMPLES)]
+        return jax.tree.map(np.asarray, (exact, [sample(single, some) for some in factors]))
 
 
 def _mean(params, parts, shape):
