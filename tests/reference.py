@@ -2,9 +2,13 @@
 
 Ranks are an axis of the arrays: `partials` [R, B, T, D] are each rank's share of a sublayer, from that rank's own
 input. Parameters are as they are stored: {"layers": {"attention": {"query": [L, D, N, H]}}}.
+
+`Shape.rounds` marks every value that passes between two operations of a low precision, in the forward pass (the value
+itself), in the backward pass (its gradient), or in both: tests/rounding.py rounds there; by default nobody does.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +30,38 @@ class Shape:
     theta: float = 10_000.0
     eps: float = 1e-5
     llama3: tuple[float, float, float, float] | None = None  # factor, low, high, context
+    lora: float | None = None  # the factors' scale; they are p["adapters"][name]
+    rounds: Callable = lambda y, forward=True, backward=True: y
 
 
 def rms(x, scale, eps):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def matmul(p, name, x, of_x, out, split, shape):
+    """x with p[name], and what factors beside it add. `split`, from the stored matrix to one with an axis of ranks."""
+    r = shape.rounds
+    letters = {
+        "query": "drnh",
+        "key": "drnh",
+        "value": "drnh",
+        "out": "rnhd",
+        "gate": "drf",
+        "up": "drf",
+        "down": "rfd",
+    }
+    of_w, at = letters[name], lambda: r(x, forward=False)  # each use of x has a gradient of its own
+    y = r(jnp.einsum(f"{of_x},{of_w}->{out}", at(), split(r(p[name]))))
+    if name not in p.get("adapters", {}):
+        return y
+    down, up = r(p["adapters"][name]["down"]), r(p["adapters"][name]["up"])
+    if name in ("out", "down"):  # its inputs are split, and with them `down`
+        inner = r(jnp.einsum(f"{of_x},{of_w[:-1]}k->rbtk", at(), split(down)))
+        outer = jnp.einsum(f"rbtk,kd->{out}", inner, up)
+    else:
+        inner = r(jnp.einsum(f"{of_x},dk->rbtk", at(), down))
+        outer = jnp.einsum(f"rbtk,k{of_w[1:]}->{out}", inner, split(up))
+    return r(y + shape.lora * r(outer))
 
 
 def rope(x, shape):
@@ -56,55 +88,62 @@ def rope(x, shape):
 
 def attention(p, x, shape):
     """x [R, B, T, D]: each rank's partial sum, of its query heads and the key/value heads that those share."""
-    ranks, heads = shape.ranks, shape.heads
-    shared = np.arange(heads) // (heads // shape.kv_heads)
+    ranks, heads, r = shape.ranks, shape.heads, shape.rounds
+    mine = (np.arange(heads) // (heads // shape.kv_heads)).reshape(ranks, -1)  # each query head's key/value head
+    kv = np.stack([np.unique(row) for row in mine]).reshape(-1)  # those that each rank holds, some of them several
+    shared = np.arange(mine.shape[1]) * (len(kv) // ranks) // mine.shape[1]
 
     def project(name, of):
-        w = p[name][:, of].reshape(x.shape[-1], ranks, heads // ranks, -1)
-        out = jnp.einsum("rbtd,drnh->rbtnh", x, w)
-        return out + (p[f"{name}_bias"][of].reshape(ranks, 1, 1, heads // ranks, -1) if f"{name}_bias" in p else 0.0)
+        split = lambda w: w[:, of].reshape(w.shape[0], ranks, len(of) // ranks, -1)
+        out = matmul(p, name, x, "rbtd", "rbtnh", split, shape)
+        if f"{name}_bias" not in p:
+            return out
+        return r(out + p[f"{name}_bias"][of].reshape(ranks, 1, 1, len(of) // ranks, -1))
 
-    q, k, v = project("query", np.arange(heads)), project("key", shared), project("value", shared)
+    q, k, v = project("query", np.arange(heads)), project("key", kv), project("value", kv)
     if "query_norm" in p:
-        q, k = rms(q, p["query_norm"]["scale"], shape.eps), rms(k, p["key_norm"]["scale"], shape.eps)
-    scores = jnp.einsum("rbtnh,rbsnh->rbnts", rope(q, shape), rope(k, shape)) / np.sqrt(q.shape[-1])
+        q, k = (r(rms(y, p[name]["scale"], shape.eps)) for y, name in ((q, "query_norm"), (k, "key_norm")))
+    q, k, v = r(rope(q, shape)), r(rope(k, shape))[..., shared, :], v[..., shared, :]
+    scores = r(jnp.einsum("rbtnh,rbsnh->rbnts", q, k), forward=False) / np.sqrt(q.shape[-1])
     scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -1e30)
     scores = jnp.exp(scores - scores.max(-1, keepdims=True))
-    out = jnp.einsum("rbnts,rbsnh->rbtnh", scores / scores.sum(-1, keepdims=True), v)
-    return on_first(
-        jnp.einsum("rbtnh,rnhd->rbtd", out, p["out"].reshape(ranks, heads // ranks, *p["out"].shape[1:])),
-        p.get("out_bias"),
-    )
+    out = r(jnp.einsum("rbnts,rbsnh->rbtnh", r(scores / scores.sum(-1, keepdims=True)), v))
+    split = lambda w: w.reshape(ranks, heads // ranks, *w.shape[1:])
+    return on_first(matmul(p, "out", out, "rbtnh", "rbtd", split, shape), p.get("out_bias"), shape)
 
 
 def mlp(p, x, shape):
+    ranks, r = shape.ranks, shape.rounds
+
     def project(name):
-        out = jnp.einsum("rbtd,drf->rbtf", x, p[name].reshape(x.shape[-1], shape.ranks, -1))
-        return out + (p[f"{name}_bias"].reshape(shape.ranks, 1, 1, -1) if f"{name}_bias" in p else 0.0)
+        split = lambda w: w.reshape(w.shape[0], ranks, -1)
+        out = matmul(p, name, x, "rbtd", "rbtf", split, shape)
+        return r(out + p[f"{name}_bias"].reshape(ranks, 1, 1, -1)) if f"{name}_bias" in p else out
 
     g, u = project("gate"), project("up")
-    down = p["down"].reshape(shape.ranks, -1, x.shape[-1])
-    return on_first(jnp.einsum("rbtf,rfd->rbtd", g / (1 + jnp.exp(-g)) * u, down), p.get("down_bias"))
+    hidden = r(r(g * r(1 / (1 + jnp.exp(-g)))) * u)
+    split = lambda w: w.reshape(ranks, -1, w.shape[-1])
+    return on_first(matmul(p, "down", hidden, "rbtf", "rbtd", split, shape), p.get("down_bias"), shape)
 
 
-def on_first(partials, bias):
+def on_first(partials, bias, shape):
     """A bias of the sum is added by one rank."""
-    return partials if bias is None else partials.at[0].add(bias)
+    return partials if bias is None else partials.at[0].set(shape.rounds(partials[0] + bias))
 
 
 def streams(params, tokens, shape):
     """The final residual stream of every rank, [R, B, T, D] (all equal where ranks communicate)."""
-    layer = lambda l: jax.tree.map(lambda a: a[l], params["layers"])
+    layer, r = lambda l: jax.tree.map(lambda a: a[l], params["layers"]), shape.rounds
 
     def partials(i, inputs):
         """h_i (1-based) on each rank's own input."""
         p = layer((i - 1) // 2)
-        if i % 2:
-            return attention(p["attention"], rms(inputs, p["attention_norm"]["scale"], shape.eps), shape)
-        norm = p.get("mlp_norm", p["attention_norm"])
-        return mlp(p["mlp"], rms(inputs, norm["scale"], shape.eps), shape)
+        name = "attention_norm" if i % 2 or "mlp_norm" not in p else "mlp_norm"
+        # With sequence parallelism what is normalised crosses the wire before its gain.
+        normed = r(r(rms(r(inputs, forward=False), 1.0, shape.eps)) * p[name]["scale"])
+        return attention(p["attention"], normed, shape) if i % 2 else mlp(p["mlp"], normed, shape)
 
-    x0 = params["embedding"]["table"][tokens]
+    x0 = r(r(params["embedding"]["table"], forward=False)[tokens])
     last = 2 * shape.layers
     same = lambda x: jnp.stack([x] * shape.ranks)
 
@@ -135,19 +174,22 @@ def streams(params, tokens, shape):
             continue
         for i in (first, first + 1):
             delay = 0 if not chosen else {"ladder": shape.number, "fresh": 1}.get(shape.kind, 0)
-            inputs = same(xs[max(0, i - 1 - delay)])
+            inputs = same(r(xs[max(0, i - 1 - delay)], forward=False))
             if chosen and shape.kind == "fresh" and i > 1:
                 inputs = inputs + newest
             newest = partials(i, inputs)
-            xs.append(xs[i - 1] + newest.sum(0))
-    return same(xs[-1])
+            xs.append(r(xs[i - 1] + r(newest.sum(0), backward=False)))
+    return same(r(xs[-1], forward=False))
 
 
 def logits(params, tokens, shape):
     """[B, T, vocab]; each rank scores its share of the (padded) table with its own stream."""
-    table = params["head"]["table"] if "head" in params else params["embedding"]["table"]
-    normed = rms(streams(params, tokens, shape), params["final_norm"]["scale"], shape.eps)
-    parts = jnp.einsum("rbtd,rvd->btrv", normed, table.reshape(shape.ranks, -1, table.shape[-1]))
+    r = shape.rounds
+    table = r(params["head"]["table"] if "head" in params else params["embedding"]["table"])
+    x = r(streams(params, tokens, shape), forward=False)
+    normed = r(r(rms(x, params["final_norm"]["scale"], shape.eps)), forward=False)  # a mean's gradient: once more
+    table = r(table, forward=False).reshape(shape.ranks, -1, table.shape[-1])
+    parts = r(jnp.einsum("rbtd,rvd->btrv", normed, table), forward=False)
     return parts.reshape(*parts.shape[:2], -1)[..., : shape.vocab]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, retention, verify
+from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, retention, steps, verify
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
@@ -256,6 +257,36 @@ def test_a_save_that_fails_leaves_the_others(three, tmp_path):
     assert store.failure() is None and [verify(copy / str(step)) for step in (20, 30, 40)] == [[], [], []]
 
 
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    tree = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    store = Store(folder, config=RunConfig(train=RECIPE))
+    store.save(10, **tree)
+    store.wait()
+    shutil.rmtree(tmp_path / "run")
+    store.save(20, **tree)
+    store.close()
+    assert store.failure() is None and verify(folder / "20") == []
+
+
+def test_names_and_metas_that_no_run_wrote(three, tmp_path):
+    """Other digits than ASCII's, leading zeros; and a whole checkpoint whose meta lacks what every one has."""
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(three, copy)
+    for name in ("4\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT FOUR}0", "040"):
+        (copy / name).mkdir()
+    assert steps(copy) == [10, 20, 30] and open_checkpoint(copy).step == 30
+    assert cli.main(["checkpoints", str(copy)]) == 0
+    for lacking in ("step", "config"):
+        file = copy / "30" / "meta" / "metadata"
+        meta = json.loads((three / "30" / "meta" / "metadata").read_text())
+        del meta[lacking]
+        file.write_text(json.dumps(meta))
+        manifest.write(copy / "30")
+        with pytest.raises(Damaged, match="its meta has no step, or no config; the newest whole one .* step 20"):
+            open_checkpoint(copy)
+
+
 def test_the_verb(three, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(three, run / "checkpoints")
@@ -280,3 +311,24 @@ def test_the_verb(three, tmp_path, capsys):
         == "ladder-jax: damaged: the checkpoint of step 30 (train with run.on_damaged=previous goes on without)\n"
     )
     assert cli.main(["checkpoints", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_manifest_names_the_checkpoints_files_only(tmp_path):
+    """Not those of other folders, whatever their digests are, nor what would never end to be read."""
+    folder = tmp_path / "1"
+    folder.mkdir()
+    (folder / "file").write_text("f")
+    (tmp_path / "other").write_text("o")
+    manifest.write(folder)
+    told = json.loads((folder / "manifest.json").read_text())
+    assert manifest.problems(folder) == []
+    for name in ("../other", str(tmp_path / "other"), "sub/../../other"):
+        files = told["files"] | {name: {"size": 1, "digest": manifest._digest_of(b"o")}}
+        (folder / "manifest.json").write_text(json.dumps(manifest._signed(files)))
+        assert manifest.problems(folder) == ["manifest.json is damaged"]
+    os.mkfifo(folder / "pipe")
+    files = told["files"] | {"pipe": {"size": 0, "digest": manifest._digest_of(b"")}}
+    (folder / "manifest.json").write_text(json.dumps(manifest._signed(files)))
+    assert manifest.problems(folder) == ["pipe is no file"]
+    (folder / "manifest.json").write_text("[" * 100_000)
+    assert manifest.problems(folder) == ["manifest.json is damaged"]

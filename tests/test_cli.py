@@ -225,3 +225,11 @@ def test_doctor(run_cli):
     assert all(reason == "ok" or "pip install" in reason or "cannot" in reason for reason in report["targets"].values())
     text = run_cli("doctor", check_status=0).stdout
     assert jax.__version__ in text and "compiles ahead of time for" in text
+
+
+def test_control_characters_reach_no_terminal(run_cli, tmp_path):
+    """Of names that others have given."""
+    name = "a \x1b]0;owned\x07\x1b[2J\u202e\x9b é 東京"
+    (tmp_path / f"{name}.jsonl").write_text("no")
+    line = is_one_line(run_cli("tokenize", f"{name}.jsonl", "--out", "out", cwd=tmp_path, check_status=2))
+    assert "é 東京" in line and all(one.isprintable() for one in line) and "x1b" in line and "u202e" in line

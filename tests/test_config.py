@@ -1,12 +1,16 @@
 """Presets, files, overrides, and one line for every mistake."""
 
+import dataclasses
 import json
+import pathlib
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from ladder_jax import config
+from ladder_jax import config, parallel
 from ladder_jax.config import presets
 from ladder_jax.errors import UserError
 
@@ -90,6 +94,79 @@ def test_mistakes_are_one_line(override, message):
     with pytest.raises(UserError) as caught:
         config.load("tiny", overrides=[override])
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+SAME = [
+    (dict(biases="qkv"), dict(biases=config.Biases.QKV)),
+    (dict(dtype="float32"), dict(dtype=config.Dtype.FLOAT32)),
+    (dict(dtype=jnp.float32), dict(dtype=config.Dtype.FLOAT32)),
+    (dict(dtype=np.dtype("float32")), dict(dtype=config.Dtype.FLOAT32)),
+    (dict(dtype=jnp.dtype("bfloat16")), dict(dtype=config.Dtype.BFLOAT16)),
+    (dict(dtype="fp32"), dict(dtype=config.Dtype.FLOAT32)),
+    (dict(ladder_layers=2), dict(ladder_layers="2")),
+    (dict(ladder_layers=np.int64(2)), dict(ladder_layers="2")),
+    (dict(ladder_layers=[0, 1]), dict(ladder_layers="0,1,")),
+    (dict(ladder_layers=range(2)), dict(ladder_layers="0,1,")),
+    (dict(num_layers=np.int64(6)), dict(num_layers=6)),
+    (dict(rope_theta=20_000), dict(rope_theta=20_000.0)),
+    (dict(rope_scaling={"factor": 4}), dict(rope_scaling=config.RopeScaling(factor=4.0))),
+]
+
+
+@pytest.mark.parametrize("given, meant", SAME, ids=str)
+def test_fields_have_their_types_however_they_are_made(given, meant):
+    """What Python hands over is what a file says: its dataclass can be written down and compared."""
+    wanted = config.ModelConfig(**meant)
+    replaced = dataclasses.replace(config.ModelConfig(), **given)
+    for made in (config.preset("tiny", **given), config.ModelConfig(**given), replaced):
+        assert made == wanted and config.model_from_dict(json.loads(json.dumps(config.to_dict(made)))) == made
+        values = {name: getattr(made, name) for name in meant}
+        assert values == meant and all(type(values[name]) is type(meant[name]) for name in meant)
+
+
+def test_sections_in_python():
+    assert config.RunConfig(model={"num_layers": 2}).model == config.ModelConfig(num_layers=2)
+    assert config.DataConfig(path=pathlib.Path("text")).path == "text"
+    assert config.TrainConfig(remat="full").remat is config.Remat.FULL
+    assert dataclasses.replace(config.TrainConfig(), loop="unrolled").loop is config.Loop.UNROLLED
+
+
+IN_PYTHON = [
+    (lambda: config.preset("tiny", biases="nope"), "unknown value for model.biases: 'nope'; did you mean 'none'?"),
+    (lambda: config.preset("tiny", biases=True), "unknown value for model.biases: 'True' (allowed: none, qkv"),
+    (lambda: config.preset("tiny", tie_embeddings="no"), 'model.tie_embeddings must be of type bool, not "no"'),
+    (lambda: config.preset("tiny", tie_embeddings=1), "model.tie_embeddings must be of type bool, not 1"),
+    (lambda: config.preset("tiny", dtype="float16"), "unknown value for model.dtype: 'float16'; did you mean 'bfloat"),
+    (lambda: config.preset("tiny", dtype=float), "unknown value for model.dtype:"),
+    (lambda: config.preset("tiny", num_layers="4"), 'model.num_layers must be of type int, not "4"'),
+    (lambda: config.preset("tiny", num_layers=np.zeros(2)), "model.num_layers must be of type int, not a ndarray"),
+    (lambda: config.preset("tiny", num_layer=4), "unknown setting 'model.num_layer'; did you mean 'model.num_layers'?"),
+    (lambda: config.preset("tiny", ladder_layers=True), "model.ladder_layers must be of type str, not true"),
+    (lambda: config.preset("tiny", ladder_layers=[4]), "ladder_layers='4,' names a layer twice or out of range"),
+    (lambda: config.preset("tiny", rope_scaling=8.0), "model.rope_scaling must be a section (a RopeScaling, or"),
+    (lambda: dataclasses.replace(config.ModelConfig(), biases="qvk"), "did you mean 'qkv'?"),
+    (lambda: config.TrainConfig(remat="everything"), "unknown value for train.remat: 'everything' (allowed: none"),
+    (lambda: config.TrainConfig(steps=1.5), "train.steps must be of type int, not 1.5"),
+    (lambda: config.DecodeConfig(quantize="int4"), "unknown value for decode.quantize: 'int4'; did you mean 'int8'?"),
+    (lambda: config.RunConfig(model="tiny"), "model must be a section (a ModelConfig, or a mapping of its fields), no"),
+    (lambda: config.RunConfig(model=config.TrainConfig()), "model must be a section (a ModelConfig, or a mapping of i"),
+    (lambda: parallel.make_mesh(tensor="4"), 'mesh.tensor must be of type int, not "4"'),
+]
+
+
+@pytest.mark.parametrize("make, message", IN_PYTHON)
+def test_mistakes_in_python_are_one_line_when_made(make, message):
+    with pytest.raises(UserError) as caught:
+        make()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_conversion_without_ladder_layers():
+    ladder = ["model.residual=ladder", "conversion.steps=4"]
+    assert config.load("tiny", overrides=[*ladder, "model.ladder_layers=1"]).conversion.steps == 4
+    for none in ("0", "[]"):
+        with pytest.raises(UserError, match="conversion.steps=4 has no ladder layer to turn: model.ladder_layers="):
+            config.load("tiny", overrides=[*ladder, f"model.ladder_layers={none}"])
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,18 @@ import pytest
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Launch, Loop
-from ladder_jax.decode import generate, sampling, steps, weights
+from ladder_jax.decode import generate, steps, weights, winner
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import explicit
-from tests import cases
+from tests import cases, covering, one_step
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 NEW = 3
+MESHES = ((2, 4), (1, 8), (1, 1))  # data x tensor
+CASES = covering.rows(cases.TOPOLOGIES, MESHES, Loop, pairs=[(0, 1), (0, 2), (1, 2)])
 
 
-@pytest.mark.parametrize("loop", Loop)
-@pytest.mark.parametrize("mesh", [(2, 4), (1, 8), (1, 1)], ids=str)
-@pytest.mark.parametrize("name", cases.TOPOLOGIES)
+@pytest.mark.parametrize("name, mesh, loop", CASES)
 def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
     """Token by token, with prompts of different lengths in one batch and rubbish beyond their ends."""
     if mesh == (1, 1) and loop is Loop.SCAN and name not in cases.DEPEND_ON_RANKS:
@@ -36,7 +36,7 @@ def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
     limit, lengths = 2 * cases.bound(definition.config), LENGTHS.copy()
     assert cases.error(np.asarray(logits)[:, :251], full[rows, lengths - 1]) < limit
     for _ in range(NEW):
-        step = decode.decode(definition, loop=loop)
+        step = one_step.decode(definition, loop=loop)
         logits, caches = step(stored, caches, tokens[rows, lengths], lengths)
         assert cases.error(np.asarray(logits)[:, :251], full[rows, lengths]) < limit
         lengths += 1
@@ -50,7 +50,7 @@ def test_prefill_and_decode_with_shared_heads():
     full = np.asarray(nn.compiled_logits(definition)(params, tokens))
     stored = weights.prepare(definition, params, loop=Loop.UNROLLED)
     _, caches = decode.prefill(definition, capacity=12)(stored, tokens[:, :8], lengths)
-    logits, _ = decode.decode(definition)(stored, caches, tokens[np.arange(4), lengths], lengths)
+    logits, _ = one_step.decode(definition)(stored, caches, tokens[np.arange(4), lengths], lengths)
     expected = full[np.arange(4), lengths]
     assert cases.error(np.asarray(logits)[:, :251], expected) < 2 * cases.bound(definition.config)
 
@@ -120,7 +120,7 @@ def test_argmax_takes_the_first_of_equals():
     axes = definition.layout.tensor
     from ladder_jax.parallel import on_mesh
 
-    pick = on_mesh(lambda s: sampling.argmax(s, axes=axes), layout=definition.layout, in_dims=("BV",), out_dims="B")
+    pick = on_mesh(lambda s: winner.argmax(s, axes=axes), layout=definition.layout, in_dims=("BV",), out_dims="B")
     np.testing.assert_array_equal(jax.jit(pick)(scores), [3, 900, 0])
 
 
@@ -157,7 +157,7 @@ def test_launching_by_name_computes_the_same(name, monkeypatch):
     first = {}
     for launch in Launch:
         _, caches = decode.prefill(definition, capacity=12)(stored, tokens[:, :8], LENGTHS)
-        step = steps.decode.__wrapped__(definition, launch=launch)
+        step = one_step.decode.__wrapped__(definition, launch=launch)
         logits, _ = step(stored, caches, tokens[rows, LENGTHS], LENGTHS)
         first[launch] = np.asarray(logits)[:, :251]
     assert cases.error(first[Launch.EXPLICIT], first[Launch.CHAINED]) < cases.bound(definition.config)
@@ -166,7 +166,7 @@ def test_launching_by_name_computes_the_same(name, monkeypatch):
 def test_launching_by_name_where_it_cannot_be():
     definition = cases.define("ladder", tensor=8)
     with pytest.raises(UserError, match="launch 'explicit' is for NVIDIA GPUs, and this mesh is of cpu"):
-        decode.decode(definition, launch=Launch.EXPLICIT)
+        decode.decode_many(definition, launch=Launch.EXPLICIT)
 
 
 @pytest.mark.parametrize("kind, joined", [("cpu", True), ("TPU v5", True), ("TPU v5 lite", False), ("TPU7x", False)])

@@ -367,7 +367,7 @@ def test_an_error_reaches_everyone_who_waits(threaded, monkeypatch):
     ours = engine(slots=1)
     handles = [ours.submit(Request([1], max_new_tokens=9)) for _ in range(3)]
 
-    def broken():
+    def broken(choice):
         raise MemoryError("no more of it")
 
     monkeypatch.setattr(ours._device, "decode", broken)

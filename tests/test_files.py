@@ -3,10 +3,12 @@
 import os
 import pathlib
 
+import jax
 import pytest
 
 from ladder_jax import files
 from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.parallel import cache as jax_cache
 
 
 def write(path):
@@ -70,3 +72,67 @@ def test_two_options_one_file(tmp_path):
     files.check_apart(out="a", plot=None, trace="b")
     with pytest.raises(UserError, match="--plot .*: --out is the same file"):
         files.check_apart(out=str(tmp_path / "a"), plot=str(tmp_path / "link"))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_who_may_read_it(tmp_path, umask):
+    """As before; a new file as the user wants new files to be. Never more while it is written."""
+    seen = []
+
+    def look(path):
+        seen.append(os.stat(path).st_mode & 0o777)
+        write(path)
+
+    before = os.umask(umask)
+    try:
+        for mode in (None, 0o600, 0o640, 0o666):
+            file = tmp_path / str(mode)
+            if mode is not None:
+                file.write_text("old")
+                file.chmod(mode)
+            files.write_atomically(str(file), look)
+            wanted = 0o666 & ~umask if mode is None else mode
+            assert file.stat().st_mode & 0o777 == wanted == seen[-1] and file.read_text() == "new"
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("why", ["no home", "no such user", "a file", "read-only"])
+def test_no_cache(why, tmp_path, monkeypatch):
+    """What would be kept is made again each time: nothing else is different."""
+    for name in ("LADDER_JAX_CACHE", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "file").touch()
+    match why:
+        case "no home":
+            monkeypatch.setenv("HOME", str(tmp_path / "file"))
+        case "no such user":
+            monkeypatch.delenv("HOME")
+            monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+        case "a file":
+            monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "file"))
+        case "read-only":
+            monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "cache"))
+            monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert files.cache_folder("x") is None
+    monkeypatch.setattr(jax.config, "update", None)  # not called
+    before = jax.config.jax_compilation_cache_dir
+    jax_cache.use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir == before
+    with files.cache("x") as folder:
+        (folder / "kept").touch()
+    assert not folder.exists()
+
+
+def test_a_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "some" / "where"))
+    with files.cache("x") as folder:
+        (folder / "kept").touch()
+    assert folder == tmp_path / "some" / "where" / "x" and (folder / "kept").exists()
+
+
+def test_overlap_without_a_cache(run_cli, tmp_path):
+    (tmp_path / "file").touch()
+    words = "--model tiny --target cpu:2 --phase decode --residual ladder --layers 2 --context 32".split()
+    done = run_cli("overlap", *words, check_status=0, LADDER_JAX_CACHE=tmp_path / "file")
+    assert "compiling ladder" in done.stderr and done.stdout

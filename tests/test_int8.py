@@ -9,11 +9,11 @@ import pytest
 
 from ladder_jax import decode, nn
 from ladder_jax.config import Biases, DecodeConfig, Dtype, Launch, Loop, Quantize
-from ladder_jax.decode import cache, weights
+from ladder_jax.decode import cache, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.nn import quantized
 from ladder_jax.nn.quantized import Int8
-from tests import cases, reference
+from tests import cases, one_step, reference
 
 INT8 = Quantize.INT8
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
@@ -143,7 +143,7 @@ def empty(definition, *, rows, loop):
 def stepped(definition, params, *, loop, quantize=INT8):
     """Logits [3, 4, 251] of three decode steps from the first position on."""
     params, caches = stored(definition, params, loop=loop, quantize=quantize), empty(definition, rows=4, loop=loop)
-    step, found = decode.decode(definition, loop=loop, quantize=quantize), []
+    step, found = one_step.decode(definition, loop=loop, quantize=quantize), []
     for position in range(3):
         logits, caches = step(params, caches, cases.tokens()[:, position], np.full(4, position, np.int32))
         found.append(np.asarray(logits)[:, :251])
@@ -185,7 +185,7 @@ def test_llama_family(changes):
 
     params, form = stored(definition, params, loop=loop), dict(loop=loop, quantize=INT8)
     first, caches = decode.prefill(definition, capacity=8, **form)(params, tokens[:, :6], LENGTHS)
-    second, _ = decode.decode(definition, **form)(params, caches, tokens[rows, LENGTHS], LENGTHS)
+    second, _ = one_step.decode(definition, **form)(params, caches, tokens[rows, LENGTHS], LENGTHS)
     limit = cases.bound(definition.config)
     assert cases.error(np.asarray(first)[:, :251], full[rows, LENGTHS - 1]) < limit
     assert cases.error(np.asarray(second)[:, :251], full[rows, LENGTHS]) < limit
@@ -199,7 +199,7 @@ def test_every_mesh_writes_the_same_tokens():
         params = stored(definition, cases.parameters(definition), loop=Loop.SCAN)
         token, caches, row = np.array([7, 200], np.int32), empty(definition, rows=2, loop=Loop.SCAN), []
         for position in range(8):
-            step = decode.decode(definition, loop=Loop.SCAN, quantize=INT8)
+            step = one_step.decode(definition, loop=Loop.SCAN, quantize=INT8)
             logits, caches = step(params, caches, token, np.full(2, position, np.int32))
             token = np.asarray(logits).argmax(-1).astype(np.int32)
             row.append(token)
@@ -224,10 +224,9 @@ def test_close_to_the_unquantised_model():
 
 def compiled_decode(quantize, loop):
     definition = cases.define("ladder", tensor=4, d_model=256, d_ff=512, dtype=Dtype.BFLOAT16)
-    tokens = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=definition.layout.sharding("B"))
-    params = weights.abstract(definition, loop=loop, quantize=quantize)
-    caches = cache.abstract(definition, rows=2, capacity=8, loop=loop)
-    return decode.decode(definition, loop=loop, quantize=quantize).compile(params, caches, tokens, tokens)
+    arguments = steps.abstract(definition, rows=2, positions=8, loop=loop, quantize=quantize)
+    many = decode.decode_many(definition, choice=decode.Choice.GREEDY, loop=loop, quantize=quantize)
+    return many.compile(*arguments)
 
 
 @pytest.mark.parametrize("loop", Loop)
@@ -239,13 +238,14 @@ def test_a_compiled_step_takes_half_the_bytes(loop):
 
 def test_one_compilation_serves_all_weights():
     definition = cases.define("ladder", tensor=4)
-    step, sizes = decode.decode(definition, loop=Loop.SCAN, quantize=INT8), []
+    step, sizes = one_step.decode(definition, loop=Loop.SCAN, quantize=INT8), []
     for seed in (0, 1):
         stepped(definition, cases.parameters(definition, seed=seed), loop=Loop.SCAN)
-        sizes.append(step._jitted._cache_size())
+        sizes.append(step._cache_size())
     assert sizes[0] == sizes[1]
-    assert decode.decode(definition, loop=Loop.SCAN, quantize=INT8) is step
-    assert decode.decode(definition, loop=Loop.SCAN) is not step
+    form = dict(loop=Loop.SCAN, quantize=INT8)
+    assert decode.decode_many(definition, **form) is decode.decode_many(definition, **form)
+    assert decode.decode_many(definition, **form) is not decode.decode_many(definition, loop=Loop.SCAN)
 
 
 def test_the_command_line_says_what_there_is(capsys):
@@ -259,7 +259,7 @@ def test_the_command_line_says_what_there_is(capsys):
 def test_launching_by_name_is_refused():
     """It would fuse nothing, and so write dense copies of the matrices."""
     with pytest.raises(UserError, match="launch 'explicit' would undo quantize='int8': use 'chained'"):
-        decode.decode(cases.define("ladder", tensor=8), launch=Launch.EXPLICIT, quantize=INT8)
+        decode.decode_many(cases.define("ladder", tensor=8), launch=Launch.EXPLICIT, quantize=INT8)
 
 
 def test_the_audit_knows_of_it():

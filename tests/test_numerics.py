@@ -1,6 +1,7 @@
 """Every topology, mesh and loop form against the dense float64 reference: values and gradients."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -8,7 +9,18 @@ import pytest
 
 from ladder_jax import nn, train
 from ladder_jax.config import Biases, Loop, Remat, RopeScaling
-from tests import cases, reference
+from tests import cases, covering, reference
+
+MESHES = ((1, 1), (1, 4), (2, 4))  # data x tensor
+FORWARD = covering.rows(cases.TOPOLOGIES, (1, 2, 4, 8), Loop, pairs=[(0, 1), (0, 2), (1, 2)])
+RECOMPUTED = ("standard", "ladder", "ladder-2", "ladder-fresh", "desync-2")
+GRADIENTS = covering.marked(
+    [
+        *itertools.product(cases.TOPOLOGIES, MESHES, Loop, [Remat.NONE]),
+        *itertools.product(RECOMPUTED, [(2, 4)], Loop, [Remat.FULL, Remat.SAVE_MATMULS]),
+    ],
+    chosen=covering.array(cases.TOPOLOGIES, MESHES, Loop, Remat, pairs=[(0, 1), (0, 2), (1, 2), (0, 3)]),
+)
 
 
 def dense_ranks(name: str, ranks: int) -> int:
@@ -47,20 +59,16 @@ def check_gradients(definition, *, loop, expected, remat=Remat.NONE):
     assert max(jax.tree.leaves(errors)) < limit, errors
 
 
-@pytest.mark.parametrize("loop", Loop)
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", cases.TOPOLOGIES)
+@pytest.mark.parametrize("name, tensor, loop", FORWARD)
 def test_forward(name, tensor, loop):
     definition = cases.define(name, tensor=tensor)
     assert cases.error(logits(definition, loop=loop), dense_logits(name, tensor)) < cases.bound(definition.config)
 
 
-@pytest.mark.parametrize("loop", Loop)
-@pytest.mark.parametrize("mesh", [(1, 1), (1, 4), (2, 4)], ids=str)
-@pytest.mark.parametrize("name", cases.TOPOLOGIES)
-def test_gradients(name, mesh, loop):
+@pytest.mark.parametrize("name, mesh, loop, remat", GRADIENTS)
+def test_gradients(name, mesh, loop, remat):
     definition = cases.define(name, data=mesh[0], tensor=mesh[1])
-    check_gradients(definition, loop=loop, expected=dense_gradients(name, mesh[1]))
+    check_gradients(definition, loop=loop, remat=remat, expected=dense_gradients(name, mesh[1]))
 
 
 @pytest.mark.parametrize("name", cases.DEPEND_ON_RANKS)
@@ -71,14 +79,6 @@ def test_one_device_emulates_the_ranks(name):
         assert cases.error(logits(definition, loop=loop), dense_logits(name, 4)) < limit
     assert cases.error(logits(definition, loop=Loop.SCAN), dense_logits(name, 2)) > 100 * limit
     check_gradients(definition, loop=Loop.SCAN, expected=dense_gradients(name, 4))
-
-
-@pytest.mark.parametrize("remat", [Remat.FULL, Remat.SAVE_MATMULS])
-@pytest.mark.parametrize("loop", Loop)
-@pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2", "ladder-fresh", "desync-2"])
-def test_recomputation_changes_no_gradient(name, loop, remat):
-    definition = cases.define(name, data=2, tensor=4)
-    check_gradients(definition, loop=loop, remat=remat, expected=dense_gradients(name, 4))
 
 
 def test_the_bound_tells_topologies_apart():

@@ -219,6 +219,12 @@ def test_groups_turn_from_the_top():
     ]  # fmt: skip
 
 
+def test_no_layer_that_could_turn():
+    for standard in (cases.define("standard"), cases.define("hybrid-last-2", ladder_layers="0")):
+        with pytest.raises(UserError, match="conversion.steps=8 has no ladder layer to turn"):
+            conversion.late(jnp.int32(0), topology=standard.topology, config=ConversionConfig(8, 2))
+
+
 def test_a_fresh_ladder_emulated_on_one_device_is_taught():
     """The teacher computes on the emulated ranks, too; what is accumulated in parts is the same."""
     definition = cases.define("ladder-fresh", ranks=2, **TWO)

@@ -13,7 +13,7 @@ import pytest
 
 from experiments.one_gpu import exposed
 from experiments.one_gpu.wire import host_wire
-from ladder_jax import nn, parallel
+from ladder_jax import decode, nn, parallel
 from ladder_jax.bench import programs
 from ladder_jax.bench import request as requests
 from ladder_jax.bench.measure import Samples
@@ -31,8 +31,11 @@ def program(name):
     definition = nn.define(request.config(name), mesh=parallel.make_mesh())
     [params] = programs.random_weights([definition])
     caches = cache.make(definition, rows=2, capacity=16, loop=Loop.UNROLLED)()
-    tokens = jnp.array([3, 5], jnp.int32)
-    return programs.next_tokens(definition, count=4), (params, caches, tokens, jnp.zeros(2, jnp.int32))
+    tokens, nothing = jnp.array([3, 5], jnp.int32), jnp.zeros(2, jnp.int32)
+    seen = decode.seen_in(definition)(tokens[:, None], nothing)
+    settings = decode.Settings.of(jax.random.split(jax.random.key(0), 2))
+    loop = decode.decode_many(definition, count=4, choice=decode.Choice.GREEDY)
+    return loop, (params, caches, seen, tokens, nothing, settings)
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder", "parallel", "ladder-2"])

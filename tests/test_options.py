@@ -163,10 +163,9 @@ def test_train_and_decode_hand_them_over(on_cpu):
         gradients.planned_loss(Plan(definition)),
         nn.compiled_logits.__wrapped__(definition),
         decode.prefill.__wrapped__(definition, capacity=8),
-        decode.decode.__wrapped__(definition),
         decode.decode_many.__wrapped__(definition, count=2),
     ]
     assert all(program.options == {"xla_cpu_enable_fast_math": False} for program in programs)
     standard = cases.define("standard", tensor=2, num_kv_heads=2)
-    assert decode.decode.__wrapped__(standard).options == {}
+    assert decode.decode_many.__wrapped__(standard, count=2).options == {}
     assert float(Compiled(jnp.sin, mesh=parallel.make_mesh(), traits=ALL_TRAITS[0])(jnp.float32(0))) == 0

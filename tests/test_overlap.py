@@ -1,6 +1,7 @@
 """`ladder-jax overlap` as a user meets it: answers, files, mistakes, what is kept. CPU is the target; `make audit` has
 the others."""
 
+import gzip
 import json
 import os
 import signal
@@ -165,7 +166,6 @@ def test_a_missing_compiler_says_what_to_install(target, installs, monkeypatch, 
 
 def test_a_killed_compiler_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiling.sys, "executable", "/bin/sh")
     request = ask()
     real = subprocess.Popen
     kill = lambda command, **settings: real(["/bin/sh", "-c", "kill -9 $$"], **settings)
@@ -221,13 +221,27 @@ def test_sublayer_flops_are_the_presets():
     assert flops["joint"] == flops["attention"] + flops["mlp"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"not gzip", None], ids=["empty", "garbage", "truncated"])
+DAMAGE = {
+    "empty": lambda content: b"",
+    "garbage": lambda content: b"not gzip",
+    "truncated": lambda content: content[:-20],
+    "a bad block": lambda content: content[:30] + b"\xff" * 20 + content[50:],
+    "nested": lambda content: gzip.compress(b"[" * 100_000),
+    "a list": lambda content: gzip.compress(b"[]"),
+    "no text": lambda content: gzip.compress(gzip.decompress(content).replace(b'"jax": "1"', b'"jax": 1')),
+    "no number": lambda content: gzip.compress(gzip.decompress(content).replace(b"20}", b'"20"}')),
+    "no options": lambda content: gzip.compress(gzip.decompress(content).replace(b'{"a": true}', b"null")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_record_is_compiled_again(damage, tmp_path):
     path = tmp_path / "one.json.gz"
     record.write(path, RECORD)
     assert record.read(path) == RECORD
-    path.write_bytes(path.read_bytes()[:-20] if damage is None else damage)
-    assert record.read(path) is None
+    content = path.read_bytes()
+    path.write_bytes(DAMAGE[damage](content))
+    assert path.read_bytes() != content and record.read(path) is None
 
 
 RECORD = record.Record(

@@ -14,12 +14,13 @@ from ladder_jax import decode, nn, train
 from ladder_jax.config import Loop, Remat
 from ladder_jax.decode import cache, weights
 from ladder_jax.parallel.collectives import ENTER, LAUNCH
-from tests import cases
+from tests import cases, covering
 
 NUM_LAYERS = 4
 # all-reduces a layer and direction
 A_LAYER = {"standard": 2, "ladder": 2, "ladder-2": 2, "ladder-3": 2, "ladder-fresh": 2, "parallel": 1,
            "parallel-shared-norm": 1, "parallel-ladder": 1, "desync-2": 1, "no-communication": 0}  # fmt: skip
+BACKWARD = covering.rows(A_LAYER, Loop, Remat)
 HYBRIDS = [name for name in cases.TOPOLOGIES if name.startswith("hybrid")]
 
 
@@ -88,24 +89,17 @@ def test_prefill_of_a_later_chunk(name, loop):
         assert len(inside) == A_LAYER[name] and len(set(inside)) == 1 and len(found) - len(inside) <= 1
 
 
-@pytest.mark.parametrize("remat", Remat)
-@pytest.mark.parametrize("name", A_LAYER)
-def test_forward_and_backward_unrolled(name, remat):
-    found = all_reduces(backward(cases.define(name, data=2, tensor=4), Loop.UNROLLED, remat))
-    check_one_operand_each(found)
-    for direction in (LAUNCH, ENTER):
-        assert len([d for d, *_ in found if d == direction]) == A_LAYER[name] * NUM_LAYERS
-
-
-@pytest.mark.parametrize("remat", Remat)
-@pytest.mark.parametrize("name", A_LAYER)
-def test_forward_and_backward_scanned(name, remat):
-    found = all_reduces(backward(cases.define(name, data=2, tensor=4), Loop.SCAN, remat))
+@pytest.mark.parametrize("name, loop, remat", BACKWARD)
+def test_forward_and_backward(name, loop, remat):
+    found = all_reduces(backward(cases.define(name, data=2, tensor=4), loop, remat))
     check_one_operand_each(found)
     for direction in (LAUNCH, ENTER):
         inside = [c for d, c, _, _ in found if d == direction and c != "entry"]
-        assert len(inside) == A_LAYER[name] and len(set(inside)) <= 1
-    assert len([c for _, c, _, _ in found if c == "entry"]) <= 1
+        if loop is Loop.UNROLLED:
+            assert len([d for d, *_ in found if d == direction]) == A_LAYER[name] * NUM_LAYERS
+        else:
+            assert len(inside) == A_LAYER[name] and len(set(inside)) <= 1
+    assert loop is Loop.UNROLLED or len([c for _, c, _, _ in found if c == "entry"]) <= 1
 
 
 @pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])

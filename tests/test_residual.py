@@ -152,10 +152,18 @@ class Block(nnx.Module):
         return jax.nn.relu(x @ self.c[...]) @ self.d[...]
 
 
+UNROLLED = residual.__doc__.split("    from ladder_jax import residual\n")[1].split("\n`block.attention`")[0]
+
+
+def example(code, **scope):
+    """The x that the lines of the docstring make, as they stand there."""
+    exec("\n".join(line[4:] for line in code.splitlines()), scope)  # noqa: S102
+    return scope["x"]
+
+
 @pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2", "parallel-ladder"])
 def test_the_docstrings_example_runs_in_a_users_model(name):
     """The lines between the docstring's code marks are executed as they stand there."""
-    code = residual.__doc__.split("    from ladder_jax import residual\n")[1].split("\n`block.attention`")[0]
     rngs = nnx.Rngs(0)
     blocks = [Block(8, 16, rngs) for _ in range(3)]
     graphs, params = zip(*(nnx.split(block) for block in blocks))
@@ -163,10 +171,8 @@ def test_the_docstrings_example_runs_in_a_users_model(name):
     specs = tuple(type(p)({"a": column, "b": row, "c": column, "d": row}) for p in params)
 
     def local(params, x):
-        scope = {"residual": residual, "x": x, "blocks": [nnx.merge(g, p) for g, p in zip(graphs, params)]}
-        lines = code.replace('"ladder"', repr(name))
-        exec("\n".join(line[4:] for line in lines.splitlines()), scope)  # noqa: S102
-        return scope["x"]
+        blocks = [nnx.merge(g, p) for g, p in zip(graphs, params)]
+        return example(UNROLLED.replace('"ladder"', repr(name)), residual=residual, x=x, blocks=blocks)
 
     def run(tensor):
         mesh = parallel.make_mesh(tensor=tensor)

@@ -90,7 +90,7 @@ def uninterrupted(book, tmp_path_factory):
 
 
 def being_written(directory):
-    return {path.stat().st_ino for path in directory.glob("checkpoints/writing.*.orbax*") if path.exists()}
+    return {path.stat().st_ino for path in directory.glob("checkpoints/writing.*") if path.exists()}
 
 
 def test_killed_again_and_again(book, tmp_path, uninterrupted):
@@ -229,16 +229,15 @@ def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted):
 def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
     """Also where the next one is due before it has failed, and fails as well, at once."""
 
-    def fail(self, step, wanted):
+    def fail(self, texts):
         time.sleep(0.5)
-        self._checkpointer.wait_until_finished()
         monkeypatch.setattr(store, "_check_room", refuse)
-        self._failed(step, OSError(errno.EIO, "it is broken"))
+        raise OSError(errno.EIO, "it is broken")
 
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(store.Store, "_finish", fail)
+    monkeypatch.setattr(store.Writing, "finish", fail)
     asked = [*TINY, "train.steps=3", "train.checkpoint_every=1", f"data.path={book}", f"run.dir={tmp_path / 'run'}"]
     said = []
     with pytest.raises(RunFailed, match="the checkpoint of step 3 could not be written: no room"):
@@ -266,6 +265,18 @@ def test_lines_wait_for_room(tmp_path):
     assert len(said) == 1 and "metrics.jsonl cannot be written: Is a directory; its lines are kept" in said[0]
 
 
+def test_a_log_that_was_removed_is_begun_again(tmp_path):
+    said = []
+    (tmp_path / "run").mkdir()
+    log = metrics.Metrics(tmp_path / "run", step=0, say=said.append)
+    log.add({"step": 1, "loss": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    log.add({"step": 2, "loss": 2.0})
+    log.add({"step": 3, "loss": 3.0})
+    assert [row["step"] for row in metrics.read(tmp_path / "run")] == [2, 3]
+    assert len(said) == 1 and "metrics.jsonl was gone: begun again" in said[0]
+
+
 def test_unreadable_data_in_the_middle(book, tmp_path, uninterrupted, monkeypatch):
     """What was made until then is saved; once the data is back, the run goes on exactly."""
     whole = Feed.read
@@ -291,14 +302,17 @@ def test_a_damaged_checkpoint_is_never_resumed_from(book, resumable, uninterrupt
     content[99] ^= 4
     file.write_bytes(content)
     before = (resumable / "metrics.jsonl").read_bytes()
+    shutil.copytree(resumable / "checkpoints" / "75", resumable / "checkpoints" / "75.damaged")  # as of another time
     with pytest.raises(Damaged, match="the newest whole one before it is step 60 .run.on_damaged=previous"):
         run(book, resumable)
     assert (resumable / "metrics.jsonl").read_bytes() == before
     _, said = run(book, resumable, "run.on_damaged=previous")
-    assert any(line.endswith("put aside as 75.damaged") for line in said)
+    assert any(line.endswith("put aside as 75.damaged.2") for line in said)
     assert f"resuming {resumable} from step 60" in said
     assert losses(resumable) == losses(uninterrupted)
-    assert sorted(p.name for p in (resumable / "checkpoints").iterdir()) == ["60", "75", "75.damaged", "90"]
+    assert sorted(p.name for p in (resumable / "checkpoints").iterdir()) == [
+        "60", "75", "75.damaged", "75.damaged.2", "90",
+    ]  # fmt: skip
 
 
 def test_no_whole_checkpoint_is_no_fresh_start(book, resumable):
@@ -328,6 +342,31 @@ def test_other_data_is_refused(book, resumable, tmp_path):
     config_file.write_text(config_file.read_text().replace(str(book), str(other)))
     with pytest.raises(UserError, match="has changed since step 75 .its fingerprint was"):
         run(other, resumable)
+
+
+HOLDER = """
+import fcntl, os, sys, time
+handle = os.open(sys.argv[1], os.O_RDWR)
+fcntl.flock(handle, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_lock_is_a_regular_file(tmp_path):
+    """As NFS needs it. Another process that holds it keeps this one out; killed, it leaves a file that does not."""
+    with folder.owned(tmp_path / "run"):
+        pass
+    lock = tmp_path / "run" / ".lock"
+    assert lock.is_file()
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match="another process is training in"), folder.owned(tmp_path / "run"):
+        pass
+    holder.kill()
+    holder.communicate()
+    with folder.owned(tmp_path / "run"):
+        folder.check(config.load("tiny"), tmp_path / "run")  # nothing but the lock: not a foreign folder
 
 
 def test_one_process_a_folder(book, resumable):

@@ -1,6 +1,7 @@
 """The sampler on split vocabularies against the definitions in NumPy float64: sorted, and in probabilities."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from ladder_jax import decode, nn
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import cuts, sampling, steps, weights
+from ladder_jax.decode import candidates, cuts, sampling, steps, weights
 from ladder_jax.parallel import on_mesh, over_ranks
 from tests import cases
 from tests.test_decode import PROMPTS, generator
@@ -58,15 +59,20 @@ def logits(rows, *, seed=0):
 
 
 @functools.cache
-def compiled(mesh, kind="sample"):
+def compiled(mesh, kind="sample", count=candidates.COUNT):
     """(logits [B, VOCAB], settings, positions, seen) -> (tokens, log-probabilities), or scores cut: all on `mesh`."""
     layout = cases.define(**MESHES[mesh]).layout
-    in_dims, out_dims = ("BV", "B", "B", "BV"), ("B", "B") if kind == "sample" else "BV"
+    in_dims, out_dims = ("BV", "B", "B", "BV"), {"sample": ("B", "B"), "greedy": "B"}.get(kind, "BV")
 
     def local(logits, settings, positions, seen):
-        if kind != "sample":
+        if kind in ("top_k", "top_p", "min_p"):
             return getattr(cuts, kind)(logits, getattr(settings, kind), axes=layout.tensor)
-        ask = dict(settings=settings, positions=positions, seen_BV=seen)
+        asked = sampling.Asked.of(settings)
+        if kind == "candidates":
+            return candidates.cut(logits, settings=settings, asked=asked, axes=layout.tensor, count=count)
+        if kind == "greedy":
+            return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=layout.tensor)
+        ask = dict(settings=settings, asked=asked, positions=positions, seen_BV=seen)
         return sampling.sample(logits, **ask, vocab_size=VOCAB, axes=layout.tensor)
 
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
@@ -109,6 +115,33 @@ def test_cuts_keep_what_the_definitions_keep(kind, values, mesh):
         none = np.zeros(VOCAB, bool)
         expected = np.array([distribution(row, none, **one) for row, one in zip(scores, asked, strict=True)]) > 0
         np.testing.assert_array_equal(out[:, :VOCAB], np.where(expected, scores, -np.inf))
+
+
+CUTS = [
+    {**OFF, **asked}
+    for asked in (
+        dict(top_k=1), dict(top_k=3), dict(top_k=4), dict(top_k=20), dict(top_k=49), dict(top_k=10**6), dict(),
+        dict(top_p=0.9999), dict(top_p=0.5), dict(top_p=1e-38), dict(min_p=0.1), dict(min_p=1.0),
+        dict(top_k=3, top_p=0.7), dict(top_k=30, top_p=0.8, min_p=0.02), dict(top_p=0.3, min_p=0.2),
+        dict(top_k=4, top_p=0.999),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 4, candidates.COUNT])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_candidates_cut_where_the_definitions_do(mesh, count):
+    """All three at once. With few candidates a row, cuts lie deeper than these, and are found digit by digit."""
+    plain = logits(len(CUTS))
+    some = np.where(np.arange(VOCAB) % 3 == 1, plain, -np.float32(np.inf))
+    zeros = np.where(plain > 0, np.float32(0), -np.float32(0))
+    for scores in (plain, 30 * plain, np.round(plain), some, zeros):
+        out = compiled(mesh, "candidates", count)(scores, settings(CUTS))
+        none = np.zeros(VOCAB, bool)
+        expected = np.array([distribution(row, none, **one) for row, one in zip(scores, CUTS, strict=True)]) > 0
+        np.testing.assert_array_equal(out[:, :VOCAB] > -np.inf, expected)
+        np.testing.assert_array_equal(out[:, :VOCAB][expected], scores[expected])
+        assert np.isneginf(out[:, VOCAB:]).all()
 
 
 def test_draws_have_the_distribution_that_was_asked_for():
@@ -155,6 +188,32 @@ def test_neither_the_mesh_nor_the_neighbours_change_a_row():
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+def test_logits_that_are_no_numbers_give_no_token(mesh):
+    """Greedy or drawn, cut or not, in whichever rank's share; the rows beside them are as they were."""
+    values, rows = logits(16), np.arange(16)
+    ask = settings([ASKED[row % 8] for row in rows])
+    expected, greedy = compiled(mesh)(values, ask)[0], compiled(mesh, "greedy")(values, ask)
+    assert (expected >= 0).all() and (greedy == values.argmax(1)).all()
+    worse = values.copy()
+    worse[0:8, 49], worse[0:8, 3] = np.nan, np.inf
+    worse[1], worse[2, 5], worse[3, 7], worse[3, 3] = -np.inf, np.nan, np.inf, 0
+    tokens, logprobs = compiled(mesh)(worse, ask)
+    for found, usual in ((tokens, expected), (compiled(mesh, "greedy")(worse, ask), greedy)):
+        np.testing.assert_array_equal(found, np.where(rows < 8, sampling.NO_NUMBER, usual))
+    assert np.isfinite(logprobs[8:]).all()
+
+
+@pytest.mark.parametrize("temperature", [2e-38, 1e-37, 1e-30])
+def test_the_lowest_temperatures_take_the_largest_logit(temperature):
+    """Over them a logit is infinite, several are alike, and the first of those was taken."""
+    values = 20 + logits(8)
+    for cuts_ in (OFF, {**OFF, "top_k": 5}, {**OFF, "top_p": 0.5, "min_p": 0.01}):
+        tokens, logprobs = compiled("2")(values, settings([{**cuts_, "temperature": temperature}] * 8))
+        np.testing.assert_array_equal(tokens, values.argmax(1))
+        assert np.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 def test_log_probabilities_are_of_the_logits_as_given(mesh):
     values = logits(8)
     values[:, ::7] = -np.inf
@@ -197,6 +256,10 @@ def test_seen_holds_the_prompt_and_what_was_chosen(mesh):
     np.testing.assert_array_equal(marked, expected)
 
 
+def shape_of(text):
+    return tuple(int(size) for size in text.split(","))
+
+
 def test_one_compilation_serves_all_settings_and_gathers_nothing():
     sample, values = compiled("8"), logits(8)
     sample(values, settings(ASKED))
@@ -206,7 +269,10 @@ def test_one_compilation_serves_all_settings_and_gathers_nothing():
     assert sample.jitted._cache_size() == before
     shapes = [jax.ShapeDtypeStruct((8, 80), kind) for kind in (jnp.float32, bool)]
     text = sample.jitted.lower(shapes[0], settings(ASKED), np.zeros(8, np.int32), shapes[1]).compile().as_text()
-    assert "all-reduce" in text and "all-gather" not in text and "all-to-all" not in text
+    assert "all-reduce" in text and "all-to-all" not in text
+    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather", text)
+    # Of each of 8 ranks 5 numbers a row; and its candidates, which of so small a vocabulary are all, and their mass.
+    assert sorted(map(shape_of, gathered)) == [(8, 5, 8), (8, 8, 10 + 1)]
 
 
 def test_decoding_penalises_and_scores_each_token_by_all_before_it():

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from ladder_jax.data import tokenizer
+from ladder_jax.data.examples import lines as lines_of_examples
 from ladder_jax.data.store import Store, manifest, sources
 from ladder_jax.data.store.build import build
 from ladder_jax.errors import UserError
+from ladder_jax.evaluate import examples as examples_of_tasks
 from tests import tokenizers
 
 TEXTS = [f"{'the cat sat on the mat ' * (index % 7)}number {index} é\n" for index in range(120)]
@@ -264,6 +266,14 @@ def test_a_damaged_gzip(tmp_path):
         (lambda f: (f / "manifest.json").write_text('{"format": "x", "version": 1}'), "is not a token store's"),
         (lambda f: (f / "manifest.json").write_text('{"format": "ladder_jax tokens", "version": 9}'), "version 9"),
         (lambda f: (f / "manifest.json").unlink(), "there is no token store"),
+        (lambda f: (f / "manifest.json").write_text("[" * 100_000), "is damaged, or not a token store's"),
+        (lambda f: change(f, '"00001"', '"../00001"'), "is damaged, or not a token store's"),
+        (lambda f: change(f, '"<u1"', '"<u2"'), "is damaged, or not a token store's"),
+        (lambda f: change(f, '"documents": ', '"documents": -'), "is damaged, or not a token store's"),
+        (lambda f: offset(f, 1, 2**62), "00001.offsets' is damaged: its documents do not follow one another"),
+        (lambda f: offset(f, 0, 1), "00001.offsets' is damaged"),
+        (lambda f: offset(f, -1, 1), "00001.offsets' is damaged"),
+        (lambda f: offset(f, 2, 1), "00001.offsets' is damaged"),
     ],
 )
 def test_damaged_stores(book, tmp_path, damage, message):
@@ -271,6 +281,42 @@ def test_damaged_stores(book, tmp_path, damage, message):
     damage(tmp_path / "store")
     with pytest.raises(UserError, match=message):
         contents(tmp_path / "store")
+
+
+def change(folder, old, new):
+    text = (folder / "manifest.json").read_text()
+    assert old in text
+    (folder / "manifest.json").write_text(text.replace(old, new))
+
+
+def offset(folder, index, value):
+    found = np.fromfile(folder / "00001.offsets", "<u8")
+    found[index] = value
+    found.tofile(folder / "00001.offsets")
+
+
+def test_a_token_that_no_tokenizer_has(tmp_path):
+    """Where the bytes have changed to what cannot be looked up."""
+    folder = tokenizers.folder(tmp_path / "t")
+    (tmp_path / "book.jsonl").write_text(lines(TEXTS[:9]))
+    made = make([tmp_path / "book.jsonl"], tmp_path / "out", tokens=folder)
+    content = np.fromfile(tmp_path / "out" / "00000.tokens", "<u2")
+    content[7] = made.vocab_size
+    content.tofile(tmp_path / "out" / "00000.tokens")
+    with Store(tmp_path / "out") as store:
+        assert len(store.read(0, 7)) == 7
+        with pytest.raises(UserError, match=rf"00000.tokens' is damaged: it holds the token {made.vocab_size}"):
+            store.read(0, 8)
+
+
+def test_nested_lines(tmp_path):
+    (tmp_path / "x.jsonl").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
+        make([tmp_path / "x.jsonl"], tmp_path / "out", workers=1, part_bytes=10**6)
+    with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
+        lines_of_examples._object(b"[" * 100_000, "x.jsonl:1")
+    with pytest.raises(UserError, match="this is not JSON"):
+        examples_of_tasks._object(b"[" * 100_000)
 
 
 def flip(path):
@@ -319,3 +365,98 @@ def test_the_command(run_cli, tmp_path):
         done = run_cli("tokenize", *arguments, cwd=tmp_path, check_status=2)
         assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
     assert sorted(os.listdir(tmp_path)) == ["book.jsonl", "out"]
+
+
+def everything(folder):
+    """Every path below `folder`: what it leads to, what it holds and when that was written."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        held = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(folder))] = (held, path.lstat().st_mtime_ns if held is not None else None)
+    return found
+
+
+@pytest.mark.parametrize(
+    "around", ["nothing", "lock", "full lock", "their manifest", "their journal", "link", "digest"]
+)
+def test_a_corpus_is_not_a_store(run_cli, tmp_path, around):
+    """A folder whose names are those of a store's, or which lies around a source: not one of its files is touched."""
+    corpus = tmp_path / "corpus"
+    (corpus / "parts" / "more").mkdir(parents=True)
+    for index in range(4):
+        (corpus / "parts" / f"{index}.txt").write_text(f"text {index}")
+    (corpus / "parts" / "more" / "00000.tokens").write_text("a text")
+    (corpus / "00000.tokens").write_text("a text")
+    given, out = "corpus/parts", "corpus"
+    match around:
+        case "lock":
+            (corpus / ".lock").touch()
+        case "full lock":
+            (corpus / ".lock").write_text("mine")
+        case "their manifest":
+            (corpus / "manifest.json").write_text('{"files": 5}')
+        case "their journal":
+            (corpus / "unfinished.json").write_text("[" * 100_000)
+        case "link":
+            (tmp_path / "link").symlink_to(corpus)
+            out = "link"
+        case "digest":
+            (corpus / "parts" / f"{'0' * 20}.json").write_text("{}")
+    before = everything(tmp_path)
+    done = run_cli("tokenize", given, "--out", out, "--workers", "1", cwd=tmp_path, check_status=2)
+    assert f"--out {out}: something else is there" in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_sources_in_a_store(book, tmp_path, finished):
+    """Also where the folder is a store's: at it, below it, and by a link to it."""
+    out = tmp_path / "out"
+    make([book[0]], out)
+    (out / "parts").mkdir()
+    (out / "parts" / "mine.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(out / "parts")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").symlink_to(out / "parts" / "mine.txt")
+    if not finished:
+        (out / "manifest.json").rename(out / "unfinished.json")
+    before = everything(tmp_path)
+    for given in (out, out / "parts", out / "parts" / "mine.txt", tmp_path / "link", tmp_path / "folder"):
+        with pytest.raises(UserError, match=r"lies in --out .*out: name a new folder"):
+            make([given], out)
+    assert everything(tmp_path) == before
+
+
+def test_only_what_is_ours_is_removed(book, tmp_path):
+    """A run that was killed goes on, with the user's files beside its own; and what a kill leaves at first is ours."""
+    out = tmp_path / "out"
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(lines(TEXTS) + "no\n")
+    with pytest.raises(UserError, match="not JSON"):
+        make([bad], out, workers=1)
+    theirs = {"parts/notes.txt": "n", "parts/deep/er.json": "d", "more.tokens": "m", "notes/00009.tokens": "9"}
+    for name, text in theirs.items():
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(text)
+    make([book[0]], out)
+    assert texts_in(out) == TEXTS and {name: (out / name).read_text() for name in theirs} == theirs
+    assert sorted(os.listdir(out / "parts")) == ["deep", "notes.txt"]
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    for name in (".lock", "unfinished.json.partial"):
+        (begun / name).touch()
+    make([book[0]], begun)
+    assert texts_in(begun) == TEXTS and not (begun / "parts").exists()
+
+
+def test_parts_that_lead_elsewhere(book, tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "bad.jsonl").write_text("no\n")
+    with pytest.raises(UserError, match="not JSON"):
+        make([tmp_path / "bad.jsonl"], out, workers=1)
+    (out / "parts").rename(tmp_path / "elsewhere")
+    (out / "parts").symlink_to(tmp_path / "elsewhere")
+    before = everything(tmp_path)
+    with pytest.raises(UserError, match="something else is there"):
+        make([book[0]], out)
+    assert everything(tmp_path) == before

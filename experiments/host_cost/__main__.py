@@ -36,10 +36,13 @@ def main() -> None:
     tokens, lengths = jnp.zeros((1, 4), jnp.int32), jnp.full((1,), 4, jnp.int32)
     unstacked = weights.prepare(definition, params, loop=Loop.UNROLLED)
     _, caches = decode.prefill(definition, capacity=8)(unstacked, tokens, lengths)
+    seen = decode.seen_in(definition)(tokens, lengths)
+    settings = decode.Settings.of(jax.random.split(jax.random.key(0), 1))
+    decoding = decode.decode_many(definition, count=1, choice=decode.Choice.GREEDY)
 
     steps = {
         "train step": (train.train_step(definition, config=recipe), (state, jnp.zeros((1, 5), jnp.int32))),
-        "decode step": (decode.decode(definition), (unstacked, caches, tokens[:, 0], lengths)),
+        "decode step": (decoding, (unstacked, caches, seen, tokens[:, 0], lengths, settings)),
     }
     rows = []
     for name, (function, arguments) in steps.items():

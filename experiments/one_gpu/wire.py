@@ -13,7 +13,6 @@ import jax
 from jax import lax
 
 from ladder_jax import decode
-from ladder_jax.bench import programs
 from ladder_jax.residual import launch
 
 RANKS = 8  # from two on, topologies keep their all-reduces apart by barriers
@@ -43,6 +42,6 @@ def _traced_anew() -> Iterator[None]:
 
 
 def _forget() -> None:
-    for kept in (decode.prefill, programs.next_tokens):
+    for kept in (decode.prefill, decode.decode_many):
         kept.cache_clear()
     jax.clear_caches()

@@ -12,7 +12,8 @@ from ladder_jax import decode, nn
 from ladder_jax.bench import programs, work
 from ladder_jax.bench.request import Request
 from ladder_jax.config import Loop
-from ladder_jax.decode import cache, memory
+from ladder_jax.decode import memory, sampling
+from ladder_jax.decode import steps as decoding
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params
 from ladder_jax.schedule import roofline
@@ -130,24 +131,30 @@ def _generation(
     random = np.random.default_rng(0).integers(definition.config.vocab_size, size=(batch, request.prompt_length))
     tokens = jax.device_put(random.astype(np.int32), place("BT"))
     lengths = jax.device_put(np.full(batch, request.prompt_length, np.int32), place("B"))
-    caches = cache.abstract(definition, rows=batch, capacity=_capacity(request), loop=Loop.UNROLLED)
+    keys = jax.random.split(jax.random.key(0), batch)
+    settings = jax.device_put(decode.Settings.of(keys), place(sampling.DIMS))
+    mark = decode.seen_in(definition)
+    seen = mark(tokens, lengths)
+    sizes = dict(rows=batch, positions=_capacity(request), loop=Loop.UNROLLED)
 
     prefill = decode.prefill(definition, capacity=_capacity(request)).compile(params, tokens, lengths)
-    loop = programs.next_tokens(definition, count=request.new_tokens - 1).compile(params, caches, lengths, lengths)
+    loop = decode.decode_many(definition, count=request.new_tokens - 1, choice=decode.Choice.GREEDY)
+    loop = loop.compile(*decoding.abstract(definition, **sizes))
     for phase, compiled in (("the prefill", prefill), ("decoding", loop)):
         sizes = compiled.memory_analysis()
         outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         parts = {"arguments": sizes.argument_size_in_bytes, "temporaries": sizes.temp_size_in_bytes, "results": outputs}
         what = f"{phase} of {definition.config.residual} at batch {batch}"
         memory.check(parts, room=room, what=what, instead=INSTEAD)
-    first = programs.first_token(definition)
+    first = decode.sample_first(definition)
 
     def once() -> tuple[float, float]:
+        own = jax.block_until_ready(mark(tokens, lengths))  # the loop consumes it
         began = time.perf_counter()
         logits, caches = prefill(params, tokens, lengths)
-        token = jax.block_until_ready(first(logits))
+        token, _ = jax.block_until_ready(first(logits, settings, lengths, seen))
         half = time.perf_counter()
-        jax.block_until_ready(loop(params, caches, token, lengths))
+        jax.block_until_ready(loop(params, caches, own, token, lengths, settings))
         return half - began, time.perf_counter() - half
 
     return once

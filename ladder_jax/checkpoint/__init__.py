@@ -1,5 +1,6 @@
 """Checkpoints in and out."""
 
+from ladder_jax.checkpoint.pieces import Pieces as Pieces
 from ladder_jax.checkpoint.saved import Checkpoint as Checkpoint
 from ladder_jax.checkpoint.saved import Damaged as Damaged
 from ladder_jax.checkpoint.saved import open_checkpoint as open_checkpoint

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
+import stat
 
 NAME = "manifest.json"
 DIGEST = "blake2b-128"
@@ -48,7 +49,7 @@ def problems(folder: pathlib.Path, *, part: str = "", contents: bool = True) -> 
         files = _read(folder)
     except FileNotFoundError:
         return [f"{NAME} is missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [f"{NAME} is damaged"]
     wanted = {name: file for name, file in files.items() if name.startswith(f"{part}/" if part else "")}
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -66,7 +67,7 @@ def lists(folder: pathlib.Path, *, part: str) -> bool:
     """Whether any file below the folder `part` was written. True, too, where the manifest is damaged (`problems`)."""
     try:
         return any(name.startswith(f"{part}/") for name in _read(folder))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return True
 
 
@@ -87,14 +88,18 @@ def _read(folder: pathlib.Path) -> dict[str, File]:
     stored = json.loads((folder / NAME).read_text(encoding="utf-8"))
     if stored != _signed(stored["files"]):
         raise ValueError("the manifest is not what was written")
+    if foreign := [name for name in stored["files"] if pathlib.PurePath(name).is_absolute() or ".." in name.split("/")]:
+        raise ValueError(f"{foreign[0]} is not in the checkpoint")
     return {name: File(**file) for name, file in stored["files"].items()}
 
 
 def _difference(path: pathlib.Path, file: File, contents: bool) -> str | None:
     try:
-        size = path.stat().st_size
-        if size != file.size:
-            return f"has {size} bytes, not {file.size}"
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            return "is no file"
+        if found.st_size != file.size:
+            return f"has {found.st_size} bytes, not {file.size}"
         if contents and _digest(path) != file.digest:
             return "has other contents than were written"
     except FileNotFoundError:

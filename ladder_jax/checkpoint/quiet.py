@@ -8,6 +8,8 @@ import logging
 import sys
 import threading
 
+WRITING = "writing."  # how the folder of a checkpoint begins that is not whole yet: what is abandoned names it
+
 _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
 
 
@@ -39,5 +41,6 @@ class Quiet:
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
-    told = record.getMessage() if record.name == "asyncio" else record.pathname
-    return "orbax" not in told
+    if record.name == "asyncio":
+        return f"/{WRITING}" not in record.getMessage()
+    return "orbax" not in record.pathname

@@ -78,31 +78,42 @@ class Checkpoint:
         return dataclasses.replace(self, compared=self.listed)
 
     def _restore(self, item: str, like: Any) -> Any:
-        folder = self.path / item
-        if self.listed and not self.compared:
-            _check_files(self.path, part=item)
+        self.compare(item, like)
         try:
-            handler = ocp.PyTreeCheckpointHandler()
-            if not self.listed:
-                arrays.check_readable(folder, set(arrays.shapes(like)))
-            arrays.check_shapes(handler.metadata(folder).tree, like, folder=folder)
             # Not strict: the vocabulary's zero padding depends on the mesh. All else was compared.
             place = lambda a: ocp.ArrayRestoreArgs(
                 sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False
             )
             args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(place, like))
-            return handler.restore(folder, args=args)
+            return ocp.PyTreeCheckpointHandler().restore(self.path / item, args=args)
+        except Exception as error:  # Orbax and tensorstore have no common error for damaged files
+            raise damaged(self.path, error) from error
+
+    def compare(self, item: str, like: Any) -> None:
+        """Raises Damaged where a file of an item is not what was written, UserError for other arrays than `like`."""
+        folder = self.path / item
+        if self.listed and not self.compared:
+            _check_files(self.path, part=item)
+        try:
+            if not self.listed:
+                arrays.check_readable(folder, set(arrays.shapes(like)))
+            arrays.check_shapes(ocp.PyTreeCheckpointHandler().metadata(folder).tree, like, folder=folder)
         except UserError:
             raise
-        except Exception as error:  # Orbax and tensorstore have no common error for damaged files
-            raise _damaged(self.path, reason(error)) from error
+        except Exception as error:
+            raise damaged(self.path, error) from error
 
 
 def steps(folder: pathlib.Path) -> list[int]:
     """The finished checkpoints below `folder`, oldest first. One that is being written does not count."""
     if not folder.is_dir():
         return []
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and p.is_dir())
+    return sorted(int(p.name) for p in folder.iterdir() if _is_step(p.name) and p.is_dir())
+
+
+def _is_step(name: str) -> bool:
+    """As a run writes it: "20", not "020", nor other digits than ASCII's."""
+    return name.isascii() and name.isdigit() and name == str(int(name))
 
 
 def folder_of(path: pathlib.Path) -> pathlib.Path:
@@ -153,8 +164,13 @@ def reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
+def damaged(folder: pathlib.Path, error: BaseException) -> Damaged:
+    """What is said of one step's folder where reading its files raised `error`."""
+    return _damaged(folder, reason(error))
+
+
 def _meta(folder: pathlib.Path, asked: pathlib.Path) -> dict:
-    if not (folder / "meta" / "metadata").is_file() and not folder.name.isdigit():
+    if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
         raise UserError(f"{str(asked)!r} holds no ladder_jax checkpoint")
     meta = _json(folder, "meta")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
@@ -163,6 +179,8 @@ def _meta(folder: pathlib.Path, asked: pathlib.Path) -> dict:
         raise UserError(
             f"checkpoint {str(folder)!r} has format version {meta.get('version')}; this ladder_jax reads {VERSION}"
         )
+    if not isinstance(meta.get("step"), int) or not isinstance(meta.get("config"), dict):
+        raise _damaged(folder, "its meta has no step, or no config")
     return meta
 
 
@@ -187,7 +205,7 @@ def _check_files(folder: pathlib.Path, *, part: str) -> None:
 
 def _damaged(folder: pathlib.Path, why: str) -> Damaged:
     offer = ""
-    for step in steps(folder.parent)[::-1] if folder.name.isdigit() else ():
+    for step in steps(folder.parent)[::-1] if _is_step(folder.name) else ():
         before = folder.parent / str(step)
         if step < int(folder.name) and not ((before / manifest.NAME).is_file() and manifest.problems(before)):
             offer = f"; the newest whole one before it is step {step}"

@@ -1,9 +1,9 @@
 """Checkpoints are written in the background, and take their place only when they are whole.
 
-A step is written into `writing.<step>` by Orbax, then its manifest is made and all of it synced, then the folder is
-renamed `<step>`, and only then do older ones go. So whenever the process or the machine dies, what is called `<step>`
-is whole. On several processes each writes its own shards; Orbax waits for all of them, and the rest is the first
-process's.
+A step is written into `writing.<step>`, then its manifest is made and all of it synced, then the folder is renamed
+`<step>`, and only then do older ones go. So whenever the process or the machine dies, what is called `<step>` is
+whole. On several processes each writes its own shards and reports how that went; the rest is the first process's, and
+a save has failed in all of them or in none.
 """
 
 import contextlib
@@ -14,20 +14,20 @@ import pathlib
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
-from ladder_jax.checkpoint import arrays, manifest, retention
-from ladder_jax.checkpoint.quiet import Quiet
+from ladder_jax.checkpoint import manifest, retention
+from ladder_jax.checkpoint.quiet import WRITING, Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps
+from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import UserError
+from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import Params
+from ladder_jax.parallel import PATIENCE, Agreement, first_of
 
-WRITING = "writing."
 LATE = 10.0  # seconds in which a failed save's writes end
 
 
@@ -45,17 +45,22 @@ class Failure:
 
 
 class Store:
-    """Writes a run's checkpoints into `folder`, one at a time. A failure is kept until `failure()` is asked for it."""
+    """Writes a run's checkpoints into `folder`, one at a time. A failure is kept until `failure()` is asked for it.
 
-    def __init__(self, folder: pathlib.Path, *, config: RunConfig):
-        self.folder, self._config = folder.absolute(), config
+    On several processes all of them make it, and call `save`, `wait` and `close` alike.
+    patience: seconds that one process waits for another's word; a run that has waited in vain fails.
+    """
+
+    def __init__(self, folder: pathlib.Path, *, config: RunConfig, patience: float = PATIENCE):
+        self.folder, self._config, self._patience = folder.absolute(), config, patience
         self._keep = retention.of(config.train)
         self._thread: threading.Thread | None = None
         self._failure: Failure | None = None
-        self._first = jax.process_index() == 0
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._clear()
-        self._checkpointer = _checkpointer()
+        self._lost: RunFailed | None = None
+        self._begins, self._ends = (Agreement(name, patience=patience) for name in ("save", "saved"))
+        if jax.process_index() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._clear()
         self._quiet, self._failures = Quiet(), 0
 
     def save(
@@ -71,21 +76,14 @@ class Store:
         self.wait()
         meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
         meta |= {"validation_loss": validation_loss, "config": to_dict(self._config)}
-        items = ocp.args.Composite(
-            params=ocp.args.PyTreeSave(params),
-            optimizer=ocp.args.PyTreeSave(optimizer),
-            data=ocp.args.JsonSave({"step": step, **(data or {})}),
-            meta=ocp.args.JsonSave(meta),
-        )
-        wanted = {"params": set(arrays.shapes(params)), "optimizer": set(arrays.shapes(optimizer))}
-        try:
-            _check_room(self.folder, params, optimizer)
-            self._clear()
-            self._checkpointer.save(self._writing(step), args=items)
-        except Exception as error:  # Orbax and tensorstore have no common error for a disk that refuses
-            self._failed(step, error)
+        items = {"params": params, "optimizer": optimizer}
+        outcome = self._begins.decided(f"room for the checkpoint of step {step}", lambda: self._prepared(step, items))
+        if outcome["reason"]:
+            self._failed(step, outcome)
             return
-        self._thread = threading.Thread(target=self._finish, args=(step, wanted), name=f"checkpoint {step}")
+        writing = Writing(self._writing(step), items)
+        texts = {"data": {"step": step, **(data or {})}, "meta": meta}
+        self._thread = threading.Thread(target=self._finish, args=(step, writing, texts), name=f"checkpoint {step}")
         self._thread.start()
 
     def failure(self) -> Failure | None:
@@ -94,57 +92,83 @@ class Store:
         return failure
 
     def wait(self) -> None:
-        """Until the last save has taken its place, or failed."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._thread = None
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("checkpoint")
+        """Until the last save has taken its place, or failed. RunFailed where other processes do not answer."""
+        self._join()
+        if self._lost is not None:
+            raise self._lost
 
     def close(self) -> None:
-        self.wait()
-        self._checkpointer.close()
+        self._join()
         self._quiet.close(after=LATE if self._failures else 0)
 
-    def _finish(self, step: int, wanted: dict[str, set[str]]) -> None:
-        writing = self._writing(step)
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _prepared(self, step: int, items: dict[str, Params]) -> dict[str, Any]:
+        """Empty folders to write into, also where somebody has removed those of the run."""
+
+        def prepare() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _check_room(self.folder, *items.values())
+            self._clear()
+            for item in items:
+                (self._writing(step) / item).mkdir(parents=True)
+
+        return self._outcome(_why_not(prepare))
+
+    def _finish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
+        # Shorter than the others' patience, so that they hear of a disk that does not answer.
+        mine = _why_not(lambda: writing.wait(within=0.8 * self._patience))
+
+        def conclude(reports: list[str | None]) -> dict[str, Any]:
+            why, whose = first_of(reports)
+            return self._outcome(why + whose if why else _why_not(lambda: self._take_place(step, writing, texts)))
+
         try:
-            self._checkpointer.wait_until_finished()
-            if not self._first:
-                return
-            for item, names in wanted.items():
-                arrays.check_listed(writing / item, names)
-            manifest.write(writing)
-            retention.remove(self.folder / str(step))  # what a run that went back had saved
-            writing.rename(self.folder / str(step))
-            manifest.sync_folder(self.folder)
-            with contextlib.suppress(OSError):  # the new one is safe, and the next save prunes again
-                self._prune()
-        except Exception as error:
-            self._failed(step, error)
+            outcome = self._ends.concluded(f"the checkpoint of step {step}", mine, conclude)
+        except RunFailed as lost:
+            self._lost = lost
+            return
+        if outcome["reason"]:
+            self._failed(step, outcome)
+
+    def _take_place(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
+        writing.finish(texts)
+        retention.remove(self.folder / str(step))  # what a run that went back had saved
+        self._writing(step).rename(self.folder / str(step))
+        manifest.sync_folder(self.folder)
+        with contextlib.suppress(OSError):  # the new one is safe, and the next save prunes again
+            self._prune()
 
     def _prune(self) -> None:
         losses = {step: loss_of(self.folder / str(step)) for step in steps(self.folder)}
         for step in retention.doomed(losses, keep=self._keep):
             retention.remove(self.folder / str(step))
 
-    def _failed(self, step: int, error: Exception) -> None:
-        """Frees what was written of it, and starts Orbax anew: the next save owes nothing to this one."""
+    def _outcome(self, why: str | None) -> dict[str, Any]:
+        """For all processes. Of a failed save what was written is freed: the next one owes nothing to it."""
+        if why is None:
+            return {"reason": None, "newest": None}
+        try:
+            self._clear()
+            return {"reason": why, "newest": max(steps(self.folder), default=None)}
+        except OSError as error:  # not even the others can be seen
+            raise RunFailed(f"cannot read {str(self.folder)!r}: {error.strerror}") from None
+
+    def _failed(self, step: int, outcome: dict[str, Any]) -> None:
         self._failures += 1
-        newest = steps(self.folder)
-        self._failure = Failure(step, reason(error), newest[-1] if newest else None)
-        self._clear()
-        self._checkpointer = _checkpointer()
+        self._failure = Failure(step, outcome["reason"], outcome["newest"])
 
     def _clear(self) -> None:
         """Remove what a kill or a failure has left half written or half removed."""
         for left in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
-            if self._first:
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(left, ignore_errors=True)
 
     def _writing(self, step: int) -> pathlib.Path:
-        return self.folder / f"{WRITING}{step}"
+        """After a failure another one: writes that it abandoned may be under way in its own."""
+        return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
 
 
 def loss_of(folder: pathlib.Path) -> float | None:
@@ -155,8 +179,13 @@ def loss_of(folder: pathlib.Path) -> float | None:
         return None
 
 
-def _checkpointer() -> ocp.AsyncCheckpointer:
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+def _why_not(work: Callable[[], None]) -> str | None:
+    """Why `work` failed, in one line; None where it did not."""
+    try:
+        work()
+    except Exception as error:  # Orbax and tensorstore have no common error for a disk that refuses
+        return reason(error)
+    return None
 
 
 def _check_room(folder: pathlib.Path, *trees: Params) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ladder_jax.cli.devices import prepare_devices
 from ladder_jax.cli.parser import Parser
 from ladder_jax.cli.verbs import VERBS
-from ladder_jax.errors import RunFailed, UserError, unknown
+from ladder_jax.errors import RunFailed, UserError, printable, unknown
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # no fault of the program's
 
@@ -28,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         VERBS[args.verb].run(args)
         sys.stdout.flush()  # what fails at the very end would be nobody's
     except UserError as error:
-        print(f"ladder-jax: {error}", file=sys.stderr)
+        print(f"ladder-jax: {printable(str(error))}", file=sys.stderr)
         return 2
     except RunFailed as error:
-        print(f"ladder-jax: {error}", file=sys.stderr)
+        print(f"ladder-jax: {printable(str(error))}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
         print("ladder-jax: interrupted", file=sys.stderr)
@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in DISK:
             raise
         _give_up_output()
-        print(f"ladder-jax: {': '.join(filter(None, (error.filename, error.strerror)))}", file=sys.stderr)
+        told = ": ".join(filter(None, (error.filename, error.strerror)))
+        print(f"ladder-jax: {printable(told)}", file=sys.stderr)
         return 1
     return 0
 

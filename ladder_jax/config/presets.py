@@ -1,6 +1,6 @@
 """Model shapes by name: those of the Ladder-Residual paper, and what this library tests on."""
 
-from ladder_jax.config.schema import ModelConfig, RopeScaling
+from ladder_jax.config.schema import ModelConfig, RopeScaling, build
 from ladder_jax.errors import unknown
 
 
@@ -81,4 +81,4 @@ def recipe(name: str) -> dict:
 
 def preset(name: str, **changes) -> ModelConfig:
     """The model configuration called `name`, with any field changed: `preset("tiny", residual="standard")`."""
-    return ModelConfig(**{**settings(name), **changes})
+    return build(ModelConfig, {**settings(name), **changes}, "model.")

@@ -1,6 +1,7 @@
 """The names of the residual topologies, and which layers of a hybrid are ladder layers."""
 
 import dataclasses
+import numbers
 import re
 
 from ladder_jax.errors import UserError, unknown
@@ -43,6 +44,13 @@ def parse(name: str) -> ResidualName:
     if name in NAMES:
         return ResidualName(name)
     raise unknown("residual", name, (*NAMES, "ladder-K", "desync-N"))
+
+
+def as_text(which: object) -> object:
+    """2, (0, 2) and [0, 2] as `layer_indices` has them, "2" and "0,2,"; anything else as it is."""
+    if isinstance(which, list | tuple | range):
+        return ",".join(map(str, which)) + ","
+    return str(which) if isinstance(which, numbers.Integral) and not isinstance(which, bool) else which
 
 
 def layer_indices(which: str, num_layers: int) -> tuple[int, ...]:

@@ -2,13 +2,11 @@
 
 import dataclasses
 import enum
-import json
 import pathlib
-import types
 import typing
 
 from ladder_jax.config import presets, start
-from ladder_jax.config.schema import ModelConfig, RunConfig
+from ladder_jax.config.schema import ModelConfig, RunConfig, build
 from ladder_jax.errors import UserError, unknown
 
 
@@ -35,16 +33,16 @@ def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
 def from_dict(tree: dict) -> RunConfig:
     """`model` may name a `preset` to start from: `{"model": {"preset": "tiny", "residual": "ladder"}}`."""
     model = tree.get("model")
-    if isinstance(model, dict) and "preset" in model:
+    if isinstance(model, dict):
         rest = {key: value for key, value in model.items() if key != "preset"}
-        base = {key: to_dict(value) for key, value in presets.settings(str(model["preset"])).items()}
-        tree = {**tree, "model": {**base, **rest}}
-    return _build(RunConfig, tree, "")
+        base = presets.settings(str(model["preset"])) if "preset" in model else {}
+        tree = {**tree, "model": build(ModelConfig, {**base, **rest}, "model.", more=("preset",))}
+    return build(RunConfig, tree, "")
 
 
 def model_from_dict(tree: dict) -> ModelConfig:
     """The inverse of `to_dict` for a model's configuration, as a checkpoint stores it."""
-    return _build(ModelConfig, tree, "model.")
+    return build(ModelConfig, tree, "model.")
 
 
 def to_dict(config: object) -> typing.Any:
@@ -90,46 +88,3 @@ def _set(tree: dict, override: str) -> None:
         tree[field] = yaml.safe_load(text)
     except yaml.YAMLError:
         tree[field] = text
-
-
-def _build(cls: type, tree: object, path: str) -> typing.Any:
-    """A dataclass of type `cls` from plain values; `path` is the dotted prefix for messages."""
-    if not isinstance(tree, dict):
-        raise UserError(f"{path.rstrip('.') or 'the configuration'} must be a section, not {tree!r}")
-    hints = typing.get_type_hints(cls)
-    for key in tree:
-        if key not in hints:
-            extra = ("preset",) if cls is ModelConfig else ()
-            raise unknown("setting", f"{path}{key}", [path + name for name in (*hints, *extra)])
-    return cls(**{key: _coerce(value, hints[key], path + key) for key, value in tree.items()})
-
-
-def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
-    """`value` as the type `hint`, or a UserError. Only exact or lossless conversions are made."""
-    if isinstance(hint, types.UnionType):  # X | None
-        if value is None:
-            return None
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, path + ".")
-    if issubclass(hint, enum.Enum):
-        allowed = [member.value for member in hint]
-        if value not in allowed:
-            # YAML reads a bare `none` as text but `null` and an empty value as nothing.
-            raise unknown(f"value for {path}:", value, allowed)
-        return hint(value)
-    if hint is str and path.endswith(".ladder_layers"):  # 2, "0,2" and [0, 2] all name layers
-        if isinstance(value, list):
-            return ",".join(map(str, value)) + ","
-        if isinstance(value, int) and not isinstance(value, bool):
-            return str(value)
-    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        try:
-            value = float(value)  # YAML 1.1 reads 3e-4 as text
-        except ValueError:
-            pass
-    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise UserError(f"{path} must be of type {hint.__name__}, not {json.dumps(value, default=str)}")
-    if hint is float and value != value:
-        raise UserError(f"{path} must be a number, not nan")
-    return value

@@ -35,11 +35,12 @@ def _model_of(path: str) -> dict[str, Any]:
     """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's folder."""
     folder = pathlib.Path(path).expanduser()
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    steps = [int(one.name) for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []
+    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    steps = [int(name) for name in names if name.isascii() and name.isdigit()]
     folder = folder / str(max(steps)) if steps else folder
     try:
         return dict(json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))["config"]["model"])
     except OSError:
         raise UserError(f"train.start={path!r}: there is no checkpoint of ladder_jax there") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"train.start={path!r}: the checkpoint there is damaged, or of another program") from None

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.decode.engine import Engine, Finish, Request, Result
+from ladder_jax.decode.engine import Engine, Finish, NoNumbers, Request, Result
+from ladder_jax.decode.engine.request import with_seed
 from ladder_jax.errors import UserError
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
@@ -28,6 +29,7 @@ class Conversation:
     ):
         self._engine, self._tokenizer, self._settings, self._stop, self._say = engine, tokenizer, settings, stop, say
         self.messages: list[dict[str, str]] = []
+        self._asked = 0
 
     def ask(self, text: str, *, show: Callable[[str], None], stopped: Callable[[], bool] = lambda: False) -> Result:
         """The answer, shown piece by piece, until `stopped`; what was shown stays said.
@@ -36,7 +38,9 @@ class Conversation:
         and forgets `text`, where that alone is too long or the template refuses it.
         """
         prompt, kept = self._fit([*self.messages, {"role": "user", "content": text}])
-        request = Request.of(prompt, config=self._settings, stop=self._stop, stop_ids=self._tokenizer.stop_ids)
+        config = with_seed(self._settings, index=self._asked)
+        self._asked += 1
+        request = Request.of(prompt, config=config, stop=self._stop, stop_ids=self._tokenizer.stop_ids)
         handle = self._engine.submit(request)
         for piece in handle:
             show(piece.text)
@@ -101,7 +105,7 @@ def talk(conversation: Conversation, *, say: Callable[[str], None]) -> None:
         elif line:
             try:
                 answer(conversation, line, say=say)
-            except UserError as error:
+            except (UserError, NoNumbers) as error:
                 say(f"({error})")
     print()
 

@@ -34,9 +34,11 @@ def blocks(
     tokens [B, T], lengths [B]: right-padded, on the host. Up to `chunk` tokens it is one pass; beyond, one
     program of `chunk` tokens, however many, is run as often as it takes. Between two blocks others may compute.
     """
-    form = dict(loop=loop, quantize=quantize)
+    form, place = dict(loop=loop, quantize=quantize), definition.layout.sharding
+    ends = jax.device_put(lengths, place("B"))
     if tokens.shape[1] <= chunk:
-        return steps.prefill(definition, capacity=capacity, **form)(params, tokens, lengths)
+        prefill = steps.prefill(definition, capacity=capacity, **form)
+        return prefill(params, jax.device_put(tokens, place("BT")), ends)
     length = max(int(lengths.max()), chunk)  # beyond it, there is but padding
     if capacity < length:  # jax would write the last block over the one before
         raise ValueError(f"a cache of {capacity} positions has no room for {length} tokens")
@@ -47,7 +49,7 @@ def blocks(
         if logits is not None:
             yield
         block = tokens[:, start : start + chunk]
-        new, caches = extend(params, caches, block, np.int32(start), lengths)
+        new, caches = extend(params, caches, jax.device_put(block, place("BT")), np.int32(start), ends)
         # A row keeps the logits of the last block that begins before its end: that one holds its end.
         logits = new if logits is None else _newer(new, logits, lengths > start)
     return logits, caches

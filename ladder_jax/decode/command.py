@@ -8,11 +8,11 @@ import sys
 from ladder_jax import checkpoint, config, decode, files, parallel
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.decode import chat
-from ladder_jax.decode.engine import Engine, Request, jsonl
+from ladder_jax.decode import chat, memory
+from ladder_jax.decode.engine import Engine, NoNumbers, Request, jsonl
 from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
-from ladder_jax.decode.engine.request import SAMPLING
-from ladder_jax.errors import UserError, member
+from ladder_jax.decode.engine.request import SAMPLING, with_seed
+from ladder_jax.errors import RunFailed, UserError, member
 from ladder_jax.progress import progress
 
 SLOTS = 8
@@ -23,6 +23,11 @@ def run(args: dict) -> None:
     """Print or write the texts. Raises UserError for what cannot be asked, before anything is computed."""
     _check(args)
     parallel.use_compilation_cache()
+    with memory.explained("generating"):
+        _run(args)
+
+
+def _run(args: dict) -> None:
     saved = checkpoint.open_checkpoint(args["checkpoint"])
     tokenizer = saved.tokenizer()
     asked = {name: args[name] for name in SAMPLING if args[name] is not None}
@@ -36,8 +41,11 @@ def run(args: dict) -> None:
     if args["chat"]:
         _chat(args, saved=saved, tokenizer=tokenizer, settings=settings, stop=stop)
         return
-    more = dict(config=settings, stop=stop, stop_ids=tokenizer.stop_ids)
-    requests = [Request.of(tokenizer.encode(prompt), **more) for prompt in args["prompt"]]
+    more = dict(stop=stop, stop_ids=tokenizer.stop_ids)
+    requests = [
+        Request.of(tokenizer.encode(prompt), config=with_seed(settings, index=index), **more)
+        for index, prompt in enumerate(args["prompt"])
+    ]
     engine = _engine_for(requests, args=args, saved=saved, tokenizer=tokenizer, settings=settings)
     handles = [engine.submit(request) for request in requests]
     if args["stream"]:
@@ -46,10 +54,16 @@ def run(args: dict) -> None:
             print(piece.text, end="", flush=True)
         print()
         return
+    failed = []
     for index, (prompt, handle) in enumerate(zip(args["prompt"], handles)):
         if index:
             print()
-        print(prompt + handle.result().text, flush=True)
+        try:
+            print(prompt + handle.result().text, flush=True)
+        except NoNumbers as error:  # the others have their texts
+            failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
+    if failed:
+        raise RunFailed("; ".join(failed))
 
 
 def _check(args: dict) -> None:

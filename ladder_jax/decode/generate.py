@@ -10,10 +10,11 @@ import numpy as np
 from ladder_jax.config import DecodeConfig, Loop, Quantize, RunConfig
 from ladder_jax.decode import sampling, steps, weights
 from ladder_jax.decode.chunks import prefill_in_chunks
-from ladder_jax.errors import UserError
+from ladder_jax.decode.sampling import NO_NUMBER, Choice
+from ladder_jax.decode.steps import CHUNK
+from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import Definition, Params
 
-CHUNK = 16  # tokens a compiled call: one host round trip for as many
 BUCKET = 32  # short prompt and cache lengths are rounded up to a multiple, so that few shapes are compiled
 
 
@@ -30,16 +31,19 @@ class Generator:
     def of(
         cls,
         definition: Definition,
-        params: Params,
+        params: Params | weights.Reader,
         *,
         loop: Loop = Loop.UNROLLED,
         quantize: Quantize = Quantize.NONE,
     ) -> "Generator":
-        """`params` as trained and stored: float32, stacked."""
+        """`params` as trained and stored, float32 and stacked, or what reads them one by one."""
         return cls(definition, weights.prepare(definition, params, loop=loop, quantize=quantize), loop, quantize)
 
     def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:
-        """New tokens [prompts, max_new_tokens]; the same seed gives the same tokens."""
+        """New tokens [prompts, max_new_tokens]; the same seed gives the same tokens.
+
+        Raises RunFailed where a prompt's logits are no numbers.
+        """
         return np.concatenate(list(self.stream(prompts, config=config)), axis=1)
 
     def stream(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> Iterator[np.ndarray]:
@@ -54,21 +58,32 @@ class Generator:
         capacity = _round_up(lengths.max() + config.max_new_tokens + CHUNK)
 
         form = dict(loop=self.loop, quantize=self.quantize)
-        decode = steps.decode_many(self.definition, count=CHUNK, launch=config.launch, **form)
-        settings = _settings(config, rows=len(rows))
+        choice = Choice.SAMPLED if config.temperature else Choice.GREEDY
+        decode = steps.decode_many(self.definition, choice=choice, launch=config.launch, **form)
+        place = self.definition.layout.sharding("B")
+        settings = jax.device_put(_settings(config, rows=len(rows)), place)
 
         sizes = dict(capacity=capacity, chunk=config.prefill_chunk)
         logits, caches = prefill_in_chunks(self.definition, self.params, padded, lengths, **sizes, **form)
         seen = steps.seen_in(self.definition)(padded, lengths)
         token, _ = steps.sample_first(self.definition)(logits, settings, lengths, seen)
-        yield np.asarray(token)[: len(prompts), None]
+        yield _numbers(token[:, None], take=1, prompts=len(prompts))
         made = 1
         while made < config.max_new_tokens:
-            new, _, caches, seen = decode(self.params, caches, seen, token, lengths, settings)
-            token, lengths = new[:, -1], lengths + CHUNK
+            at = jax.device_put(lengths, place)
+            new, _, caches, seen = decode(self.params, caches, seen, token, at, settings)
+            token, lengths = jax.device_put(new[:, -1], place), lengths + CHUNK
             take = min(CHUNK, config.max_new_tokens - made)
-            yield np.asarray(new)[: len(prompts), :take]
+            yield _numbers(new, take=take, prompts=len(prompts))
             made += take
+
+
+def _numbers(new: jax.Array, *, take: int, prompts: int) -> np.ndarray:
+    found = np.asarray(new)[:prompts, :take]
+    if (found == NO_NUMBER).any():
+        row = np.argmax((found == NO_NUMBER).any(axis=1))
+        raise RunFailed(f"prompt {row + 1} of {prompts}: the model's logits are no numbers (NaN or infinite)")
+    return found
 
 
 def _settings(config: DecodeConfig, *, rows: int) -> sampling.Settings:

@@ -1,19 +1,25 @@
 """Whether what is asked fits the device's memory: before it is allocated, and again once it is compiled."""
 
+import contextlib
 import math
 import os
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.decode import cache, weights
-from ladder_jax.errors import UserError
+from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import Definition
 
 GIB = 2**30
+LOWER = (
+    "fewer slots (--slots), fewer tokens a slot (--capacity, --context, --max-new-tokens), int8 weights"
+    " (--quantize int8) or more tensor ranks (--tensor) need less"
+)
 
 
 def room(device: jax.Device, *, devices: int) -> int | None:
@@ -34,17 +40,69 @@ def check(parts: dict[str, float], *, room: int | None, what: str, instead: str)
     )
 
 
-def check_slots(definition: Definition, *, slots: int, positions: int, loop: Loop, quantize: Quantize) -> None:
-    """Raises UserError where the weights and so many rows of so many cached positions do not fit."""
-    devices = definition.layout.mesh.devices
+def check_slots(
+    definition: Definition, *, slots: int, positions: int, loop: Loop, quantize: Quantize, held: int = 0
+) -> None:
+    """Raises UserError where the weights and so many rows of so many cached positions do not fit.
+
+    Neither at the end nor while the weights are read. held: bytes a device of parameters that are in memory already.
+    """
     if slots * positions >= 2**31:  # no shape may be larger, nor need it: it would not fit either
         raise UserError(f"{slots} slots of {positions:,} tokens are too many: ask for fewer, or shorter ones")
-    parts = {
-        "weights": shard_bytes(weights.abstract(definition, loop=loop, quantize=quantize)),
-        "cache": cache_bytes(definition, rows=slots, capacity=positions),
-    }
+    kept = shard_bytes(weights.abstract(definition, loop=loop, quantize=quantize))
+    most = weights.starting(definition, loop=loop, quantize=quantize)
+    size = check_start(definition, kept=kept, most=most, held=held, quantize=quantize)
+    parts = {"weights": kept, "cache": cache_bytes(definition, rows=slots, capacity=positions)}
+    advice = f"ask for fewer, or shorter ones{_or(quantize)}"
+    check(parts, room=size, what=f"a cache of {slots} x {positions:,} tokens", instead=advice)
+
+
+def check_stacked(definition: Definition) -> None:
+    """Raises UserError where `weights.stacked` does not fit."""
+    kept, most = weights.stacked_bytes(definition)
+    check_start(definition, kept=kept, most=most)
+
+
+def check_start(
+    definition: Definition, *, kept: int, most: int, held: int = 0, quantize: Quantize | None = None
+) -> int | None:
+    """Raises UserError where `most` bytes a device, of which weights keep `kept`, do not fit; returns the room."""
+    devices = definition.layout.mesh.devices
     size = room(devices.flat[0], devices=devices.size)
-    check(parts, room=size, what=f"a cache of {slots} x {positions:,} tokens", instead="ask for fewer, or shorter ones")
+    on_host = devices.flat[0].platform == "cpu"  # where what is available does not count what is held
+    parts = {"weights": kept, "one of them as it is stored": most - kept, "those in memory": 0 if on_host else held}
+    parts = {name: bytes_ for name, bytes_ in parts.items() if bytes_ or name == "weights"}
+    check(parts, room=size, what="reading the weights", instead=f"no number of slots helps{_or(quantize)}")
+    return size
+
+
+@contextlib.contextmanager
+def explained(what: str, *, instead: str = LOWER) -> Iterator[None]:
+    """What is raised for want of memory, by jax or by Python, as a UserError; `instead` is advice."""
+    try:
+        yield
+    except (UserError, RunFailed):
+        raise
+    except Exception as error:
+        if (said := _exhausted(error)) is None:
+            raise
+        raise UserError(f"out of memory {what} ({said}): {instead}") from error
+
+
+def _exhausted(error: BaseException | None) -> str | None:
+    """What an error, or one that caused it, says of memory; None where it is about something else."""
+    while error is not None:
+        if isinstance(error, MemoryError):
+            return (str(error).strip().splitlines() or ["MemoryError"])[0][:200]
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            return str(error).strip().splitlines()[0].rstrip(".")[:200]
+        error = error.__cause__
+    return None
+
+
+def _or(quantize: Quantize | None) -> str:
+    smaller = "; int8 weights (--quantize int8) or" if quantize is Quantize.NONE else ";"
+    return f"{smaller} more tensor ranks (--tensor) need less a device"
 
 
 def cache_bytes(definition: Definition, *, rows: int, capacity: int) -> int:

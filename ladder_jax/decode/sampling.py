@@ -5,6 +5,8 @@ were asked for differently share a batch.
 """
 
 import dataclasses
+import enum
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -12,14 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ladder_jax import nn
-from ladder_jax.decode import cuts
-from ladder_jax.parallel import all_max, rank, ranks, varying
+from ladder_jax.decode import candidates
+from ladder_jax.decode.winner import of_rank, winner
+from ladder_jax.parallel import anywhere, rank
 
 DIMS = "B"
 """Of every field of `Settings`: split as the rows are, the same on all tensor-parallel ranks."""
 
+NO_NUMBER = -1
+"""The token of a row whose logits are no numbers: their largest is NaN or infinite."""
+
+LEAST = 1e-30
+"""The lowest temperature that a row is drawn at. What one below it would draw, it does, but that logits over it stay
+finite: any two that differ at all are then too far apart for the noise."""
+
 Numbers = float | Sequence[float]  # for all rows, or one a row
+
+
+class Choice(enum.Enum):
+    """What a program can choose tokens by: what nobody asks for should cost no collective, and no branch."""
+
+    GREEDY = "greedy"  # the largest logit of every row, after the penalty
+    SAMPLED = "sampled"  # as each row's settings say, with log-probabilities
 
 
 @jax.tree_util.register_dataclass
@@ -65,10 +81,38 @@ class Settings:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """Whether any row asks for it, on any rank of the whole mesh: scalars."""
+
+    warm: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    cut: jax.Array
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Asked":
+        """One small collective over the mesh's axes of rows, if there are any: call it once, before many `sample`s."""
+        warm = settings.temperature > 0
+        top_k, top_p = warm & (settings.top_k > 0), warm & (settings.top_p < 1)
+        return cls(*anywhere(warm, top_k, top_p, top_k | top_p | warm & (settings.min_p > 0)))
+
+
+def greedy(logits_BV: jax.Array, *, settings: Settings, seen_BV: jax.Array | None, axes: tuple[str, ...]) -> jax.Array:
+    """The largest logit's token of each row after the penalty, [B] int32, equal on all ranks of `axes`; or NO_NUMBER.
+
+    One collective. The rest as in `sample`.
+    """
+    scores = _penalize(logits_BV, seen_BV, settings)
+    tokens, [largest], _ = winner(scores, [jnp.max(logits_BV, axis=-1)], axes=axes)
+    return _checked(tokens, jnp.max(largest, axis=0))
+
+
 def sample(
     logits_BV: jax.Array,
     *,
     settings: Settings,
+    asked: Asked,
     positions: jax.Array,
     seen_BV: jax.Array | None,
     vocab_size: int,
@@ -78,48 +122,41 @@ def sample(
 
     In the order of Hugging Face's logits processors: repetition penalty, temperature, top-k, top-p, min-p,
     each of what the one before it left. Greedy rows take the largest logit after the penalty.
-    The log-probability is the log-softmax of the logits as given, before any of these.
+    The log-probability is the log-softmax of the logits as given, before any of these. One collective, and those
+    of `candidates.cut` where a row asks for a cut. NO_NUMBER, and NaN, where the logits are no numbers.
 
     logits_BV: this rank's share [B, V/ranks], float32, -inf from token `vocab_size` on.
     positions: [B]. A row's noise depends on its key, its position and the token alone, so that neither
         the mesh nor the row's neighbours change its text.
     seen_BV: this rank's share [B, V/ranks], bool: the tokens to penalise; None for none.
     """
-    scores = logits_BV if seen_BV is None else _penalize(logits_BV, seen_BV, settings.repetition_penalty)
-    warm = settings.temperature > 0
-    any_warm, any_top_k, any_top_p, any_min_p = _anywhere(
-        warm, warm & (settings.top_k > 0), warm & (settings.top_p < 1), warm & (settings.min_p > 0)
-    )
+    scores, warm = _penalize(logits_BV, seen_BV, settings), settings.temperature > 0
 
     # Branches, not choices of two results: greedy decoding draws no noise, and a cut that no row asks for is not made.
     def draw():
         # -inf, of the padding, stays it: over a large temperature it would be -inf x 0, which is no number.
-        drawn = scores / jnp.where(warm, settings.temperature, 1)[:, None]
+        drawn = scores / jnp.where(warm, jnp.maximum(settings.temperature, LEAST), 1)[:, None]
         drawn = jnp.where(jnp.isneginf(scores), scores, drawn)
-        drawn = lax.cond(any_top_k, lambda x: cuts.top_k(x, settings.top_k, axes=axes), lambda x: x, drawn)
-        drawn = lax.cond(any_top_p, lambda x: cuts.top_p(x, settings.top_p, axes=axes), lambda x: x, drawn)
-        drawn = lax.cond(any_min_p, lambda x: cuts.min_p(x, settings.min_p, axes=axes), lambda x: x, drawn)
+        cut = functools.partial(candidates.cut, settings=settings, asked=asked, axes=axes)
+        drawn = lax.cond(asked.cut, cut, lambda x: x, drawn)
         noise = _noise(settings.keys, positions, size=scores.shape[-1], vocab_size=vocab_size, axes=axes)
         return jnp.where(warm[:, None], drawn + noise, scores)
 
-    tokens = argmax(lax.cond(any_warm, draw, lambda: scores), axes=axes)
-    return tokens, -nn.cross_entropy(logits_BV[:, None], tokens[:, None], axes=axes)[:, 0]
+    chosen_by = lax.cond(asked.warm, draw, lambda: scores)
+    largest = jnp.max(logits_BV, axis=-1)
+    mass = jnp.sum(jnp.exp(logits_BV - jnp.where(jnp.isneginf(largest), 0, largest)[:, None]), axis=-1)
+    own = jnp.take_along_axis(logits_BV, jnp.argmax(chosen_by, axis=-1)[:, None], axis=-1)[:, 0]
+    tokens, [largest, mass, own], first = winner(chosen_by, [largest, mass, own], axes=axes)
+    whole = jnp.max(largest, axis=0)
+    logprobs = of_rank(own, first) - whole - jnp.log(jnp.sum(mass * jnp.exp(largest - whole[None]), axis=0))
+    return _checked(tokens, whole), logprobs
 
 
-def _penalize(logits_BV: jax.Array, seen_BV: jax.Array, penalty_B: jax.Array) -> jax.Array:
-    penalty = penalty_B[:, None]
+def _penalize(logits_BV: jax.Array, seen_BV: jax.Array | None, settings: Settings) -> jax.Array:
+    if seen_BV is None:
+        return logits_BV
+    penalty = settings.repetition_penalty[:, None]
     return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
-
-
-def _anywhere(*asked: jax.Array) -> jax.Array:
-    """For each [B] bool whether a row asks for it, on any rank of the whole mesh.
-
-    There are collectives in the branches that this chooses: ranks that disagreed would wait for each
-    other. Tensor-parallel ranks hold the same rows; those of other axes are asked, in one all-reduce.
-    """
-    flags = jnp.any(jnp.stack(asked), axis=-1)
-    others = tuple(axis for axis in sorted(varying(flags)) if ranks((axis,)) > 1)
-    return all_max(flags.astype(jnp.int32), others) > 0 if others else flags
 
 
 def _noise(keys: jax.Array, positions: jax.Array, *, size: int, vocab_size: int, axes: tuple[str, ...]) -> jax.Array:
@@ -137,12 +174,8 @@ def _noise(keys: jax.Array, positions: jax.Array, *, size: int, vocab_size: int,
     return jax.vmap(row)(keys, positions)
 
 
-def argmax(scores_BV: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
-    """The first index of each row's largest score over all ranks, [B] int32."""
-    best = jnp.max(scores_BV, axis=-1)
-    token = jnp.argmax(scores_BV, axis=-1).astype(jnp.int32) + rank(axes) * scores_BV.shape[-1]
-    nobody = jnp.iinfo(jnp.int32).max
-    return -all_max(-jnp.where(best == all_max(best, axes), token, nobody), axes)
+def _checked(tokens_B: jax.Array, largest_B: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(largest_B), tokens_B, NO_NUMBER)
 
 
 def seen_of(tokens_BT: jax.Array, lengths_B: jax.Array, *, size: int, axes: tuple[str, ...]) -> jax.Array:

@@ -11,9 +11,13 @@ import jax.numpy as jnp
 from ladder_jax import nn
 from ladder_jax.config import Launch, Loop, Phase, Quantize
 from ladder_jax.decode import cache, sampling, weights
+from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition
 from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, over_ranks, vary
+from ladder_jax.parallel.collectives import TOKEN_LOOP
+
+CHUNK = 16  # tokens a compiled call: one host round trip for as many
 
 
 @functools.cache
@@ -66,29 +70,6 @@ def extend(definition: Definition, *, loop: Loop = Loop.UNROLLED, quantize: Quan
 
 
 @functools.cache
-def decode(
-    definition: Definition,
-    *,
-    loop: Loop = Loop.UNROLLED,
-    launch: Launch = Launch.CHAINED,
-    quantize: Quantize = Quantize.NONE,
-) -> Compiled:
-    """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches), one position a row.
-
-    Row b's token is written at position lengths[b]. The caches passed in are consumed. Raises UserError
-    where `launch` is by name and this jax cannot, or the weights are quantised.
-    """
-
-    def local(params, caches, tokens, lengths):
-        return one(params, caches, tokens, lengths)
-
-    one, dims = _one(definition, loop=loop, launch=launch, quantize=quantize), cache.dims(definition, loop=loop)
-    in_dims, out_dims = (dims, "B", "B"), ("BV", dims)
-    traits = _decode_traits(definition, loop=loop, launch=launch)
-    return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
-
-
-@functools.cache
 def seen_in(definition: Definition) -> jax.stages.Wrapped:
     """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens of right-padded rows."""
     size = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks) // definition.layout.ranks
@@ -101,7 +82,8 @@ def sample_first(definition: Definition) -> jax.stages.Wrapped:
     """A compiled (logits [B, V], settings, positions [B], seen [B, V]) -> (tokens [B], log-probabilities [B])."""
 
     def local(logits, settings, positions, seen):
-        return sample(logits, settings=settings, positions=positions, seen_BV=seen)
+        asked = sampling.Asked.of(settings)
+        return sample(logits, settings=settings, asked=asked, positions=positions, seen_BV=seen)
 
     sample = _sampler(definition)
     return _jit(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=("B", "B"))
@@ -111,7 +93,8 @@ def sample_first(definition: Definition) -> jax.stages.Wrapped:
 def decode_many(
     definition: Definition,
     *,
-    count: int,
+    count: int = CHUNK,
+    choice: Choice = Choice.SAMPLED,
     loop: Loop = Loop.UNROLLED,
     launch: Launch = Launch.CHAINED,
     quantize: Quantize = Quantize.NONE,
@@ -119,26 +102,56 @@ def decode_many(
     """A compiled (params, caches, seen [B, V], tokens [B], lengths [B], settings)
     -> (new tokens [B, count], log-probabilities [B, count], caches, seen).
 
-    The token loop runs on the devices: `count` decode steps and samples without the host. Like the
-    caches, `seen` is of what came before `tokens`, and is consumed.
+    All that decodes runs this. The token loop runs on the devices: `count` decode steps and choices without the host.
+    Row b's token is written at position lengths[b]. Like the caches, `seen` is of what came before `tokens`, and
+    is consumed. With Choice.GREEDY there are no log-probabilities (None), and of the settings only the penalty counts:
+    each token takes the layers' collectives, the embedding's and one to choose. With SAMPLED, one more where a row is
+    cut (see `candidates`).
+
+    Raises UserError where `launch` is by name and this jax cannot, or the weights are quantised.
     """
+    axes = definition.layout.tensor
 
     def local(params, caches, seen, tokens, lengths, settings):
+        asked = None if choice is Choice.GREEDY else sampling.Asked.of(settings)
+
+        def choose(logits, positions, seen):
+            if choice is Choice.GREEDY:
+                return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=axes), None
+            return sample(logits, settings=settings, asked=asked, positions=positions, seen_BV=seen)
+
         def turn(carry, _):
             caches, seen, tokens, lengths = carry
             logits, caches = one(params, caches, tokens, lengths)
-            lengths, seen = lengths + 1, sampling.mark(seen, tokens, axes=definition.layout.tensor)
-            tokens, logprobs = sample(logits, settings=settings, positions=lengths, seen_BV=seen)
+            lengths, seen = lengths + 1, sampling.mark(seen, tokens, axes=axes)
+            tokens, logprobs = choose(logits, lengths, seen)
             return (caches, seen, tokens, lengths), (tokens, logprobs)
 
-        (caches, seen, _, _), (new, logprobs) = jax.lax.scan(turn, (caches, seen, tokens, lengths), length=count)
-        return new.T, logprobs.T, caches, seen
+        with jax.named_scope(TOKEN_LOOP):
+            (caches, seen, _, _), new = jax.lax.scan(turn, (caches, seen, tokens, lengths), length=count)
+        return *jax.tree.map(jnp.transpose, new), caches, seen
 
-    one, dims = _one(definition, loop=loop, launch=launch, quantize=quantize), cache.dims(definition, loop=loop)
+    one, dims = step(definition, loop=loop, launch=launch, quantize=quantize), cache.dims(definition, loop=loop)
     sample = _sampler(definition)
-    in_dims, out_dims = (dims, "BV", "B", "B", sampling.DIMS), ("BT", "BT", dims, "BV")
+    in_dims = (dims, "BV", "B", "B", sampling.DIMS)
+    out_dims = ("BT", None if choice is Choice.GREEDY else "BT", dims, "BV")
     traits = _decode_traits(definition, loop=loop, launch=launch)
     return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1, 2))
+
+
+def abstract(
+    definition: Definition, *, rows: int, positions: int, loop: Loop, quantize: Quantize = Quantize.NONE
+) -> tuple[Any, ...]:
+    """Shapes, dtypes and shardings of `decode_many`'s arguments, for `rows` rows of `positions` cached positions."""
+    sharding = definition.layout.sharding
+    vocabulary = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks)
+    integers = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=sharding("B"))
+    seen = jax.ShapeDtypeStruct((rows, vocabulary), bool, sharding=sharding("BV"))
+    settings = jax.eval_shape(lambda: Settings.of(jnp.broadcast_to(jax.random.key(0), (rows,))))
+    settings = jax.tree.map(lambda a: a.update(sharding=sharding(sampling.DIMS)), settings)
+    params = weights.abstract(definition, loop=loop, quantize=quantize)
+    caches = cache.abstract(definition, rows=rows, capacity=positions, loop=loop)
+    return params, caches, seen, integers, integers, settings
 
 
 def _sampler(definition: Definition) -> Callable:
@@ -150,11 +163,21 @@ def _jit(definition: Definition, local: Callable, *, in_dims: tuple, out_dims: A
     """What reads no parameters and reduces next to nothing: no options to choose."""
     layout = definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return jax.jit(on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims))
+    meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    return jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims))
 
 
-def _one(definition: Definition, *, loop: Loop, launch: Launch, quantize: Quantize) -> Callable:
-    """On one rank: (params, caches, tokens, lengths) -> (logits, caches)."""
+def step(
+    definition: Definition,
+    *,
+    loop: Loop = Loop.UNROLLED,
+    launch: Launch = Launch.CHAINED,
+    quantize: Quantize = Quantize.NONE,
+) -> Callable:
+    """On one rank: (params, caches, tokens [B], lengths [B]) -> (logits [B, V/ranks], caches), one position a row.
+
+    Raises UserError as `decode_many`.
+    """
     if definition.layout.ranks == 1 or definition.layout.emulated:
         launch = Launch.CHAINED  # nothing to launch
     if launch is Launch.EXPLICIT:
@@ -191,4 +214,6 @@ def _compile(
     in_dims, layout = (weights.dims(definition, loop=traits.loop, quantize=quantize), *in_dims), definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate)
+    # Said again, as jax leaves axes of one device out of what it infers: a call takes what the one before it gave.
+    out_shardings = jax.tree.map(layout.sharding, out_dims)
+    return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate, out_shardings=out_shardings)

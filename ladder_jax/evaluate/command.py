@@ -6,6 +6,7 @@ import json
 
 from ladder_jax import files, parallel
 from ladder_jax.data.store import documents, sources
+from ladder_jax.decode import memory
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import (
     generation,
@@ -49,7 +50,10 @@ def run(args: dict) -> None:
         prefix=args["prefix_token"],
         batch_tokens=args["batch_tokens"] or BATCH_TOKENS,
     )
-    result = {"checkpoint": args["checkpoint"], "file": args[way], **dataclasses.asdict(measure(model))}
+    lower = "fewer --slots, a shorter --window" if way == "generation" else "fewer --batch-tokens, a shorter --window"
+    with memory.explained(f"evaluating {args[way]!r}", instead=f"{lower} or more tensor ranks (--tensor) need less"):
+        found = measure(model)
+    result = {"checkpoint": args["checkpoint"], "file": args[way], **dataclasses.asdict(found)}
     print(json.dumps(result) if args["json"] else _words(way, result))
 
 

@@ -84,7 +84,7 @@ def _object(line: bytes) -> dict:
         found = json.loads(text)
     except UnicodeDecodeError:
         raise UserError("this is not UTF-8 text") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"this is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"this must be a JSON object, not {type(found).__name__}")

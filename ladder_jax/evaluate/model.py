@@ -6,12 +6,10 @@ import json
 import os
 from collections.abc import Callable
 
-import jax
-
 from ladder_jax import checkpoint, config, nn, parallel
-from ladder_jax.checkpoint import Checkpoint, manifest
+from ladder_jax.checkpoint import Checkpoint, Pieces, manifest
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.decode import Engine, default_tensor
+from ladder_jax.decode import Engine, default_tensor, memory, weights
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import pairs
 from ladder_jax.evaluate.scorer import BATCH_TOKENS, Scorer
@@ -25,14 +23,14 @@ SLOTS = 8  # texts that are written at the same time
 class Model:
     """`open_model("runs/book")`, or `Model.of(transformer, tokenizer=Bytes())`.
 
-    load: gives the parameters, when they are first needed.
+    load: gives the parameters, or what reads them one by one, when they are first needed.
     window: the most tokens that the model is to read at once, the harness's `max_length`.
     prefix: the token before a text's first.
     digest: tells the model from others; results in a file are only taken up for the same.
     """
 
     definition: Definition
-    load: Callable[[], Params]
+    load: Callable[[], Params | weights.Reader]
     tokenizer: Tokenizer
     window: int
     prefix: int
@@ -58,16 +56,22 @@ class Model:
 
     @functools.cached_property
     def params(self) -> Params:
-        return self.load()
+        """In the compute dtype where they are read, as the model casts matrices anyway."""
+        found = self.load()
+        if not callable(found):
+            return found
+        memory.check_stacked(self.definition)
+        return weights.stacked(self.definition, found)
 
     @functools.cached_property
     def scorer(self) -> Scorer:
         return Scorer(self.definition, self.params, batch_tokens=self.batch_tokens)
 
     def engine(self, *, capacity: int, slots: int = SLOTS) -> Engine:
-        """For requests of at most `capacity` tokens. Its weights, in decoding's layout, are held beside `params`."""
+        """For requests of at most `capacity` tokens. Its weights, in decoding's layout, are held beside a scorer's."""
         sizes = dict(slots=slots, capacity=capacity, max_queue=slots)
-        return Engine(self.definition, self.params, **sizes, decoder=self.tokenizer.to_bytes)
+        params = self.params if "params" in vars(self) else self.load()
+        return Engine(self.definition, params, **sizes, decoder=self.tokenizer.to_bytes)
 
 
 def open_model(
@@ -92,7 +96,7 @@ def open_model(
     definition = nn.define(saved.config.model, mesh=mesh)
     return Model(
         definition,
-        lambda: _in_compute_dtype(definition, saved.params(definition)),
+        lambda: Pieces(saved, definition),
         tokenizer,
         saved.config.train.sequence if window is None else window,
         prefix,
@@ -104,13 +108,3 @@ def open_model(
 def _digest(saved: Checkpoint, tokenizer: Tokenizer) -> str:
     listed = (saved.path / manifest.NAME).read_text(encoding="utf-8") if saved.listed else ""
     return json.dumps([saved.step, config.to_dict(saved.config.model), tokenizer.name, listed])
-
-
-def _in_compute_dtype(definition: Definition, params: Params) -> Params:
-    """As the model casts matrices anyway, leaf by leaf; the norms' gains stay float32, in which they multiply."""
-    leaves, tree = jax.tree.flatten(params)
-    del params
-    for index, dims in enumerate(tree.flatten_up_to(definition.dims)):
-        if len(dims.removeprefix("L")) > 1:
-            leaves[index] = leaves[index].astype(definition.config.dtype.value)
-    return tree.unflatten(leaves)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ladder_jax.config import Biases
-from ladder_jax.nn import kernels, quantized, rotary
+from ladder_jax.nn import bias, kernels, quantized, rotary
 from ladder_jax.nn.norm import RMSNorm
 from ladder_jax.nn.parameter import Initializer, Normal, Sizes, declare, zeros
 from ladder_jax.nn.place import Cache, Place
@@ -56,16 +56,16 @@ class Attention(nnx.Module):
         attended, cache = place.attend(query, key, value, cache=cache, kernel=kernel)
         out = quantized.einsum("BTNH,NHD->BTD", attended, self.out.get_value())
         if hasattr(self, "out_bias"):
-            out = out + jnp.where(first_rank, self.out_bias[...], 0).astype(out.dtype)[None, None, :]
+            out = bias.add(out, jnp.where(first_rank, self.out_bias[...], 0))
         return out, cache
 
     def _project(self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array]):
         dtype = x_BTD.dtype
         query, key, value = self._matmuls(x_BTD)
         if hasattr(self, "query_bias"):
-            query = query + self.query_bias[...].astype(dtype)[None, None]
-            key = key + self.key_bias[...].astype(dtype)[None, None]
-            value = value + self.value_bias[...].astype(dtype)[None, None]
+            query = bias.add(query, self.query_bias[...])
+            key = bias.add(key, self.key_bias[...])
+            value = bias.add(value, self.value_bias[...])
         if hasattr(self, "query_norm"):
             query = self.query_norm(query, dtype=dtype)
             key = self.key_norm(key, dtype=dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.nn.quantized import CONTRACTED
+from ladder_jax.nn import quantized
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +29,7 @@ class LowRank:
     def dims(dims: str) -> tuple[str, str]:
         """Of `down` and `up` beside a matrix with these dimensions: "LDNH" gives "LDR" and "LRNH"."""
         matrix = dims.removeprefix("L")
-        led, inputs = dims.removesuffix(matrix), CONTRACTED[matrix]
+        led, inputs = dims.removesuffix(matrix), quantized.CONTRACTED[matrix]
         return f"{led}{inputs}R", f"{led}R{matrix.replace(inputs, '')}"
 
     @property
@@ -41,9 +41,9 @@ class LowRank:
         (of_x, matrix), out = spec.split("->")[0].split(","), spec.split("->")[1]
         (down, up), thin = self.dims(matrix), of_x[:2] + "R"
         whole = jnp.einsum(spec, x, self.base.astype(x.dtype), preferred_element_type=dtype)
-        inner = jnp.einsum(f"{of_x},{down}->{thin}", x, self.down.astype(x.dtype))
-        outer = jnp.einsum(f"{thin},{up}->{out}", inner, self.up.astype(x.dtype), preferred_element_type=dtype)
-        return whole + outer * jnp.asarray(self.scale, outer.dtype)
+        inner = quantized.einsum(f"{of_x},{down}->{thin}", x, self.down)
+        outer = quantized.einsum(f"{thin},{up}->{out}", inner, self.up, dtype=dtype)
+        return (whole + outer * jnp.float32(self.scale)).astype(whole.dtype)
 
     def merged(self, dims: str) -> jax.Array:
         """One float32 matrix that computes the same. Of stacked layers, [L, ...]."""

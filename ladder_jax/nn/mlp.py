@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ladder_jax.config import Biases
-from ladder_jax.nn import quantized
+from ladder_jax.nn import bias, quantized
 from ladder_jax.nn.parameter import Initializer, Normal, Sizes, declare, zeros
 
 
@@ -26,16 +26,14 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, *, first_rank: jax.Array) -> jax.Array:
         """A rank's partial sum [B, T, D]; `first_rank` is True on the one rank that adds the output bias."""
-        dtype = x_BTD.dtype
         if hasattr(self, "gate_up"):
             gate, up = jnp.split(quantized.einsum("BTD,DG->BTG", x_BTD, self.gate_up.get_value()), 2, axis=-1)
         else:
             gate = quantized.einsum("BTD,DF->BTF", x_BTD, self.gate.get_value())
             up = quantized.einsum("BTD,DF->BTF", x_BTD, self.up.get_value())
         if hasattr(self, "gate_bias"):
-            gate = gate + self.gate_bias[...].astype(dtype)[None, None, :]
-            up = up + self.up_bias[...].astype(dtype)[None, None, :]
+            gate, up = bias.add(gate, self.gate_bias[...]), bias.add(up, self.up_bias[...])
         out = quantized.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
         if hasattr(self, "down_bias"):
-            out = out + jnp.where(first_rank, self.down_bias[...], 0).astype(dtype)[None, None, :]
+            out = bias.add(out, jnp.where(first_rank, self.down_bias[...], 0))
         return out

@@ -5,10 +5,13 @@ takes what brings an `einsum` of its own (nn/low_rank.py).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from ladder_jax.parallel import vary, varying
 
 CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D"}
 """The matrices by their dimensions, and those that a matmul sums over; what is not here (gains, biases) stays as it is.
@@ -65,6 +68,10 @@ def is_matrix(dims: str) -> bool:
 def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = None) -> jax.Array:
     """`jnp.einsum` in x's dtype, such as ("BTD,DNH->BTNH", x, weight); the result in `dtype`, by default x's.
 
+    The gradient of a weight, a sum over all positions, is made in float32 whatever x is: a matmul whose result is
+    bfloat16 may add in it, as XLA's on CPUs does (2 % off after 16,384 positions). It is rounded to the weight's dtype
+    once. `spec` names each dimension by one letter, and a weight's all stand in x or the result.
+
     Of an `Int8` the compiler reads single bytes: whole numbers up to 127 are exact in bfloat16, so they
     are converted on the way into the matmul, and the scale comes after it, on its far smaller result.
     Sums wait for it in float32 and are rounded once. The scale's dimensions must be the result's last.
@@ -72,15 +79,57 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
     if hasattr(weight, "einsum"):
         return weight.einsum(spec, x, dtype=dtype)
     if not isinstance(weight, Int8):
-        return jnp.einsum(spec, x, weight.astype(x.dtype), preferred_element_type=dtype)
+        axes = varying(x) | varying(weight)
+        return _product(vary(x, axes), vary(weight, axes), spec, dtype)
     sums = jnp.einsum(spec, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
     scale = weight.scale.reshape((1,) * (sums.ndim - weight.scale.ndim) + weight.scale.shape)
     return (sums * scale).astype(dtype or x.dtype)
 
 
 def rows(table: jax.Array | Int8, indices: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Rows [..., D] of a table [V, D], in `dtype`; of an `Int8` no more is converted than what is looked up."""
+    """Rows [..., D] of a table [V, D], in `dtype`; no more is read and converted than what is looked up.
+
+    The gradient of an array, a sum over all positions that hold a token, is made in float32 and rounded to the table's
+    dtype once, where that is another: a table that was gathered for this.
+    """
     if not isinstance(table, Int8):
-        return jnp.take(table.astype(dtype), indices, axis=0)
+        return _looked_up(vary(table, varying(indices)), indices, jnp.dtype(dtype))
     values = jnp.take(table.values, indices, axis=0)
     return (values * jnp.take(table.scale, indices, axis=0)[..., None]).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(x: jax.Array, weight: jax.Array, spec: str, dtype: Any) -> jax.Array:
+    return jnp.einsum(spec, x, weight.astype(x.dtype), preferred_element_type=dtype)
+
+
+def _product_forward(x: jax.Array, weight: jax.Array, spec: str, dtype: Any) -> tuple:
+    used = weight.astype(x.dtype)
+    return _product(x, used, spec, dtype), (x, used, jnp.zeros((), weight.dtype))
+
+
+def _product_backward(spec: str, dtype: Any, residuals: tuple, gradient: jax.Array) -> tuple:
+    (of_x, of_weight), out = spec.split("->")[0].split(","), spec.split("->")[1]
+    x, weight, like = residuals
+    of_input = jnp.einsum(f"{out},{of_weight}->{of_x}", gradient, weight).astype(x.dtype)
+    summed = jnp.einsum(f"{of_x},{out}->{of_weight}", x, gradient, preferred_element_type=jnp.float32)
+    return of_input, summed.astype(like.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _looked_up(table: jax.Array, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jnp.take(table, indices, axis=0).astype(dtype)
+
+
+def _looked_up_backward(dtype: jnp.dtype, residuals: tuple, gradient: jax.Array) -> tuple:
+    table, indices = residuals  # of the table only the type is used
+    zeros = vary(jnp.zeros(table.shape, jnp.float32), varying(table))
+    return zeros.at[indices].add(gradient.astype(jnp.float32)).astype(table.dtype), None
+
+
+_looked_up.defvjp(
+    lambda table, indices, dtype: (_looked_up(table, indices, dtype), (table, indices)), _looked_up_backward
+)

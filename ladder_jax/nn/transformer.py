@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ladder_jax import residual
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Remat
 from ladder_jax.errors import UserError
-from ladder_jax.nn import kernels, loss, parameter
+from ladder_jax.nn import given, kernels, loss, parameter
 from ladder_jax.nn.embedding import Embedding
 from ladder_jax.nn.forward import Pass, whole
 from ladder_jax.nn.layer import Layer
@@ -41,17 +41,23 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, mesh: Mesh | None = None, seed: int = 0, params: Params | None = None):
-        """`mesh` (axes data, fsdp, tensor) is one device by default. `params` replaces initial values.
+        """`mesh` (axes data, fsdp, tensor) is one device by default. `params` replaces initial values, all of them.
 
-        Raises UserError where the model cannot be split over the mesh.
+        Raises UserError where the model cannot be split over the mesh, or `params` are another model's.
         """
+        if not isinstance(config, ModelConfig):
+            raise UserError(f"a model is made of a ModelConfig, such as preset('tiny'), not of {config!r:.80}")
         mesh = make_mesh() if mesh is None else mesh
         config = with_ranks(config, tensor=mesh.shape["tensor"])
         self.definition = define(config, mesh=mesh)
         modules = declare(config, ranks=self.definition.layout.ranks)
         for name, module in modules.items():
             setattr(self, name, module)
-        nnx.update(self, initialize(self.definition, seed=seed) if params is None else params)
+        if params is None:
+            params = initialize(self.definition, seed=seed)
+        else:
+            given.check_params(params, expected=self.definition.abstract)
+        nnx.update(self, params)
 
     @property
     def config(self) -> ModelConfig:
@@ -63,13 +69,15 @@ class Transformer(nnx.Module):
         return nnx.to_pure_dict(nnx.state(self))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp."""
-        tokens = jnp.asarray(tokens, jnp.int32)
-        if tokens.ndim != 2 or tokens.shape[0] % self.definition.layout.batch_ranks:
-            raise UserError(
-                f"tokens must be [B, T] with B divisible by {self.definition.layout.batch_ranks}, not {tokens.shape}"
-            )
-        return compiled_logits(self.definition)(self.params, tokens)
+        """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp.
+
+        Compiled for the mesh's devices. Under `jax.jit`, `jax.grad` and the like it is a function like any other, and
+        their program's options are the caller's: `parallel.compile_options(mesh, traits=model.definition.traits(...))`.
+        Ids outside the vocabulary are a UserError, but for traced ones, which nobody knows yet. An array on a device
+        is read for that, so the call waits until it is there.
+        """
+        sizes = dict(batch_ranks=self.definition.layout.batch_ranks, vocab_size=self.config.vocab_size)
+        return compiled_logits(self.definition)(self.params, given.checked_tokens(tokens, **sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +221,10 @@ def output_table(definition: Definition, params: Params) -> jax.Array:
 
 @functools.cache
 def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> Compiled:
-    """A compiled (params, tokens [B, T]) -> logits [B, T, V], the whole model in one shard_map."""
+    """A compiled (params, tokens [B, T]) -> logits [B, T, V], the whole model in one shard_map.
+
+    Raises UserError for another model's parameters.
+    """
 
     def local(params, tokens):
         return logits(definition, params, hidden(definition, params, tokens, loop_form=loop_form)[0])
@@ -221,7 +232,11 @@ def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> C
     dims = ((definition.dims, "BT"), "BTV")
     ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
     meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
-    stripped = lambda params, tokens: meshed(params, tokens)[..., : definition.config.vocab_size]
+
+    def stripped(params, tokens):
+        given.check_params(params, expected=definition.abstract)  # once a shape, while it is traced
+        return meshed(params, tokens)[..., : definition.config.vocab_size]
+
     return Compiled(
         stripped, mesh=definition.layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop_form)
     )

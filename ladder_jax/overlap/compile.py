@@ -1,4 +1,4 @@
-"""Compile a request's program in a subprocess, once: the records are kept (see `record.folder`)."""
+"""Compile a request's program in a subprocess, once: the records are kept (see `record`)."""
 
 import ast
 import contextlib
@@ -9,12 +9,12 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
 
+from ladder_jax import files, python
 from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import record, scheduled
@@ -36,8 +36,11 @@ def compiled(request: Request, *, until: Until = Until.CODE) -> Record:
     """
     if reason := targets.not_installed(request.target):
         raise UserError(f"target {request.target.name}: {reason}")
-    folder = record.folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    with files.cache(record.FOLDER) as folder:
+        return _kept(request, folder=folder, until=until)
+
+
+def _kept(request: Request, *, folder: pathlib.Path, until: Until) -> Record:
     key = _key(request)
     path = folder / f"{key}.json.gz"
     found = record.read(path)
@@ -65,7 +68,7 @@ def run_worker(
     with tempfile.TemporaryDirectory() as scratch:
         source, said = pathlib.Path(scratch, "request.json"), pathlib.Path(scratch, "stderr")
         source.write_text(json.dumps(asked))
-        command = [sys.executable, "-m", module, str(source), str(path)]
+        command = python.command(module, str(source), str(path))
         environment = _environment(target)
         if until is Until.SCHEDULE:
             dump = pathlib.Path(scratch, "dump")
@@ -117,7 +120,8 @@ def _environment(target: Target) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
     if target.platform == "cuda":
         flags += " --xla_gpu_autotune_level=0"  # autotuning runs kernels, and there is no GPU to run them
-    found = {**os.environ, **targets.ENVIRONMENT, "XLA_FLAGS": flags.strip()}
+    # jax's own cache would give a program back under the names that its operations had when it was compiled.
+    found = {**os.environ, **targets.ENVIRONMENT, "XLA_FLAGS": flags.strip(), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if target.platform == "cpu":
         found["JAX_NUM_CPU_DEVICES"] = target.shape
     return found

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ladder_jax import decode, nn, schedule, train
 from ladder_jax.config import Phase, TrainConfig, presets
-from ladder_jax.decode import cache, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.overlap.request import Request
 from ladder_jax.parallel import Compiled, make_mesh
@@ -35,13 +35,12 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
         arguments = train.abstract_state(definition, config=config), train.abstract_batch(definition, config=config)
         return train.train_step(definition, config=config), arguments
     form = dict(loop=loop, quantize=request.quantize)
-    params = weights.abstract(definition, **form)
     if request.phase is Phase.PREFILL:
+        params = weights.abstract(definition, **form)
         step = decode.prefill(definition, capacity=request.prompt_length, sequence_parallel=split, **form)
         return step, (params, tokens(rows, request.prompt_length), tokens(rows))
-    caches = cache.abstract(definition, rows=rows, capacity=request.context, loop=loop)
-    step = decode.decode(definition, launch=request.launch, **form)
-    return step, (params, caches, tokens(rows), tokens(rows))
+    many = decode.decode_many(definition, choice=decode.Choice.GREEDY, launch=request.launch, **form)
+    return many, steps.abstract(definition, rows=rows, positions=request.context, **form)
 
 
 def compiler(target: Target) -> str:

@@ -8,8 +8,10 @@ import json
 import os
 import pathlib
 import tempfile
+import zlib
 
-from ladder_jax import files
+FOLDER = "schedules"
+"""Of the cache."""
 
 
 class Until(enum.Enum):
@@ -52,18 +54,27 @@ class Record:
         return self.argument_bytes + self.temporary_bytes + outputs + self.code_bytes
 
 
-def folder() -> pathlib.Path:
-    return files.cache_folder() / "schedules"
-
-
 def read(path: str | os.PathLike) -> Record | None:
     """The record at `path`; None where there is none, or none that this version can read."""
     try:
         with gzip.open(path, "rt") as file:
             values = json.load(file)
-        return Record(**{**values, "notices": tuple(values["notices"])})
-    except (OSError, EOFError, ValueError, TypeError, KeyError):
+        found = Record(**{**values, "notices": tuple(values["notices"])})
+    except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, zlib.error):
         return None
+    return found if _is_sound(found) else None
+
+
+def _is_sound(found: Record) -> bool:
+    """Of the types that are declared: what a disk has damaged may still be JSON."""
+    sizes = [value for name, value in vars(found).items() if name.startswith("bytes_") or name.endswith("_bytes")]
+    texts = [found.hlo, found.jax, found.compiler, *found.notices]
+    numbers = [found.seconds, *(size for size in sizes if size is not None)]
+    return (
+        isinstance(found.options, dict)
+        and all(isinstance(text, str) for text in texts)
+        and all(isinstance(number, int | float) for number in numbers)
+    )
 
 
 def write(path: str | os.PathLike, record: Record) -> None:

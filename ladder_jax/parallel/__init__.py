@@ -1,9 +1,14 @@
 """Meshes, partition rules and collectives: everything that knows about several devices."""
 
+from ladder_jax.parallel.agreement import PATIENCE as PATIENCE
+from ladder_jax.parallel.agreement import Agreement as Agreement
+from ladder_jax.parallel.agreement import first_of as first_of
 from ladder_jax.parallel.cache import use_compilation_cache as use_compilation_cache
 from ladder_jax.parallel.collectives import all_gather as all_gather
 from ladder_jax.parallel.collectives import all_max as all_max
+from ladder_jax.parallel.collectives import all_ranks as all_ranks
 from ladder_jax.parallel.collectives import all_reduce as all_reduce
+from ladder_jax.parallel.collectives import anywhere as anywhere
 from ladder_jax.parallel.collectives import rank as rank
 from ladder_jax.parallel.collectives import ranks as ranks
 from ladder_jax.parallel.collectives import reduce_scatter as reduce_scatter

@@ -10,4 +10,5 @@ from ladder_jax import files
 def use_compilation_cache() -> None:
     """For the rest of this process; jax.config.jax_compilation_cache_dir and its environment variable go before."""
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(files.cache_folder() / "programs"))
+        if (folder := files.cache_folder("programs")) is not None:
+            jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 EMULATED = "emulated_rank"
@@ -55,9 +56,25 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Ar
     return lax.all_gather(x, axes, axis=dimension, tiled=True)
 
 
+def all_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Every rank's `x`, stacked [ranks, ...], as a value that is the same on all of them."""
+    return lax.all_gather(vary(x, axes), axes, axis=0, to="invarying")
+
+
 def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The largest of every rank's `x`, elementwise, on every rank. Not differentiable."""
     return lax.pmax(x, axes)
+
+
+def anywhere(*flags: jax.Array) -> tuple[jax.Array, ...]:
+    """For each [B] bool whether any row of it is true, on any rank of the whole mesh: scalars.
+
+    For branches with collectives in them: ranks that disagreed would wait for each other. Ranks that hold
+    the same rows agree as it is; those of the axes over which rows are split are asked, in one all-reduce.
+    """
+    found = jnp.any(jnp.stack(flags), axis=-1)
+    others = tuple(axis for axis in sorted(varying(found)) if ranks((axis,)) > 1)
+    return tuple(all_max(found.astype(jnp.int32), others) > 0 if others else found)
 
 
 def rank(axes: tuple[str, ...]) -> jax.Array:

@@ -1,12 +1,13 @@
-"""`jax.jit` with the options of the mesh's devices, and without them where the compiler fails on them."""
+"""`jax.jit` with the options of the mesh's devices; without them in a trace, and where the compiler fails on them."""
 
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.sharding import Mesh
 
 from ladder_jax.parallel.options import compile_options
@@ -15,23 +16,37 @@ from ladder_jax.parallel.traits import Traits, When
 logger = logging.getLogger("ladder_jax")
 
 
+with jax.core.eval_context():  # this may be imported inside a trace
+    _EAGER = core.get_opaque_trace_state()
+
+
+def tracing() -> bool:
+    """Whether this runs under `jax.jit`, `jax.grad`, `jax.vmap` or the like, whatever the arguments are."""
+    return core.get_opaque_trace_state() != _EAGER
+
+
 class Compiled:
     """`jax.jit(fn)` with the options of its mesh; where the compiler fails on them, with others and a notice.
 
     v5e's are fragile: what its fusions of reductions and matmuls need may not fit the vector memory.
     `options` are those in force.
+
+    Inside a trace it is `fn`, jitted with neither options, which jax refuses there, nor donation: both are the
+    outermost program's.
     """
 
-    def __init__(self, fn: Callable, *, mesh: Mesh, traits: Traits, **jit: Any):
+    def __init__(self, fn: Callable, *, mesh: Mesh, traits: Traits, donate_argnums: int | Sequence[int] = ()):
         best = compile_options(mesh, traits=traits)
         rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
         self.__wrapped__ = fn
-        self._jit = functools.partial(jax.jit, fn, **jit)
+        self._jit = functools.partial(jax.jit, fn, donate_argnums=donate_argnums)
         self._left = [*([{**best, **rescue}] if rescue else []), *([{}] if best else [])]
         self.options = best
         self._jitted = self._jit(compiler_options=best)
 
     def __call__(self, *args: Any) -> Any:
+        if tracing():
+            return self._plain(*args)
         return self._try(lambda: self._jitted(*args))
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
@@ -40,6 +55,10 @@ class Compiled:
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         return self._jitted.lower(*args)
+
+    @functools.cached_property
+    def _plain(self) -> Callable:
+        return jax.jit(self.__wrapped__)
 
     def _try(self, run: Callable) -> Any:
         while True:

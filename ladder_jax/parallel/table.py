@@ -106,6 +106,14 @@ TABLE: dict[str, tuple[Option, ...]] = {
             split=(Split.SEQUENCE,),
         ),
         _stream(49152, "8 % fewer"),
+        Option(
+            "xla_tpu_control_large_2nd_minor_layout_for_x16",
+            False,
+            "ahead of the loop over tokens the compiler tiles every matrix anew, for matmuls that gain nothing by it: a"
+            " second copy of the weights in memory, and 1.13 times the least bytes a token where it is 1.03 without",
+            overlap=tuple(Overlap),
+            phases=(Phase.DECODE,),
+        ),
     ),
     "NVIDIA": (
         Option(

@@ -5,9 +5,9 @@ import hashlib
 import json
 import pathlib
 
+from ladder_jax import files
 from ladder_jax.config import to_dict
 from ladder_jax.overlap import compile as compiling
-from ladder_jax.overlap import record
 from ladder_jax.plan.candidate import Candidate
 from ladder_jax.plan.request import Request
 
@@ -45,14 +45,14 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
         "mesh": to_dict(candidate.mesh),
         "train": to_dict(candidate.train(request)),
     }
-    folder = record.folder().with_name("plans")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{_key(asked)}.json"
-    if (found := _read(path)) is None:
-        what = f"{_in_words(candidate)}, {request.config.num_layers} layers of {request.name} for {request.target.name}"
-        compiling.run_worker("ladder_jax.plan.worker", asked, path, target=request.target, what=what)
-        found = _read(path)
-    return found
+    with files.cache("plans") as folder:
+        path = folder / f"{_key(asked)}.json"
+        if (found := _read(path)) is None:
+            mesh = _in_words(candidate)
+            what = f"{mesh}, {request.config.num_layers} layers of {request.name} for {request.target.name}"
+            compiling.run_worker("ladder_jax.plan.worker", asked, path, target=request.target, what=what)
+            found = _read(path)
+        return found
 
 
 def _in_words(candidate: Candidate) -> str:
@@ -68,5 +68,5 @@ def _key(asked: dict) -> str:
 def _read(path: pathlib.Path) -> Confirmed | None:
     try:
         return Confirmed(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None

@@ -1,7 +1,7 @@
 """A Source's arrays onto a mesh: the host never holds more than one array, whatever the model's size."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from flax import traverse_util
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import Loop
+from ladder_jax.parallel import placing
 from ladder_jax.pretrained.source import Key, Source
 
 
@@ -45,25 +46,39 @@ def load(
             for layer in layers:
                 apart[layer][below] = place(Key(name, layer), letters, shape, dtype=dtype)
             continue
-        stack = _empty((len(layers), *shape), of_all, abstract[name].sharding)
+        stack = placing.zeros((len(layers), *shape), np.dtype(of_all), abstract[name].sharding)
         for layer in layers:
-            stack = _put(stack, place(Key(name, layer), letters, shape, dtype=of_all), layer)
+            part = place(Key(name, layer), letters, shape, dtype=of_all)
+            stack = jax.block_until_ready(placing.put(stack, part, layer))
+            del part
         stacks[below] = stack
     nested = functools.partial(traverse_util.unflatten_dict, sep="/")
     return {**nested(alone), "layers": nested(stacks) if loop is Loop.SCAN else tuple(map(nested, apart))}
 
 
+def reader(source: Source, definition: nn.Definition) -> Callable[[Sequence[Key]], Iterator[jax.Array]]:
+    """For `Engine(definition, pretrained.reader(source, definition))`: arrays on their devices, one at a time.
+
+    They come in the dtype in which they are stored; each is cast, or quantized, before the next is read.
+    """
+    dims = traverse_util.flatten_dict(definition.dims, sep="/")
+    abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
+
+    def place(key: Key) -> jax.Array:
+        name, layer = key
+        letters = dims[name].removeprefix("L")
+        shape = abstract[name].shape[-len(letters) :]
+        more = dict(dtype=None, layout=definition.layout, done=lambda key: None)
+        return _place(source, Key(name, layer), letters, shape, **more)
+
+    return lambda keys: map(place, keys)
+
+
 def _place(source: Source, key: Key, dims: str, shape: tuple[int, ...], *, dtype, layout, done) -> jax.Array:
     """One array on its devices, padded with zeros to `shape`: of the host's memory it needs what a device gets."""
-    stored, sharding = source.arrays[key], layout.sharding(dims)
-    values, dtype = stored.read(), dtype or stored.dtype
-    shards = []
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        part = _copy(values[index], np.dtype(dtype))
-        missing = [(0, len(range(*where.indices(n))) - have) for where, n, have in zip(index, shape, part.shape)]
-        part = np.pad(part, missing) if any(after for _, after in missing) else part
-        shards.append(jax.device_put(part, device).block_until_ready())
-    array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    stored = source.arrays[key]
+    values, dtype = stored.read(), np.dtype(dtype or stored.dtype)
+    array = placing.place(lambda index: _copy(values[index], dtype), shape, layout.sharding(dims))
     done(key)
     return array
 
@@ -74,18 +89,3 @@ def _copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return np.array(values, dtype, order="C")
     # As whole numbers: NumPy copies bfloat16 value by value, 15 times slower.
     return np.array(values.view(f"u{dtype.itemsize}"), order="C").view(dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _zeros(shape, dtype, sharding):
-    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    return _zeros(shape, np.dtype(dtype), sharding)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(stack: jax.Array, layer: jax.Array, index: int) -> jax.Array:
-    """In place: the stack that comes in is gone."""
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)

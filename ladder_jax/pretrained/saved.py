@@ -1,7 +1,6 @@
 """One of our own checkpoints as a Source, to be exported."""
 
 import functools
-import json
 import pathlib
 from collections.abc import Callable
 
@@ -12,7 +11,8 @@ from ladder_jax import checkpoint
 from ladder_jax.checkpoint import manifest
 from ladder_jax.data import tokenizer
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained import source
+from ladder_jax.pretrained import source, tokenizer_files
+from ladder_jax.pretrained.huggingface.read import read_object
 from ladder_jax.pretrained.source import Key, Source, Stored
 
 _GENERATION = "generation_config.json"  # beside a tokenizer's own files
@@ -33,9 +33,9 @@ def read(path: pathlib.Path) -> Source:
     whole = functools.lru_cache(maxsize=1)(lambda name: opened(name).read().result())
     for key, shape in source.wanted(model).items():
         arrays[key] = Stored(shape, opened(key.name).dtype.numpy_dtype, functools.partial(_values, whole, key, shape))
-    files = _files(found.path.parent.parent / tokenizer.FOLDER)
-    generation = json.loads(files.pop(_GENERATION, b"{}"))
-    return Source(str(path), model, arrays, found.config.train.sequence, files, generation)
+    folder = found.path.parent.parent / tokenizer.FOLDER
+    generation = read_object(folder / _GENERATION) if tokenizer_files.is_held(folder, _GENERATION) else {}
+    return Source(str(path), model, arrays, found.config.train.sequence, tokenizer_files.read(folder), generation)
 
 
 def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
@@ -50,7 +50,3 @@ def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
 
 def _values(whole: Callable[[str], np.ndarray], key: Key, shape: tuple[int, ...]) -> np.ndarray:
     return whole(key.name)[: shape[0]] if key.layer is None else whole(key.name)[key.layer]
-
-
-def _files(folder: pathlib.Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())} if folder.is_dir() else {}

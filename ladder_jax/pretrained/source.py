@@ -86,6 +86,17 @@ def wanted(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
     return found
 
 
+def check_layers(model: ModelConfig, *, tensors: int, path: str) -> None:
+    """Raises UserError where `path` has fewer tensors than its configuration has layers.
+
+    Before `wanted`: to name what is missing of a million layers would take hours.
+    """
+    if tensors < model.num_layers:
+        raise UserError(
+            f"{path!r} holds {tensors} tensors, fewer than the {model.num_layers} layers that it says it has"
+        )
+
+
 def check(source: Source) -> Source:
     """`source`, if it has every array of its model in the right shape and no other, and a tokenizer that fits.
 
@@ -116,7 +127,7 @@ def _tokens(source: Source) -> int:
         vocabulary = told["model"]["vocab"]  # numbers by name, or a list
         numbers = vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))
         return 1 + max([*numbers, *(token["id"] for token in told.get("added_tokens") or ())], default=-1)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{source.path!r}: tokenizer.json is not a tokenizer: {error!r}") from None
 
 

@@ -10,11 +10,14 @@ import os
 import pathlib
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 
 from ladder_jax.checkpoint import manifest
 from ladder_jax.errors import RunFailed, Stopped, UserError
+
+LOCK = ".lock"
 
 
 def check_free(destination: pathlib.Path) -> None:
@@ -55,19 +58,26 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
+            with contextlib.suppress(OSError):  # NFS keeps an open file, and so its folder, until it is closed
+                folder.rmdir()
 
 
 def _claimed(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
     """The folder to write into, emptied of what a kill has left, and its lock, which ends with this process."""
     folder = destination.with_name(f".{destination.name}.converting")
     while True:
-        folder.mkdir(exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
+        _make(folder)
+        file = folder / LOCK
+        try:  # a regular file that is open for writing: NFS keeps other hosts out by nothing else
+            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # the folder was just removed
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.is_dir() and os.fstat(lock).st_ino == folder.stat().st_ino:  # else it was just removed
+            if file.exists() and os.fstat(lock).st_ino == file.stat().st_ino:  # else it was just removed
                 for left in folder.iterdir():
-                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                    if left != file:
+                        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
                 return folder, lock
         except BlockingIOError:
             os.close(lock)
@@ -76,6 +86,16 @@ def _claimed(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
             os.close(lock)
             raise
         os.close(lock)
+
+
+def _make(folder: pathlib.Path) -> None:
+    """Its name can be foreseen: what is there must be a folder of this user's, not a link to one nor another user's."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    with contextlib.suppress(FileNotFoundError):  # it was just removed: the lock finds that out
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise UserError(f"{str(folder)!r} is in the way: a link, or another user's; remove it")
 
 
 def _sync(folder: pathlib.Path) -> None:

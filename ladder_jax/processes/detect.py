@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+from ladder_jax import python
 from ladder_jax.errors import UserError
 
 
@@ -27,8 +28,7 @@ class Found:
 
 def run(told: dict[str, Any], *, timeout: float) -> Found:
     """What `detect` finds, beside what was `told`. Raises UserError where the cluster does not answer in time."""
-    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
-    command += [json.dumps({**told, "timeout": min(timeout, 1e6)})]
+    command = python.command(f"{__name__}:main", json.dumps({**told, "timeout": min(timeout, 1e6)}))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout + 30)
     except subprocess.TimeoutExpired:

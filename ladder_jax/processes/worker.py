@@ -25,7 +25,7 @@ class Worker:
     """One process of several."""
 
     def __init__(self, place: Place, *, link: Link, patience: Patience):
-        self.place, self._link, self._patience = place, link, patience
+        self.place, self._link, self.patience = place, link, patience
         self._beats = 0
 
     def beat(self, doing: str) -> None:
@@ -40,7 +40,7 @@ class Worker:
 
         if "JAX_CPU_COLLECTIVES_IMPLEMENTATION" not in os.environ:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        place, patience = self.place, self._patience
+        place, patience = self.place, self.patience
         # jax's own waits end in an abort, so they are the longer ones.
         whole = lambda seconds: int(min(seconds, 1e6))
         jax.distributed.initialize(

@@ -51,7 +51,29 @@ A sublayer never communicates; the topology owns every collective. For a model o
     x = residual.flush(state, axes=("tensor",))
 
 `block.attention` and `block.mlp` are callables, norm included, from a rank's [B, T, D] input to its
-partial sum [B, T, D].
+partial sum [B, T, D]: it holds no `psum`, which `step` refuses, and adds a bias on one rank only. Added on
+each of 8 ranks, a bias would count 8 times, and nothing could tell:
+
+    bias = jnp.where(jax.lax.axis_index("tensor") == 0, bias, 0)
+
+Layers of equal steps (`len(set(topology.layers)) == 1`: all but hybrids and some desync-N) may stand in one `lax.scan`
+over `stacked`, their parameters [L, ...]:
+
+    steps = topology.layers[0]
+    state = residual.begin(x, topology=topology, axes=("tensor",))
+    state = residual.fill(state, steps, axes=("tensor",))
+
+    def turn(state, params):
+        block = Block(params)
+        for step in steps:
+            state = step(state, (block.attention, block.mlp), axes=("tensor",))
+        return state, None
+
+    state, _ = jax.lax.scan(turn, state, stacked)
+    x = residual.flush(state, axes=("tensor",))
+
+What a compiler hides depends on its options, too: hand `jax.jit(..., compiler_options=...)` those of
+`parallel.compile_options`, as `schedule.audit` shows.
 
 In reading order: topologies.py, the values; state.py and steps.py, the pipeline; launch.py, its
 all-reduces and barriers; sequence.py, the same on a stream split along the sequence; anneal.py,
@@ -67,6 +89,7 @@ from ladder_jax.residual.steps import Delayed as Delayed
 from ladder_jax.residual.steps import Desynced as Desynced
 from ladder_jax.residual.steps import Silent as Silent
 from ladder_jax.residual.steps import Step as Step
+from ladder_jax.residual.steps import fill as fill
 from ladder_jax.residual.steps import flush as flush
 from ladder_jax.residual.topologies import Communication as Communication
 from ladder_jax.residual.topologies import Topology as Topology

@@ -17,7 +17,7 @@ import jax
 
 from ladder_jax.parallel.collectives import ENTER, PREVIOUS, vary
 from ladder_jax.residual.launch import reduced
-from ladder_jax.residual.state import State, Sublayer, add, compute
+from ladder_jax.residual.state import State, Sublayer, add, check_axes, compute
 from ladder_jax.residual.steps import Delayed
 
 
@@ -33,6 +33,7 @@ class Annealed:
         return self.step.sublayers
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
+        check_axes(axes)
         step, own = self.step, state.partial
         launched = (*state.sums, reduced(own, axes, PREVIOUS)) if step.lag else ()
         known = step.lag - step.skip
@@ -41,7 +42,7 @@ class Annealed:
             entered = vary(stream, axes)
         if step.fresh:
             entered = add(entered, self._share((own,), self.late))
-        partial = compute(entered, step.sublayers, sublayers)
+        partial = compute(entered, step.sublayers, sublayers, axes=axes)
         if step.keep == 0:
             return State(add(state.residual, (*launched, reduced(partial, axes))))
         added = step.lag + 1 - step.keep

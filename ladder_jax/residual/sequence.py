@@ -24,7 +24,7 @@ from ladder_jax.config import Launch
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, all_gather, ranks, reduce_scatter
 from ladder_jax.residual.launch import REDUCED, tie_forward
-from ladder_jax.residual.state import State, Sublayer, add, compute
+from ladder_jax.residual.state import State, Sublayer, add, check_axes, compute
 from ladder_jax.residual.steps import Delayed
 from ladder_jax.residual.topologies import Topology
 
@@ -52,6 +52,7 @@ class Split:
         axes: tuple[str, ...],
         launch: Launch = Launch.CHAINED,
     ) -> State:
+        check_axes(axes)
         step, stream = self.step, state.residual
         launched = (*state.sums, scatter(state.partial, axes, PREVIOUS)) if step.lag else ()
         if self._prepared and state.entered is not None:
@@ -60,7 +61,7 @@ class Split:
             entered = self._enter(add(stream, launched[: step.lag - step.skip]), axes)
         if step.fresh:
             entered = self.normalise(add(entered, (state.partial,)))
-        partial = compute(entered, step.sublayers, sublayers)
+        partial = compute(entered, step.sublayers, sublayers, axes=axes)
         if step.keep == 0:
             return State(add(stream, (*launched, scatter(partial, axes))))
         added = step.lag + 1 - step.keep

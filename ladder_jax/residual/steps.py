@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ladder_jax.config import Launch
 from ladder_jax.parallel.collectives import PREVIOUS, ranks, vary, varying
 from ladder_jax.residual.launch import await_backward, await_forward, enter, reduced, set_apart, start
-from ladder_jax.residual.state import State, Sublayer, add, compute
+from ladder_jax.residual.state import State, Sublayer, add, check_axes, compute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Delayed:
         axes: tuple[str, ...],
         launch: Launch = Launch.CHAINED,
     ) -> State:
+        check_axes(axes)
         by_name = launch is Launch.EXPLICIT and self.skip > 0
         pending = set_apart(state.partial, axes) if self.fresh else state.partial
         launched = (*state.sums, (start if by_name else reduced)(pending, axes, PREVIOUS)) if self.lag else ()
@@ -46,7 +47,7 @@ class Delayed:
             entered, residual, launched = await_backward(entered, residual, launched, axes)
         if self.fresh:
             entered = add(entered, (state.partial,))
-        partial = compute(entered, self.sublayers, sublayers)
+        partial = compute(entered, self.sublayers, sublayers, axes=axes)
         if by_name and launched[-1] is not None:
             launched = (*launched[:-1], launched[-1].done())
         elif self.skip:
@@ -80,8 +81,9 @@ class Desynced:
     sync: bool
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
+        check_axes(axes)
         local = enter(state.residual, axes) if state.local is None else state.local
-        partial = compute(local, self.sublayers, sublayers)
+        partial = compute(local, self.sublayers, sublayers, axes=axes)
         if self.sync:
             if state.partial is not None:
                 partial = partial + state.partial / ranks(axes)
@@ -100,13 +102,23 @@ class Silent:
     sublayers: tuple[int, ...]
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
-        return State(add(state.residual, (compute(state.residual, self.sublayers, sublayers),)))
+        check_axes(axes)
+        return State(add(state.residual, (compute(state.residual, self.sublayers, sublayers, axes=axes),)))
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
         return state
 
 
 Step = Delayed | Desynced | Silent
+
+
+def fill(state: State, steps: Sequence[Step], *, axes: tuple[str, ...], dtype: jnp.dtype | None = None) -> State:
+    """`state` for a `lax.scan` over layers of equal `steps`: zeros where nothing is pending yet.
+
+    A carry keeps its structure from turn to turn; so the first turn reduces zeros, which an unrolled loop does not.
+    dtype: of what sublayers return, without it the stream's.
+    """
+    return steps[0].fill(state, axes=axes, dtype=state.residual.dtype if dtype is None else dtype)
 
 
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:

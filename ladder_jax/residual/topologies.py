@@ -9,7 +9,7 @@ import jax
 from ladder_jax.config import ModelConfig, residual_names
 from ladder_jax.parallel.collectives import vary
 from ladder_jax.parallel.traits import Overlap
-from ladder_jax.residual.state import State
+from ladder_jax.residual.state import State, check_axes
 from ladder_jax.residual.steps import Delayed, Desynced, Silent, Step
 
 
@@ -95,7 +95,12 @@ def of_model(config: ModelConfig) -> Topology:
 
 
 def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
-    """The state before the first sublayer; `x` [B, T, D] is the embedding, equal on all ranks."""
+    """The state before the first sublayer; `x` [B, T, D] is the embedding, equal on all ranks.
+
+    axes: the mesh axes of the ranks, of the `jax.shard_map` that this stands in. Raises UserError for others. Nothing
+    is pending, which None stands for: a `lax.scan` carries it only after `fill`.
+    """
+    check_axes(axes)
     if topology.communication is Communication.NONE:
         return State(vary(x, axes))
     lag = getattr(topology.layers[0][0], "lag", 0)

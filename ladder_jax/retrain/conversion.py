@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.config import ConversionConfig, Pace
+from ladder_jax.errors import UserError
 from ladder_jax.residual import Topology
 
 
@@ -12,9 +13,12 @@ def late(step: jax.Array, *, topology: Topology, config: ConversionConfig) -> ja
     """Float32 [L] for the step that comes after `step` others.
 
     The ladder's layers are cut into groups, the topmost first, each with an equal share of the steps: in its share a
-    group ramps from 0 to 1, or jumps to 1 as it begins. Layers that are standard anyway stand at 1.
+    group ramps from 0 to 1, or jumps to 1 as it begins. Layers that are standard anyway stand at 1. Raises UserError
+    where all are.
     """
     ladder = [n for n, steps in enumerate(topology.layers) if any(getattr(s, "skip", 0) for s in steps)]
+    if not ladder:
+        raise UserError(f"conversion.steps={config.steps} has no ladder layer to turn: all are standard")
     group = np.full(topology.num_layers, -1)
     for index, members in enumerate(np.array_split(ladder[::-1], min(config.groups, len(ladder)))):
         group[members] = index

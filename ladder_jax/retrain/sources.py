@@ -27,14 +27,16 @@ class Sources:
         return {name: {"path": str(c.path), "digest": _digest(c)} for name, c in found.items() if c}
 
 
-def of_run(config: RunConfig, *, noted: dict[str, Any] | None = None) -> Sources:
+def of_run(config: RunConfig, *, noted: dict[str, Any] | None = None, told: dict[str, Any] | None = None) -> Sources:
     """Those that `config` names; of a run that goes on (`noted` in its checkpoint) only what it still needs.
+
+    told: another process's `Sources.noted()`. A folder's newest checkpoint may be another one here.
 
     Raises UserError for what is not there, has another shape, or is not what it was.
     """
     teacher = config.distill.teacher
     needs_start = noted is None or config.lora.rank or teacher == START
-    noted = noted or {}
+    noted = (told or {}) | (noted or {})
     start = _opened("train.start", config.train.start, config, noted.get("start")) if needs_start else None
     other = None if teacher in (None, START) else _opened("distill.teacher", teacher, config, noted.get("teacher"))
     return Sources(start, start if teacher == START else other)

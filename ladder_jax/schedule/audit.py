@@ -14,11 +14,14 @@ from ladder_jax.schedule.report import Report, Status
 def audit(fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] | None = None) -> Report:
     """What the compiler made of the reductions of a program.
 
-        jitted = jax.jit(jax.shard_map(fn, ...), compiler_options=parallel.compile_options(mesh, traits=...))
+        traits = parallel.Traits(parallel.Overlap.HIDES, Phase.PREFILL, Loop.SCAN)  # the enums: ladder_jax.config
+        options = parallel.compile_options(mesh, traits=traits)
+        jitted = jax.jit(jax.shard_map(fn, ...), compiler_options=options)
         schedule.audit(jitted, x, w)                      # or their jax.ShapeDtypeStructs with shardings
         schedule.audit(jitted.lower(x, w).compile())      # the same
         schedule.audit(compiled.as_text())                # the same
 
+    A plain `jax.jit` has none of these options, and without them v5p, for one, hides nothing.
     With arguments on `schedule.make_mesh("v5p:2x2x2", tensor=8)` it is compiled for that hardware, which
     need not be here. Of a function built on `ladder_jax.residual` the reductions that its topology launched are
     judged, and the rest, such as gradients of norm gains, stand in the report's `others`, named; of another function

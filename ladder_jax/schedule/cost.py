@@ -55,8 +55,13 @@ class Costs:
         return self._trips(instruction, within) * sum(known) if known else None
 
     def total_cycles(self) -> int | None:
-        """Of the whole program, one execution, loops as often as they turn."""
-        return self._cycles(self._program.entry.name)
+        """Of the whole program, one execution, loops as often as they turn; of one that makes several tokens, a token's
+        share."""
+        total, loop = self._cycles(self._program.entry.name), token_loop(self._program)
+        if total is None or loop is None:
+            return total
+        inside = self.cycles(loop, within=self._program.entry) or 0
+        return inside + (total - inside) // turns(loop, within=self._program.entry, program=self._program)
 
     def trips(self, computation: str) -> int:
         """How often `computation` runs in one execution of the program."""
@@ -93,14 +98,22 @@ class Costs:
 _TOKENS = re.compile(rf"(?<!\w){TOKEN_LOOP}/while(?!/)")  # that loop itself: those in its body go on with /body
 
 
-def trip_count(loop: Instruction, *, within: Computation, program: Program) -> int:
-    """Turns of a `while`: as the compiler noted them, or `i < limit` of its condition, counted from zero by one.
+def token_loop(program: Program) -> Instruction | None:
+    """The loop over new tokens, if the program has one."""
+    loops = [i for i in program.entry.instructions if i.opcode == "while" and _TOKENS.search(i.op_name)]
+    return loops[0] if loops else None
 
-    The loop over new tokens counts once, so that a decode program's figures are those of one token. Raises ValueError
-    where neither says it: a count of 1 would be a wrong report.
+
+def trip_count(loop: Instruction, *, within: Computation, program: Program) -> int:
+    """`turns`, but that the loop over new tokens counts once: a decode program's figures are those of one token."""
+    return 1 if _TOKENS.search(loop.op_name) else turns(loop, within=within, program=program)
+
+
+def turns(loop: Instruction, *, within: Computation, program: Program) -> int:
+    """Of a `while`: as the compiler noted them, or `i < limit` of its condition, counted from zero by one.
+
+    Raises ValueError where neither says it: a count of 1 would be a wrong report.
     """
-    if _TOKENS.search(loop.op_name):
-        return 1
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(noted[1])
     condition = program.computations[loop.attribute("condition").lstrip("%")]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from ladder_jax import python
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.schedule.gpus import GPUS
 from ladder_jax.schedule.hardware import HARDWARE
@@ -142,12 +143,8 @@ def not_installed(target: Target) -> str | None:
 
 def _probe_tpu(target: Target) -> str | None:
     """Ask libtpu itself, in a process of its own: it can be loaded once, and it may abort."""
-    code = (
-        "from jax.experimental import topologies as t;"
-        f"print(len(t.get_topology_desc(platform='tpu', topology_name={target.name!r}).devices))"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        python.command(f"{__name__}:probe", target.name),
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
@@ -157,6 +154,13 @@ def _probe_tpu(target: Target) -> str | None:
         return None
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return f"libtpu {_version('libtpu')} cannot describe it: {last[:200]}"
+
+
+def probe() -> None:
+    """What `_probe_tpu` starts; the argument is a target's name."""
+    from jax.experimental import topologies
+
+    print(len(topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices))
 
 
 def _version(package: str) -> str | None:

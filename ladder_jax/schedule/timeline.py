@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ladder_jax.schedule import collectives, hlo
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.cost import Costs
+from ladder_jax.schedule.cost import Costs, token_loop, turns
 from ladder_jax.schedule.hardware import Hardware
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
@@ -62,6 +62,8 @@ class _Player:
         self.program, self.hardware, self.wire = program, hardware, wire
         self.launch, self.contention = launch, contention
         self.costs = Costs(program)
+        loop = token_loop(program)
+        self.tokens = 1 if loop is None else turns(loop, within=program.entry, program=program)
         self.bars: list[Bar] = []
         self.now = self.wire_free = 0.0
         self.found: dict[str, list[Collective]] = {}
@@ -96,6 +98,8 @@ class _Player:
                 self.run(self.program.computations[name], turn=turn)
         elif instruction.opcode not in FREE:
             seconds = self.launch + self._slowed(self._seconds(instruction, computation))
+            if computation.entry:  # around the loop over tokens, which share it
+                seconds /= self.tokens
             self.bars.append(
                 Bar(instruction.name, instruction.op_name, self.now, self.now + seconds, wire=False, turn=turn)
             )

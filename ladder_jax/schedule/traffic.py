@@ -8,7 +8,7 @@ counts where it lies in main memory, as often as the program reads or writes it 
 import math
 import re
 
-from ladder_jax.schedule.cost import trip_count
+from ladder_jax.schedule.cost import token_loop, trip_count, turns
 from ladder_jax.schedule.hlo import Computation, Instruction, Program, size_in_bytes
 
 # What moves nothing: names for arrays that are already there, and the ends of what was counted at its start.
@@ -21,8 +21,17 @@ _ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; none or S(0)
 
 
 def bytes_moved(program: Program) -> int:
-    """Read and written in one execution, loops as often as they turn; of a conditional, its largest branch."""
-    return _computation(program.entry, program)
+    """Read and written in one execution, loops as often as they turn; of a conditional, its largest branch.
+
+    Of a program that makes several tokens, a token's share: a turn of the loop over them, and as large a part of what
+    is done once before and after it, as of arrays that stay on the chip throughout.
+    """
+    entry, loop = program.entry, token_loop(program)
+    total = _computation(entry, program)
+    if loop is None:
+        return total
+    inside = _instruction(loop, entry, program)
+    return inside + (total - inside) // turns(loop, within=entry, program=program)
 
 
 def _computation(computation: Computation, program: Program) -> int:

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 from ladder_jax import __version__
 from ladder_jax.decode.engine import QueueFull
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.serve import chat, completions, validation
+from ladder_jax.serve import chat, completions, hosts, validation
 from ladder_jax.serve.auth import authorised
 from ladder_jax.serve.limits import limited
 from ladder_jax.serve.refusal import Refusal, answer
@@ -30,6 +30,7 @@ def create(service: Service) -> ASGIApp:
     app = limited(api, limits=service.limits)
     app = service.drain.guard(app, paths=GENERATE)
     app = authorised(app, key=service.key)
+    app = hosts.named(app, hosts=service.hosts)
     return service.metrics.count(app, paths=PATHS)
 
 
@@ -45,6 +46,8 @@ def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
         case HTTPException(status_code=405):
             message = f"{http.method} is not for {http.url.path} (allowed: {(error.headers or {}).get('Allow')})"
             return Refusal(405, message, headers=error.headers)
+        case HTTPException(status_code=400, __cause__=Refusal() as refusal):  # raised while the body was read
+            return refusal
         case HTTPException(status_code=400):  # FastAPI's, and its reason is the parser's
             return Refusal(400, f"the body cannot be read as JSON: {error.__cause__ or error.detail}")
         case HTTPException():

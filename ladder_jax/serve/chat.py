@@ -1,13 +1,12 @@
 """/v1/chat/completions: the next message of a conversation, by the checkpoint's chat template."""
 
-import asyncio
-
 import fastapi
 
 from ladder_jax.decode.engine import Piece, Request, Result
 from ladder_jax.serve import prepare
 from ladder_jax.serve.answer import respond
 from ladder_jax.serve.logprobs import of_chat
+from ladder_jax.serve.reading import route_class
 from ladder_jax.serve.refusal import Refusal
 from ladder_jax.serve.schema import Chat, Message
 from ladder_jax.serve.service import Service
@@ -16,11 +15,11 @@ PATH = "/v1/chat/completions"
 
 
 def router(service: Service) -> fastapi.APIRouter:
-    routes = fastapi.APIRouter()
+    routes = fastapi.APIRouter(route_class=route_class(Chat, service=service))
 
     @routes.post(PATH)
     async def chat(asked: Chat, http: fastapi.Request) -> fastapi.Response:
-        requests = await asyncio.to_thread(_prepare, asked, service)
+        requests = await service.aside(len(await http.body()), lambda: _prepare(asked, service))
         return await respond(service, http, asked, requests, form=_Messages(asked, service))
 
     return routes
@@ -34,7 +33,9 @@ def _prepare(asked: Chat, service: Service) -> list[Request]:
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Refusal(400, "top_logprobs go with logprobs: true", param="top_logprobs")
     prepare.check_top_logprobs(asked.top_logprobs or 0, asked=asked, param="top_logprobs")
-    prompt = service.tokenizer.chat([_plain(message) for message in asked.messages])
+    messages = [_plain(message) for message in asked.messages]
+    prepare.check_text(sum(len(message["content"]) for message in messages), param="messages", service=service)
+    prompt = service.tokenizer.chat(messages)
     most = asked.max_completion_tokens or asked.max_tokens
     sizes = dict(max_tokens=most, default=service.limits.max_new_tokens)
     return prepare.requests(asked, [prompt], **sizes, logprobs=bool(asked.logprobs), service=service)

@@ -22,7 +22,7 @@ def run(args: dict) -> None:
     """Serve until SIGTERM or SIGINT. Raises UserError for what cannot be served, RuntimeError for a failed engine."""
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'ladder-jax[serve]'")
-    from ladder_jax.serve import app, auth, server
+    from ladder_jax.serve import app, auth, hosts, server
     from ladder_jax.serve.limits import Limits
     from ladder_jax.serve.metrics import Metrics
     from ladder_jax.serve.service import Service
@@ -42,7 +42,9 @@ def run(args: dict) -> None:
         engine.warm_up()
         name = args["model_name"] or saved.config.run.name
         limits = Limits(max_new_tokens=args["max_new_tokens"] or engine.capacity - 1)
-        service = Service(engine, tokenizer, name, limits, Metrics(engine), key)
+        names = hosts.allowed(args["host"], sock, key=key)
+        service = Service(engine, tokenizer, name, limits, Metrics(engine), key, names)
+        service.prepare()
         failed = lambda: engine.error is not None
         with server.listening(app.create(service), sock) as thread, engine:
             told = server.catch_signals()

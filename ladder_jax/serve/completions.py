@@ -1,6 +1,5 @@
 """/v1/completions: texts that go on where prompts end."""
 
-import asyncio
 import collections
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ from ladder_jax.decode.engine import Piece, Request, Result
 from ladder_jax.serve import prepare
 from ladder_jax.serve.answer import respond
 from ladder_jax.serve.logprobs import OfText
+from ladder_jax.serve.reading import route_class
 from ladder_jax.serve.refusal import Refusal
 from ladder_jax.serve.schema import Completion
 from ladder_jax.serve.service import Service
@@ -19,12 +19,13 @@ MAX_TOKENS = 16  # OpenAI's default
 
 
 def router(service: Service) -> fastapi.APIRouter:
-    routes = fastapi.APIRouter()
+    routes = fastapi.APIRouter(route_class=route_class(Completion, service=service))
 
     @routes.post(PATH)
     async def completions(asked: Completion, http: fastapi.Request) -> fastapi.Response:
         # A long prompt takes its time to be cut into tokens: not on the event loop's.
-        prompts, requests = await asyncio.to_thread(_prepare, asked, service)
+        size = len(await http.body())
+        prompts, requests = await service.aside(size, lambda: _prepare(asked, service))
         return await respond(service, http, asked, requests, form=_Text(asked, prompts, service))
 
     return routes
@@ -38,6 +39,9 @@ def _prepare(asked: Completion, service: Service) -> tuple[list[list[int]], list
             raise Refusal(400, "echo goes without logprobs: those of prompts are not computed", param="echo")
     whole = isinstance(asked.prompt, str) or asked.prompt and isinstance(asked.prompt[0], int)
     given = [asked.prompt] if whole else asked.prompt
+    prepare.check_count(len(given), n=asked.n or 1, service=service)
+    longest = max((len(one) for one in given if isinstance(one, str)), default=0)
+    prepare.check_text(longest, param="prompt", service=service)
     prompts = [service.tokenizer.encode(one) if isinstance(one, str) else one for one in given]
     sizes = dict(max_tokens=asked.max_tokens, default=MAX_TOKENS)
     return prompts, prepare.requests(asked, prompts, **sizes, logprobs=asked.logprobs is not None, service=service)

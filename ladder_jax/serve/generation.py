@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 
 from starlette.types import Receive
 
-from ladder_jax.decode.engine import Finish, Handle, Piece, Request, Result
+from ladder_jax.decode.engine import Finish, Handle, NoNumbers, Piece, Request, Result
 from ladder_jax.serve.refusal import Refusal
 from ladder_jax.serve.service import Service
 
@@ -51,6 +51,8 @@ async def events(service: Service, handles: Sequence[Handle]) -> AsyncIterator[t
     left, seen = len(handles), False
     while left:
         index, event = await inbox.get()
+        if isinstance(event, NoNumbers):
+            raise Refusal(500, str(event), code="no_numbers")
         if isinstance(event, BaseException):
             raise _failed()
         if isinstance(event, Result):

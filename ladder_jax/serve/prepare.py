@@ -22,6 +22,20 @@ def check(asked: Asked, *, service: Service) -> None:
         raise Refusal(400, "stream_options go with stream: true", param="stream_options")
 
 
+def check_count(prompts: int, *, n: int, service: Service) -> None:
+    """Raises Refusal for more answers than can wait, or none."""
+    if not 0 < n * prompts <= service.engine.max_queue:
+        message = f"{prompts} prompts, {n} answers each, are not from 1 to {service.engine.max_queue} in all"
+        raise Refusal(400, message, param="prompt" if n == 1 else "n")
+
+
+def check_text(characters: int, *, param: str, service: Service) -> None:
+    """Raises Refusal for a text that is too long whatever tokens it is cut into."""
+    if characters > service.most_text:
+        message = f"{characters} characters are more than the {service.engine.capacity} tokens that this server has"
+        raise Refusal(400, f"{message} room for", param=param, code="context_length_exceeded")
+
+
 def requests(
     asked: Asked,
     prompts: Sequence[Sequence[int]],
@@ -36,9 +50,7 @@ def requests(
     max_tokens: as asked; where it was not, as many as there is room for, up to `default`.
     """
     n, most = asked.n or 1, service.limits.max_new_tokens
-    if not 0 < n * len(prompts) <= service.engine.max_queue:
-        message = f"{len(prompts)} prompts, {n} answers each, are not from 1 to {service.engine.max_queue} in all"
-        raise Refusal(400, message, param="prompt" if n == 1 else "n")
+    check_count(len(prompts), n=n, service=service)
     if max_tokens is not None and max_tokens > most:
         raise Refusal(400, f"at most {most} new tokens can be asked for here, not {max_tokens}", param="max_tokens")
     seed = secrets.randbits(32) if asked.seed is None else asked.seed

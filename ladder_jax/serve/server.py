@@ -49,6 +49,8 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
     """
     import uvicorn
 
+    from ladder_jax.serve import connections
+
     try:
         sock.listen(BACKLOG)
     except OSError as error:  # another process took the port in the meantime
@@ -56,7 +58,8 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
     # In a thread, uvicorn leaves signals alone; its log says only what went wrong here, not what clients sent.
     quiet = dict(log_config=None, log_level="error", access_log=False, server_header=False)
     patience = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=LAST_WORDS)
-    settings = uvicorn.Config(app, **quiet, **patience, lifespan="off", ws="none")
+    http = connections.protocol(most=connections.allowed())
+    settings = uvicorn.Config(app, **quiet, **patience, http=http, lifespan="off", ws="none")
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True)
     thread.start()

@@ -21,8 +21,10 @@ FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.accumula
         "train.on_bad_step", "train.spike_", "train.max_bad_steps", "train.rollback_batches",
         "train.peak_tflops")  # fmt: skip
 
+CONFIG = "config.json"
 _PARTIAL = ".tmp"  # of a file that a kill left half written
-_EARLIER = "goodput.json"  # written before config.json: what a run leaves that had no memory to begin, or was killed
+_LOCK = ".lock"
+_EARLIER = (_LOCK, "goodput.json")  # made before config.json: what a run leaves that had no memory, or was killed
 
 
 def path_of(config: RunConfig) -> pathlib.Path:
@@ -31,7 +33,7 @@ def path_of(config: RunConfig) -> pathlib.Path:
 
 def check(config: RunConfig, folder: pathlib.Path) -> None:
     """Raises UserError where `folder` belongs to a run of another configuration, or to something else."""
-    file = folder / "config.json"
+    file = folder / CONFIG
     if not file.is_file():
         if folder.exists() and (not folder.is_dir() or any(map(_foreign, folder.iterdir()))):
             raise UserError(f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder")
@@ -55,7 +57,7 @@ def check(config: RunConfig, folder: pathlib.Path) -> None:
 
 
 def _foreign(file: pathlib.Path) -> bool:
-    return file.name != _EARLIER and not file.name.endswith(_PARTIAL)
+    return file.name not in _EARLIER and not file.name.endswith(_PARTIAL)
 
 
 def describe(config: RunConfig) -> str:
@@ -68,16 +70,19 @@ def describe(config: RunConfig) -> str:
 def owned(folder: pathlib.Path) -> Iterator[None]:
     """Makes the folder, and holds it against another process that would train in it: UserError there.
 
-    The lock goes with the process, however that ends; of the processes of one run the first has it. RunFailed where
-    the folder cannot be written to.
+    The lock goes with the process, however that ends, and the file that carries it stays: NFS keeps other hosts out by
+    a regular file that is open for writing, and by nothing else. Of the processes of one run the first has it.
+    RunFailed where the folder cannot be written to.
     """
+    if jax.process_index() > 0:
+        yield
+        return
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         try:
-            if jax.process_index() == 0:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is training in {str(folder)!r}") from None
         except OSError as error:  # a file system without locks: then nobody is kept out

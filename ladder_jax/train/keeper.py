@@ -1,12 +1,16 @@
 """When the state of a run goes to the disk, and what goes there beside it."""
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from ladder_jax.checkpoint import Failure, Store, steps
 from ladder_jax.errors import RunFailed
+from ladder_jax.parallel import Agreement
 from ladder_jax.retrain import Fixed, Plan
 from ladder_jax.train import resume
+from ladder_jax.train.folder import CONFIG
 from ladder_jax.train.goodput import Account
 from ladder_jax.train.metrics import Metrics
 from ladder_jax.train.policy import Judge
@@ -44,15 +48,21 @@ class Keeper:
         account: Account,
         plan: Plan,
         noted: dict[str, Any],
+        agreement: Agreement,
+        describe: Callable[[], None],
     ):
         self._store, self._fingerprint = store, fingerprint
         self._metrics, self._judge, self._account = metrics, judge, account
-        self._plan, self._noted = plan, noted
+        self._plan, self._noted, self._agreement = plan, noted, agreement
+        self._describe = describe
 
     def save(self, step: int, state: TrainState, fixed: Fixed, *, validation: float | None) -> None:
         """Start to save; `failure()` tells, later, if that went wrong."""
         with self._account.time("saving"):
             self._metrics.sync()
+            if not (self._store.folder.parent / CONFIG).exists():  # somebody has removed the run's folder
+                with contextlib.suppress(OSError):  # the save meets the same disk, and tells
+                    self._describe()
             position = Position(
                 step=step,
                 fingerprint=self._fingerprint,
@@ -90,9 +100,9 @@ class Keeper:
         return self._store.failure()
 
     def newest(self) -> int:
-        """The step of the newest checkpoint, once all are written; 0 for none."""
+        """The step of the newest checkpoint, once all are written; 0 for none. All processes ask together."""
         self.wait()
-        return max(steps(self._store.folder), default=0)
+        return self._agreement.decided("the newest checkpoint", lambda: max(steps(self._store.folder), default=0))
 
     def wait(self) -> None:
         with self._account.time("saving"):

@@ -43,7 +43,7 @@ def read(folder: pathlib.Path) -> list[Row]:
 class Metrics:
     """Logs a run's steps into its folder, from `step` on: what was logged after it is about to be made again.
 
-    Process 0 writes. `rows` is what was there already.
+    Process 0 reads and writes. `rows` is what was there already.
     """
 
     def __init__(
@@ -52,19 +52,25 @@ class Metrics:
         self._file, self._trackers, self._say = folder / NAME, trackers, say
         self._late: list[str] = []
         self._size = 0
+        self.rows: list[Row] = []
         self.rewind(step)
 
     def rewind(self, step: int, *, then: Row | None = None) -> None:
         """Drop what was logged after `step`, and put `then` in its place; `rows` is what is left."""
         self._late.clear()
-        self.rows = [row for row in read(self._file.parent) if row["step"] <= step]
-        self.rows += [] if then is None else [then]
         if jax.process_index() > 0:
             return
+        self.rows = [row for row in read(self._file.parent) if row["step"] <= step]
+        self.rows += [] if then is None else [then]
         write_atomically(self._file, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._size = self._file.stat().st_size
         for tracker in self._trackers:
             tracker.begin(self.rows)
+
+    def without_loss(self, step: int) -> Row | None:
+        """The row of `step`, the last one, if no held-out loss stands in it."""
+        last = self.rows[-1] if self.rows else {}
+        return last if last.get("step") == step and "validation_loss" not in last else None
 
     def add(self, row: Row) -> Row:
         """Numbers that JSON does not have (nan, infinity) become null."""
@@ -87,6 +93,11 @@ class Metrics:
     def _write(self, line: str, *, sync: bool = False) -> None:
         self._late += [line] if line else []
         try:
+            if not self._file.exists():  # somebody has removed it, or the whole folder
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.touch()
+                self._size = 0
+                self._say(f"{self._file} was gone: begun again")
             with self._file.open("r+b") as file:
                 file.truncate(self._size)  # of a line that went in only half
                 file.seek(self._size)

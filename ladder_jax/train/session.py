@@ -13,9 +13,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.config import RunConfig
 from ladder_jax.errors import RunFailed, Stopped, UserError
+from ladder_jax.parallel import Agreement
 from ladder_jax.progress import progress
 from ladder_jax.retrain import Fixed, Plan, Sources
 from ladder_jax.train import policy, resume
@@ -51,6 +51,7 @@ class Session:
     evaluation: Evaluation
     judge: Judge
     keeper: Keeper
+    agreement: Agreement
     metrics: Metrics
     speed: Speed
     profile: Profile
@@ -92,8 +93,11 @@ class Session:
                     with self.account.time("data"):
                         batch = self.feed.place(next(batches))
                 except (OSError, UserError) as error:
-                    self._settle(pending)
                     why = f"the batch of step {step} cannot be read: {error}"
+                    if jax.process_count() > 1:  # the others are in that step, which never ends, and cannot save
+                        whose = f"process {jax.process_index()} of {jax.process_count()}"
+                        raise RunFailed(f"{why} ({whose}); the same command goes on from the last checkpoint") from None
+                    self._settle(pending)
                     raise RunFailed(f"{why}; {self._keep(step - 1)}") from None
                 self.profile.before(step, waited_for=self.state)
                 if step in self.judge.left_out:
@@ -170,19 +174,19 @@ class Session:
 
     def _make_up(self, first: int) -> None:
         """The evaluation that a signal cut short, just before the checkpoint of step `first`."""
-        rows = self.metrics.rows
-        if first and _due(first, self.config.train.evaluate_every, 0) and rows and rows[-1]["step"] == first:
-            if (
-                "validation_loss" not in rows[-1]
-                and (loss := self.evaluation(self.state.params, self.fixed)) is not None
-            ):
-                self.metrics.rewind(first - 1, then={**rows[-1], "validation_loss": loss})
+        if first and _due(first, self.config.train.evaluate_every, 0):
+            row = self.agreement.decided("the evaluation to make up for", lambda: self.metrics.without_loss(first))
+            if row and (loss := self.evaluation(self.state.params, self.fixed)) is not None:
+                self.metrics.rewind(first - 1, then={**row, "validation_loss": loss})
         self.speed.restart(first)
 
     def _go_back(self, bad: RollBack) -> int:
-        step, known = self.keeper.newest(), dict(config=self.config.train, plan=self.plan, sources=self.sources)
-        if step:
-            checkpoint = open_checkpoint(self.folder / "checkpoints" / str(step))
+        self.keeper.wait()
+        known = dict(config=self.config.train, plan=self.plan, sources=self.sources, agreement=self.agreement)
+        found = dict(config=self.config, say=self.say, agreement=self.agreement)
+        checkpoint = resume.newest(self.folder / "checkpoints", **found)
+        step = checkpoint.step if checkpoint else 0
+        if checkpoint:
             self.state, self.fixed = resume.restored(checkpoint, **known)
             self.account.go_back(checkpoint.data.get("account"), restarts=0)
         else:

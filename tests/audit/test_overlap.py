@@ -4,6 +4,7 @@
 program is compiled in a process of its own, two at a time, and kept: a second run reads what the first compiled.
 Of training on TPUs, machine code is made for the plain scanned step of v5e, which runs out of vector memory most
 easily, and of v6e: it takes nine tenths of the time, and the schedule is final before it (there is a test of that).
+One program a target and phase is a sample, with controls, that `make audit-sample` compiles; the others are `full`.
 """
 
 import concurrent.futures
@@ -26,12 +27,24 @@ TPUS = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
 GPUS = ("h100:8", "b200:8")
 ALL = TPUS + GPUS
 SERVING = (Phase.PREFILL, Phase.DECODE)
+CONTROLS = [
+    ("v5p:2x2x2", Phase.PREFILL),
+    ("h100:8", Phase.PREFILL),
+    ("tpu7x:2x2x1", Phase.DECODE),
+    ("b200:8", Phase.DECODE),
+]
+SAMPLE = [
+    *(dict(target=t, phase=phase, residual="ladder", loop=Loop.UNROLLED) for t in ALL for phase in SERVING),
+    *(dict(target=t, phase=Phase.TRAIN, residual="ladder", loop=Loop.SCAN, remat=Remat.NONE) for t in ALL),
+    *(dict(target=t, phase=phase, residual="standard", loop=Loop.UNROLLED) for t, phase in CONTROLS),
+]
 
 
 def case(target, phase, residual="ladder", loop=Loop.UNROLLED, **more):
     settings = dict(target=target, phase=phase, residual=residual, loop=loop, **more)
     words = (residual, phase.value, loop.value, *(f"{k}={getattr(v, 'value', v)}" for k, v in more.items()), target)
-    return pytest.param(requests.make(model="llama-3-70b", layers=LAYERS, **settings), id="-".join(words))
+    marks = () if settings in SAMPLE else pytest.mark.full
+    return pytest.param(requests.make(model="llama-3-70b", layers=LAYERS, **settings), id="-".join(words), marks=marks)
 
 
 UNROLLED = [case(target, phase) for phase in SERVING for target in ALL]
@@ -174,6 +187,7 @@ def test_options_that_fail_to_compile_are_replaced(request_, compiled):
     assert "xla_tpu_scoped_vmem_limit_kib" in answer.record.options
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("request_", [*UNROLLED[7:8], *TRAIN_SCANNED[2:3]])
 def test_the_schedule_is_final_before_code_is_made(request_, monkeypatch, tmp_path):
     """A step of decoding on v5p and one of training on v6e."""

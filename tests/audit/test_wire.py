@@ -9,29 +9,24 @@ import pytest
 
 from ladder_jax.schedule import hlo, targets
 
-pytestmark = pytest.mark.audit
+pytestmark = [pytest.mark.audit, pytest.mark.full]
 
 LAYERS = 4
 PROGRAM = """
 import sys
 
-import jax
-
 from experiments.one_gpu.wire import host_wire
-from ladder_jax import nn, schedule
-from ladder_jax.bench import programs
+from ladder_jax import decode, nn, schedule
 from ladder_jax.bench import request as requests
 from ladder_jax.config import Loop
-from ladder_jax.decode import cache, weights
+from ladder_jax.decode import steps
 
 name, layers = sys.argv[1], int(sys.argv[2])
 config = requests.make(model="llama-3-70b", residual=name, share=8, layers=layers).config(name)
 definition = nn.define(config, mesh=schedule.make_mesh("h100:8", tensor=1))
-caches = cache.abstract(definition, rows=16, capacity=2048, loop=Loop.UNROLLED)
-integers = jax.ShapeDtypeStruct((16,), "int32", sharding=definition.layout.sharding("B"))
 with host_wire():
-    loop = programs.next_tokens(definition, count=3)
-    print(loop.compile(weights.abstract(definition, loop=Loop.UNROLLED), caches, integers, integers).as_text())
+    loop = decode.decode_many(definition, count=3, choice=decode.Choice.GREEDY)
+    print(loop.compile(*steps.abstract(definition, rows=16, positions=2048, loop=Loop.UNROLLED)).as_text())
 """
 
 

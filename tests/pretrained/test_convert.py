@@ -140,7 +140,7 @@ def test_what_is_there_stays(small, tmp_path, capsys):
     assert "is there already" in capsys.readouterr().err
     folder = tmp_path / ".out.converting"
     folder.mkdir()
-    lock = os.open(folder, os.O_RDONLY)
+    lock = os.open(folder / staging.LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert main(["convert", str(small), str(tmp_path / "out")]) == 2
     assert "another process is writing" in capsys.readouterr().err
@@ -190,6 +190,23 @@ def test_sources_that_break_midway_leave_nothing(small, tmp_path):
     with pytest.raises(UserError, match="it ends after"), staging.staged(request.destination) as folder:
         command.write(source, folder, definition=definition, request=request)
     assert [path.name for path in tmp_path.iterdir()] == ["file.gguf"]
+
+
+def test_the_lock_is_a_regular_file(tmp_path):
+    """As NFS needs it. Who holds it keeps others out; a file that a kill has left does not."""
+    lock = tmp_path / ".out.converting" / ".lock"
+    lock.parent.mkdir()
+    lock.touch()
+    (lock.parent / "out").mkdir()  # what the kill left of the conversion itself
+    with staging.staged(tmp_path / "out") as folder:
+        assert lock.is_file() and not folder.exists()
+        with lock.open("r+") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(UserError, match="another process is writing"), staging.staged(tmp_path / "out"):
+            pass
+        folder.mkdir()
+        (folder / "file").write_text("content")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "file").is_file()
 
 
 # Modules are imported once and the process forks, before jax and tensorstore have threads: a life is 0.3 s, not 5.
@@ -299,3 +316,27 @@ def test_resumes_nothing_that_another_source_left(small, tmp_path):
     assert not checkpoint.verify(saved.path)
     model = dataclasses.replace(pretrained.open(small).model)
     assert saved.config.model == model
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file", "another user's"])
+def test_a_staging_folder_that_was_there_before(kind, small, tmp_path, capsys, monkeypatch):
+    """Its name can be foreseen by whoever can write there: what it leads to keeps its files."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    planted = tmp_path / ".out.converting"
+    match kind:
+        case "link":
+            planted.symlink_to(tmp_path / "mine")
+        case "dangling link":
+            planted.symlink_to(tmp_path / "nowhere")
+        case "file":
+            planted.write_text("mine")
+        case "another user's":
+            (tmp_path / "mine").rename(planted)
+            monkeypatch.setattr(os, "geteuid", lambda: planted.stat().st_uid + 1)
+    assert main(["convert", str(small), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert ".out.converting' is in the way: " in said and said.count("\n") == 1
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and not file.is_symlink()]
+    assert [file.read_text() for file in files] == ["mine"] * (2 if kind == "file" else 1)
+    assert not (tmp_path / "nowhere").exists() and not (tmp_path / "out").exists()

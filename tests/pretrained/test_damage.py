@@ -9,7 +9,7 @@ import safetensors.numpy
 
 from ladder_jax import pretrained
 from ladder_jax.errors import UserError
-from tests.pretrained import models
+from tests.pretrained import gguf_files, models
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -81,6 +81,27 @@ def test_weights_that_do_not_fit_the_configuration(tmp_path):
     (tmp_path / "fewer" / "config.json").write_text(json.dumps(models.config("llama-3.1", num_hidden_layers=3)))
     assert "model.layers.2." in refused(tmp_path / "fewer")
     assert "I8" in refused(write("bytes", more={QUERY: np.zeros((32, 32), np.int8)}))
+
+
+def test_more_layers_than_tensors(tmp_path):
+    """Whoever writes that number decides how long it takes to say what is missing."""
+    folder = models.write(tmp_path / "model", "llama-2")
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**told, "num_hidden_layers": 30_000}))
+    assert "holds 21 tensors, fewer than the 30000 layers that it says it has" in refused(folder)
+    file = gguf_files.write(tmp_path / "a.gguf", "llama-2", settings={"block_count": 30_000})
+    with pytest.raises(UserError, match="fewer than the 30000 layers"):
+        pretrained.open(file)
+
+
+def test_nested_json(tmp_path):
+    folder = models.write(tmp_path / "model", "llama-2")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"):
+        before = (folder / name).read_text() if (folder / name).exists() else None
+        (folder / name).write_text("[" * 100_000)
+        assert "is not JSON" in (said := refused(folder)) or "is not a tokenizer" in said, name
+        (folder / name).unlink() if before is None else (folder / name).write_text(before)
+    pretrained.open(folder)
 
 
 def test_a_tied_head_may_stand_twice_but_not_differ(tmp_path):

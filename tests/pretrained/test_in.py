@@ -3,13 +3,15 @@
 import functools
 import json
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from ladder_jax import nn, parallel, pretrained
-from ladder_jax.config import Biases, Dtype, Loop, RopeScaling
+from ladder_jax.config import Biases, Dtype, Loop, Quantize, RopeScaling
+from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from tests.pretrained import models, record
 
@@ -58,6 +60,20 @@ def test_loads_onto_every_mesh_and_form_with_the_values_that_are_stored(tmp_path
     wide = pretrained.load(source, mesh=parallel.make_mesh(), dtype=np.dtype(np.float32))
     assert wide["head"]["table"].dtype == np.float32
     assert np.array_equal(np.asarray(wide["layers"]["attention"]["query"])[1], query.astype(np.float32))
+
+
+def test_inference_reads_it_one_array_at_a_time(tmp_path):
+    """With the values that all of it in memory would give; norms' gains, which multiply in float32, in that."""
+    source = pretrained.open(models.write(tmp_path / "model", "llama-3.1", values=ml_dtypes.bfloat16))
+    mesh = parallel.make_mesh(tensor=4)
+    definition = nn.define(source.model, mesh=mesh)
+    whole = pretrained.load(source, mesh=mesh, dtype=np.dtype(np.float32))
+    form = dict(loop=Loop.UNROLLED, quantize=Quantize.INT8)
+    read = weights.prepare(definition, pretrained.reader(source, definition), **form)
+    for a, b in zip(jax.tree.leaves(read), jax.tree.leaves(weights.prepare(definition, whole, **form)), strict=True):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+    order = iter(pretrained.reader(source, definition)([("layers/mlp/up", 1), ("embedding/table", None)]))
+    assert next(order).dtype == ml_dtypes.bfloat16 and next(order).shape[0] == nn.padded_vocabulary(129, ranks=4)
 
 
 def read(tmp_path, name="llama-3.1", **changes):

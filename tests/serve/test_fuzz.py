@@ -134,7 +134,7 @@ def test_malformed_requests(running, strategy, examples, malformed):
 
 def test_what_is_not_http(running):
     parts, rng = urllib.parse.urlsplit(running.url), np.random.default_rng(0)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     ends = [b"Content-Length: -1\r\n\r\n", b"Content-Length: x\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"]
     for sent in [*(head + end for end in ends), *(rng.bytes(200) + b"\r\n\r\n" for _ in range(30)), b"x" * 100_000]:
         with socket.create_connection((parts.hostname, parts.port), timeout=20) as sock:

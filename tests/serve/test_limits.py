@@ -31,9 +31,9 @@ def slow(engine, monkeypatch):
     """Each round takes at least a tenth of a second: LONG, of 8 rounds, takes long enough to be met."""
     decode = engine._device.decode
 
-    def later():
+    def later(choice):
         time.sleep(0.1)
-        return decode()
+        return decode(choice)
 
     monkeypatch.setattr(engine._device, "decode", later)
     return engine

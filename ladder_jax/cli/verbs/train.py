@@ -24,26 +24,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import os
 
-    from ladder_jax import config, processes
+    from ladder_jax import config, processes, python
 
     with processes.attached() as worker:
         settings = config.load(args.config, overrides=args.overrides)
         if worker is not None:
             worker.initialize()
-            return _train(settings, args, beat=worker.beat, shown=worker.place.process == 0)
+            first, patience = worker.place.process == 0, worker.patience.hang
+            return _train(settings, args, beat=worker.beat, shown=first, patience=patience)
         patience = processes.patience.of(vars(args), os.environ)
         place = processes.find(vars(args), os.environ, timeout=patience.start)
         if place is None:
             return _train(settings, args, beat=lambda doing: None, shown=True)
-        command = [sys.executable, "-m", "ladder_jax", *args.argv]
+        command = python.command("ladder_jax", *args.argv)
         processes.supervise(place, command=command, job=_job(settings, args), patience=patience, say=_say)
 
 
-def _train(settings, args: argparse.Namespace, *, beat: Callable[[str], None], shown: bool) -> None:
+def _train(settings, args: argparse.Namespace, *, beat: Callable[[str], None], shown: bool, **more: float) -> None:
     from ladder_jax import train
 
     steps = train.profile.parse(args.profile) if args.profile else None
-    result = train.run(settings, say=_say, profile=steps, beat=beat)
+    result = train.run(settings, say=_say, profile=steps, beat=beat, **more)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     if shown:

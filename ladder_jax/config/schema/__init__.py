@@ -26,3 +26,4 @@ from ladder_jax.config.schema.run import RunConfig as RunConfig
 from ladder_jax.config.schema.train import OnBadStep as OnBadStep
 from ladder_jax.config.schema.train import Remat as Remat
 from ladder_jax.config.schema.train import TrainConfig as TrainConfig
+from ladder_jax.config.schema.typed import build as build

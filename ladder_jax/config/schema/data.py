@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from ladder_jax.config.schema.checks import check, check_positive
+from ladder_jax.config.schema.typed import fit
 
 
 class Format(enum.Enum):
@@ -31,6 +32,7 @@ class DataConfig:
     format: Format = Format.TEXT
 
     def __post_init__(self):
+        fit(self, "data")
         check_positive(self, "data", "max_bytes")
         check(
             0 < self.validation_fraction < 1,

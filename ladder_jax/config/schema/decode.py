@@ -5,6 +5,7 @@ import enum
 
 from ladder_jax.config.schema.checks import check, check_positive
 from ladder_jax.config.schema.execution import Launch, Loop
+from ladder_jax.config.schema.typed import fit
 
 
 class Quantize(enum.Enum):
@@ -29,6 +30,7 @@ class DecodeConfig:
     quantize: Quantize = Quantize.NONE
 
     def __post_init__(self):
+        fit(self, "decode")
         check_positive(self, "decode", "max_new_tokens", "prefill_chunk")
         for name in ("temperature", "top_k"):
             check(getattr(self, name) >= 0, f"decode.{name} must not be negative, not {getattr(self, name)}")

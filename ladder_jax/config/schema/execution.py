@@ -4,8 +4,16 @@ import enum
 
 
 class Dtype(enum.Enum):
+    """`Dtype("float32")`; also of what NumPy and jax call so, such as `jnp.float32` or an array's dtype."""
+
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Dtype | None":
+        name = getattr(getattr(value, "dtype", value), "name", None) or getattr(value, "__name__", value)
+        name = {"bf16": "bfloat16", "fp32": "float32"}.get(str(name), name)
+        return next((one for one in cls if one.value == name), None)
 
 
 class Loop(enum.Enum):

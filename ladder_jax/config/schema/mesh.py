@@ -4,6 +4,7 @@ import dataclasses
 
 from ladder_jax.config.schema.checks import check, check_positive
 from ladder_jax.config.schema.model import ModelConfig
+from ladder_jax.config.schema.typed import fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +16,7 @@ class MeshConfig:
     tensor: int = 1
 
     def __post_init__(self):
+        fit(self, "mesh")
         check_positive(self, "mesh", "data", "fsdp", "tensor")
 
     @property

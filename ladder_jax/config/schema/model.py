@@ -6,6 +6,7 @@ import enum
 from ladder_jax.config import residual_names
 from ladder_jax.config.schema.checks import check, check_positive
 from ladder_jax.config.schema.execution import Dtype
+from ladder_jax.config.schema.typed import fit
 
 
 class Biases(enum.Enum):
@@ -27,6 +28,7 @@ class RopeScaling:
     original_context: int = 8192
 
     def __post_init__(self):
+        fit(self, "model.rope_scaling")
         check_positive(self, "model.rope_scaling", *(f.name for f in dataclasses.fields(self)))
 
 
@@ -34,7 +36,7 @@ class RopeScaling:
 class ModelConfig:
     """A dense Llama-family decoder and its residual topology.
 
-    `ladder_layers` makes a hybrid: `"N"` the last N layers, `"i,j"` 0-based layers, `"all"`.
+    `ladder_layers` makes a hybrid: `"N"` the last N layers, `"i,j"` 0-based layers, `"all"`; or a number, or a list.
     `ranks` belongs to the topologies whose function depends on the number of tensor-parallel
     ranks (ladder-fresh, desync-n); left empty, it is taken from the mesh.
     """
@@ -59,6 +61,8 @@ class ModelConfig:
     residual_dtype: Dtype = Dtype.BFLOAT16
 
     def __post_init__(self):
+        object.__setattr__(self, "ladder_layers", residual_names.as_text(self.ladder_layers))
+        fit(self, "model")
         check_positive(self, "model", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff")
         check_positive(self, "model", "vocab_size", "rope_theta", "norm_eps")
         if self.head_dim is None:

@@ -5,6 +5,7 @@ import enum
 
 from ladder_jax.config import residual_names
 from ladder_jax.config.schema.checks import check, check_positive
+from ladder_jax.config.schema.typed import fit
 from ladder_jax.errors import unknown
 
 START = "start"
@@ -37,6 +38,7 @@ class DistillConfig:
     hidden_every: int = 1  # it is taken after so many layers, and again
 
     def __post_init__(self):
+        fit(self, "distill")
         check_positive(self, "distill", "temperature", "hidden_every")
         check(0 <= self.alpha <= 1, f"distill.alpha must be between 0 and 1, not {self.alpha}")
         check(self.hidden_weight >= 0, f"distill.hidden_weight must not be negative, not {self.hidden_weight}")
@@ -58,6 +60,7 @@ class ConversionConfig:
     pace: Pace = Pace.RAMP
 
     def __post_init__(self):
+        fit(self, "conversion")
         check(self.steps >= 0, f"conversion.steps must not be negative, not {self.steps}")
         check_positive(self, "conversion", "groups")
         check(self.steps == 0 or self.steps >= self.groups, f"conversion.steps={self.steps} is too few for its groups")
@@ -72,6 +75,7 @@ class LoraConfig:
     targets: str = "all"  # of each layer, such as query,value
 
     def __post_init__(self):
+        fit(self, "lora")
         check(self.rank >= 0, f"lora.rank must not be negative, not {self.rank}")
         check_positive(self, "lora", "alpha")
         for name in self.names:

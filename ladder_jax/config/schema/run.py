@@ -11,6 +11,7 @@ from ladder_jax.config.schema.mesh import MeshConfig, check_fits_mesh
 from ladder_jax.config.schema.model import ModelConfig
 from ladder_jax.config.schema.retrain import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.config.schema.train import TrainConfig
+from ladder_jax.config.schema.typed import fit
 
 
 class OnDamaged(enum.Enum):
@@ -30,6 +31,9 @@ class FolderConfig:
     tensorboard: bool = True
     wandb: str | None = None
 
+    def __post_init__(self):
+        fit(self, "run")
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -44,6 +48,7 @@ class RunConfig:
     lora: LoraConfig = LoraConfig()
 
     def __post_init__(self):
+        fit(self, "")
         check_fits_mesh(self.model, self.mesh)
         self._check_retraining()
         rows = self.mesh.data * self.mesh.fsdp
@@ -84,6 +89,11 @@ class RunConfig:
         check(
             not self.conversion.steps or kind in ("ladder", "ladder-fresh"),
             f"conversion.steps needs a model.residual of ladder, ladder-K or ladder-fresh, not {self.model.residual!r}",
+        )
+        which = self.model.ladder_layers
+        check(
+            not self.conversion.steps or bool(residual_names.layer_indices(which or "all", layers)),
+            f"conversion.steps={self.conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
         )
         for name, value in (
             ("conversion.steps", self.conversion.steps),

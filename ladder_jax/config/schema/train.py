@@ -5,6 +5,7 @@ import enum
 
 from ladder_jax.config.schema.checks import check, check_positive
 from ladder_jax.config.schema.execution import Loop
+from ladder_jax.config.schema.typed import fit
 
 
 class Remat(enum.Enum):
@@ -67,6 +68,7 @@ class TrainConfig:
     peak_tflops: float | None = None  # of one device, for the MFU; empty: by a table
 
     def __post_init__(self):
+        fit(self, "train")
         check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
         check_positive(self, "train", "accumulate", "loss_chunk")
         check(self.freeze >= 0, f"train.freeze must not be negative, not {self.freeze}")

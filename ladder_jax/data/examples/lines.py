@@ -43,7 +43,7 @@ def _objects(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
 def _object(line: bytes, where: str) -> dict:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"not JSON: {error}"
         raise UserError(f"{where}: {reason}") from None
     if not isinstance(found, dict):

@@ -9,15 +9,15 @@ import contextlib
 import dataclasses
 import multiprocessing
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 
+from ladder_jax import python
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.data.store import part as parts
 from ladder_jax.data.store import resume
-from ladder_jax.data.store.manifest import JOURNAL, MANIFEST, Manifest, Shard
+from ladder_jax.data.store.manifest import JOURNAL, MANIFEST, Manifest
 from ladder_jax.data.store.part import Done, Worker
 from ladder_jax.data.store.shard import PARTS, join
 from ladder_jax.data.store.sources import Part
@@ -46,7 +46,7 @@ def build(
     wanted = Manifest(
         tokenizer.name, tokenizer.vocab_size, manifests.dtype_for(tokenizer.vocab_size), field, shard_tokens
     )
-    resume.check_folder(out)
+    resume.check_folder(out, plan)
     with resume.locked(out):
         if (out / MANIFEST).exists():
             return resume.compare(out, wanted, plan)
@@ -65,18 +65,8 @@ def build(
         if not finished.tokens:
             raise UserError("the sources hold no text")
         manifests.write(finished, out / MANIFEST)
-        _tidy(out, shards)
+        resume.tidy(out, shards)
         return finished
-
-
-def _tidy(out: pathlib.Path, shards: Sequence[Shard]) -> None:
-    """Remove the journal, the parts, and shards of sources that have changed since."""
-    (out / JOURNAL).unlink(missing_ok=True)
-    shutil.rmtree(out / PARTS)
-    names = {shard.name for shard in shards}
-    for file in (*out.glob("*.tokens"), *out.glob("*.offsets")):
-        if file.stem not in names:
-            file.unlink()
 
 
 def _groups(left, submit, folder, wanted, advance) -> Iterator[tuple[list[Part], list[Done]]]:
@@ -108,15 +98,17 @@ def _succeeded(future: concurrent.futures.Future) -> bool:
 @contextlib.contextmanager
 def _pool(workers: int, folder: pathlib.Path, source: str, wanted: Manifest) -> Iterator[Callable]:
     """Gives `submit(part)`. Processes are started as they are needed, afresh and not by a fork of threads."""
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=Worker.start,
-        initargs=(folder, source, wanted.dtype, wanted.field),
-    )
-    try:
-        yield lambda part: pool.submit(Worker.run, part)
-    except BrokenProcessPool:
-        raise UserError("a worker was killed, perhaps for its memory: run the same command again to go on") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with python.safe_path():
+        pool = concurrent.futures.ProcessPoolExecutor(
+            workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=Worker.start,
+            initargs=(folder, source, wanted.dtype, wanted.field),
+        )
+        try:
+            yield lambda part: pool.submit(Worker.run, part)
+        except BrokenProcessPool:
+            message = "a worker was killed, perhaps for its memory: run the same command again to go on"
+            raise UserError(message) from None
+        finally:
+            pool.shutdown(cancel_futures=True)

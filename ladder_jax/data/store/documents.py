@@ -71,7 +71,7 @@ def _gzip(file: File, field: str) -> Iterator[str]:
 def _document(line: bytes, field: str, where) -> str:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"not JSON: {error}"
         raise UserError(f"{where()}: {reason}") from None
     if not isinstance(found, dict) or not isinstance(found.get(field), str):

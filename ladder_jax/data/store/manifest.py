@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 
 from ladder_jax.errors import UserError
 
@@ -74,7 +75,7 @@ def read(file: pathlib.Path) -> Manifest:
         found, version = tree.pop("format"), tree.pop("version")
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         raise UserError(f"{str(file)!r} is damaged, or not a token store's") from None
     if found != FORMAT:
         raise UserError(f"{str(file)!r} is not a token store's")
@@ -84,20 +85,37 @@ def read(file: pathlib.Path) -> Manifest:
         )
     try:
         shards = tuple(Shard(**{**shard, "parts": tuple(shard["parts"])}) for shard in tree.pop("shards"))
-        return Manifest(**tree, shards=shards)
+        found = Manifest(**tree, shards=shards)
     except (TypeError, KeyError):
         raise UserError(f"{str(file)!r} is damaged, or not a token store's") from None
+    if not _is_sound(found):
+        raise UserError(f"{str(file)!r} is damaged, or not a token store's")
+    return found
+
+
+def _is_sound(found: Manifest) -> bool:
+    """Numbers are numbers, and a shard's name is no path to elsewhere."""
+    counts = [found.vocab_size, *(n for one in found.shards for n in (one.tokens, one.documents))]
+    return (
+        all(isinstance(count, int) and count >= 0 for count in counts)
+        and all(isinstance(one.name, str) and re.fullmatch("[0-9]{5,}", one.name) for one in found.shards)
+        and found.dtype == dtype_for(found.vocab_size)
+    )
 
 
 def write(manifest: Manifest, file: pathlib.Path) -> None:
     """Whole or not at all, and on the disk when this returns."""
     tree = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("w", encoding="utf-8") as out:
+    with partial(file).open("w", encoding="utf-8") as out:
         out.write(json.dumps(tree, indent=1) + "\n")
         out.flush()
         os.fsync(out.fileno())
-    os.replace(partial, file)
+    os.replace(partial(file), file)
+
+
+def partial(file: pathlib.Path) -> pathlib.Path:
+    """Where `write` writes, until it is whole."""
+    return file.with_name(file.name + ".partial")
 
 
 def dtype_for(vocab_size: int) -> str:

@@ -73,7 +73,7 @@ def find(part: Part, *, folder: pathlib.Path, dtype: str) -> Done | None:
     try:
         done = Done(**json.loads((folder / f"{part.digest}.json").read_text()))
         sizes = [(folder / f"{part.digest}.{kind}").stat().st_size for kind in ("tokens", "offsets")]
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, ValueError, TypeError, RecursionError):
         return None
     return done if sizes == [done.tokens * np.dtype(dtype).itemsize, 8 * (done.documents + 1)] else None
 

@@ -61,7 +61,10 @@ class Store:
             raise UserError(f"cannot read the token store's {str(path)!r}: {error.strerror}") from None
         if len(content) != count * size:
             raise UserError(f"the token store's {str(path)!r} was cut short: it was complete when it was opened")
-        return np.frombuffer(content, self._dtype)
+        found = np.frombuffer(content, self._dtype)
+        if found.size and found.max() >= self.manifest.vocab_size:
+            raise UserError(f"the token store's {str(path)!r} is damaged: it holds the token {found.max()}")
+        return found
 
     def verify(self) -> None:
         """Read everything. Raises UserError for the first shard that is not what was written."""
@@ -106,7 +109,10 @@ class Store:
                 raise UserError(f"cannot read the token store's {str(path)!r}: {error.strerror}") from None
             if found != size:
                 raise UserError(f"the token store's {str(path)!r} has {found} bytes, not {size}: it is damaged")
-        return np.fromfile(path, "<u8").astype(np.int64)
+        found = np.fromfile(path, "<u8")
+        if found[0] or found[-1] != shard.tokens or not (found[1:] > found[:-1]).all():
+            raise UserError(f"the token store's {str(path)!r} is damaged: its documents do not follow one another")
+        return found.astype(np.int64)
 
     def _path(self, shard: manifests.Shard, kind: str) -> pathlib.Path:
         return self.folder / f"{shard.name}.{kind}"

@@ -121,7 +121,7 @@ def _object(folder: pathlib.Path, name: str) -> dict:
     content = _read(folder, name)
     try:
         found = {} if content is None else json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{str(folder / name)!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{str(folder / name)!r} must hold a JSON object")

@@ -88,6 +88,13 @@ class Board:
             task, self._slots[slot] = self._slots[slot], None
             self._finish(task, reason)
 
+    def drop(self, slot: int, error: Exception) -> None:
+        """The slot's task has failed, and nobody else's: it gets the error."""
+        with self.changed:
+            task, self._slots[slot] = self._slots[slot], None
+            task.handle.end(error)
+            self._finished["failed"] += 1
+
     def cancel(self, handle: Handle) -> None:
         """At once if it waits; if it has a slot, the next `admit` ends it."""
         with self.changed:

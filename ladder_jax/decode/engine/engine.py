@@ -12,7 +12,8 @@ from ladder_jax.decode.engine.request import Request
 from ladder_jax.decode.engine.rounds import Rounds
 from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.decode.engine.task import Decoder, Task
-from ladder_jax.decode.generate import CHUNK, check_prompts
+from ladder_jax.decode.generate import check_prompts
+from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params, Transformer
 
@@ -29,7 +30,7 @@ class Engine:
     def __init__(
         self,
         model: Transformer | Definition,
-        params: Params | None = None,
+        params: Params | weights.Reader | None = None,
         *,
         slots: int = 8,
         capacity: int = 1024,
@@ -41,7 +42,9 @@ class Engine:
         quantize: Quantize = Quantize.NONE,
         prefill_chunk: int = DecodeConfig.prefill_chunk,
     ):
-        """`params`, float32 and stacked as stored, go with a Definition. Raises UserError for a mesh with data ranks.
+        """`params`, float32 and stacked as stored, or what reads them one by one, go with a Definition.
+
+        Raises UserError for a mesh with data ranks, and for what the devices' memory does not hold.
 
         capacity: the most tokens of a request, prompt and new ones together; every slot has room for them.
         max_queue: how many requests may wait for a slot.
@@ -66,12 +69,14 @@ class Engine:
         ):
             if value < least:
                 raise UserError(f"{name} must be at least {least}, not {value}")
-        memory.check_slots(definition, slots=slots, positions=capacity + chunk, loop=loop, quantize=quantize)
+        held = 0 if callable(params) else memory.shard_bytes(params)
+        form = dict(loop=loop, quantize=quantize)
+        memory.check_slots(definition, slots=slots, positions=capacity + chunk, held=held, **form)
         self.capacity, self.slots, self.max_queue = capacity, slots, max_queue
         self._vocab_size, self._decoder = definition.config.vocab_size, decoder
         self._compilations = Compilations()
-        with self._compilations:
-            form = dict(loop=loop, quantize=quantize)
+        what = f"for {slots} slots of {capacity:,} tokens and the weights"
+        with self._compilations, memory.explained(what):
             prepared = weights.prepare(definition, params, **form)
             sizes = dict(slots=slots, capacity=capacity, chunk=chunk, prefill_chunk=prefill_chunk)
             self._device = Slots(definition, prepared, **sizes, **form, launch=launch)
@@ -179,7 +184,7 @@ class Engine:
         with self._round:
             if self.busy:
                 raise UserError("warm_up is for an engine with nothing to do")
-            with self._compilations:
+            with self._compilations, memory.explained(f"for {self.slots} slots of {self.capacity:,} tokens"):
                 self._rounds.warm_up(longest=self.capacity - 1)
 
     def stats(self) -> Stats:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ladder_jax import config
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.engine.engine import Engine
-from ladder_jax.decode.engine.request import SAMPLING, Request, Result
+from ladder_jax.decode.engine.request import SAMPLING, NoNumbers, Request, Result, with_seed
 from ladder_jax.decode.generate import check_prompts
 from ladder_jax.errors import RunFailed, UserError, unknown
 
@@ -47,7 +47,7 @@ def read(
 ) -> list[Job]:
     """The prompts in `file`. Raises UserError, with the line's number, for what cannot be served.
 
-    defaults, stop, stop_ids: for lines that say nothing else.
+    defaults, stop, stop_ids: for lines that say nothing else. Such lines draw with the seed + their index.
     model: what tells the model from others; it goes into the digests.
     """
     try:
@@ -61,7 +61,8 @@ def read(
         if not line.strip():
             continue
         try:
-            request, name = _request(line, defaults=defaults, stop=stop, stop_ids=stop_ids, encode=encode)
+            own = with_seed(defaults, index=len(jobs))
+            request, name = _request(line, defaults=own, stop=stop, stop_ids=stop_ids, encode=encode)
             check_prompts([request.prompt], vocab_size=vocab_size)
         except UserError as error:
             raise UserError(f"{file} line {number}: {error}") from None
@@ -151,8 +152,11 @@ def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
 
 
 def answer(engine: Engine, jobs: Iterable[Job], *, file: str, advance: Callable[[], object]) -> None:
-    """Appends a line to `file` as each job finishes, and calls `advance` for it. Raises RunFailed for a full disk."""
-    waiting, running = collections.deque(jobs), {}
+    """Appends a line to `file` as each job finishes, and calls `advance` for it.
+
+    A job without an answer has a line that says why. Raises RunFailed for these in the end, and for a full disk.
+    """
+    waiting, running, failed = collections.deque(jobs), {}, 0
     with open(file, "ab", buffering=0) as out:
         while waiting or running:
             while waiting and engine.stats().queued < engine.max_queue:
@@ -160,8 +164,15 @@ def answer(engine: Engine, jobs: Iterable[Job], *, file: str, advance: Callable[
                 running[engine.submit(job.request)] = job
             engine.step()
             for handle in [handle for handle in running if handle.done]:
-                _append(out, line(running.pop(handle), handle.result()), file=file)
+                job = running.pop(handle)
+                try:
+                    told = line(job, handle.result())
+                except NoNumbers as error:
+                    told, failed = _line(job, {"text": None, "finish_reason": "error", "error": str(error)}), failed + 1
+                _append(out, told, file=file)
                 advance()
+    if failed:
+        raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
 
 
 def _append(out: io.FileIO, data: bytes, *, file: str) -> None:
@@ -179,8 +190,12 @@ def _append(out: io.FileIO, data: bytes, *, file: str) -> None:
 
 def line(job: Job, result: Result) -> bytes:
     """An answer as it stands in the file."""
-    named = {} if job.id is None else {"id": job.id}
     counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.tokens)}
-    answer = {"index": job.index, **named, "text": result.text, "finish_reason": result.finish, **counts}
+    return _line(job, {"text": result.text, "finish_reason": result.finish, **counts})
+
+
+def _line(job: Job, answer: dict) -> bytes:
+    named = {} if job.id is None else {"id": job.id}
+    answer = {"index": job.index, **named, **answer}
     # Half a surrogate pair in an id, which UTF-8 cannot hold, becomes the escape that JSON has for it.
     return json.dumps({**answer, "request": job.digest}, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

@@ -1,7 +1,7 @@
 """From a checkpoint to an engine."""
 
 from ladder_jax import nn, parallel
-from ladder_jax.checkpoint import Checkpoint
+from ladder_jax.checkpoint import Checkpoint, Pieces
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode import memory
 from ladder_jax.decode.engine.engine import Engine
@@ -25,7 +25,7 @@ def of_checkpoint(
     memory.check_slots(definition, slots=slots, positions=capacity, **form)  # before the weights are read
     return Engine(
         definition,
-        saved.params(definition),
+        Pieces(saved, definition),
         slots=slots,
         capacity=capacity,
         max_queue=max_queue,

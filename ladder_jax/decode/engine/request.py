@@ -5,10 +5,11 @@ import enum
 import math
 import numbers
 import operator
+import secrets
 from collections.abc import Sequence
 
 from ladder_jax.config import DecodeConfig
-from ladder_jax.errors import UserError
+from ladder_jax.errors import RunFailed, UserError
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """The settings that a request shares with DecodeConfig."""
@@ -24,11 +25,22 @@ class Finish(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
+class NoNumbers(RunFailed):
+    """A request's logits are NaN or infinite; other requests go on."""
+
+    def __init__(self, after: int):
+        super().__init__(
+            f"the model's logits are no numbers (NaN or infinite) after {after} new tokens: there is no next one"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One prompt and how it is to be continued; sampling settings as in DecodeConfig.
 
     prompt: token ids, at least one.
+    seed: of its noise: the same seed and request give the same text, whatever else runs. None draws a seed, which the
+        request then holds: each request has noise of its own.
     stop_ids: tokens that end the text.
     stop: strings that end the text, for an engine that has a decoder.
     logprobs: whether the answer holds each token's log-probability, in nats.
@@ -41,12 +53,14 @@ class Request:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     stop_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
     logprobs: bool = False
 
     def __post_init__(self):
+        if self.seed is None:
+            object.__setattr__(self, "seed", secrets.randbits(32))
         # All that a request can be wrong in is found here: an error in the engine's loop would be everybody's.
         for name in SAMPLING:
             kind = _whole if name in ("max_new_tokens", "top_k", "seed") else _real
@@ -69,6 +83,11 @@ class Request:
     def of(cls, prompt: Sequence[int], *, config: DecodeConfig, **more) -> "Request":
         """With `config`'s sampling settings."""
         return cls(prompt, **{name: getattr(config, name) for name in SAMPLING}, **more)
+
+
+def with_seed(config: DecodeConfig, *, index: int) -> DecodeConfig:
+    """`config` for one of several requests, each with noise of its own: that at `index` draws with the seed + index."""
+    return dataclasses.replace(config, seed=(config.seed + index) % 2**32)
 
 
 def _whole(name: str, value: object) -> int:

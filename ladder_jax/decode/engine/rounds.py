@@ -7,9 +7,10 @@ import numpy as np
 
 from ladder_jax.decode.chunks import drained
 from ladder_jax.decode.engine.board import Board
-from ladder_jax.decode.engine.request import Request
+from ladder_jax.decode.engine.request import NoNumbers, Request
 from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.decode.engine.task import Task
+from ladder_jax.decode.sampling import NO_NUMBER, Choice
 
 
 class Rounds:
@@ -26,12 +27,14 @@ class Rounds:
         first = self._read()
         if not self._decoding():
             return
-        new, logprobs = self._device.decode()
+        new, logprobs = self._device.decode(self._choice())
         for slot, task, token, logprob in first:  # these need not wait for the others' chunk
             self._take(slot, task, np.asarray(token), np.asarray(logprob))
-        tokens, scores = np.asarray(new), np.asarray(logprobs)
+        tokens, scores = np.asarray(new), None if logprobs is None else np.asarray(logprobs)
         for slot, task in self._decoding():
-            self._take(slot, task, tokens[slot], scores[slot])
+            self._take(slot, task, tokens[slot], None if scores is None else scores[slot])
+        for slot in np.flatnonzero((tokens == NO_NUMBER).any(axis=1)):  # also beyond where a request has ended
+            self._device.clear(slot)
         active = np.zeros(len(tokens), bool)
         active[[slot for slot, _ in self._decoding()]] = True
         self._device.advance(new, active=active)
@@ -44,8 +47,9 @@ class Rounds:
         """Compile everything there is to compile, for prompts of up to `longest` tokens. Nothing may run."""
         for bucket in self._device.buckets:
             drained(self._device.insert(0, Request([0] * min(bucket, longest))))
-            new, _ = self._device.decode()
-            self._device.advance(new, active=np.zeros(len(new), bool))
+            for choice in Choice:
+                new, _ = self._device.decode(choice)
+                self._device.advance(new, active=np.zeros(len(new), bool))
         new.block_until_ready()
 
     def _read(self) -> list[tuple[int, Task, jax.Array, jax.Array]]:
@@ -65,6 +69,17 @@ class Rounds:
     def _decoding(self) -> list[tuple[int, Task]]:
         return [(slot, task) for slot, task in self._board.running() if slot not in self._reading]
 
-    def _take(self, slot: int, task: Task, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        if reason := task.take(tokens, logprobs):
+    def _choice(self) -> Choice:
+        """The leanest program that gives every slot what it asks for."""
+        plain = lambda request: request.temperature == 0 and not request.logprobs
+        return Choice.GREEDY if all(plain(task.request) for _, task in self._decoding()) else Choice.SAMPLED
+
+    def _take(self, slot: int, task: Task, tokens: np.ndarray, logprobs: np.ndarray | None) -> None:
+        try:
+            reason = task.take(tokens, logprobs)
+        except NoNumbers as error:  # this request's own: the others go on
+            self._board.drop(slot, error)
+            self._device.clear(slot)
+            return
+        if reason:
             self._board.release(slot, reason)

@@ -19,7 +19,7 @@ from ladder_jax.config import Launch, Loop, Quantize
 from ladder_jax.decode import cache, sampling, steps
 from ladder_jax.decode.chunks import blocks
 from ladder_jax.decode.engine.request import Request
-from ladder_jax.decode.sampling import Settings
+from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.nn import Definition, Params
 from ladder_jax.parallel import on_mesh
 
@@ -73,7 +73,8 @@ class Slots:
         # nothing is ever written out of range, where jax would drop it silently.
         positions = -(-(capacity + chunk) // UNIT) * UNIT
         self.buckets = buckets(longest=capacity - 1, positions=positions)
-        self._decode = steps.decode_many(definition, count=chunk, launch=launch, **self._form)
+        programs = functools.partial(steps.decode_many, definition, count=chunk, launch=launch, **self._form)
+        self._decode = {choice: programs(choice=choice) for choice in Choice}
         self._state = _empty(definition, slots=slots, positions=positions, loop=loop)()
 
     def insert(self, slot: int, request: Request) -> Generator[None, None, tuple[jax.Array, jax.Array]]:
@@ -95,14 +96,23 @@ class Slots:
         self._state = _insert(self._definition, loop=self._form["loop"])(self._state, row, np.int32(slot))
         return token, logprob
 
-    def decode(self) -> tuple[jax.Array, jax.Array]:
-        """The next tokens and log-probabilities of all slots, [slots, chunk] each. `advance` must follow."""
+    def decode(self, choice: Choice) -> tuple[jax.Array, jax.Array | None]:
+        """The next tokens and log-probabilities of all slots, [slots, chunk] each. `advance` must follow.
+
+        GREEDY is for when no slot in use is drawn or asks for log-probabilities; there are none, then.
+        """
         state = self._state
-        new, logprobs, caches, seen = self._decode(
+        new, logprobs, caches, seen = self._decode[choice](
             self._params, state.caches, state.seen, state.tokens, state.lengths, state.settings
         )
         self._state = dataclasses.replace(state, caches=caches, seen=seen)
         return new, logprobs
+
+    def clear(self, slot: int) -> None:
+        """Empties the caches of a slot that holds what is no number: attention gives what it must not see the weight
+        0, and 0 x NaN is NaN for whoever has the slot next."""
+        caches = _clear(self._definition, loop=self._form["loop"])(self._state.caches, np.int32(slot))
+        self._state = dataclasses.replace(self._state, caches=caches)
 
     def advance(self, new: jax.Array, *, active: np.ndarray) -> None:
         """After `decode` gave `new`: the slots in use, `active` [slots] bool, go on; the others stand at 0."""
@@ -171,8 +181,23 @@ def _insert(definition: Definition, *, loop: Loop) -> Callable:
 
         return jax.tree.map(put, dims, state, row)
 
-    meshed = on_mesh(local, layout=definition.layout, in_dims=(dims, dims, ""), out_dims=dims)
-    return jax.jit(meshed, donate_argnums=(0,))
+    return _jit(definition, local, in_dims=(dims, dims, ""), out_dims=dims, donate=(0,))
+
+
+@functools.cache
+def _clear(definition: Definition, *, loop: Loop) -> Callable:
+    """A compiled (caches, slot) -> caches with zeros in that row. The first are consumed."""
+    dims = cache.dims(definition, loop=loop)
+
+    def local(caches, slot):
+        def zero(letters, old):
+            axis = letters.index("B")
+            row = jnp.zeros_like(lax.dynamic_slice_in_dim(old, slot, 1, axis))
+            return lax.dynamic_update_slice_in_dim(old, row, slot, axis)
+
+        return jax.tree.map(zero, dims, caches)
+
+    return _jit(definition, local, in_dims=(dims, ""), out_dims=dims, donate=(0,))
 
 
 @functools.cache
@@ -183,4 +208,12 @@ def _advance(definition: Definition) -> Callable:
         # An idle slot starts again at 0, so that it stays within the cache; greedy, so that it draws no noise.
         return new[:, -1], jnp.where(active, lengths + new.shape[1], 0), jnp.where(active, temperature, 0)
 
-    return jax.jit(on_mesh(local, layout=definition.layout, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B")))
+    return _jit(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))
+
+
+def _jit(definition: Definition, local: Callable, *, in_dims: Any, out_dims: Any, donate: tuple = ()) -> Callable:
+    """What it gives is laid out as `steps` gives it and takes it."""
+    layout = definition.layout
+    meshed = on_mesh(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    out_shardings = jax.tree.map(layout.sharding, out_dims)
+    return jax.jit(meshed, donate_argnums=donate, out_shardings=out_shardings)

@@ -1,9 +1,9 @@
 """A request on its way: its tokens and text on the host. Imports no jax."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from ladder_jax.decode.engine.handle import Handle
-from ladder_jax.decode.engine.request import Finish, Piece, Result
+from ladder_jax.decode.engine.request import Finish, NoNumbers, Piece, Result
 from ladder_jax.decode.engine.text import Text
 
 Decoder = Callable[[Sequence[int]], bytes]
@@ -24,12 +24,19 @@ class Task:
         self._shown: list[str] = []
         self._given = (0, 0)  # how many tokens, and parts of the text, the handle has
 
-    def take(self, tokens: Iterable[int], logprobs: Iterable[float]) -> Finish | None:
-        """The next tokens; says why the request ends where it does. What was made after its end is dropped."""
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> Finish | None:
+        """The next tokens; says why the request ends where it does. What was made after its end is dropped.
+
+        logprobs: needed of a request that asks for them. Raises NoNumbers where there is no next token.
+        """
         reason = None
-        for token, logprob in zip(tokens, logprobs):
+        for index, token in enumerate(tokens):
+            if token < 0:
+                self._give()
+                raise NoNumbers(len(self._tokens))
             self._tokens.append(int(token))
-            self._logprobs.append(float(logprob))
+            if self.request.logprobs:
+                self._logprobs.append(float(logprobs[index]))
             reason = self._read(int(token))
             if reason:
                 break

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from ladder_jax.errors import UserError
+from ladder_jax.pretrained.gguf import head, kinds
 
 PLAIN = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """The types whose values are kept as they are. All others become float32, which holds them exactly."""
@@ -79,6 +80,7 @@ def open_file(path: pathlib.Path) -> File:
                     f"{str(path)!r} is no pretrained model (allowed: a Hugging Face folder, a GGUF file, a checkpoint)"
                 )
         gguf = _package()
+        head.check(path)
         found = gguf.GGUFReader(path)
     except OSError as error:
         raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
@@ -86,12 +88,11 @@ def open_file(path: pathlib.Path) -> File:
         raise
     except Exception as error:  # the reader has no error of its own for files that are cut off or damaged
         raise UserError(f"{str(path)!r} is damaged or incomplete: {_line(error)}") from None
-    if found.endianess is not gguf.GGUFEndian.LITTLE:
-        raise UserError(f"{str(path)!r} is big-endian, which is not supported")
     try:
         fields = {name: field.contents() for name, field in found.fields.items()}
     except Exception as error:
         raise UserError(f"{str(path)!r} is damaged: a setting cannot be read ({_line(error)})") from None
+    kinds.check(fields, path=str(path))
     return File(str(path), fields, {tensor.name: _tensor(path, tensor) for tensor in found.tensors})
 
 

@@ -15,7 +15,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.pretrained import linear
 from ladder_jax.pretrained.gguf.file import File, Tensor
 from ladder_jax.pretrained.gguf.model import FACTORS
-from ladder_jax.pretrained.source import Key, Stored, dims, wanted
+from ladder_jax.pretrained.source import Key, Stored, check_layers, dims, wanted
 
 WHOLE = {
     "embedding/table": "token_embd.weight",
@@ -48,6 +48,7 @@ INTERLEAVED = ("llama",)
 
 def arrays(file: File, model: ModelConfig) -> dict[Key, Stored]:
     """Every array of the model. Raises UserError where a tensor is missing, too many, or of another shape."""
+    check_layers(model, tensors=len(file.tensors), path=file.path)
     letters, used = dims(model), {FACTORS}
     interleaved = file.fields["general.architecture"] in INTERLEAVED
     found = {}

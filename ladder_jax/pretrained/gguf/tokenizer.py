@@ -14,6 +14,7 @@ from ladder_jax.pretrained.gguf.file import File
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MODELS = ("gpt2", "llama")
 SPACE = "\u2581"  # how sentencepiece writes a space
+LONGEST = 512  # characters of a token that is made of others, which takes their square; sentencepiece makes 16
 
 
 def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
@@ -97,6 +98,8 @@ def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> di
     first = [{"type": "Prepend", "prepend": SPACE}] if file.fields.get("tokenizer.ggml.add_space_prefix", True) else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if first else []
     mergeable = {piece: score for piece, score, kind in zip(pieces, scores, kinds) if kind in (NORMAL, UNUSED)}
+    if (longest := max(map(len, mergeable), default=0)) > LONGEST:
+        raise UserError(f"{file.path!r}: its tokenizer has a token of {longest} characters (at most {LONGEST})")
     unk = special.get("unk_token", (None, 0))[0]
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*first, replace]},

@@ -10,23 +10,13 @@ import numpy as np
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained import linear, source
+from ladder_jax.pretrained import linear, source, tokenizer_files
 from ladder_jax.pretrained.huggingface import config_in, names, tensors
 from ladder_jax.pretrained.huggingface.tensors import Tensor
 from ladder_jax.pretrained.source import Key, Source, Stored
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",  # SentencePiece's own, which tokenizer.json repeats
-    "vocab.json",
-    "merges.txt",
-)
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What config.json says of generation where there is no generation_config.json."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -47,7 +37,7 @@ def read(folder: pathlib.Path) -> Source:
             model=model,
             arrays=_arrays(folder, model),
             context=config_in.context(config, where=str(folder / CONFIG)),
-            files={name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()},
+            files=tokenizer_files.read(folder),
             generation={**tokens, **generation},
         )
     )
@@ -58,7 +48,7 @@ def read_object(file: pathlib.Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{str(file.parent)!r} holds no {file.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{str(file)!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{str(file)!r} must hold a JSON object")
@@ -66,7 +56,9 @@ def read_object(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _arrays(folder: pathlib.Path, model: ModelConfig) -> Mapping[Key, Stored]:
-    left, dims, found = stored(folder), source.dims(model), {}
+    left = stored(folder)
+    source.check_layers(model, tensors=len(left), path=str(folder))
+    dims, found = source.dims(model), {}
     _drop_tied_head(left, model)
     for key, ours in source.wanted(model).items():
         name, letters = names.theirs(key), dims[key.name]

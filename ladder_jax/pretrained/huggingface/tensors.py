@@ -63,7 +63,7 @@ def tensors(file: pathlib.Path) -> dict[str, Tensor]:
             header = json.loads(opened.read(length))
     except FileNotFoundError:
         raise UserError(f"there is no file {str(file)!r}") from None
-    except (library.SafetensorError, OSError, ValueError) as error:
+    except (library.SafetensorError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{str(file)!r} is not a whole safetensors file: {_line(error)}") from None
     header.pop("__metadata__", None)
     found = {}

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.pretrained import linear, source, staging
+from ladder_jax.pretrained import linear, source, staging, tokenizer_files
 from ladder_jax.pretrained.huggingface import config_out, names, read, tensors
 from ladder_jax.pretrained.huggingface.tensors import Pending
 from ladder_jax.pretrained.source import Key, Source
 
 SHARD_BYTES = 5 * 10**9
 """Transformers' own limit, about: what is larger is several files and an index."""
-_TOKENIZER = "tokenizer_config.json"
 DEFAULT_CONTEXT = 2048  # tokens, where the source does not say
 
 
@@ -83,8 +82,8 @@ def _files(given: Source, pending: Mapping[str, Pending]) -> dict[str, bytes]:
         files[read.GENERATION] = config_out.to_json(dict(given.generation))
     if config_out.needs_program(config):
         files[config_out.MODELING] = (pathlib.Path(__file__).parent / config_out.MODELING).read_bytes()
-        if "tokenizer.json" in files:
-            files[_TOKENIZER] = _with_class(given.path, files.get(_TOKENIZER, b"{}"))
+        if tokenizer_files.MAIN in files:
+            files[tokenizer_files.CONFIG] = _with_class(given.path, files.get(tokenizer_files.CONFIG, b"{}"))
     return files
 
 
@@ -93,8 +92,8 @@ def _with_class(where: str, content: bytes) -> bytes:
     try:
         told = json.loads(content)
     except ValueError as error:
-        raise UserError(f"{where!r}: {_TOKENIZER} is not JSON: {error}") from None
-    return config_out.to_json({"tokenizer_class": "PreTrainedTokenizerFast", **told})
+        raise UserError(f"{where!r}: {tokenizer_files.CONFIG} is not JSON: {error}") from None
+    return config_out.to_json({"tokenizer_class": tokenizer_files.FAST, **told})
 
 
 def _write_tensors(folder: pathlib.Path, pending, limit: int, done) -> None:

@@ -1,0 +1,76 @@
+"""One step on its way to the disk: each process writes its own shards, and process 0 makes one checkpoint of them.
+
+Orbax's handlers write the arrays. Its checkpointers would wait for the other processes in barriers, which one whose
+disk refuses never enters; here no process waits for another (`store` does, with a time-out).
+"""
+
+import asyncio
+import concurrent.futures
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath  # the paths that Orbax's handlers take
+
+from ladder_jax.checkpoint import arrays, manifest
+from ladder_jax.nn import Params
+
+
+class Writing:
+    """Writes `items`, trees of arrays by name, into the folders of their names in `folder`, which are there.
+
+    Once it is made, the arrays are copied, and `items` may change. What goes wrong is raised by `wait`.
+    """
+
+    def __init__(self, folder: pathlib.Path, items: Mapping[str, Params]):
+        self._folder = epath.Path(folder)
+        self._names = {item: set(arrays.shapes(tree)) for item, tree in items.items()}
+        self._handler = ocp.PyTreeCheckpointHandler()
+        # In a thread: the caller's own may have an event loop already, as in notebooks.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            self._begun = pool.submit(self._begin, items)
+
+    def wait(self, *, within: float) -> None:
+        """Until this process's part is written. Raises whatever Orbax and tensorstore do, and TimeoutError."""
+        for commit in self._begun.result():
+            commit.result(timeout=within)
+
+    def finish(self, texts: Mapping[str, Any]) -> None:
+        """Once all processes have waited, in one of them: add the JSON items `texts`, and the manifest."""
+        for item, names in self._names.items():
+            self._handler.finalize(self._folder / item)
+            arrays.check_listed(pathlib.Path(self._folder / item), names)
+        for item, value in texts.items():
+            (self._folder / item).mkdir()
+            (self._folder / item / "metadata").write_text(json.dumps(value), encoding="utf-8")
+        manifest.write(pathlib.Path(self._folder))
+
+    def _begin(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
+        async def begin() -> list[ocp.future.Future]:
+            begun = []
+            for item, tree in items.items():
+                begun += (
+                    await self._handler.async_save(
+                        self._folder / item, args=ocp.args.PyTreeSave(tree, save_args=_chunks(tree))
+                    )
+                    or []
+                )
+            return begun
+
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(begin())
+        finally:
+            loop.close()
+
+
+def _chunks(tree: Params) -> Params:
+    """A chunk holds one layer of a stack, so that inference can read one."""
+
+    def of(path, array):
+        return ocp.SaveArgs(shard_axes=(0,) if getattr(path[0], "key", None) == "layers" else ())
+
+    return jax.tree_util.tree_map_with_path(of, tree)

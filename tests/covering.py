@@ -1,0 +1,50 @@
+"""Covering arrays: few rows of a product of factors in which every pair of values still appears.
+
+A fault that one value causes, or two together, shows in some row (Kuhn, Wallace & Gallo 2004 found nearly all faults
+of real programs to need no more). `make test` runs those rows; the others are marked `full`: `make test-all`.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+Pairs = Iterable[tuple[int, int]]  # of columns
+
+
+def array(*factors: Iterable, pairs: Pairs | None = None) -> list[tuple]:
+    """Rows in which every value appears, and every pair of values of two columns, or of the columns in `pairs`."""
+    product = list(itertools.product(*map(tuple, factors)))
+    covered = functools.partial(_covered, columns=_columns(len(factors), pairs))
+    missing, rows = set().union(*map(covered, product)), []
+    while missing:
+        rows.append(max(product, key=lambda row: len(covered(row) & missing)))  # the first of equals
+        missing -= covered(rows[-1])
+    return rows
+
+
+def rows(*factors: Iterable, pairs: Pairs | None = None) -> list:
+    """The product for `pytest.mark.parametrize`, what is not in the array marked `full`."""
+    return marked(itertools.product(*map(tuple, factors)), chosen=array(*factors, pairs=pairs))
+
+
+def marked(product: Iterable[tuple], *, chosen: Sequence[tuple]) -> list:
+    """These rows for `pytest.mark.parametrize`, `chosen` first, the others marked `full`."""
+    others = [row for row in product if row not in chosen]
+    return [*(pytest.param(*row) for row in chosen), *(pytest.param(*row, marks=pytest.mark.full) for row in others)]
+
+
+def uncovered(chosen: Sequence[tuple], *factors: Iterable, pairs: Pairs | None = None) -> set:
+    """What these rows lack: (column, value, column, value)."""
+    covered = functools.partial(_covered, columns=_columns(len(factors), pairs))
+    return set().union(*map(covered, itertools.product(*map(tuple, factors)))) - set().union(*map(covered, chosen))
+
+
+def _columns(count: int, pairs: Pairs | None) -> list[tuple[int, int]]:
+    """Those to cover; a column of its own covers single values."""
+    return [*(itertools.combinations(range(count), 2) if pairs is None else pairs), *((i, i) for i in range(count))]
+
+
+def _covered(row: tuple, *, columns: Sequence[tuple[int, int]]) -> set:
+    return {(i, str(row[i]), j, str(row[j])) for i, j in columns}

@@ -1,0 +1,19 @@
+"""The decode step inside the token loop as a program of its own: tests look at its logits."""
+
+import functools
+
+import jax
+
+from ladder_jax.config import Launch, Loop, Quantize
+from ladder_jax.decode import cache, steps, weights
+from ladder_jax.parallel import on_mesh, over_ranks
+
+
+@functools.cache
+def decode(definition, *, loop=Loop.UNROLLED, launch=Launch.CHAINED, quantize=Quantize.NONE):
+    """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches). The caches stay."""
+    dims = cache.dims(definition, loop=loop)
+    in_dims = (weights.dims(definition, loop=loop, quantize=quantize), dims, "B", "B")
+    step = steps.step(definition, loop=loop, launch=launch, quantize=quantize)
+    ranked = over_ranks(step, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims))
+    return jax.jit(on_mesh(ranked, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims)))

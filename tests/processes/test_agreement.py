@@ -1,0 +1,196 @@
+"""What is wrong in one process is told to all: they go on from the same step, or fail with the same line, in time."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ladder_jax import config, train
+from ladder_jax.checkpoint import steps, verify
+from ladder_jax.train import metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS, EVERY = 6, 2
+TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=float32", f"train.steps={STEPS}",
+        "train.batch=4", "train.sequence=32", "train.log_every=1", f"train.checkpoint_every={EVERY}",
+        "train.keep_checkpoints=9", "train.warmup_steps=5", "train.evaluation_batches=1", "run.tensorboard=false",
+        "train.on_bad_step=rollback", "train.rollback_batches=1"]  # fmt: skip
+PATIENCE = 20.0
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    book = tmp_path_factory.mktemp("data") / "book.txt"
+    book.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(500)))
+    return [*TINY, f"data.path={book}"]
+
+
+@pytest.fixture(scope="module")
+def whole(overrides, tmp_path_factory):
+    """A run of one process with four devices to its end, with the checkpoints of steps 2, 4 and 6."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train.run(config.load("tiny", overrides=[*overrides, "mesh.data=4", f"run.dir={run}"]), say=lambda line: None)
+    return run
+
+
+@pytest.fixture
+def stood(whole, tmp_path):
+    """A copy as it stood after step 4 or so: its checkpoints are those of steps 2 and 4."""
+
+    def copy(name):
+        run = tmp_path / name
+        shutil.copytree(whole, run)
+        shutil.rmtree(run / "checkpoints" / "6")
+        return run
+
+    return copy
+
+
+@pytest.fixture
+def told(overrides, port):
+    """Makes runs, one after the other, in so many processes; what each process tells of each run, by run."""
+    running = []
+
+    def start(*runs, processes=2, timeout=240):
+        asked = [
+            {
+                "overrides": [*overrides, f"mesh.data={processes}", f"run.dir={run}", *more],
+                "wrong": wrong,
+                "patience": PATIENCE,
+            }
+            for run, wrong, more in runs
+        ]
+        environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+        command = [sys.executable, "-m", "tests.processes.agreeing", f"localhost:{port}", str(processes)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        running.extend(
+            subprocess.Popen([*command, str(process), json.dumps(asked)], **pipes) for process in range(processes)
+        )
+        until = time.monotonic() + timeout
+        ends = [process.communicate(timeout=until - time.monotonic()) for process in running]
+        assert [process.returncode for process in running] == [0] * processes, ends
+        return list(
+            zip(
+                *([json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ends),
+                strict=True,
+            )
+        )
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def flip(checkpoint):
+    """One bit in the middle of the largest file."""
+    file = max(checkpoint.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def alike(found, *, step, losses, whole):
+    """All went on from `step`, made the same steps with the losses of the whole run, and ended with the same values.
+
+    Sums of float32 in another order: 32 rows of 4 each, so a relative error of 128 units of roundoff at most, 2^-24
+    each, which a few steps multiply; 1e-5 is a little more.
+    """
+    expected = {row["step"]: row["loss"] for row in metrics.read(whole)}
+    for one in found:
+        assert one["error"] is None and one["from"] == [step]
+        assert one["digest"] == found[0]["digest"] and one["losses"] == found[0]["losses"]
+        assert [int(step) for step in one["losses"]] == losses
+        for number, loss in one["losses"].items():
+            assert loss == pytest.approx(expected[int(number)], rel=1e-5)
+        assert one["seconds"] < 3 * PATIENCE
+
+
+def test_two_processes_resume_alike(told, stood, whole):
+    """A flipped bit, a listing that process 1 sees late, and a file that is gone: each time from the same step.
+
+    With run.on_damaged=previous a checkpoint is put aside beside one of the same step that was before.
+    """
+    flipped, late, gone = (stood(name) for name in ("flipped", "late", "gone"))
+    flip(flipped / "checkpoints" / "4")
+    (flipped / "checkpoints" / "4.damaged").mkdir()
+    (gone / "checkpoints" / "4" / "params" / "_METADATA").unlink()
+    newest = str(late / "checkpoints" / "4")
+    previous = ["run.on_damaged=previous"]
+    one, two, three = told(
+        (flipped, {}, previous),
+        (late, {"late": {"path": newest, "of": 1, "seconds": 4}}, []),
+        (gone, {}, previous),
+    )
+    alike(one, step=2, losses=[3, 4, 5, 6], whole=whole)
+    alike(two, step=4, losses=[5, 6], whole=whole)
+    alike(three, step=2, losses=[3, 4, 5, 6], whole=whole)
+    for run, aside in ((flipped, {"4.damaged", "4.damaged.2"}), (late, set()), (gone, {"4.damaged"})):
+        assert {path.name for path in (run / "checkpoints").iterdir()} == {"2", "4", "6"} | aside
+        assert all(verify(run / "checkpoints" / str(step)) == [] for step in steps(run / "checkpoints"))
+
+
+def test_two_processes_fail_alike(told, stood):
+    """A flipped bit where that ends the run, a file that process 1 never sees, and one that lost its data."""
+    flipped, unseen, other = (stood(name) for name in ("flipped", "unseen", "other"))
+    flip(flipped / "checkpoints" / "4")
+    lost = str(unseen / "checkpoints" / "4" / "params" / "manifest.ocdbt")
+    config_file = other / "config.json"
+    book = json.loads(config_file.read_text())["data"]["path"]
+    runs = told(
+        (flipped, {}, []),
+        (unseen, {"hidden": {"path": lost, "of": 1}}, []),
+        (other, {"hidden": {"path": book, "of": 1}}, []),
+    )
+    for found, line in zip(runs, ("other contents than were written", "manifest.ocdbt is missing", "book.txt")):
+        assert found[0]["error"] == found[1]["error"] and found[0]["error"].startswith("UserError: "), found
+        assert line in found[0]["error"] and "\n" not in found[0]["error"]
+        assert all(one["from"] == [] and one["seconds"] < PATIENCE for one in found)
+    assert "(process 1 of 2)" in runs[1][0]["error"] and "(process 1 of 2)" in runs[2][0]["error"]
+
+
+def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
+    """The save fails in both, and the next ones succeed; where all fail, both end with the same line.
+
+    After a return to the last checkpoint, which process 1 sees late, both go on from that one.
+    """
+    once, always, back = tmp_path / "once", tmp_path / "always", tmp_path / "back"
+    newest = str(back / "checkpoints" / "4")
+    one, two, three = told(
+        (once, {"full": {"of": 1, "saves": 1}}, []),
+        (always, {"full": {"of": 1, "saves": 9}}, []),
+        (back, {"bad": {"step": 5, "path": newest, "of": 1}}, []),
+    )
+    reason = "could not be written: No space left on device (process 1 of 2)"
+    assert [found["error"] for found in one] == [None, None] and one[0]["digest"] == one[1]["digest"]
+    assert any(f"the checkpoint of step 2 {reason} (there is none before it)" in line for line in one[0]["said"])
+    assert steps(once / "checkpoints") == [4, 6] and verify(once / "checkpoints" / "6") == []
+    line = (
+        f"RunFailed: the checkpoint of step 6 {reason} (there is none before it); the same command goes on from there"
+    )
+    assert [found["error"] for found in two] == [line, line]
+    assert list((always / "checkpoints").iterdir()) == []
+    assert [found["error"] for found in three] == [None, None] and [found["from"] for found in three] == [[4], [4]]
+    assert three[0]["digest"] == three[1]["digest"]
+    assert all(found["seconds"] < 3 * PATIENCE for found in (*one, *two, *three))
+
+
+def test_four_processes(told, stood, whole):
+    """At once: a flipped bit, a folder that process 2 sees late, and a full disk in process 3."""
+    run = stood("run")
+    flip(run / "checkpoints" / "4")
+    wrong = {
+        "late": {"path": str(run / "checkpoints" / "2"), "of": 2, "seconds": 4},
+        "full": {"of": 3, "saves": 1},
+    }
+    (found,) = told((run, wrong, ["run.on_damaged=previous"]), processes=4)
+    alike(found, step=2, losses=[3, 4, 5, 6], whole=whole)
+    assert any(
+        "No space left on device (process 3 of 4) (the newest is that of step 2)" in one for one in found[0]["said"]
+    )
+    assert steps(run / "checkpoints") == [2, 6] and verify(run / "checkpoints" / "6") == []

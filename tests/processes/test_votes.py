@@ -1,0 +1,86 @@
+"""Processes that agree over jax's coordination service: values, errors, and one that does not answer."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PATIENCE = 6.0
+
+PROCESS = """
+import json, os, sys, time
+import jax
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+me, patience = jax.process_index(), float(sys.argv[4])
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.parallel import Agreement
+
+agreement = Agreement("test", patience=patience)
+
+def outcome(work):
+    try:
+        return work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def wrong():
+    raise UserError("it is wrong")
+
+def fails(error, *, of):
+    with agreement.together("a try"):
+        if me in of:
+            raise error
+    return "through"
+
+told = [
+    agreement.decided("a decision", lambda: [me, "is the first"]),
+    agreement.concluded("a sum", me, sum),
+    outcome(lambda: agreement.decided("a decision", wrong)),
+    fails(None, of=()),
+    outcome(lambda: fails(UserError("of one"), of=(1,))),
+    outcome(lambda: fails(RunFailed("of all"), of=range(9))),
+    outcome(lambda: fails(KeyError("a fault"), of=(1,))),
+]
+before = time.monotonic()
+if me == 1:
+    time.sleep(patience)
+else:
+    told.append(outcome(lambda: fails(None, of=())))
+told.append(time.monotonic() - before)
+print(json.dumps(told), flush=True)
+if me == 0:  # the others' coordinator
+    time.sleep(2)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_all_hear_the_same(processes, port):
+    command = [sys.executable, "-c", PROCESS, f"localhost:{port}", str(processes)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+    running = [
+        subprocess.Popen([*command, str(process), str(PATIENCE)], **pipes, env=environment)
+        for process in range(processes)
+    ]
+    try:
+        ends = [process.communicate(timeout=120) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * processes, ends
+    told = [json.loads(next(line for line in out.splitlines() if line.startswith("[["))) for out, _ in ends]
+    for process, (decision, total, wrong, through, one, everyone, fault, *lost, seconds) in enumerate(told):
+        assert decision == [0, "is the first"] and total == sum(range(processes)) and through == "through"
+        assert wrong == "UserError: it is wrong" and everyone == "RunFailed: of all"
+        assert one == f"UserError: of one (process 1 of {processes})"
+        if process == 1:  # its own is a crash with a trace, as ever
+            assert fault == "KeyError: 'a fault'" and lost == []
+        else:
+            assert fault == f"RunFailed: KeyError: 'a fault' (process 1 of {processes})"
+            line = f"RunFailed: process 1 of {processes} has not answered within {PATIENCE:g} s: a try"
+            assert lost == [line] and seconds < PATIENCE + 1

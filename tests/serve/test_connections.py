@@ -1,0 +1,149 @@
+"""Connections that ask for nothing, or not to the end: they take nobody's place."""
+
+import contextlib
+import json
+import resource
+import socket
+import time
+import urllib.parse
+
+import pytest
+
+from ladder_jax.serve import connections
+from tests.serve.conftest import ask
+from tests.serve.test_limits import until
+
+HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Half: "
+
+
+@contextlib.contextmanager
+def half_open(url, number, *, sent=HALF):
+    parts = urllib.parse.urlsplit(url)
+    with contextlib.ExitStack() as stack:
+        sockets = []
+        for _ in range(number):
+            sockets.append(stack.enter_context(socket.create_connection((parts.hostname, parts.port), timeout=20)))
+            sockets[-1].sendall(sent)
+        yield sockets
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+from ladder_jax.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("hard", [128, 4096])
+def test_half_open(start, hard):
+    """More of them than the process may open files, or may at first: another client is answered at once."""
+    process = start(python=("-c", LIMITED.format(soft=128, hard=hard)))
+    with half_open(process.url, 150) as sockets:
+        begun = time.monotonic()
+        assert ask(process.url, "/health", timeout=30)[0] == 200
+        assert time.monotonic() - begun < 5  # 0.1 s; and as long as they stay, where nobody takes their places
+        gone = sum(is_closed(sock) for sock in sockets)
+        assert (100 < gone < 150) if hard == 128 else gone == 0
+    assert process.end() == 0
+
+
+def is_closed(sock):
+    sock.settimeout(0.02)
+    try:
+        return sock.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine):
+    engine = make_engine(slots=1)
+    engine.warm_up()
+    return engine
+
+
+BODY = b'{"model": "book", "prompt": "a", "max_tokens": 1}'
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", HALF, POST + b"Content-Length: 9\r\n\r\n"], ids=["nothing", "half", "refused"])
+def test_what_does_not_come(engine, serving, monkeypatch, sent):
+    """However slowly it comes. The last of these goes on with its body after it was refused."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
+    with serving(engine, key="sesame") as (_, url), half_open(url, 1, sent=sent) as (sock,):
+        begun, answer = time.monotonic(), b""
+        sock.settimeout(0.05)
+        while time.monotonic() < begun + 10:
+            with contextlib.suppress(TimeoutError):
+                answer += (found := sock.recv(4096))
+                if not found:
+                    break
+            if sent:
+                sock.sendall(b"a")
+        assert 0.3 < time.monotonic() - begun < 5
+        status = answer.split()[1]
+        assert status == (b"401" if b"POST" in sent else b"408"), answer
+        if status == b"408":
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == (
+                "the request's head did not come within 0.5 seconds"
+            )
+        assert ask(url, "/health")[0] == 200
+
+
+def test_malformed_bodies_of_refused_requests(start):
+    """Refused before the body is looked at, and then it is no HTTP: nothing of it in the server's log."""
+    process = start("--api-key", "sesame")
+    chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+    for pause in (0, 0.2):
+        with half_open(process.url, 1, sent=chunked) as (sock,):
+            time.sleep(pause)
+            sock.sendall(b"zz\r\n")
+            assert sock.recv(4096)[:10] == b"HTTP/1.1 4"
+            while sock.recv(4096):
+                pass
+        with half_open(process.url, 1, sent=chunked + b"zz\r\n") as (sock,):
+            assert sock.recv(4096)[:10] == b"HTTP/1.1 4"
+    assert process.end() == 0 and process.log().count("\n") == 1, process.log()
+
+
+def test_what_has_come_stays(engine, serving, monkeypatch):
+    """A slow answer, and a pause between two requests, have their own times."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    decode = engine._device.decode
+    monkeypatch.setattr(engine._device, "decode", lambda: (time.sleep(0.4), decode())[1])
+    whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    with serving(engine) as (_, url), half_open(url, 1, sent=b"") as (sock,):
+        for _ in range(2):
+            sock.sendall(whole)
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+            time.sleep(0.4)
+
+
+def test_a_limit(engine, serving, monkeypatch):
+    """Who is being answered keeps the connection; of those who wait, the one that has waited longest goes."""
+    monkeypatch.setattr(connections, "allowed", lambda: 4)
+    decode = engine._device.decode
+    monkeypatch.setattr(engine._device, "decode", lambda: (time.sleep(0.3), decode())[1])
+    whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    with serving(engine) as (service, url), half_open(url, 3, sent=whole) as busy:
+        until(lambda: service.drain._active == 3)
+        with half_open(url, 6) as waiting:
+            assert ask(url, "/health")[0] == 200
+            assert [is_closed(sock) for sock in waiting] == [True] * 6
+        assert all(sock.recv(4096).startswith(b"HTTP/1.1 200") for sock in busy)
+
+
+def test_the_limit_of_open_files(monkeypatch):
+    limits, known = [], {"now": (256, resource.RLIM_INFINITY)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: known["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    assert connections.allowed() == 1024 and limits[0][0] > 2048
+    known["now"] = (128, 128)
+    assert 8 <= connections.allowed() < 64 and limits[1] == (128, 128)
+    known["now"] = (10, 10)
+    assert connections.allowed() == 8
+    known["now"] = (resource.RLIM_INFINITY,) * 2
+    assert connections.allowed() == 1024 and len(limits) == 3

@@ -1,0 +1,138 @@
+"""What `ladder-jax overlap` and `predict` compile of inference is what generation, serving and benchmarks run: equal
+StableHLO; and what a token costs in collectives."""
+
+import collections
+import hashlib
+
+import pytest
+
+from ladder_jax import cli, decode, nn, parallel
+from ladder_jax.config import DecodeConfig, Loop, Phase, Quantize
+from ladder_jax.decode import Choice, steps
+from ladder_jax.decode.engine import Engine, Request
+from ladder_jax.overlap import programs
+from ladder_jax.overlap import request as requests
+from ladder_jax.parallel import Compiled
+from ladder_jax.schedule import cost, hlo
+from ladder_jax.schedule.forms import KINDS
+from tests import cases
+
+PROMPT, SLOTS, CAPACITY = 32, 4, 48  # and room for a chunk: caches of 64 positions
+LAYERS = 2
+
+
+def digest(function, arguments):
+    return hashlib.sha256(function.lower(*arguments).as_text().encode()).hexdigest()
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The digests of all that is called or compiled, by their traits' phase, in order."""
+    found, call, compile = collections.defaultdict(list), Compiled.__call__, Compiled.compile
+
+    def note(self, arguments):
+        phase = Phase.DECODE if len(arguments) == 6 else Phase.PREFILL
+        found[phase].append(digest(self, arguments))
+
+    def noted_call(self, *arguments):
+        note(self, arguments)  # before it consumes them
+        return call(self, *arguments)
+
+    def noted_compile(self, *arguments):
+        note(self, arguments)
+        return compile(self, *arguments)
+
+    monkeypatch.setattr(Compiled, "__call__", noted_call)
+    monkeypatch.setattr(Compiled, "compile", noted_compile)
+    return found
+
+
+def audited(phase, **settings):
+    shape = dict(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=phase, prompt_length=PROMPT)
+    return programs.program(requests.make(**shape, **settings))
+
+
+@pytest.mark.parametrize("loop, quantize", [(Loop.UNROLLED, Quantize.NONE), (Loop.SCAN, Quantize.INT8)], ids=str)
+def test_the_engine_runs_the_audited_programs(loop, quantize, lowered):
+    """Prefill, and each call of the token loop: the first, those after it, and those after a request has come."""
+    form = dict(loop=loop, quantize=quantize)
+    config = requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE).config
+    definition = nn.define(config, mesh=parallel.make_mesh(tensor=8))
+    engine = Engine(definition, nn.initialize(definition, seed=0), slots=SLOTS, capacity=CAPACITY, **form)
+    first = engine.submit(Request([7] * PROMPT, max_new_tokens=16))
+    engine.step()
+    engine.submit(Request([8] * PROMPT, max_new_tokens=2))
+    engine.run()
+    assert len(first.result().tokens) == 16 and [len(found) for found in lowered.values()] == [2, 2]
+    assert set(lowered[Phase.PREFILL]) == {digest(*audited(Phase.PREFILL, batch=1, **form))}
+    assert set(lowered[Phase.DECODE]) == {digest(*audited(Phase.DECODE, batch=SLOTS, context=64, **form))}
+
+
+def test_the_generator_runs_the_audited_programs(lowered):
+    config = requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE).config
+    definition = nn.define(config, mesh=parallel.make_mesh(tensor=8))
+    generator = decode.Generator.of(definition, nn.initialize(definition, seed=0))
+    generator.tokens([[7] * PROMPT] * 3, config=DecodeConfig(max_new_tokens=32))
+    assert len(lowered[Phase.DECODE]) == 2
+    assert set(lowered[Phase.DECODE]) == {digest(*audited(Phase.DECODE, batch=3, context=96))}
+    function = decode.prefill(definition, capacity=96)
+    assert lowered[Phase.PREFILL] == [digest(function, audited(Phase.PREFILL, batch=3)[1])]
+
+
+def test_bench_times_the_audited_programs(lowered, tmp_path):
+    """Its caches hold the prompt and what is new, and its token loop makes all of that in one call."""
+    words = f"bench --model tiny --layers {LAYERS} --residual ladder --batch {SLOTS} --prompt-length {PROMPT}"
+    assert cli.main([*words.split(), *"--new-tokens 17 --tensor 8 --warmup 1 --repeats 1".split()]) == 0
+    assert set(lowered[Phase.DECODE]) == {digest(*audited(Phase.DECODE, batch=SLOTS, context=PROMPT + 17))}
+    function, arguments = audited(Phase.PREFILL, batch=SLOTS)
+    definition = nn.define(
+        requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.PREFILL).config,
+        mesh=parallel.make_mesh(tensor=8),
+    )
+    assert set(lowered[Phase.PREFILL]) == {digest(decode.prefill(definition, capacity=PROMPT + 17), arguments)}
+
+
+def collectives(program, computation, *, branches):
+    """How many run in one execution; of conditionals, by how deep they are nested, the branch with `max` or `min`."""
+    total = 0
+    for instruction in computation.instructions:
+        total += instruction.opcode in KINDS
+        below = [program.computations[name] for name in instruction.calls]
+        if instruction.opcode == "conditional":
+            total += branches[0](collectives(program, one, branches=branches[1:]) for one in below)
+        elif instruction.opcode in ("while", "call"):
+            times = (
+                1 if instruction.opcode == "call" else cost.trip_count(instruction, within=computation, program=program)
+            )
+            total += times * sum(collectives(program, one, branches=branches) for one in below)
+    return total
+
+
+def token_loop(choice, **mesh):
+    """The compiled program of two layers, and a turn of its loop."""
+    definition = cases.define("ladder", num_layers=LAYERS, **mesh)
+    arguments = steps.abstract(definition, rows=4, positions=16, loop=Loop.UNROLLED)
+    program = hlo.parse(decode.decode_many(definition, choice=choice).compile(*arguments).as_text())
+    loops = [i for i in program.entry.instructions if i.opcode == "while" and "token_loop/while" in i.op_name]
+    return program, program.computations[loops[0].attribute("body").lstrip("%")]
+
+
+@pytest.mark.parametrize("mesh", [dict(tensor=4), dict(tensor=8), dict(data=2, tensor=4)], ids=str)
+def test_a_greedy_token_costs_one_collective_beside_the_embedding(mesh):
+    program, turn = token_loop(Choice.GREEDY, **mesh)
+    assert not any(i.opcode == "conditional" for c in program.computations.values() for i in c.instructions)
+    assert collectives(program, turn, branches=()) == 2 * LAYERS + 2
+    assert collectives(program, program.entry, branches=()) == 2 * LAYERS + 2  # and nothing outside the loop
+
+
+@pytest.mark.parametrize("mesh, agree", [(dict(tensor=8), 0), (dict(data=2, tensor=4), 1)], ids=str)
+def test_what_a_sampled_token_costs(mesh, agree):
+    """Depths of the branches: whether anything is drawn, cut, cut deeper than the candidates reach, and by what."""
+    program, turn = token_loop(Choice.SAMPLED, **mesh)
+    count = lambda *branches: collectives(program, turn, branches=branches)
+    assert count(min, min, min, min) == 2 * LAYERS + 2  # greedy rows, with log-probabilities
+    assert count(max, min, min, min) == 2 * LAYERS + 2  # a temperature alone
+    assert count(max, max, min, min) == 2 * LAYERS + 3 + agree  # top-k, top-p, min-p: one gather
+    assert count(max, max, max, max) == 2 * LAYERS + 3 + agree + 8 + 10 + 1
+    whole = collectives(program, program.entry, branches=(min,) * 4)
+    assert whole - count(min, min, min, min) == agree, "once a call: whether anyone draws"

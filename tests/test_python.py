@@ -1,0 +1,109 @@
+"""The processes that a command starts: our own code, and nothing that lies in the current folder."""
+
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from ladder_jax import python
+from ladder_jax.schedule import targets
+
+ROOT = pathlib.Path(__file__).parent.parent
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "2",
+}
+
+
+SCRIPT = """
+import sys
+from ladder_jax.cli import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+@pytest.fixture
+def planted(tmp_path_factory):
+    """A folder with modules that say that they were executed."""
+    tmp_path = tmp_path_factory.mktemp("planted")
+    for name in ("jax", "struct", "json", "multiprocessing", "numpy", "ladder_jax"):
+        lines = "import os", f"os.close(os.open({str(tmp_path / 'executed')!r}, os.O_CREAT))", "raise ImportError"
+        (tmp_path / f"{name}.py").write_text("\n".join(lines))
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
+    return tmp_path
+
+
+@pytest.fixture
+def ladder(tmp_path):
+    """As the installed `ladder-jax`, which has its own folder in its path and not the current one."""
+    script = tmp_path / "ladder-jax"
+    script.write_text(SCRIPT)
+
+    def run(*words, cwd, **environment):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        pipes = dict(capture_output=True, text=True, timeout=200)
+        return subprocess.run([sys.executable, str(script), *words], **pipes, cwd=cwd, env=environment)
+
+    return run
+
+
+def test_overlap(ladder, planted):
+    words = "--model tiny --target cpu:2 --phase decode --residual ladder --layers 2 --context 32".split()
+    done = ladder("overlap", *words, cwd=planted, LADDER_JAX_CACHE=str(planted / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert not (planted / "executed").exists() and list(planted.glob("cache/schedules/*.json.gz"))
+
+
+def test_tokenize(ladder, planted):
+    done = ladder("tokenize", "text.jsonl", "--out", "out", "--workers", "2", cwd=planted)
+    assert done.stdout == "out: 1 documents, 1 tokens of bytes\n", done.stderr
+    assert not (planted / "executed").exists()
+
+
+def test_train(ladder, planted):
+    """The look for a cluster, and the workers: both get as far as the data, which is not there."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        told = {**SLURM, "LADDER_JAX_COORDINATOR": f"localhost:{free.getsockname()[1]}"}
+    words = ["train", "tiny", "data.path=nowhere.txt", "mesh.data=2", "--cpu-devices", "1"]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        start = lambda process: ladder(*words, cwd=planted, **told, SLURM_PROCID=process, SLURM_LOCALID=process)
+        both = list(threads.map(start, "01"))
+    assert any("nowhere.txt" in done.stderr for done in both), both
+    assert [done.returncode for done in both] == [2, 2] and not (planted / "executed").exists(), both
+
+
+def test_the_probe(planted, monkeypatch):
+    monkeypatch.chdir(planted)
+    targets._probe_tpu(targets.parse("v5e:2x2"))
+    assert not (planted / "executed").exists()
+
+
+def test_the_same_library(tmp_path):
+    """Also where it is not installed: a copy runs itself, whatever else the path leads to."""
+    shutil.copytree(ROOT / "ladder_jax", tmp_path / "ladder_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    code = (
+        "import subprocess; from ladder_jax import python; "
+        "print(subprocess.run(python.command('inspect', 'ladder_jax.errors', '--details'),"
+        " capture_output=True, text=True).stdout)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert f"Origin: {tmp_path / 'ladder_jax' / 'errors.py'}" in done.stdout, done
+
+
+def test_the_environment_is_given_back(monkeypatch):
+    for before in (None, "0"):
+        monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+        if before is not None:
+            monkeypatch.setenv("PYTHONSAFEPATH", before)
+        with python.safe_path():
+            assert os.environ["PYTHONSAFEPATH"] == "1"
+        assert os.environ.get("PYTHONSAFEPATH") == before

@@ -1,0 +1,167 @@
+"""Requests whose logits are no numbers, and the noise of requests: with a seed and without."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax import decode
+from ladder_jax.config import DecodeConfig, Loop
+from ladder_jax.data.tokenizer import Bytes
+from ladder_jax.decode import Choice, Engine, Finish, NoNumbers, Request
+from ladder_jax.decode.engine import jsonl
+from ladder_jax.errors import RunFailed
+from tests import cases
+
+POISON = 13  # a token whose embedding is no number
+
+
+def definition(**mesh):
+    return cases.define("ladder", num_layers=2, **mesh)
+
+
+def engine(*, poison=None, mesh=(), **more):
+    of = definition(**dict(mesh))
+    params = cases.parameters(of)
+    if poison is not None:
+        params["embedding"]["table"] = np.array(params["embedding"]["table"])
+        params["embedding"]["table"][poison] = np.nan
+    sizes = {**dict(slots=1, capacity=64, chunk=5), **more}
+    return Engine(of, cases.place(params, of), decoder=Bytes().to_bytes, **sizes)
+
+
+GOOD = Request([1, 2, 3], max_new_tokens=18, seed=0)
+BAD = Request([4, POISON, 5], max_new_tokens=18, seed=0)
+
+
+@pytest.mark.parametrize("loop", Loop)
+def test_a_request_without_numbers_fails_alone(loop):
+    """Beside one that goes on; and whoever has its slot next reads nothing of what it left."""
+    expected = engine(loop=loop).submit(GOOD).result().tokens
+    ours = engine(poison=POISON, slots=2, loop=loop)
+    drawn = Request([7, 8], max_new_tokens=30, temperature=1.0, seed=3)
+    beside = ours.submit(drawn)
+    ours.step()
+    for bad in (
+        BAD,
+        Request(BAD.prompt, max_new_tokens=18, temperature=0.8, top_k=5, top_p=0.9, logprobs=True, seed=1),
+    ):
+        failing, after = ours.submit(bad), ours.submit(GOOD)
+        with pytest.raises(NoNumbers, match="the model's logits are no numbers .NaN or infinite. after 0 new tokens"):
+            failing.result()
+        assert list_of(failing) == []
+        assert after.result().tokens == expected
+    assert beside.result().tokens == engine().submit(drawn).result().tokens
+    assert ours.stats().finished == dict(stop=0, length=3, cancelled=0, failed=2) and not ours.busy
+    assert ours.error is None
+
+
+def list_of(handle):
+    pieces = []
+    with pytest.raises(NoNumbers):
+        pieces.extend(handle)
+    return pieces
+
+
+def test_what_came_before_is_given():
+    """The third new token's embedding is no number: three tokens, and then an error. Where the request ended with it,
+    none; and in the slot that both used, others find nothing of it."""
+    whole = engine().submit(GOOD).result().tokens
+    poison = whole[2]
+    assert poison not in whole[:2] + GOOD.prompt
+    ours = engine(poison=poison)
+    handle, pieces = ours.submit(GOOD), []
+    with pytest.raises(NoNumbers, match="after 3 new tokens"):
+        for piece in handle:
+            pieces.extend(piece.tokens)
+    assert tuple(pieces) == whole[:3]
+    ended = ours.submit(Request(GOOD.prompt, max_new_tokens=3, seed=0)).result()
+    assert (ended.tokens, ended.finish) == (whole[:3], Finish.LENGTH)
+    other = Request([9, 10], max_new_tokens=12, seed=0)
+    expected = engine().submit(other).result().tokens
+    assert poison not in expected and ours.submit(other).result().tokens == expected
+
+
+def test_a_generator_says_which_prompt():
+    of = definition(data=2, tensor=2)
+    params = cases.parameters(of)
+    params["embedding"]["table"] = np.array(params["embedding"]["table"])
+    params["embedding"]["table"][POISON] = np.nan
+    ours = decode.Generator.of(of, cases.place(params, of))
+    for temperature in (0.0, 1.0):
+        config = DecodeConfig(max_new_tokens=4, temperature=temperature)
+        with pytest.raises(RunFailed, match="prompt 2 of 3: the model's logits are no numbers .NaN or infinite."):
+            ours.tokens([GOOD.prompt, BAD.prompt, GOOD.prompt], config=config)
+        assert ours.tokens([GOOD.prompt], config=config).shape == (1, 4)
+
+
+def test_a_file_of_prompts_has_a_line_for_it(tmp_path):
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("b", chr(POISON), "b")))
+    read = dict(defaults=DecodeConfig(max_new_tokens=3), stop=(), encode=Bytes().encode, vocab_size=251, model="m")
+    jobs, ours = jsonl.read(str(source), **read), engine(poison=POISON)
+    with pytest.raises(RunFailed, match="out.jsonl: 1 prompts have no answer; their lines say why"):
+        jsonl.answer(ours, jobs, file=str(out), advance=lambda: None)
+    answers = {line["index"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert sorted(answers) == [0, 1, 2] and answers[0]["finish_reason"] == answers[2]["finish_reason"] == "length"
+    assert answers[1]["text"] is None and answers[1]["finish_reason"] == "error"
+    assert "no numbers" in answers[1]["error"]
+    assert jsonl.unanswered(str(out), jobs) == []
+
+
+def test_greedy_requests_run_the_lean_program():
+    """Nobody draws or asks for log-probabilities: no program that could is run."""
+    ours, ran = engine(slots=3), []
+    decode_ = ours._device.decode
+    ours._device.decode = lambda choice: (ran.append(choice), decode_(choice))[1]
+    ours.submit(Request([1], max_new_tokens=12, repetition_penalty=1.5)).result()
+    assert set(ran) == {Choice.GREEDY}
+    for more in (dict(temperature=1.0, seed=0), dict(logprobs=True)):
+        ran.clear()
+        long, short = ours.submit(Request([1], max_new_tokens=12)), ours.submit(Request([2], max_new_tokens=3, **more))
+        ours.run()
+        assert ran == [Choice.SAMPLED, Choice.GREEDY, Choice.GREEDY] and len(long.result().tokens) == 12
+        assert (short.result().logprobs is not None) == ("logprobs" in more)
+
+
+def test_requests_without_a_seed_have_noise_of_their_own():
+    ours = engine(slots=4)
+    ask = dict(prompt=[1, 2], max_new_tokens=12, temperature=1.5)
+    handles = [ours.submit(Request(**ask)) for _ in range(4)]
+    ours.run()
+    drawn = [handle.result().tokens for handle in handles]
+    assert len(set(drawn)) == 4
+    # And the seed that each of them drew gives its text again.
+    again = [ours.submit(Request(**ask, seed=handle.request.seed)) for handle in reversed(handles)]
+    assert [handle.result().tokens for handle in again] == drawn[::-1]
+
+
+@pytest.mark.parametrize("mesh", [(), (("tensor", 4),)], ids=["1", "4"])
+def test_with_a_seed_the_text_is_the_requests(mesh):
+    """Whatever came before, beside or after it, and on which devices."""
+    asked = [Request([1, 2], max_new_tokens=9, temperature=1.2, top_k=k, seed=seed) for k in (0, 7) for seed in (0, 5)]
+    alone = [engine().submit(one).result().tokens for one in asked]
+    ours = engine(slots=3, mesh=mesh)
+    order = [3, 1, 0, 2, 0, 3]
+    handles = [ours.submit(asked[index]) for index in order]
+    ours.run()
+    assert [handle.result().tokens for handle in handles] == [alone[index] for index in order]
+    assert len(set(alone)) == 4
+
+
+def test_prompts_of_one_command_do_not_share_their_noise(tmp_path):
+    source = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a", "seed": 3}, {"prompt": "a", "seed": 3}]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    defaults = DecodeConfig(max_new_tokens=12, temperature=1.5, seed=2**32 - 1)
+    jobs = jsonl.read(str(source), defaults=defaults, stop=(), encode=Bytes().encode, vocab_size=251, model="m")
+    assert [job.request.seed for job in jobs] == [2**32 - 1, 0, 3, 3]
+
+
+def test_a_failed_requests_slot_holds_no_nan():
+    """The slot's caches hold no NaN, neither keys nor values."""
+    ours = engine(poison=POISON, slots=2)
+    with pytest.raises(NoNumbers):
+        ours.submit(BAD).result()
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(ours._device._state.caches))

@@ -1,0 +1,292 @@
+"""Inference starts at the model's size: arrays are read one by one, with the values that reading all at once gives."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ladder_jax import checkpoint, cli, evaluate, nn
+from ladder_jax.checkpoint import Pieces, pieces, store
+from ladder_jax.config import Biases, DecodeConfig, Dtype, Loop, MeshConfig, Quantize, RunConfig, TrainConfig
+from ladder_jax.decode import Engine, build, memory, weights
+from ladder_jax.decode.engine.compilations import Compilations
+from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
+from ladder_jax.decode.engine.slots import Slots
+from ladder_jax.errors import UserError
+from tests import cases
+
+BFLOAT16 = dict(dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
+WIDE = dict(d_model=128, d_ff=512, vocab_size=512, **BFLOAT16)  # matrices that are large beside a short cache
+
+
+def save(folder, definition):
+    """A checkpoint of random values; returns these."""
+    params = cases.parameters(definition)
+    mesh = MeshConfig(tensor=definition.layout.mesh.size)
+    written = checkpoint.Store(folder, config=RunConfig(definition.config, mesh, TrainConfig(sequence=64)))
+    written.save(1, params=cases.place(params, definition), optimizer={"count": np.zeros(())})
+    written.close()
+    assert written.failure() is None
+    return params
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wide")
+    save(folder / "checkpoints", cases.define("ladder", **WIDE))
+    return folder
+
+
+def expected(definition, params, *, quantize, joined):
+    """What inference should hold, in NumPy, a dict a layer; of matrices of 8 bits (values, scale)."""
+
+    def stored(array, dims):
+        if len(dims) == 1:
+            return (array,)
+        if quantize is Quantize.NONE or dims in ("NH", "KH"):
+            return (array.astype(ml_dtypes.bfloat16),)
+        over = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "VD": 1}[dims]
+        scale = np.abs(array).max(over, keepdims=True) * np.float32(1 / 127)
+        scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale)
+        return np.round(array / scale).astype(np.int8), scale.squeeze(over)
+
+    def beside(parts, axis):
+        """Each rank's share of all parts; ranks that share a key/value head have it each."""
+        ranks = definition.layout.ranks
+        out = []
+        for arrays in zip(*parts):
+            arrays = [np.repeat(a, max(1, ranks // a.shape[axis]), axis) for a in arrays]
+            shares = zip(*(np.split(a, ranks, axis) for a in arrays))
+            out.append(np.concatenate([np.concatenate(share, axis) for share in shares], axis))
+        return tuple(out)
+
+    found = []
+    for layer in range(definition.config.num_layers):
+        take = lambda a, d, layer=layer: stored(np.asarray(a)[layer], d.removeprefix("L"))
+        tree = jax.tree.map(take, params["layers"], definition.dims["layers"])
+        if joined:
+            attention, mlp = tree["attention"], tree["mlp"]
+            attention["query_key_value"] = beside([attention.pop(name) for name in ("query", "key", "value")], -2)
+            mlp["gate_up"] = beside([mlp.pop(name) for name in ("gate", "up")], -1)
+        found.append(tree)
+    rest = {name: jax.tree.map(stored, params[name], definition.dims[name]) for name in params if name != "layers"}
+    return {**rest, "layers": tuple(found)}
+
+
+def same(found, wanted):
+    found, wanted = jax.tree.leaves(found), jax.tree.leaves(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype
+        rows = min(len(a), len(b)) if a.ndim <= 2 else len(b)  # a vocabulary's padding depends on the mesh
+        np.testing.assert_array_equal(np.asarray(a)[:rows], b[:rows])
+
+
+MODELS = {
+    "1": ("ladder", dict(tensor=1)),
+    "4, shared heads": ("ladder", dict(tensor=4, num_kv_heads=2)),
+    "4, tied, biases": ("standard", dict(tensor=4, tie_embeddings=True, biases=Biases.ALL, qk_norm=True)),
+    "fresh, 4 emulated": ("ladder-fresh", dict(ranks=4, num_kv_heads=2)),
+}
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
+@pytest.mark.parametrize("case", MODELS)
+def test_the_values_are_those_of_all_at_once(case, joined, tmp_path, monkeypatch):
+    """On another mesh than the one that wrote them, too, and whatever the chunks hold."""
+    name, changes = MODELS[case]
+    monkeypatch.setattr(weights, "faster_joined", lambda _: joined)
+    definition = cases.define(name, num_layers=3, **changes, **BFLOAT16)
+    writer = definition if name == "ladder-fresh" else nn.define(definition.config, mesh=cases.define(name).layout.mesh)
+    if joined:
+        monkeypatch.setattr(store, "_chunks", lambda params: jax.tree.map(lambda _: store.ocp.SaveArgs(), params))
+    params = save(tmp_path, writer)
+    saved = checkpoint.open_checkpoint(tmp_path)
+    for quantize in Quantize:
+        wanted = expected(definition, params, quantize=quantize, joined=joined)
+        for ahead in (1, pieces.AHEAD):
+            monkeypatch.setattr(pieces, "AHEAD", ahead)
+            form = dict(loop=Loop.UNROLLED, quantize=quantize)
+            found = weights.prepare(definition, Pieces(saved, definition), **form)
+            same(found, wanted)
+        place = lambda a, like: a.sharding.is_equivalent_to(like.sharding, a.ndim) and a.shape == like.shape
+        assert all(jax.tree.leaves(jax.tree.map(place, found, weights.abstract(definition, **form))))
+        same(weights.prepare(definition, saved.params(definition), **form), wanted)
+        stacked = weights.prepare(definition, Pieces(saved, definition), loop=Loop.SCAN, quantize=quantize)
+        same(stacked, {**wanted, "layers": jax.tree.map(lambda *layers: np.stack(layers), *wanted["layers"])})
+
+
+def test_a_chunk_is_a_layer(wide):
+    """Of what a run saves: else a layer could not be read without its stack."""
+    folder = wide / "checkpoints" / "1" / "params"
+    for name, layers in (("layers/mlp/up", 4), ("embedding/table", 0)):
+        opened = pieces._open(folder, name, pieces.tensorstore.Context())
+        assert opened.chunk_layout.read_chunk.shape == ((1, *opened.shape[1:]) if layers else opened.shape)
+
+
+@pytest.fixture
+def peak():
+    """Calls a function, and gives what it returned and the most bytes that were on devices at any call below."""
+
+    def call(fn):
+        most, before = 0, on_devices()
+
+        def look(frame, event, _):
+            nonlocal most
+            if "/ladder_jax/" in frame.f_code.co_filename:
+                most = max(most, on_devices())
+
+        sys.setprofile(look)
+        try:
+            found = fn()
+        finally:
+            sys.setprofile(None)
+        return found, most - before, on_devices() - before
+
+    yield call
+    sys.setprofile(None)
+
+
+def on_devices():
+    """Bytes of all arrays that are alive, buffers that several of them share counted once."""
+    found = {}
+    for array in jax.live_arrays():
+        if not array.is_deleted() and not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            for shard in array.addressable_shards:
+                found[shard.device, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("quantize", Quantize)
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor):
+    """What is on the devices while an engine is made: at most what it keeps, and its largest array in float32."""
+    saved, settings = checkpoint.open_checkpoint(wide), DecodeConfig(quantize=quantize)
+    sizes = dict(slots=1, capacity=16, max_queue=1)
+    start = lambda: of_checkpoint(saved, settings=settings, tensor=tensor, **sizes, decoder=None)
+    start()  # compiles, and makes what jax keeps
+    engine, most, kept = peak(start)
+    definition = nn.define(saved.config.model, mesh=engine._device._definition.layout.mesh)
+    largest = max(
+        4 * int(np.prod(leaf.shape[dims.startswith("L") :]))
+        for leaf, dims in zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims))
+    )
+    assert kept > 4 * largest  # else the bound would say little
+    assert most <= kept + largest
+
+
+def test_no_more_than_one_array_beside_an_evaluations_weights(wide, peak):
+    model = evaluate.open_model(wide)
+    _ = evaluate.open_model(wide).params, model.engine(capacity=16, slots=1)  # compile
+    largest = 4 * 512 * 128
+    for need in (lambda: evaluate.open_model(wide).params, lambda: model.engine(capacity=16, slots=1)):
+        _, most, kept = peak(need)
+        assert kept > 4 * largest and most <= kept + 1.5 * largest  # a layer in float32, and in bfloat16 for its stack
+
+
+def test_few_programs_whatever_the_depth():
+    """A layer's arrays compile what all layers' need."""
+    counts = []
+    for layers in (2, 5):
+        definition = cases.define("ladder", num_layers=layers, tensor=2, **BFLOAT16)
+        params = cases.place(cases.parameters(definition), definition)
+        jax.clear_caches()
+        with Compilations() as counted:
+            weights.prepare(definition, params, loop=Loop.UNROLLED, quantize=Quantize.INT8)
+        counts.append(counted.count)
+    assert counts[0] == counts[1] <= 20
+
+
+def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkeypatch):
+    """A table that fits in bfloat16, but not in float32 beside it."""
+    definition = cases.define("ladder", num_layers=1, vocab_size=4096, tie_embeddings=True, **BFLOAT16)
+    save(tmp_path / "checkpoints", definition)
+    saved, read = checkpoint.open_checkpoint(tmp_path), []
+    monkeypatch.setattr(checkpoint.Checkpoint, "compare", lambda *_: read.append(1))
+    start = lambda: of_checkpoint(
+        saved, settings=DecodeConfig(), tensor=1, slots=1, capacity=16, max_queue=1, decoder=None
+    )
+    form = dict(loop=Loop.UNROLLED, quantize=Quantize.NONE)
+    kept = memory.shard_bytes(weights.abstract(definition, **form))
+    most = weights.starting(definition, **form)
+    cached = memory.cache_bytes(definition, rows=1, capacity=64)
+    assert kept + cached < most == 4096 * 32 * 6  # the table in both
+    monkeypatch.setattr(memory, "room", lambda *_, **__: most - 1)
+    with pytest.raises(
+        UserError, match=r"reading the weights needs .* GiB a device \(weights .*, one of them as it is"
+    ):
+        start()
+    monkeypatch.setattr(memory, "room", lambda *_, **__: most)
+    monkeypatch.setattr(checkpoint.Checkpoint, "compare", lambda *_: (_ for _ in ()).throw(UserError("was read")))
+    with pytest.raises(UserError, match="was read"):
+        start()
+    monkeypatch.setattr(memory, "room", lambda *_, **__: kept - 1)
+    assert cli.main(["generate", str(tmp_path), "--prompt", "a", "--tensor", "1"]) == 2
+    assert cli.main(["evaluate", str(tmp_path), "--text", __file__, "--tensor", "1"]) == 2
+    assert not read
+
+
+def exhausted(*_, **__):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more")
+
+
+def no_memory(*_, **__):
+    raise MemoryError("no more of it")
+
+
+@pytest.mark.parametrize(
+    "what, where, error",
+    [
+        (build, "_made", exhausted),
+        (pieces._Array, "begin", no_memory),
+        (Slots, "insert", no_memory),
+        (Slots, "decode", exhausted),
+    ],
+)
+def test_memory_that_does_not_suffice_is_one_line(wide, tmp_path, what, where, error, monkeypatch, capsys):
+    """While loading, compiling or running; the same for each verb that has an engine."""
+    monkeypatch.setattr(what, where, error)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"question": "2 + 2 =", "answer": "#### 4"}) + "\n")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a"}) + "\n")
+    said = "Out of memory allocating 9 bytes" if error is exhausted else "no more of it"
+    for verb in (
+        ["generate", "--prompt", "a", "--max-new-tokens", "3"],
+        ["generate", "--prompts", prompts, "--out", tmp_path / "out", "--max-new-tokens", "3"],
+        ["serve", "--port", "0", "--capacity", "32"],
+        ["evaluate", "--generation", questions, "--max-new-tokens", "3"],
+    ):
+        assert cli.main([verb[0], str(wide), *map(str, verb[1:]), "--tensor", "1"]) == 2
+        out = capsys.readouterr().err
+        (line,) = [line for line in out.splitlines() if "ladder-jax:" in line]
+        assert "out of memory" in line and said in line and "more tensor ranks (--tensor) need less" in line
+        assert ("--slots" in line) and "Traceback" not in out
+
+
+def test_other_errors_stay_what_they_are(wide, monkeypatch):
+    def broken(*_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no more of it")
+
+    monkeypatch.setattr(build, "_made", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        cli.main(["generate", str(wide), "--prompt", "a", "--tensor", "1"])
+
+
+def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
+    """Of a checkpoint whose files are compared, too: a disk may fail in between."""
+    saved = checkpoint.open_checkpoint(wide)
+    definition = nn.define(saved.config.model, mesh=cases.define("ladder").layout.mesh)
+
+    def broken(*_):
+        raise ValueError("Error reading x: Input/output error [os_error_code='5']")
+
+    monkeypatch.setattr(pieces._Array, "begin", broken)
+    with pytest.raises(checkpoint.Damaged, match="damaged or incomplete: Input/output error"):
+        Engine(definition, Pieces(saved, definition), slots=1, capacity=16)
+    with pytest.raises(UserError, match=r"does not fit its configuration: layers/mlp/down is \(4, 512, 128\)"):
+        other = nn.define(dataclasses.replace(saved.config.model, d_ff=64), mesh=definition.layout.mesh)
+        Engine(other, Pieces(saved, other), slots=1, capacity=16)
