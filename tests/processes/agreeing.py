@@ -116,7 +116,7 @@ def made(overrides, wrong, patience):
 
     def end(self):
         digest = hashlib.blake2b(digest_size=16)
-        for leaf in jax.tree.leaves(self.state.train.params):
+        for leaf in jax.tree.leaves(self.state.params):
             digest.update(np.asarray(leaf.addressable_data(0)).tobytes())
         told["digest"] = digest.hexdigest()
         return finish(self)
