@@ -29,6 +29,8 @@ HERE = pathlib.Path(__file__).parent
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", default=TARGETS)
+    parser.add_argument("--residuals", nargs="+", default=RESIDUALS)
+    parser.add_argument("--weights", nargs="+", default=[kind.value for kind in Quantize])
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     args = parser.parse_args()
 
@@ -36,8 +38,8 @@ def main() -> int:
     asked = [
         requests.make(target=target, residual=residual, quantize=quantize, **shape)
         for target in args.targets
-        for quantize in Quantize
-        for residual in (RESIDUALS if quantize is Quantize.NONE else ("ladder",))
+        for quantize in map(Quantize, args.weights)
+        for residual in (args.residuals if quantize is Quantize.NONE else ("ladder",))
     ]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         rows = list(pool.map(measure, asked))

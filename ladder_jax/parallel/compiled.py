@@ -35,11 +35,20 @@ class Compiled:
     outermost program's.
     """
 
-    def __init__(self, fn: Callable, *, mesh: Mesh, traits: Traits, donate_argnums: int | Sequence[int] = ()):
+    def __init__(
+        self,
+        fn: Callable,
+        *,
+        mesh: Mesh,
+        traits: Traits,
+        donate_argnums: int | Sequence[int] = (),
+        out_shardings: Any = None,
+    ):
         best = compile_options(mesh, traits=traits)
         rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
         self.__wrapped__ = fn
-        self._jit = functools.partial(jax.jit, fn, donate_argnums=donate_argnums)
+        self._placed = functools.partial(jax.jit, fn, out_shardings=out_shardings)
+        self._jit = functools.partial(self._placed, donate_argnums=donate_argnums)
         self._left = [*([{**best, **rescue}] if rescue else []), *([{}] if best else [])]
         self.options = best
         self._jitted = self._jit(compiler_options=best)
@@ -58,7 +67,7 @@ class Compiled:
 
     @functools.cached_property
     def _plain(self) -> Callable:
-        return jax.jit(self.__wrapped__)
+        return self._placed()
 
     def _try(self, run: Callable) -> Any:
         while True:

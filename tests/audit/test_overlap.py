@@ -132,10 +132,10 @@ def test_standard_hides_nothing(request_, compiled):
     "request_", [case(target, Phase.DECODE, name) for target in ALL for name in ("standard", "ladder")]
 )
 def test_a_decode_step_reads_the_weights_and_the_cache_once(request_, compiled):
-    """On TPUs: a GPU's fusions round-trip a little more, and its compiler tunes only where there is a GPU."""
+    """The mean of the token loop. v5e keeps a tenth of it in vector memory from one token to the next."""
     answer = compiled(request_)
-    assert 1 <= answer.bytes_accessed / answer.record.bytes_minimum < 1.15
-    if request_.target.kind in ("v5p", "tpu7x"):  # elsewhere it counts what is prefetched up to three times
+    assert 0.9 < answer.bytes_accessed / answer.record.bytes_minimum <= 1.10
+    if request_.target.kind == "v5p":  # elsewhere it counts what is prefetched up to three times, or done once a call
         assert answer.record.bytes_accessed / answer.record.bytes_minimum < 1.15
 
 
