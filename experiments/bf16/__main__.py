@@ -1,6 +1,6 @@
 """`tiny` trained in float32 and in bfloat16 from one seed: the curves side by side, and how far apart they end.
 
-    python -m experiments.bf16                              # about 10 minutes on one core
+    python -m experiments.bf16                              # some minutes a run
     python -m experiments.bf16 --before CHECKOUT            # adds bfloat16 as an earlier commit's checkout trains it
 
 Each is `ladder-jax train tiny.yaml` in a process of its own; a second call goes on where a killed one stopped. The
