@@ -56,11 +56,19 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         if tracing():
             return self._plain(*args)
-        return self._try(lambda: self._jitted(*args))
+        try:
+            return self._jitted(*args)
+        except jax.errors.JaxRuntimeError as error:
+            self._fall_back(error)
+        return self(*args)
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
         """Ahead of time, for arguments or their shapes."""
-        return self._try(lambda: self._jitted.lower(*args).compile())
+        try:
+            return self._jitted.lower(*args).compile()
+        except jax.errors.JaxRuntimeError as error:
+            self._fall_back(error)
+        return self.compile(*args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         return self._jitted.lower(*args)
@@ -69,21 +77,18 @@ class Compiled:
     def _plain(self) -> Callable:
         return self._placed()
 
-    def _try(self, run: Callable) -> Any:
-        while True:
-            try:
-                return run()
-            except jax.errors.JaxRuntimeError as error:
-                if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
-                    raise
-                failed, self.options = self.options, self._left.pop(0)
-                logger.warning(
-                    "the compiler fails with %s; now with %s: %s",
-                    ", ".join(failed),
-                    ", ".join(self.options) or "no options, so reductions are synchronous",
-                    str(error).splitlines()[0][:160],
-                )
-                self._jitted = self._jit(compiler_options=self.options)
+    def _fall_back(self, error: jax.errors.JaxRuntimeError) -> None:
+        """Take the next options, or raise `error` where it is another, or none are left."""
+        if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
+            raise error
+        failed, self.options = self.options, self._left.pop(0)
+        logger.warning(
+            "the compiler fails with %s; now with %s: %s",
+            ", ".join(failed),
+            ", ".join(self.options) or "no options, so reductions are synchronous",
+            str(error).splitlines()[0][:160],
+        )
+        self._jitted = self._jit(compiler_options=self.options)
 
 
 # The compiler's two words for it. It runs out before a program starts, so no donated buffer is lost.
