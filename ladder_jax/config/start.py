@@ -35,11 +35,7 @@ def _model_of(path: str) -> dict[str, Any]:
     """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's folder."""
     folder = pathlib.Path(path).expanduser()
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    steps = (
-        [int(one.name) for one in folder.iterdir() if one.name.isascii() and one.name.isdigit()]
-        if folder.is_dir()
-        else []
-    )
+    steps = [int(one.name) for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []
     folder = folder / str(max(steps)) if steps else folder
     try:
         return dict(json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))["config"]["model"])
