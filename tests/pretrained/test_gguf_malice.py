@@ -1,0 +1,98 @@
+"""GGUF files that say what no model would: refused in a line, in little time and memory."""
+
+import pathlib
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from ladder_jax.errors import UserError
+from ladder_jax.pretrained.gguf import tokenizer as gguf_tokenizer
+from ladder_jax.pretrained.gguf.file import File
+from tests.pretrained import gguf_files
+from tests.pretrained.test_gguf import refused
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def string(text):
+    return struct.pack("<Q", len(text)) + text
+
+
+def head_of(*settings, version=3, tensors=0):
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, len(settings)) + b"".join(settings)
+
+
+LIST = string(b"tokenizer.ggml.scores") + struct.pack("<I", 9)
+BOMBS = {
+    "numbers": head_of(LIST + struct.pack("<IQ", 6, 2**40)),
+    "strings": head_of(LIST + struct.pack("<IQ", 8, 2**40)),
+    "lists": head_of(LIST + struct.pack("<IQ", 9, 2**40)),
+    "as many as it has bytes": head_of(LIST + struct.pack("<IQ", 0, 2**25) + bytes(2**25)),
+    "lists in lists": head_of(LIST + struct.pack("<IQ", 9, 1) * 100_000),
+    "empty lists": head_of(*[LIST + struct.pack("<IQ", 9, 2**20) + struct.pack("<IQ", 9, 0) * 2**20] * 2),
+    "settings": b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),
+    "tensors": head_of(tensors=2**60),
+    "a name": head_of(struct.pack("<Q", 2**63) + b"a"),
+    "a text": head_of(string(b"a") + struct.pack("<IQ", 8, 2**63)),
+    "a type": head_of(string(b"a") + struct.pack("<I", 77)),
+    "version 2": head_of(LIST + struct.pack("<IQ", 6, 2**40), version=2),
+    "big-endian": b"GGUF"
+    + struct.pack(">IQQ", 3, 0, 1)
+    + struct.pack(">Q", 1)
+    + b"a"
+    + struct.pack(">IIQ", 9, 6, 2**40),
+    "a version": head_of(LIST + struct.pack("<IQ", 6, 2**40), version=1),
+}
+
+
+def test_counts_that_no_file_could_hold(tmp_path):
+    """In little time and memory, whatever it says that it holds."""
+    for name, content in BOMBS.items():
+        (tmp_path / name).write_bytes(content)
+    code = (
+        "import os, resource, sys; from ladder_jax import pretrained; from ladder_jax.errors import UserError\n"
+        "import gguf, jax\n"
+        "os.chdir(sys.argv[1])\n"
+        "held = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (held + 2**29,) * 2)\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (int(sum(resource.getrusage(0)[:2])) + 20,) * 2)\n"
+        "for name in sorted(os.listdir()):\n"
+        "    try: pretrained.open(name)\n"
+        "    except UserError as error: print(error, flush=True)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    said = done.stdout.splitlines()
+    assert done.returncode == 0 and len(said) == len(BOMBS), done.stderr[-500:]
+    for name, line in zip(sorted(BOMBS), said):
+        assert line.startswith(f"'{name}' is ") and "MemoryError" not in line, line
+        assert "damaged or incomplete" in line or "big-endian" in line, line
+
+
+def test_settings_of_another_type(tmp_path):
+    """Named, whatever they are: ids as text, a template as a number."""
+    for name, value in (
+        ("tokenizer.ggml.bos_token_id", "1"),
+        ("tokenizer.ggml.eot_token_id", "two"),
+        ("tokenizer.ggml.padding_token_id", 1.5),
+        ("tokenizer.ggml.unknown_token_id", True),
+        ("tokenizer.ggml.add_bos_token", "yes"),
+        ("tokenizer.ggml.tokens", [1, 2]),
+        ("tokenizer.ggml.token_type", ["a"]),
+        ("tokenizer.ggml.scores", "a"),
+        ("tokenizer.chat_template", 5),
+        ("split.count", "2"),
+        ("llama.context_length", "long"),
+    ):
+        file = gguf_files.write(tmp_path / "a.gguf", "llama-2", settings={name: value})
+        assert f"{name} must be" in (said := refused(file)) or f"{name} is not the list" in said
+
+
+def test_a_token_as_long_as_a_book(tmp_path):
+    """To try each way to make it of two others takes the square of its length."""
+    with pytest.raises(UserError, match="has a token of 100000 characters"):
+        gguf_tokenizer._llama(
+            File("x", {"tokenizer.ggml.scores": [0.0, 0.0]}, {}), ["a" * 100_000, "a"], [1, 1], {}
+        )  # fmt: skip
