@@ -1,7 +1,5 @@
 """Inference starts at the model's size: arrays are read one by one, with the values that reading all at once gives."""
 
-import dataclasses
-import json
 import sys
 
 import jax
@@ -9,35 +7,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ladder_jax import checkpoint, cli, evaluate, nn
+from ladder_jax import checkpoint, evaluate, nn
 from ladder_jax.checkpoint import Pieces, pieces, store
-from ladder_jax.config import Biases, DecodeConfig, Dtype, Loop, MeshConfig, Quantize, RunConfig, TrainConfig
-from ladder_jax.decode import Engine, build, memory, weights
+from ladder_jax.config import Biases, DecodeConfig, Loop, Quantize
+from ladder_jax.decode import weights
 from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
-from ladder_jax.decode.engine.slots import Slots
-from ladder_jax.errors import UserError
-from tests import cases
-
-BFLOAT16 = dict(dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
-WIDE = dict(d_model=128, d_ff=512, vocab_size=512, **BFLOAT16)  # matrices that are large beside a short cache
-
-
-def save(folder, definition):
-    """A checkpoint of random values; returns these."""
-    params = cases.parameters(definition)
-    mesh = MeshConfig(tensor=definition.layout.mesh.size)
-    written = checkpoint.Store(folder, config=RunConfig(definition.config, mesh, TrainConfig(sequence=64)))
-    written.save(1, params=cases.place(params, definition), optimizer={"count": np.zeros(())})
-    written.close()
-    assert written.failure() is None
-    return params
+from tests import cases, starts
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
-    save(folder / "checkpoints", cases.define("ladder", **WIDE))
+    starts.save(folder / "checkpoints", cases.define("ladder", **starts.WIDE))
     return folder
 
 
@@ -99,11 +81,11 @@ def test_the_values_are_those_of_all_at_once(case, joined, tmp_path, monkeypatch
     """On another mesh than the one that wrote them, too, and whatever the chunks hold."""
     name, changes = MODELS[case]
     monkeypatch.setattr(weights, "faster_joined", lambda _: joined)
-    definition = cases.define(name, num_layers=3, **changes, **BFLOAT16)
+    definition = cases.define(name, num_layers=3, **changes, **starts.BFLOAT16)
     writer = definition if name == "ladder-fresh" else nn.define(definition.config, mesh=cases.define(name).layout.mesh)
     if joined:
         monkeypatch.setattr(store, "_chunks", lambda params: jax.tree.map(lambda _: store.ocp.SaveArgs(), params))
-    params = save(tmp_path, writer)
+    params = starts.save(tmp_path, writer)
     saved = checkpoint.open_checkpoint(tmp_path)
     for quantize in Quantize:
         wanted = expected(definition, params, quantize=quantize, joined=joined)
@@ -125,6 +107,27 @@ def test_a_chunk_is_a_layer(wide):
     for name, layers in (("layers/mlp/up", 4), ("embedding/table", 0)):
         opened = pieces._open(folder, name, pieces.tensorstore.Context())
         assert opened.chunk_layout.read_chunk.shape == ((1, *opened.shape[1:]) if layers else opened.shape)
+
+
+def test_a_process_reads_its_own_part(wide, monkeypatch):
+    """Of several: the columns of its devices, here the last two of four, and no others."""
+    definition = nn.define(
+        checkpoint.open_checkpoint(wide).config.model, mesh=cases.define("ladder", tensor=4).layout.mesh
+    )
+    sharding = definition.layout.sharding("DF")
+
+    class Own:
+        def addressable_devices_indices_map(self, shape):
+            return dict(list(sharding.devices_indices_map(shape).items())[2:])
+
+    store = pieces._open(wide / "checkpoints" / "1" / "params", "layers/mlp/up", pieces.tensorstore.Context())
+    array = pieces._Array(store, (128, 512), Own(), pieces._span((128, 512), Own()), 1)
+    read, whole, shares = array.begin(2).result(), store[2].read().result(), []
+    assert read.shape == (1, 128, 256) and read.nbytes == array.size(2)
+    own = Own().addressable_devices_indices_map((128, 512)).values()
+    monkeypatch.setattr(pieces.placing, "place", lambda share, *_: shares.extend(map(share, own)))
+    array.place(read[0])
+    assert [np.array_equal(share, whole[:, at : at + 128]) for share, at in zip(shares, (256, 384))] == [True, True]
 
 
 @pytest.fixture
@@ -191,102 +194,10 @@ def test_few_programs_whatever_the_depth():
     """A layer's arrays compile what all layers' need."""
     counts = []
     for layers in (2, 5):
-        definition = cases.define("ladder", num_layers=layers, tensor=2, **BFLOAT16)
+        definition = cases.define("ladder", num_layers=layers, tensor=2, **starts.BFLOAT16)
         params = cases.place(cases.parameters(definition), definition)
         jax.clear_caches()
         with Compilations() as counted:
             weights.prepare(definition, params, loop=Loop.UNROLLED, quantize=Quantize.INT8)
         counts.append(counted.count)
     assert counts[0] == counts[1] <= 20
-
-
-def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkeypatch):
-    """A table that fits in bfloat16, but not in float32 beside it."""
-    definition = cases.define("ladder", num_layers=1, vocab_size=4096, tie_embeddings=True, **BFLOAT16)
-    save(tmp_path / "checkpoints", definition)
-    saved, read = checkpoint.open_checkpoint(tmp_path), []
-    monkeypatch.setattr(checkpoint.Checkpoint, "compare", lambda *_: read.append(1))
-    start = lambda: of_checkpoint(
-        saved, settings=DecodeConfig(), tensor=1, slots=1, capacity=16, max_queue=1, decoder=None
-    )
-    form = dict(loop=Loop.UNROLLED, quantize=Quantize.NONE)
-    kept = memory.shard_bytes(weights.abstract(definition, **form))
-    most = weights.starting(definition, **form)
-    cached = memory.cache_bytes(definition, rows=1, capacity=64)
-    assert kept + cached < most == 4096 * 32 * 6  # the table in both
-    monkeypatch.setattr(memory, "room", lambda *_, **__: most - 1)
-    with pytest.raises(
-        UserError, match=r"reading the weights needs .* GiB a device \(weights .*, one of them as it is"
-    ):
-        start()
-    monkeypatch.setattr(memory, "room", lambda *_, **__: most)
-    monkeypatch.setattr(checkpoint.Checkpoint, "compare", lambda *_: (_ for _ in ()).throw(UserError("was read")))
-    with pytest.raises(UserError, match="was read"):
-        start()
-    monkeypatch.setattr(memory, "room", lambda *_, **__: kept - 1)
-    assert cli.main(["generate", str(tmp_path), "--prompt", "a", "--tensor", "1"]) == 2
-    assert cli.main(["evaluate", str(tmp_path), "--text", __file__, "--tensor", "1"]) == 2
-    assert not read
-
-
-def exhausted(*_, **__):
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more")
-
-
-def no_memory(*_, **__):
-    raise MemoryError("no more of it")
-
-
-@pytest.mark.parametrize(
-    "what, where, error",
-    [
-        (build, "_made", exhausted),
-        (pieces._Array, "begin", no_memory),
-        (Slots, "insert", no_memory),
-        (Slots, "decode", exhausted),
-    ],
-)
-def test_memory_that_does_not_suffice_is_one_line(wide, tmp_path, what, where, error, monkeypatch, capsys):
-    """While loading, compiling or running; the same for each verb that has an engine."""
-    monkeypatch.setattr(what, where, error)
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text(json.dumps({"question": "2 + 2 =", "answer": "#### 4"}) + "\n")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "a"}) + "\n")
-    said = "Out of memory allocating 9 bytes" if error is exhausted else "no more of it"
-    for verb in (
-        ["generate", "--prompt", "a", "--max-new-tokens", "3"],
-        ["generate", "--prompts", prompts, "--out", tmp_path / "out", "--max-new-tokens", "3"],
-        ["serve", "--port", "0", "--capacity", "32"],
-        ["evaluate", "--generation", questions, "--max-new-tokens", "3"],
-    ):
-        assert cli.main([verb[0], str(wide), *map(str, verb[1:]), "--tensor", "1"]) == 2
-        out = capsys.readouterr().err
-        (line,) = [line for line in out.splitlines() if "ladder-jax:" in line]
-        assert "out of memory" in line and said in line and "more tensor ranks (--tensor) need less" in line
-        assert ("--slots" in line) and "Traceback" not in out
-
-
-def test_other_errors_stay_what_they_are(wide, monkeypatch):
-    def broken(*_, **__):
-        raise jax.errors.JaxRuntimeError("INTERNAL: no more of it")
-
-    monkeypatch.setattr(build, "_made", broken)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        cli.main(["generate", str(wide), "--prompt", "a", "--tensor", "1"])
-
-
-def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
-    """Of a checkpoint whose files are compared, too: a disk may fail in between."""
-    saved = checkpoint.open_checkpoint(wide)
-    definition = nn.define(saved.config.model, mesh=cases.define("ladder").layout.mesh)
-
-    def broken(*_):
-        raise ValueError("Error reading x: Input/output error [os_error_code='5']")
-
-    monkeypatch.setattr(pieces._Array, "begin", broken)
-    with pytest.raises(checkpoint.Damaged, match="damaged or incomplete: Input/output error"):
-        Engine(definition, Pieces(saved, definition), slots=1, capacity=16)
-    with pytest.raises(UserError, match=r"does not fit its configuration: layers/mlp/down is \(4, 512, 128\)"):
-        other = nn.define(dataclasses.replace(saved.config.model, d_ff=64), mesh=definition.layout.mesh)
-        Engine(other, Pieces(saved, other), slots=1, capacity=16)

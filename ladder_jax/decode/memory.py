@@ -53,7 +53,7 @@ def check_slots(
     most = weights.starting(definition, loop=loop, quantize=quantize)
     size = check_start(definition, kept=kept, most=most, held=held, quantize=quantize)
     parts = {"weights": kept, "cache": cache_bytes(definition, rows=slots, capacity=positions)}
-    advice = f"ask for fewer, or shorter ones{_or(quantize)}"
+    advice = f"ask for fewer, or shorter ones; {_less(quantize)}"
     check(parts, room=size, what=f"a cache of {slots} x {positions:,} tokens", instead=advice)
 
 
@@ -72,7 +72,7 @@ def check_start(
     on_host = devices.flat[0].platform == "cpu"  # where what is available does not count what is held
     parts = {"weights": kept, "one of them as it is stored": most - kept, "those in memory": 0 if on_host else held}
     parts = {name: bytes_ for name, bytes_ in parts.items() if bytes_ or name == "weights"}
-    check(parts, room=size, what="reading the weights", instead=f"no number of slots helps{_or(quantize)}")
+    check(parts, room=size, what="reading the weights", instead=_less(quantize))
     return size
 
 
@@ -100,9 +100,9 @@ def _exhausted(error: BaseException | None) -> str | None:
     return None
 
 
-def _or(quantize: Quantize | None) -> str:
-    smaller = "; int8 weights (--quantize int8) or" if quantize is Quantize.NONE else ";"
-    return f"{smaller} more tensor ranks (--tensor) need less a device"
+def _less(quantize: Quantize | None) -> str:
+    smaller = "int8 weights (--quantize int8) or " if quantize is Quantize.NONE else ""
+    return f"{smaller}more tensor ranks (--tensor) need less a device"
 
 
 def cache_bytes(definition: Definition, *, rows: int, capacity: int) -> int:
@@ -113,6 +113,11 @@ def cache_bytes(definition: Definition, *, rows: int, capacity: int) -> int:
 def shard_bytes(tree: Any) -> int:
     """A device's share of arrays, from their shapes, dtypes and shardings."""
     return sum(shard_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def held_bytes(params: Any) -> int:
+    """A device's share of parameters that are in memory; 0 of what reads them, and of the host's arrays."""
+    return shard_bytes([leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)])
 
 
 def shard_size(leaf: jax.ShapeDtypeStruct) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from ladder_jax.config import Loop, Quantize
-from ladder_jax.decode import build
-from ladder_jax.decode.build import Reader, dims_of, stored
+from ladder_jax.decode import build, targets
+from ladder_jax.decode.build import Reader
+from ladder_jax.decode.targets import dims_of, stored
 from ladder_jax.errors import UserError
 from ladder_jax.nn import Definition, Params, parameter
 from ladder_jax.parallel import is_v5e
@@ -34,7 +35,7 @@ def stacked(definition: Definition, params: Params | Reader) -> Params:
 
 def stacked_bytes(definition: Definition) -> tuple[int, int]:
     """A device's share of what `stacked` gives, and the most that it holds meanwhile."""
-    return build.sizes(definition, definition.dims, loop=Loop.SCAN, quantize=Quantize.NONE)
+    return targets.sizes(definition, definition.dims, loop=Loop.SCAN, quantize=Quantize.NONE)
 
 
 def dims(definition: Definition, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
@@ -58,7 +59,7 @@ def abstract(definition: Definition, *, loop: Loop, quantize: Quantize = Quantiz
 
 def starting(definition: Definition, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> int:
     """The most bytes that a device holds while `prepare` reads, with all that is done by then."""
-    return build.sizes(definition, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)[1]
+    return targets.sizes(definition, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)[1]
 
 
 def faster_joined(definition: Definition) -> bool:

@@ -69,8 +69,7 @@ class Engine:
         ):
             if value < least:
                 raise UserError(f"{name} must be at least {least}, not {value}")
-        held = 0 if callable(params) else memory.shard_bytes(params)
-        form = dict(loop=loop, quantize=quantize)
+        form, held = dict(loop=loop, quantize=quantize), memory.held_bytes(params)
         memory.check_slots(definition, slots=slots, positions=capacity + chunk, held=held, **form)
         self.capacity, self.slots, self.max_queue = capacity, slots, max_queue
         self._vocab_size, self._decoder = definition.config.vocab_size, decoder

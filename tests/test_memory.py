@@ -1,0 +1,115 @@
+"""Memory that does not suffice for inference: refused before anything is read, or one line that says what to lower."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from ladder_jax import checkpoint, cli, nn
+from ladder_jax.checkpoint import Pieces, pieces
+from ladder_jax.config import DecodeConfig, Loop, Quantize
+from ladder_jax.decode import Engine, build, memory, weights
+from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
+from ladder_jax.decode.engine.slots import Slots
+from ladder_jax.errors import UserError
+from tests import cases, starts
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wide")
+    starts.save(folder / "checkpoints", cases.define("ladder", **starts.WIDE))
+    return folder
+
+
+def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkeypatch):
+    """A table that fits in bfloat16, but not in float32 beside it."""
+    definition = cases.define("ladder", num_layers=1, vocab_size=4096, tie_embeddings=True, **starts.BFLOAT16)
+    starts.save(tmp_path / "checkpoints", definition)
+    saved, read = checkpoint.open_checkpoint(tmp_path), []
+    monkeypatch.setattr(checkpoint.Checkpoint, "compare", lambda *_: read.append(1))
+    start = lambda: of_checkpoint(
+        saved, settings=DecodeConfig(), tensor=1, slots=1, capacity=16, max_queue=1, decoder=None
+    )
+    form = dict(loop=Loop.UNROLLED, quantize=Quantize.NONE)
+    kept = memory.shard_bytes(weights.abstract(definition, **form))
+    most = weights.starting(definition, **form)
+    cached = memory.cache_bytes(definition, rows=1, capacity=64)
+    assert kept + cached < most == 4096 * 32 * 6  # the table in both
+    monkeypatch.setattr(memory, "room", lambda *_, **__: most - 1)
+    with pytest.raises(
+        UserError, match=r"reading the weights needs .* GiB a device \(weights .*, one of them as it is"
+    ):
+        start()
+    monkeypatch.setattr(memory, "room", lambda *_, **__: most)
+    monkeypatch.setattr(checkpoint.Checkpoint, "compare", lambda *_: (_ for _ in ()).throw(UserError("was read")))
+    with pytest.raises(UserError, match="was read"):
+        start()
+    monkeypatch.setattr(memory, "room", lambda *_, **__: kept - 1)
+    assert cli.main(["generate", str(tmp_path), "--prompt", "a", "--tensor", "1"]) == 2
+    assert cli.main(["evaluate", str(tmp_path), "--text", __file__, "--tensor", "1"]) == 2
+    assert not read
+
+
+def exhausted(*_, **__):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more")
+
+
+def no_memory(*_, **__):
+    raise MemoryError("no more of it")
+
+
+@pytest.mark.parametrize(
+    "what, where, error",
+    [
+        (build, "_made", exhausted),
+        (pieces._Array, "begin", no_memory),
+        (Slots, "insert", no_memory),
+        (Slots, "decode", exhausted),
+    ],
+)
+def test_memory_that_does_not_suffice_is_one_line(wide, tmp_path, what, where, error, monkeypatch, capsys):
+    """While loading, compiling or running; the same for each verb that has an engine."""
+    monkeypatch.setattr(what, where, error)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"question": "2 + 2 =", "answer": "#### 4"}) + "\n")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a"}) + "\n")
+    said = "Out of memory allocating 9 bytes" if error is exhausted else "no more of it"
+    for verb in (
+        ["generate", "--prompt", "a", "--max-new-tokens", "3"],
+        ["generate", "--prompts", prompts, "--out", tmp_path / "out", "--max-new-tokens", "3"],
+        ["serve", "--port", "0", "--capacity", "32"],
+        ["evaluate", "--generation", questions, "--max-new-tokens", "3"],
+    ):
+        assert cli.main([verb[0], str(wide), *map(str, verb[1:]), "--tensor", "1"]) == 2
+        out = capsys.readouterr().err
+        (line,) = [line for line in out.splitlines() if "ladder-jax:" in line]
+        assert "out of memory" in line and said in line and "more tensor ranks (--tensor) need less" in line
+        assert ("--slots" in line) and "Traceback" not in out
+
+
+def test_other_errors_stay_what_they_are(wide, monkeypatch):
+    def broken(*_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no more of it")
+
+    monkeypatch.setattr(build, "_made", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        cli.main(["generate", str(wide), "--prompt", "a", "--tensor", "1"])
+
+
+def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
+    """Of a checkpoint whose files are compared, too: a disk may fail in between."""
+    saved = checkpoint.open_checkpoint(wide)
+    definition = nn.define(saved.config.model, mesh=cases.define("ladder").layout.mesh)
+
+    def broken(*_):
+        raise ValueError("Error reading x: Input/output error [os_error_code='5']")
+
+    monkeypatch.setattr(pieces._Array, "begin", broken)
+    with pytest.raises(checkpoint.Damaged, match="damaged or incomplete: Input/output error"):
+        Engine(definition, Pieces(saved, definition), slots=1, capacity=16)
+    with pytest.raises(UserError, match=r"does not fit its configuration: layers/mlp/down is \(4, 512, 128\)"):
+        other = nn.define(dataclasses.replace(saved.config.model, d_ff=64), mesh=definition.layout.mesh)
+        Engine(other, Pieces(saved, other), slots=1, capacity=16)
