@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed  # its store has no public name
 
 from ladder_jax.errors import RunFailed, UserError
 
@@ -31,7 +30,7 @@ class Agreement:
     """
 
     def __init__(self, name: str, *, patience: float = PATIENCE):
-        self._client = distributed.global_state.client
+        self._client = _client()
         self.patience, self._rounds = patience, itertools.count()
         self._prefix = f"ladder_jax/{name}/{next(_opened)}"
 
@@ -114,6 +113,15 @@ class Agreement:
                     raise
         count = jax.process_count()
         raise RunFailed(f"process {process} of {count} has not answered within {self.patience:g} s: {what}")
+
+
+def _client() -> Any:
+    """The coordination service's, None for a process alone. It has no public name, so only several processes need it."""
+    if not jax.distributed.is_initialized():
+        return None
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 def first_of[T](reports: Sequence[T | None]) -> tuple[T | None, str]:
