@@ -116,7 +116,7 @@ class Agreement:
 
 
 def _client() -> Any:
-    """The coordination service's, None for a process alone. It has no public name, so only several processes need it."""
+    """The coordination service's; None for a process alone. It has no public name: only several processes need it."""
     if not jax.distributed.is_initialized():
         return None
     from jax._src import distributed
