@@ -44,7 +44,9 @@ def test_json(run_cli, kept):
     ]
     assert {one["bytes"] for one in found["reductions"]} == {2 * 128 * 4}  # a CPU adds bfloat16 in float32
     others = [(one["kind"], one["for"], one["count"], one["bytes"]) for one in found["other_collectives"]]
-    assert others == [("all-reduce", "embedding", 1, 2 * 128 * 4)] and found["other_hidden"] == 0
+    chosen = 3 * 2 * 4  # of each row the largest score, whose it is, and whether it is a number
+    assert others == [("all-reduce", "embedding", 1, 2 * 128 * 4), ("all-gather", "choice of the token", 1, chosen)]
+    assert found["other_hidden"] == 0
     assert found["hidden_time_fraction"] is None and found["window_flops_fraction"] is None
     heads, layers, cache = 8, 4, 4 * 2 * 2 * 32 * 1 * 16 * 2  # a rank holds one head of 16, bfloat16, keys and values
     d, ff, v = 128, 352 // heads, 128  # the head's 256 rows are padded to 128 a rank
@@ -57,7 +59,7 @@ def test_text_begins_with_the_verdict(run_cli, kept):
     done = run_cli("overlap", *ASKED, LADDER_JAX_CACHE=str(kept), check_status=0)
     assert done.stdout.splitlines()[0] == "0 of 8 all-reduces hidden: each is synchronous"
     assert "output of attention" in done.stdout and "memory" in done.stdout
-    assert "other collectives: 1 (embedding), 0 hidden" in done.stdout.splitlines()
+    assert "other collectives: 2 (embedding, choice of the token), 0 hidden" in done.stdout.splitlines()
     assert os.listdir(kept) == ["schedules"] and len(os.listdir(kept / "schedules")) == 1  # one program, kept
 
 
