@@ -123,6 +123,8 @@ def decode_many(
         def turn(carry, _):
             caches, seen, tokens, lengths = carry
             logits, caches = one(params, caches, tokens, lengths)
+            # Whoever chooses, the step before is compiled alike: a neighbour's settings must not decide a near tie.
+            logits = jax.lax.optimization_barrier(logits)
             lengths, seen = lengths + 1, sampling.mark(seen, tokens, axes=axes)
             tokens, logprobs = choose(logits, lengths, seen)
             return (caches, seen, tokens, lengths), (tokens, logprobs)
