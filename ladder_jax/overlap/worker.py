@@ -22,7 +22,6 @@ def main(source: str, destination: str, dump: str | None = None) -> int:
     import jax
 
     from ladder_jax.overlap import programs, record, scheduled
-    from ladder_jax.schedule.named import own_names
 
     notices: list[str] = []
     logging.getLogger("ladder_jax").addHandler(_Collect(notices))
@@ -31,12 +30,11 @@ def main(source: str, destination: str, dump: str | None = None) -> int:
     try:
         started = time.perf_counter()
         function, arguments = programs.program(request)
-        with own_names():
-            if dump is None:
-                compiled = function.compile(*arguments)
-                hlo, known = compiled.as_text(), _known(compiled)
-            else:
-                hlo, known = scheduled.schedule(function, arguments=arguments, folder=pathlib.Path(dump)), _UNKNOWN
+        if dump is None:
+            compiled = function.compile(*arguments)
+            hlo, known = compiled.as_text(), _known(compiled)
+        else:
+            hlo, known = scheduled.schedule(function, arguments=arguments, folder=pathlib.Path(dump)), _UNKNOWN
     except UserError as error:
         return _refuse(str(error))
     except jax.errors.JaxRuntimeError as error:

@@ -8,7 +8,6 @@ from ladder_jax.parallel.collectives import (
     GATHER,
     GRADIENT_NORM,
     HEAD,
-    LOGPROBS,
     LOSS,
     SCATTER,
     SHARED_GRADIENTS,
@@ -18,9 +17,8 @@ from ladder_jax.schedule.collectives import Collective
 
 SHARED = "gradients of norm gains and other replicated weights"
 REDUCED = "data-parallel gradients"
-WORDS = {  # the first that is found: log-probabilities are cross-entropies, too
+WORDS = {  # the first that is found
     CHOICE: "choice of the token",
-    LOGPROBS: "log-probabilities",
     EMBEDDING: "embedding",
     DIVERGENCE: "distillation",
     LOSS: "loss",
