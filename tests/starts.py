@@ -7,7 +7,7 @@ from ladder_jax.config import Dtype, MeshConfig, RunConfig, TrainConfig
 from tests import cases
 
 BFLOAT16 = dict(dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
-WIDE = dict(d_model=128, d_ff=512, vocab_size=512, **BFLOAT16)  # matrices that are large beside a short cache
+WIDE = dict(num_layers=6, d_model=128, d_ff=512, vocab_size=512, **BFLOAT16)  # large matrices beside a short cache
 
 
 def save(folder, definition):

@@ -52,7 +52,6 @@ def named(op_name, *, axes):
     "op_name, axes, purpose",
     [
         ("jit(f)/choose_token/pmax", "'tensor'", "choice of the token"),
-        ("jit(f)/token_logprobs/cross_entropy/psum", "'tensor'", "log-probabilities"),
         ("jit(f)/jvp(embedding_lookup)/psum", "'tensor'", "embedding"),
         ("jit(f)/(jvp(cross_entropy)/psum:shared_gradients/psum)", "'tensor'",
          "loss, gradients of norm gains and other replicated weights"),

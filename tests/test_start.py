@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import checkpoint, evaluate, nn
-from ladder_jax.checkpoint import Pieces, pieces, store
+from ladder_jax.checkpoint import Pieces, pieces, writing
 from ladder_jax.config import Biases, DecodeConfig, Loop, Quantize
 from ladder_jax.decode import weights
 from ladder_jax.decode.engine.compilations import Compilations
@@ -84,7 +84,7 @@ def test_the_values_are_those_of_all_at_once(case, joined, tmp_path, monkeypatch
     definition = cases.define(name, num_layers=3, **changes, **starts.BFLOAT16)
     writer = definition if name == "ladder-fresh" else nn.define(definition.config, mesh=cases.define(name).layout.mesh)
     if joined:
-        monkeypatch.setattr(store, "_chunks", lambda params: jax.tree.map(lambda _: store.ocp.SaveArgs(), params))
+        monkeypatch.setattr(writing, "_chunks", lambda tree: jax.tree.map(lambda _: writing.ocp.SaveArgs(), tree))
     params = starts.save(tmp_path, writer)
     saved = checkpoint.open_checkpoint(tmp_path)
     for quantize in Quantize:

@@ -41,20 +41,20 @@ class Agreement:
         key = f"{self._prefix}/{next(self._rounds)}"
         if jax.process_index() > 0:
             said = self._get(f"{key}/said", 0, what, until=self._until())
-            self._put(f"{key}/heard/{jax.process_index()}", True)
+            self._put(f"{key}/heard/{jax.process_index()}", True, what)
             if "error" in said:
                 raise _error(said["error"])
             return said["value"]
         try:
             value = json.loads(json.dumps(decide()))
         except Exception as error:
-            self._put(f"{key}/said", {"error": _described(error)})
+            self._put(f"{key}/said", {"error": _described(error)}, what)
             with contextlib.suppress(RunFailed):  # the error is what matters
                 self._all(f"{key}/heard", what, until=time.monotonic() + min(FAREWELL, (1 - GIVE_UP) * self.patience))
             raise
-        self._put(f"{key}/said", {"value": value})
+        self._put(f"{key}/said", {"value": value}, what)
         self._all(f"{key}/heard", what, until=self._until(first=True))
-        self._forget(key)
+        self._forget(key, what)
         return value
 
     def concluded[T](self, what: str, mine: Any, conclude: Callable[[list[Any]], T]) -> T:
@@ -63,10 +63,10 @@ class Agreement:
             return conclude([mine])
         key = f"{self._prefix}/{next(self._rounds)}"
         if jax.process_index() > 0:
-            self._put(f"{key}/{jax.process_index()}", mine)
+            self._put(f"{key}/{jax.process_index()}", mine, what)
         value = self.decided(what, lambda: conclude([mine, *self._all(key, what, until=self._until(first=True))]))
         if jax.process_index() == 0:
-            self._forget(key)
+            self._forget(key, what)
         return value
 
     @contextlib.contextmanager
@@ -92,12 +92,12 @@ class Agreement:
     def _until(self, *, first: bool = False) -> float:
         return time.monotonic() + (GIVE_UP if first else 1.0) * self.patience
 
-    def _put(self, key: str, value: Any) -> None:
-        with _coordination(key):
+    def _put(self, key: str, value: Any, what: str) -> None:
+        with _coordination(what):
             self._client.key_value_set(key, json.dumps(value))
 
-    def _forget(self, key: str) -> None:
-        with _coordination(key):
+    def _forget(self, key: str, what: str) -> None:
+        with _coordination(what):
             self._client.key_value_delete(f"{key}/")
 
     def _all(self, key: str, what: str, *, until: float) -> list[Any]:
@@ -151,8 +151,9 @@ def _error(described: dict[str, str]) -> UserError | RunFailed:
 
 @contextlib.contextmanager
 def _coordination(what: str) -> Iterator[None]:
-    """A service that is gone is one line."""
+    """A service that is gone is one line; but who watches over the processes knows which one took it along."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        time.sleep(FAREWELL)  # in which this process is ended, and that one named, if anybody watches
         raise RunFailed(f"{what}: the processes cannot hear each other: {str(error).splitlines()[0]}") from None

@@ -113,7 +113,7 @@ def test_what_has_come_stays(engine, serving, monkeypatch):
     """A slow answer, and a pause between two requests, have their own times."""
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     decode = engine._device.decode
-    monkeypatch.setattr(engine._device, "decode", lambda: (time.sleep(0.4), decode())[1])
+    monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(0.4), decode(choice))[1])
     whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
     with serving(engine) as (_, url), half_open(url, 1, sent=b"") as (sock,):
         for _ in range(2):
@@ -126,7 +126,7 @@ def test_a_limit(engine, serving, monkeypatch):
     """Who is being answered keeps the connection; of those who wait, the one that has waited longest goes."""
     monkeypatch.setattr(connections, "allowed", lambda: 4)
     decode = engine._device.decode
-    monkeypatch.setattr(engine._device, "decode", lambda: (time.sleep(0.3), decode())[1])
+    monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(0.3), decode(choice))[1])
     whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
     with serving(engine) as (service, url), half_open(url, 3, sent=whole) as busy:
         until(lambda: service.drain._active == 3)

@@ -140,7 +140,7 @@ def test_the_server_ends_before_the_answer(slow, serving):
 def test_an_error_in_the_engine(make_engine, serving, monkeypatch):
     """Everyone who waits, and everyone who comes, is told."""
     engine = make_engine(slots=1)
-    monkeypatch.setattr(engine._device, "decode", lambda: 1 / 0)
+    monkeypatch.setattr(engine._device, "decode", lambda choice: 1 / 0)
     with serving(engine) as (_, url):
         assert ask(url, "/health")[0] == 200
         for _ in range(2):

@@ -17,13 +17,13 @@ import sys, time
 from ladder_jax.cli import main
 from ladder_jax.decode.engine.slots import Slots
 decode, rounds = Slots.decode, 0
-def slow(self):
+def slow(self, *choice):
     global rounds
     rounds += 1
     time.sleep(0.15)
-    if {failing} and rounds > 5:
+    if {failing} and rounds > 8:  # some are those of the warm-up
         raise MemoryError("no more of it")
-    return decode(self)
+    return decode(self, *choice)
 Slots.decode = slow
 sys.exit(main())
 """

@@ -44,7 +44,7 @@ class Chosen:
         entered = vary(lax.select_n(self.delay, *state.newest_first), axes)
         if self.fresh:
             entered = residual.add(entered, (jnp.where(self.delay > 0, state.partial, 0),))
-        partial = residual.compute(entered, self.sublayers, sublayers)
+        partial = residual.compute(entered, self.sublayers, sublayers, axes=axes)
         newest = residual.add(state.newest_first[0], (all_reduce(partial, axes),))
         return Streams((newest, *state.newest_first[:-1]), partial)
 
