@@ -70,8 +70,8 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
 
     The gradient of a weight, a sum over all positions, is added in float32 whatever x is: a matmul whose result is
     bfloat16 may add in it, as XLA's on CPUs does (2 % off after 16,384 positions). It is rounded once, to x's dtype:
-    with results of float32 a scanned training step on H100s hides 12 of its 17 all-reduces, in place of 16. `spec` names
-    each dimension by one letter, and a weight's all stand in x or the result.
+    with results of float32 a scanned training step on H100s hides 12 of its 17 all-reduces, in place of 16. `spec`
+    names each dimension by one letter, and a weight's all stand in x or the result.
 
     Of an `Int8` the compiler reads single bytes: whole numbers up to 127 are exact in bfloat16, so they
     are converted on the way into the matmul, and the scale comes after it, on its far smaller result.
