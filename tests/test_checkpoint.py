@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, retention, steps, verify
+from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, retention, saved, steps, verify
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
@@ -310,3 +311,11 @@ def test_the_verb(three, tmp_path, capsys):
         == "ladder-jax: damaged: the checkpoint of step 30 (train with run.on_damaged=previous goes on without)\n"
     )
     assert cli.main(["checkpoints", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize(
+    "told", ["{0}: Failed: {1} [os_error_code='27']", "{0}: {1} [spec='{{\"a\": true}}'] [os_error_code='27']"]
+)
+def test_the_reason_of_a_disk_is_the_systems(told):
+    """tensorstore writes what it tried before the system's error, and sometimes its settings behind it."""
+    assert saved.reason(ValueError(told.format("OUT_OF_RANGE", os.strerror(27)))) == os.strerror(27)

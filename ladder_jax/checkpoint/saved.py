@@ -8,6 +8,7 @@ can be read, but not verified.
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 from typing import Any
@@ -159,8 +160,8 @@ def reason(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if found := re.search(r"([^:]+) \[os_error_code=", str(error)):  # tensorstore's, after a chain of what it tried
-        return found[1].strip()
+    if found := re.search(r"\[os_error_code='(\d+)'\]", str(error)):  # tensorstore's, which has its words anywhere
+        return os.strerror(int(found[1]))
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
