@@ -110,6 +110,6 @@ def test_what_cannot_be_read_is_named(wide, tmp_path, monkeypatch):
     monkeypatch.setattr(pieces._Array, "begin", broken)
     with pytest.raises(checkpoint.Damaged, match="damaged or incomplete: Input/output error"):
         Engine(definition, Pieces(saved, definition), slots=1, capacity=16)
-    with pytest.raises(UserError, match=r"does not fit its configuration: layers/mlp/down is \(4, 512, 128\)"):
+    with pytest.raises(UserError, match=r"does not fit its configuration: layers/mlp/down is \(6, 512, 128\)"):
         other = nn.define(dataclasses.replace(saved.config.model, d_ff=64), mesh=definition.layout.mesh)
         Engine(other, Pieces(saved, other), slots=1, capacity=16)
