@@ -71,7 +71,7 @@ def shape(name: str, config: ModelConfig, *, ranks: int) -> reference.Shape:
     )
 
 
-def parameters(definition: nn.Definition, *, seed: int = 0):
+def parameters(definition: nn.ModelDef, *, seed: int = 0):
     """Random values large enough that every sublayer moves the logits: NumPy, by stored names."""
     rng = np.random.default_rng(seed)
 
@@ -97,7 +97,7 @@ def tokens(shape_BT=(4, 10), *, vocab: int = 251, seed: int = 1) -> np.ndarray:
 
 def define(
     name: str, *, data: int = 1, fsdp: int = 1, tensor: int = 1, ranks: int | None = None, **changes
-) -> nn.Definition:
+) -> nn.ModelDef:
     """A definition on data x fsdp x tensor devices; `ranks` emulates that many on one."""
     config = model(name, **changes)
     if name in DEPEND_ON_RANKS:
@@ -105,7 +105,7 @@ def define(
     return nn.define(config, mesh=parallel.make_mesh(data=data, fsdp=fsdp, tensor=tensor))
 
 
-def place(params, definition: nn.Definition):
+def place(params, definition: nn.ModelDef):
     return jax.device_put(params, jax.tree.map(lambda a: a.sharding, definition.abstract))
 
 

@@ -38,12 +38,14 @@ def shape(definition, kind, layers=None):
     return reference.Shape(model.num_layers, model.num_heads, model.num_kv_heads, model.vocab_size, kind, 1, layers)
 
 
-def compute(plan, params, tokens=TOKENS, *, trained=None, late=None, chunk=2048, accumulate=1):
+def compute(plan, params, tokens=TOKENS, *, trained=None, ladder_fraction=None, chunk=2048, accumulate=1):
     """((loss, terms), gradients) of a plan's weights, with what trained and was fixed."""
     mine, fixed = plan.split(cases.place(params, plan.definition))
     mine = mine if trained is None else jax.device_put(trained, jax.tree.map(lambda a: a.sharding, plan.abstract))
     function = planned(plan, terms=Terms(chunk=chunk), accumulate=accumulate)
-    return jax.jit(function)(mine, fixed, tokens, {} if late is None else {"late": late}), fixed
+    return jax.jit(function)(
+        mine, fixed, tokens, {} if ladder_fraction is None else {"ladder_fraction": ladder_fraction}
+    ), fixed
 
 
 def dense_distillation(definition, teacher, weights):
@@ -168,7 +170,13 @@ def turning():
     plan = Plan(definition, conversion=ConversionConfig(steps=4))
     mine, fixed = plan.split(cases.place(params, definition))
     function = jax.jit(planned(plan))
-    return definition, params, lambda late: function(mine, fixed, TOKENS, {"late": jnp.asarray(late, jnp.float32)})
+    return (
+        definition,
+        params,
+        lambda ladder_fraction: function(
+            mine, fixed, TOKENS, {"ladder_fraction": jnp.asarray(ladder_fraction, jnp.float32)}
+        ),
+    )
 
 
 def test_layers_between_standard_and_ladder(turning):
@@ -176,11 +184,11 @@ def test_layers_between_standard_and_ladder(turning):
     definition, params, function = turning
     of = shape(definition, "standard")
 
-    def loss(params, late):
+    def loss(params, ladder_fraction):
         h = lambda i, x: _sublayer(params, i, x, of)
         xs = [params["embedding"]["table"][TOKENS[:, :-1]]]
         for i in range(1, 5):
-            share = late[(i - 1) // 2]
+            share = ladder_fraction[(i - 1) // 2]
             xs.append(xs[-1] + h(i, (1 - share) * xs[-1] + share * xs[max(0, i - 2)]))
         x = reference.rms(xs[-1], params["final_norm"]["scale"], of.eps)
         scores = (x @ params["head"]["table"].T)[..., : of.vocab]
@@ -191,11 +199,16 @@ def test_layers_between_standard_and_ladder(turning):
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
         dense = jax.jit(jax.value_and_grad(loss))
-        expected = {late: dense(wide, jnp.asarray(late)) for late in ((0.0, 0.0), (0.25, 0.75), (0.0, 1.0), (1.0, 1.0))}
+        expected = {
+            ladder_fraction: dense(wide, jnp.asarray(ladder_fraction))
+            for ladder_fraction in ((0.0, 0.0), (0.25, 0.75), (0.0, 1.0), (1.0, 1.0))
+        }
         ends = [float(reference.loss(wide, TOKENS, shape(definition, kind))) for kind in ("standard", "ladder")]
-    assert [float(expected[late][0]) for late in ((0.0, 0.0), (1.0, 1.0))] == pytest.approx(ends, rel=1e-12)
-    for late, (wanted, slopes) in expected.items():
-        (found, _), grads = function(late)
+    assert [float(expected[ladder_fraction][0]) for ladder_fraction in ((0.0, 0.0), (1.0, 1.0))] == pytest.approx(
+        ends, rel=1e-12
+    )
+    for ladder_fraction, (wanted, slopes) in expected.items():
+        (found, _), grads = function(ladder_fraction)
         assert cases.error(found, wanted) < limit
         worst = jax.tree.map(cases.error, grads, slopes)
         assert max(jax.tree.leaves(worst)) < limit, worst
@@ -210,11 +223,16 @@ def _sublayer(params, i, x, of):
 
 def test_groups_turn_from_the_top():
     topology = cases.define("hybrid-last-2").topology  # layers 2 and 3 of 4 are ladder layers
-    late = lambda step, pace: np.asarray(
-        conversion.late(jnp.int32(step), topology=topology, config=ConversionConfig(8, 2, pace))
+    ladder_fraction = lambda step, pace: np.asarray(
+        conversion.ladder_fraction(jnp.int32(step), topology=topology, config=ConversionConfig(8, 2, pace))
     ).tolist()
-    assert [late(step, Pace.JUMP) for step in (0, 3, 4, 9)] == [[1, 1, 0, 1], [1, 1, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
-    assert [late(step, Pace.RAMP) for step in (0, 1, 4, 6, 8)] == [
+    assert [ladder_fraction(step, Pace.JUMP) for step in (0, 3, 4, 9)] == [
+        [1, 1, 0, 1],
+        [1, 1, 0, 1],
+        [1, 1, 1, 1],
+        [1, 1, 1, 1],
+    ]
+    assert [ladder_fraction(step, Pace.RAMP) for step in (0, 1, 4, 6, 8)] == [
         [1, 1, 0, 0], [1, 1, 0, 0.25], [1, 1, 0, 1], [1, 1, 0.5, 1], [1, 1, 1, 1],
     ]  # fmt: skip
 
@@ -222,7 +240,7 @@ def test_groups_turn_from_the_top():
 def test_no_layer_that_could_turn():
     for standard in (cases.define("standard"), cases.define("hybrid-last-2", ladder_layers="0")):
         with pytest.raises(UserError, match="conversion.steps=8 has no ladder layer to turn"):
-            conversion.late(jnp.int32(0), topology=standard.topology, config=ConversionConfig(8, 2))
+            conversion.ladder_fraction(jnp.int32(0), topology=standard.topology, config=ConversionConfig(8, 2))
 
 
 def test_a_fresh_ladder_emulated_on_one_device_is_taught():

@@ -107,8 +107,8 @@ def test_split_and_turning_steps_refuse_it_too():
     whole = lambda x: jax.lax.psum(x, "tensor")
     ladder = residual.topology("ladder", num_layers=1)
     split = sequence.layers(ladder, normalise=lambda x: x)[0]
-    turning = anneal.steps(ladder.layers[0], late=jnp.float32(0.5))
-    share = lambda x: sequence.share(parallel.vary(x, AXES), AXES)
+    turning = anneal.steps(ladder.layers[0], ladder_fraction=jnp.float32(0.5))
+    share = lambda x: sequence.scatter_sequence(parallel.pvary(x, AXES), AXES)
     for step, start in ((split[0], share), (turning[0], lambda x: x)):
         begin = lambda x, start=start: residual.begin(start(x), topology=ladder, axes=AXES)
         with pytest.raises(UserError, match="same on all ranks of tensor"):

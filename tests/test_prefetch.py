@@ -46,8 +46,8 @@ def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, kept):
 @pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])
 @pytest.mark.parametrize("loop", Loop)
 def test_beside_low_rank_factors_no_matrix_is_kept_and_none_has_a_gradient(loop, remat, kept, monkeypatch):
-    scattered, scatter = [], fsdp.Shares.scatter
-    monkeypatch.setattr(fsdp.Shares, "scatter", lambda self, g: (scattered.extend(g), scatter(self, g))[1])
+    scattered, scatter = [], fsdp.FsdpLayer.scatter
+    monkeypatch.setattr(fsdp.FsdpLayer, "scatter", lambda self, g: (scattered.extend(g), scatter(self, g))[1])
     plan = Plan(cases.define("ladder", num_layers=2, fsdp=4, tensor=2), lora=LoraConfig(rank=3))
     batch = jax.ShapeDtypeStruct((ROWS, LENGTH + 1), "int32", sharding=plan.definition.layout.sharding("BT"))
     frozen = Fixed(plan.definition.abstract)

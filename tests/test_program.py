@@ -119,8 +119,8 @@ def test_the_count_sees_a_merged_pair():
     from ladder_jax import parallel
 
     def naive(x, w):
-        one = x + parallel.vary(x, ("tensor",)) @ w  # stands for a sublayer; both read the same stream
-        two = x + parallel.vary(x, ("tensor",)) @ jnp.sin(w)
+        one = x + parallel.pvary(x, ("tensor",)) @ w  # stands for a sublayer; both read the same stream
+        two = x + parallel.pvary(x, ("tensor",)) @ jnp.sin(w)
         with jax.named_scope(LAUNCH):
             return parallel.all_reduce(one, ("tensor",)) + parallel.all_reduce(jnp.cos(two), ("tensor",))
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import nn, parallel, residual
 from ladder_jax.config import Loop
 from ladder_jax.errors import UserError
-from ladder_jax.nn.loop import runs_of
+from ladder_jax.nn.layer_stack import runs_of
 from tests import cases
 
 
@@ -37,13 +37,13 @@ def test_equal_functions_are_equal_values():
 
 def test_a_standard_layer_before_a_ladder_layer_leaves_its_mlp_pending():
     layers = topology("ladder", "2").layers
-    assert [[step.keep for step in layer] for layer in layers] == [[0, 0], [0, 1], [1, 1], [1, 1]]
+    assert [[step.pending_after for step in layer] for layer in layers] == [[0, 0], [0, 1], [1, 1], [1, 1]]
     assert layers[0] == topology("standard").layers[0] and layers[2] == topology("ladder").layers[0]
 
 
 def test_a_standard_layer_after_a_ladder_layer_waits_for_everything():
     layers = topology("ladder", "0,").layers
-    assert [step.keep for step in layers[0]] == [1, 0]
+    assert [step.pending_after for step in layers[0]] == [1, 0]
     assert layers[1:] == topology("standard").layers[1:]
 
 

@@ -80,7 +80,7 @@ MODELS = {
 def test_the_values_are_those_of_all_at_once(case, joined, tmp_path, monkeypatch):
     """On another mesh than the one that wrote them, too, and whatever the chunks hold."""
     name, changes = MODELS[case]
-    monkeypatch.setattr(weights, "faster_joined", lambda _: joined)
+    monkeypatch.setattr(weights, "faster_fused", lambda _: joined)
     definition = cases.define(name, num_layers=3, **changes, **starts.BFLOAT16)
     writer = definition if name == "ladder-fresh" else nn.define(definition.config, mesh=cases.define(name).layout.mesh)
     if joined:

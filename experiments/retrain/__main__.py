@@ -75,7 +75,7 @@ def main() -> None:
     )
 
 
-def plans(definition: nn.Definition) -> dict[str, Plan]:
+def plans(definition: nn.ModelDef) -> dict[str, Plan]:
     """The ways, by name: what trains, and on what."""
     half = definition.config.num_layers // 2
     standard = dataclasses.replace(definition.config, residual="standard", ladder_layers=None)

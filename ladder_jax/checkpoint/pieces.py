@@ -15,7 +15,7 @@ import tensorstore
 from flax import traverse_util
 
 from ladder_jax.checkpoint.saved import Checkpoint, damaged
-from ladder_jax.nn import Definition
+from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import placing
 
 AHEAD = 1 << 29  # bytes that may be read before they are asked for
@@ -33,7 +33,7 @@ class Pieces:
     """
 
     checkpoint: Checkpoint
-    definition: Definition
+    definition: ModelDef
 
     def __call__(self, keys: Sequence[Key]) -> Iterator[jax.Array]:
         self.checkpoint.compare("params", self.definition.abstract)
@@ -96,7 +96,7 @@ class _Array:
 class _Reading:
     """Reads parts in the order in which they are first needed, and forgets each after its last use."""
 
-    def __init__(self, folder: pathlib.Path, definition: Definition, keys: Sequence[Key]):
+    def __init__(self, folder: pathlib.Path, definition: ModelDef, keys: Sequence[Key]):
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
         dims, abstract = (traverse_util.flatten_dict(t, sep="/") for t in (definition.dims, definition.abstract))
         self._arrays: dict[str, _Array] = {}

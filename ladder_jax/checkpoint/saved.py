@@ -20,7 +20,7 @@ from ladder_jax.checkpoint import arrays, manifest
 from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
 VERSION = 1
@@ -55,7 +55,7 @@ class Checkpoint:
         tokenizers.check_vocabulary(found, vocab_size=self.config.model.vocab_size)
         return found
 
-    def params(self, definition: Definition) -> Params:
+    def params(self, definition: ModelDef) -> Params:
         """Parameters as `definition` lays them out. Raises Damaged where a file is not what was written."""
         return self._restore("params", definition.abstract)
 

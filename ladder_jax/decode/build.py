@@ -14,7 +14,7 @@ from flax import traverse_util
 
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.decode.targets import Target, dims_of, dtype_of, stored, targets
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import Layout, on_mesh, over_ranks, placing
 
@@ -23,7 +23,7 @@ Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
 """Gives each key's array in turn, laid out as the definition has it, without L: `checkpoint.Pieces`, say."""
 
 
-def build(definition: Definition, read: Reader, kept: Params, *, loop: Loop, quantize: Quantize) -> Params:
+def build(definition: ModelDef, read: Reader, kept: Params, *, loop: Loop, quantize: Quantize) -> Params:
     """The arrays of which `kept` gives the dimensions, layers unrolled or stacked as `loop` has them."""
     work = [_Work(definition, target, loop, quantize) for target in targets(definition, kept)]
     pieces = read([key for one in work for key in one.keys])
@@ -45,7 +45,7 @@ def held(params: Params) -> Reader:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    definition: Definition
+    definition: ModelDef
     target: Target
     loop: Loop
     quantize: Quantize

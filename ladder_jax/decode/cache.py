@@ -1,7 +1,7 @@
 """The key/value cache: right-padded rows, one length a row.
 
 It is split over all ranks: with fewer key/value heads than ranks, several hold the same head. In which order its
-dimensions lie in memory is the attention kernel's business: `Definition.kernel.cache_dims`.
+dimensions lie in memory is the attention kernel's business: `ModelDef.kernel.cache_dims`.
 """
 
 import functools
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.config import Loop
-from ladder_jax.nn import Cache, Definition
+from ladder_jax.nn import Cache, ModelDef
 
 
-def empty(definition: Definition, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
+def empty(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
     """On one rank: zeros for `rows` rows of `capacity` positions or more, for each layer, or stacked for a scan."""
     heads = max(1, definition.config.num_kv_heads // definition.layout.ranks)
     shape = _shape(definition, rows=rows, capacity=capacity, heads=heads, loop=loop)
@@ -23,14 +23,14 @@ def empty(definition: Definition, *, rows: int, capacity: int, loop: Loop) -> tu
 
 
 @functools.cache
-def make(definition: Definition, *, rows: int, capacity: int, loop: Loop) -> Callable[[], tuple[Cache, ...] | Cache]:
+def make(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Callable[[], tuple[Cache, ...] | Cache]:
     """A compiled () -> zeros for all ranks' caches of `rows` rows in all."""
     shapes = abstract(definition, rows=rows, capacity=capacity, loop=loop)
     zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
 
 
-def dims(definition: Definition, *, loop: Loop) -> tuple[Cache, ...] | Cache:
+def dims(definition: ModelDef, *, loop: Loop) -> tuple[Cache, ...] | Cache:
     """The dimensions of `empty`'s arrays."""
     each = definition.kernel.cache_dims
     if loop is Loop.SCAN:
@@ -38,7 +38,7 @@ def dims(definition: Definition, *, loop: Loop) -> tuple[Cache, ...] | Cache:
     return (Cache(each, each),) * definition.config.num_layers
 
 
-def abstract(definition: Definition, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
+def abstract(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
     """Shapes, dtypes and shardings of all ranks' caches of `rows` rows in all, to compile for."""
     config, layout = definition.config, definition.layout
     heads = max(config.num_kv_heads, layout.ranks)
@@ -47,7 +47,7 @@ def abstract(definition: Definition, *, rows: int, capacity: int, loop: Loop) ->
     return jax.tree.map(place, dims(definition, loop=loop))
 
 
-def _shape(definition: Definition, *, rows: int, capacity: int, heads: int, loop: Loop) -> tuple[int, ...]:
+def _shape(definition: ModelDef, *, rows: int, capacity: int, heads: int, loop: Loop) -> tuple[int, ...]:
     page = definition.kernel.page
     sizes = dict(B=rows, S=-(-capacity // page) * page, N=heads, H=definition.config.head_dim)
     lead = (definition.config.num_layers,) if loop is Loop.SCAN else ()

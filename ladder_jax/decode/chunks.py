@@ -10,7 +10,7 @@ import numpy as np
 
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.decode import cache, steps
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 
 
 def prefill_in_chunks(*args: Any, **settings: Any) -> tuple[jax.Array, Any]:
@@ -19,7 +19,7 @@ def prefill_in_chunks(*args: Any, **settings: Any) -> tuple[jax.Array, Any]:
 
 
 def blocks(
-    definition: Definition,
+    definition: ModelDef,
     params: Params,
     tokens: np.ndarray,
     lengths: np.ndarray,

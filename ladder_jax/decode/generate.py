@@ -13,7 +13,7 @@ from ladder_jax.decode.chunks import prefill_in_chunks
 from ladder_jax.decode.sampling import NO_NUMBER, Choice
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 
 BUCKET = 32  # short prompt and cache lengths are rounded up to a multiple, so that few shapes are compiled
 
@@ -22,7 +22,7 @@ BUCKET = 32  # short prompt and cache lengths are rounded up to a multiple, so t
 class Generator:
     """Generates with fixed parameters: `Generator.of(definition, params).tokens([[1, 2]], config=...)`."""
 
-    definition: Definition
+    definition: ModelDef
     params: Params
     loop: Loop
     quantize: Quantize = Quantize.NONE
@@ -30,7 +30,7 @@ class Generator:
     @classmethod
     def of(
         cls,
-        definition: Definition,
+        definition: ModelDef,
         params: Params | weights.Reader,
         *,
         loop: Loop = Loop.UNROLLED,

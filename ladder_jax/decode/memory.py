@@ -13,7 +13,7 @@ import jax
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.decode import cache, weights
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.nn import Definition
+from ladder_jax.nn import ModelDef
 
 GIB = 2**30
 LOWER = (
@@ -41,7 +41,7 @@ def check(parts: dict[str, float], *, room: int | None, what: str, instead: str)
 
 
 def check_slots(
-    definition: Definition, *, slots: int, positions: int, loop: Loop, quantize: Quantize, held: int = 0
+    definition: ModelDef, *, slots: int, positions: int, loop: Loop, quantize: Quantize, held: int = 0
 ) -> None:
     """Raises UserError where the weights and so many rows of so many cached positions do not fit.
 
@@ -57,14 +57,14 @@ def check_slots(
     check(parts, room=size, what=f"a cache of {slots} x {positions:,} tokens", instead=advice)
 
 
-def check_stacked(definition: Definition) -> None:
+def check_stacked(definition: ModelDef) -> None:
     """Raises UserError where `weights.stacked` does not fit."""
     kept, most = weights.stacked_bytes(definition)
     check_start(definition, kept=kept, most=most)
 
 
 def check_start(
-    definition: Definition, *, kept: int, most: int, held: int = 0, quantize: Quantize | None = None
+    definition: ModelDef, *, kept: int, most: int, held: int = 0, quantize: Quantize | None = None
 ) -> int | None:
     """Raises UserError where `most` bytes a device, of which weights keep `kept`, do not fit; returns the room."""
     devices = definition.layout.mesh.devices
@@ -105,7 +105,7 @@ def _less(quantize: Quantize | None) -> str:
     return f"{smaller}more tensor ranks (--tensor) need less a device"
 
 
-def cache_bytes(definition: Definition, *, rows: int, capacity: int) -> int:
+def cache_bytes(definition: ModelDef, *, rows: int, capacity: int) -> int:
     """A device's share of the key/value cache."""
     return shard_bytes(cache.abstract(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED))
 

@@ -13,8 +13,8 @@ from ladder_jax.config import Launch, Loop, Phase, Quantize
 from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition
-from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, over_ranks, vary
+from ladder_jax.nn import ModelDef
+from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, over_ranks, pvary
 from ladder_jax.parallel.collectives import TOKEN_LOOP
 
 CHUNK = 16  # tokens a compiled call: one host round trip for as many
@@ -22,7 +22,7 @@ CHUNK = 16  # tokens a compiled call: one host round trip for as many
 
 @functools.cache
 def prefill(
-    definition: Definition,
+    definition: ModelDef,
     *,
     capacity: int,
     loop: Loop = Loop.UNROLLED,
@@ -38,7 +38,7 @@ def prefill(
 
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
-        caches = jax.tree.map(lambda c: vary(c, definition.layout.all_axes), caches)
+        caches = jax.tree.map(lambda c: pvary(c, definition.layout.all_axes), caches)
         settings = dict(loop_form=loop, caches=caches, sequence_parallel=sequence_parallel)
         x, caches = nn.hidden(definition, params, tokens, **settings)
         logits = nn.logits(definition, params, sampling.pick_last(x, lengths))
@@ -50,7 +50,7 @@ def prefill(
 
 
 @functools.cache
-def extend(definition: Definition, *, loop: Loop = Loop.UNROLLED, quantize: Quantize = Quantize.NONE) -> Compiled:
+def extend(definition: ModelDef, *, loop: Loop = Loop.UNROLLED, quantize: Quantize = Quantize.NONE) -> Compiled:
     """A compiled (params, caches, tokens [B, T], start, lengths [B]) -> (logits [B, V], caches): a part of the prompts.
 
     The tokens stand at positions start..start+T-1 of every row, `start` an int32 scalar; the caches hold what comes
@@ -59,7 +59,9 @@ def extend(definition: Definition, *, loop: Loop = Loop.UNROLLED, quantize: Quan
     """
 
     def local(params, caches, tokens, start, lengths):
-        x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches, place=nn.Extend(start))
+        x, caches = nn.hidden(
+            definition, params, tokens, loop_form=loop, caches=caches, positions=nn.ChunkedPrefill(start)
+        )
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
         return nn.logits(definition, params, sampling.pick_last(x, inside))[:, 0], caches
 
@@ -70,7 +72,7 @@ def extend(definition: Definition, *, loop: Loop = Loop.UNROLLED, quantize: Quan
 
 
 @functools.cache
-def seen_in(definition: Definition) -> jax.stages.Wrapped:
+def seen_in(definition: ModelDef) -> jax.stages.Wrapped:
     """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens of right-padded rows."""
     size = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks) // definition.layout.ranks
     local = functools.partial(sampling.seen_of, size=size, axes=definition.layout.tensor)
@@ -78,7 +80,7 @@ def seen_in(definition: Definition) -> jax.stages.Wrapped:
 
 
 @functools.cache
-def sample_first(definition: Definition) -> jax.stages.Wrapped:
+def sample_first(definition: ModelDef) -> jax.stages.Wrapped:
     """A compiled (logits [B, V], settings, positions [B], seen [B, V]) -> (tokens [B], log-probabilities [B])."""
 
     def local(logits, settings, positions, seen):
@@ -91,7 +93,7 @@ def sample_first(definition: Definition) -> jax.stages.Wrapped:
 
 @functools.cache
 def decode_many(
-    definition: Definition,
+    definition: ModelDef,
     *,
     count: int = CHUNK,
     choice: Choice = Choice.SAMPLED,
@@ -142,7 +144,7 @@ def decode_many(
 
 
 def abstract(
-    definition: Definition, *, rows: int, positions: int, loop: Loop, quantize: Quantize = Quantize.NONE
+    definition: ModelDef, *, rows: int, positions: int, loop: Loop, quantize: Quantize = Quantize.NONE
 ) -> tuple[Any, ...]:
     """Shapes, dtypes and shardings of `decode_many`'s arguments, for `rows` rows of `positions` cached positions."""
     sharding = definition.layout.sharding
@@ -156,12 +158,12 @@ def abstract(
     return params, caches, seen, integers, integers, settings
 
 
-def _sampler(definition: Definition) -> Callable:
+def _sampler(definition: ModelDef) -> Callable:
     """`sampling.sample` for this model, on one rank."""
     return functools.partial(sampling.sample, vocab_size=definition.config.vocab_size, axes=definition.layout.tensor)
 
 
-def _jit(definition: Definition, local: Callable, *, in_dims: tuple, out_dims: Any) -> jax.stages.Wrapped:
+def _jit(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any) -> jax.stages.Wrapped:
     """What reads no parameters and reduces next to nothing: no options to choose."""
     layout = definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
@@ -170,7 +172,7 @@ def _jit(definition: Definition, local: Callable, *, in_dims: tuple, out_dims: A
 
 
 def step(
-    definition: Definition,
+    definition: ModelDef,
     *,
     loop: Loop = Loop.UNROLLED,
     launch: Launch = Launch.CHAINED,
@@ -190,21 +192,21 @@ def step(
         explicit.check(definition.layout.mesh)
 
     def one(params, caches, tokens, lengths):
-        settings = dict(loop_form=loop, caches=caches, place=nn.Next(lengths), launch=launch)
+        settings = dict(loop_form=loop, caches=caches, positions=nn.DecodeStep(lengths), launch=launch)
         x, caches = nn.hidden(definition, params, tokens[:, None], **settings)
         return nn.logits(definition, params, x)[:, 0], caches
 
     return one
 
 
-def _decode_traits(definition: Definition, *, loop: Loop, launch: Launch) -> Traits:
+def _decode_traits(definition: ModelDef, *, loop: Loop, launch: Launch) -> Traits:
     """What is launched by name needs no option to be overlapped, only the fastest reduction."""
     traits = definition.traits(phase=Phase.DECODE, loop=loop)
     return dataclasses.replace(traits, overlap=Overlap.WAITS) if launch is Launch.EXPLICIT else traits
 
 
 def _compile(
-    definition: Definition,
+    definition: ModelDef,
     local: Callable,
     quantize: Quantize,
     *,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from ladder_jax.config import Loop, Quantize
-from ladder_jax.nn import Definition, Params, quantized
+from ladder_jax.nn import ModelDef, Params, quantized
 from ladder_jax.nn.quantized import Int8
 
 JOINED = {  # which stand side by side, and along which axis, counted from the end: the same in a matrix and its scales
@@ -39,13 +39,13 @@ class Target:
         return self.name.startswith("layers/")
 
 
-def targets(definition: Definition, kept: Params) -> list[Target]:
+def targets(definition: ModelDef, kept: Params) -> list[Target]:
     """What is built, the largest arrays first: then the least is held beside them. kept: the dimensions of all."""
     found = [Target.of(*item) for item in traverse_util.flatten_dict(kept, sep="/").items()]
     return sorted(found, key=lambda target: -max(map(math.prod, part_shapes(definition, target))))
 
 
-def part_shapes(definition: Definition, target: Target) -> list[tuple[int, ...]]:
+def part_shapes(definition: ModelDef, target: Target) -> list[tuple[int, ...]]:
     """A device's share of each of a target's parts, of one layer."""
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
     share = lambda leaf: leaf.sharding.shard_shape(leaf.shape)[target.stacked :]
@@ -68,7 +68,7 @@ def dtype_of(dtype: str, dims: str) -> Any:
     return dtype if len(dims.removeprefix("L")) > 1 else jnp.float32
 
 
-def sizes(definition: Definition, kept: Params, *, loop: Loop, quantize: Quantize) -> tuple[int, int]:
+def sizes(definition: ModelDef, kept: Params, *, loop: Loop, quantize: Quantize) -> tuple[int, int]:
     """What `build` makes, and the most that it ever holds, from arrays in float32: bytes on a device."""
     done, most = 0, 0
     for target in targets(definition, kept):
@@ -85,12 +85,12 @@ def sizes(definition: Definition, kept: Params, *, loop: Loop, quantize: Quantiz
     return done, max(most, done)
 
 
-def _parts(definition: Definition, target: Target) -> Iterator[tuple[tuple[int, ...], str]]:
+def _parts(definition: ModelDef, target: Target) -> Iterator[tuple[tuple[int, ...], str]]:
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     return zip(part_shapes(definition, target), (dims[part].removeprefix("L") for part in target.parts))
 
 
-def _bytes(definition: Definition, quantize: Quantize, shape: tuple[int, ...], dims: str) -> tuple[int, int]:
+def _bytes(definition: ModelDef, quantize: Quantize, shape: tuple[int, ...], dims: str) -> tuple[int, int]:
     """What a share is once it is made, and what it is made from beside that."""
     read = jax.ShapeDtypeStruct(shape, jnp.float32)
     made = jax.eval_shape(lambda a: stored(quantize, definition.config.dtype.value, a, dims), read)

@@ -11,39 +11,37 @@ from ladder_jax.decode import build, targets
 from ladder_jax.decode.build import Reader
 from ladder_jax.decode.targets import dims_of, stored
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition, Params, parameter
+from ladder_jax.nn import ModelDef, Params, parameter
 from ladder_jax.parallel import is_v5e
 
 
-def prepare(
-    definition: Definition, params: Params | Reader, *, loop: Loop, quantize: Quantize = Quantize.NONE
-) -> Params:
+def prepare(definition: ModelDef, params: Params | Reader, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """From parameters as trained and stored, in memory or from what reads them (`checkpoint.Pieces`).
 
     In the compute dtype the values agree: the model casts matrices as it uses them. Each array, unrolled each layer's,
     is made by itself, so that beside the result no more is held than `starting` says: the largest array as it is
     stored. Parameters in memory are the caller's, and stay beside that. Matrices that read the same input stand side by
-    side where that is `faster_joined`.
+    side where that is `faster_fused`.
     """
     return _build(definition, params, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)
 
 
-def stacked(definition: Definition, params: Params | Reader) -> Params:
+def stacked(definition: ModelDef, params: Params | Reader) -> Params:
     """`prepare`d in the compute dtype, by the names and shapes that are trained and stored."""
     return _build(definition, params, definition.dims, loop=Loop.SCAN, quantize=Quantize.NONE)
 
 
-def stacked_bytes(definition: Definition) -> tuple[int, int]:
+def stacked_bytes(definition: ModelDef) -> tuple[int, int]:
     """A device's share of what `stacked` gives, and the most that it holds meanwhile."""
     return targets.sizes(definition, definition.dims, loop=Loop.SCAN, quantize=Quantize.NONE)
 
 
-def dims(definition: Definition, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
+def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The dimensions of `prepare`'s arrays."""
     return _each(definition, loop, functools.partial(_dims, quantize), _kept(definition, parameter.dims_of))
 
 
-def abstract(definition: Definition, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
+def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """Their shapes, dtypes and shardings."""
 
     def place(array, dims, layer):
@@ -57,12 +55,12 @@ def abstract(definition: Definition, *, loop: Loop, quantize: Quantize = Quantiz
     return _each(definition, loop, place, shapes, _kept(definition, parameter.dims_of))
 
 
-def starting(definition: Definition, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> int:
+def starting(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> int:
     """The most bytes that a device holds while `prepare` reads, with all that is done by then."""
     return targets.sizes(definition, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)[1]
 
 
-def faster_joined(definition: Definition) -> bool:
+def faster_fused(definition: ModelDef) -> bool:
     """Whether one matmul is faster than those of queries, keys and values, and of gate and up, each for itself.
 
     By the compilers' estimates of a decode step: 3 % fewer cycles on v5p, 8 % on v6e, 1 % more on tpu7x; on v5e 5 %
@@ -73,19 +71,19 @@ def faster_joined(definition: Definition) -> bool:
     return kind != "TPU7x" and not is_v5e(kind)
 
 
-def _build(definition: Definition, params: Params | Reader, kept: Params, **form) -> Params:
+def _build(definition: ModelDef, params: Params | Reader, kept: Params, **form) -> Params:
     return build.build(definition, params if callable(params) else build.held(params), kept, **form)
 
 
-def _kept(definition: Definition, of: Callable) -> Params:
+def _kept(definition: ModelDef, of: Callable) -> Params:
     """`of` every module as inference keeps it. Raises UserError for a mesh that splits parameters for training."""
     if definition.layout.fsdp > 1:
         raise UserError(f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)")
-    modules = definition.joined if faster_joined(definition) else definition.modules
+    modules = definition.fused if faster_fused(definition) else definition.modules
     return {name: of(module) for name, module in modules.items()}
 
 
-def _each(definition: Definition, loop: Loop, fn: Callable, *trees: Params) -> Params:
+def _each(definition: ModelDef, loop: Loop, fn: Callable, *trees: Params) -> Params:
     """fn(leaf, ..., layer) of every leaf: unrolled, once a layer of a leaf that holds them all; else layer is None."""
     whole = functools.partial(fn, layer=None)
     if loop is Loop.SCAN:

@@ -1,16 +1,16 @@
 """Flax modules: what has parameters, and what one rank of a mesh computes with them."""
 
 from ladder_jax.nn.embedding import cross_entropy as cross_entropy
-from ladder_jax.nn.forward import LATE as LATE
-from ladder_jax.nn.forward import Pass as Pass
+from ladder_jax.nn.forward import LADDER_FRACTION as LADDER_FRACTION
+from ladder_jax.nn.forward import ForwardPass as ForwardPass
 from ladder_jax.nn.parameter import padded_vocabulary as padded_vocabulary
-from ladder_jax.nn.place import Begin as Begin
-from ladder_jax.nn.place import Cache as Cache
-from ladder_jax.nn.place import Extend as Extend
-from ladder_jax.nn.place import Next as Next
-from ladder_jax.nn.place import Packed as Packed
-from ladder_jax.nn.place import Place as Place
-from ladder_jax.nn.transformer import Definition as Definition
+from ladder_jax.nn.positions import Cache as Cache
+from ladder_jax.nn.positions import ChunkedPrefill as ChunkedPrefill
+from ladder_jax.nn.positions import DecodeStep as DecodeStep
+from ladder_jax.nn.positions import FullSequence as FullSequence
+from ladder_jax.nn.positions import Packed as Packed
+from ladder_jax.nn.positions import Positions as Positions
+from ladder_jax.nn.transformer import ModelDef as ModelDef
 from ladder_jax.nn.transformer import Params as Params
 from ladder_jax.nn.transformer import Transformer as Transformer
 from ladder_jax.nn.transformer import compiled_logits as compiled_logits

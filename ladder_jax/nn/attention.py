@@ -8,7 +8,7 @@ from ladder_jax.config import Biases
 from ladder_jax.nn import bias, kernels, quantized, rotary
 from ladder_jax.nn.norm import RMSNorm
 from ladder_jax.nn.parameter import Initializer, Normal, Sizes, declare, zeros
-from ladder_jax.nn.place import Cache, Place
+from ladder_jax.nn.positions import Cache, Positions
 
 
 class Attention(nnx.Module):
@@ -19,7 +19,7 @@ class Attention(nnx.Module):
 
     def __init__(self, sizes: Sizes, *, out_init: Initializer):
         config = sizes.config
-        if sizes.joined:
+        if sizes.fused:
             self.query_key_value = declare("DJH", sizes=sizes, init=Normal(0.02))
         else:
             self.query = declare("DNH", sizes=sizes, init=Normal(0.02))
@@ -43,17 +43,17 @@ class Attention(nnx.Module):
         table: tuple[jax.Array, jax.Array],
         kernel: kernels.Kernel,
         first_rank: jax.Array,
-        place: Place,
+        positions: Positions,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """A rank's partial sum [B, T, D], and the cache with this block's keys and values written.
 
         table: cosines and sines of the block's positions, each [B, T, H/2] (or [1, T, H/2]).
-        place: which positions these are, and so what of the cache they see.
+        positions: which positions these are, and so what of the cache they see.
         first_rank: True on the one rank that adds the output bias.
         """
         query, key, value = self._project(x_BTD, table)
-        attended, cache = place.attend(query, key, value, cache=cache, kernel=kernel)
+        attended, cache = positions.attend(query, key, value, cache=cache, kernel=kernel)
         out = quantized.einsum("BTNH,NHD->BTD", attended, self.out.get_value())
         if hasattr(self, "out_bias"):
             out = bias.add(out, jnp.where(first_rank, self.out_bias[...], 0))
@@ -73,9 +73,9 @@ class Attention(nnx.Module):
 
     def _matmuls(self, x_BTD: jax.Array) -> list[jax.Array]:
         if hasattr(self, "query_key_value"):
-            joined = quantized.einsum("BTD,DJH->BTJH", x_BTD, self.query_key_value.get_value())
+            fused = quantized.einsum("BTD,DJH->BTJH", x_BTD, self.query_key_value.get_value())
             heads = self.out.get_value().shape[0]
-            return jnp.split(joined, [heads, (heads + joined.shape[2]) // 2], axis=2)
+            return jnp.split(fused, [heads, (heads + fused.shape[2]) // 2], axis=2)
         return [
             quantized.einsum("BTD,DNH->BTNH", x_BTD, self.query.get_value()),
             quantized.einsum("BTD,DKH->BTKH", x_BTD, self.key.get_value()),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.parallel import vary, varying
+from ladder_jax.parallel import pvary, varying
 
 # (x, table, of_positions) -> (sums, dx or None, dtable or None) of some positions
 Chunk = Callable[[jax.Array, jax.Array, Any], tuple[Any, jax.Array | None, jax.Array | None]]
@@ -50,9 +50,9 @@ def over_chunks(
     parts = jax.tree.map(chunks, (x_BTD, of_positions))
     shapes = jax.eval_shape(lambda part: chunk(part[0], table_VD, part[1])[0], jax.tree.map(lambda a: a[0], parts))
     over = frozenset().union(*map(varying, jax.tree.leaves((x_BTD, of_positions)))) - set(axes)
-    zeros = jax.tree.map(lambda a: vary(jnp.zeros(a.shape), over), shapes)
+    zeros = jax.tree.map(lambda a: pvary(jnp.zeros(a.shape), over), shapes)
     # Summed in float32, and rounded to the table's dtype once.
-    start = (zeros, vary(jnp.zeros(table_VD.shape), varying(table_VD))) if gradient else (zeros,)
+    start = (zeros, pvary(jnp.zeros(table_VD.shape), varying(table_VD))) if gradient else (zeros,)
     done, dx = lax.scan(turn, start, parts)
     if not gradient:
         return done

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax.nn.chunked import over_chunks
-from ladder_jax.parallel import all_max, all_reduce, rank, vary, varying
+from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED
 
 
@@ -58,9 +58,9 @@ def divergence_sum(
     teacher = lax.stop_gradient(teacher)
     if EMULATED in axes:  # as in `loss.cross_entropy_sum`
         return _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, teacher, terms, gradient=False)[0]
-    x_BTD = vary(x_BTD, axes)
-    table_VD = vary(table_VD, varying(x_BTD))
-    teacher = (vary(teacher[0], axes), vary(teacher[1], varying(x_BTD)))
+    x_BTD = pvary(x_BTD, axes)
+    table_VD = pvary(table_VD, varying(x_BTD))
+    teacher = (pvary(teacher[0], axes), pvary(teacher[1], varying(x_BTD)))
     return _summed(x_BTD, table_VD, targets_BT, weights_BT, teacher, terms)
 
 

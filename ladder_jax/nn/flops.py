@@ -4,7 +4,7 @@ import jax
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn.parameter import is_matrix
-from ladder_jax.nn.transformer import Definition
+from ladder_jax.nn.transformer import ModelDef
 
 
 def attention(config: ModelConfig, *, rows: int, length: int, heads: int) -> int:
@@ -15,7 +15,7 @@ def attention(config: ModelConfig, *, rows: int, length: int, heads: int) -> int
     return 2 * rows * heads * config.head_dim * length * (length + 1) * config.num_layers
 
 
-def matrix_elements(definition: Definition) -> int:
+def matrix_elements(definition: ModelDef) -> int:
     """Elements of the whole model that a token is multiplied with: the head counts, the embedding's lookup does not.
 
     Nor do the rows that pad the vocabulary.

@@ -9,31 +9,31 @@ import jax.numpy as jnp
 
 from ladder_jax import residual
 from ladder_jax.config import Launch, Loop, Remat
-from ladder_jax.nn import loop, norm, rotary
-from ladder_jax.nn.layer import Call
-from ladder_jax.nn.place import BEGIN, Place
-from ladder_jax.parallel import all_reduce, explicit, fsdp, rank, vary
+from ladder_jax.nn import layer_stack, norm, rotary
+from ladder_jax.nn.layer import LayerContext
+from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
+from ladder_jax.parallel import all_reduce, explicit, fsdp, pvary, rank
 from ladder_jax.parallel.collectives import HEAD
 from ladder_jax.residual import State, anneal, sequence
 
 if TYPE_CHECKING:
-    from ladder_jax.nn.transformer import Definition, Params
+    from ladder_jax.nn.transformer import ModelDef, Params
 
-LATE = "late"
+LADDER_FRACTION = "ladder_fraction"
 """Beside a stack of layers' modules: how far each is from standard to its topology, [L] (see residual/anneal.py)."""
 
 
-class Pass:
+class ForwardPass:
     """What all parts of one forward pass share, for blocks of `length` tokens. The settings as in `nn.hidden`."""
 
     def __init__(
         self,
-        definition: Definition,
+        definition: ModelDef,
         length: int,
         *,
         loop_form: Loop = Loop.SCAN,
         remat: Remat = Remat.NONE,
-        place: Place = BEGIN,
+        positions: Positions = FULL_SEQUENCE,
         launch: Launch = Launch.CHAINED,
         sequence_parallel: bool = False,
     ):
@@ -44,13 +44,13 @@ class Pass:
         normalise = lambda x: norm.normalise(x, eps=config.norm_eps).astype(self._dtype)
         topology = definition.topology
         self._steps = sequence.layers(topology, normalise=normalise) if self._split else topology.layers
-        self._call = Call(
+        self._context = LayerContext(
             axes=self._axes,
             dtype=self._dtype,
             kernel=definition.kernel,
-            table=rotary.tables(place.positions(length), config=config),
+            table=rotary.tables(positions.indices(length), config=config),
             first_rank=rank(self._axes) == 0,
-            place=place,
+            positions=positions,
             launch=launch,
             normalised=self._split,
         )
@@ -58,8 +58,8 @@ class Pass:
     def embed(self, params: Params, tokens: jax.Array) -> State:
         """The state before the first layer, for `tokens` [B, T]."""
         definition = self._definition
-        table = definition.bind("embedding", whole(definition, "embedding", params["embedding"]))
-        reduce = sequence.share if self._split else all_reduce
+        table = definition.bind("embedding", unshard(definition, "embedding", params["embedding"]))
+        reduce = sequence.scatter_sequence if self._split else all_reduce
         return self.begin(table.lookup(tokens, axes=self._axes, dtype=self._dtype, reduce=reduce))
 
     def begin(self, x: jax.Array) -> State:
@@ -73,17 +73,17 @@ class Pass:
         """The state after the layers from `first` on that `stack` holds, and their caches.
 
         stack: [L, ...], or (unrolled only) a tuple with each layer's own arrays. dims: of one that holds other arrays
-        than the definition has. trains: as in `fsdp.Shares`; what does not must not be differentiated anyway.
+        than the definition has. trains: as in `fsdp.FsdpLayer`; what does not must not be differentiated anyway.
         """
         definition, layout = self._definition, self._definition.layout
         dims = definition.dims["layers"] if dims is None else dims
         count = len(stack) if isinstance(stack, tuple) else jax.tree.leaves(stack)[0].shape[0]
-        shares = None
+        fsdp_layer = None
         if layout.fsdp > 1:
-            shares = fsdp.Shares(jax.tree.map(lambda dims: dims.removeprefix("L"), dims), self._dtype, trains)
+            fsdp_layer = fsdp.FsdpLayer(jax.tree.map(lambda dims: dims.removeprefix("L"), dims), self._dtype, trains)
 
         def layers(state, params, caches):
-            return loop.run(
+            return layer_stack.run(
                 self._layer,
                 state,
                 params=params,
@@ -93,7 +93,7 @@ class Pass:
                 remat=self._remat,
                 axes=self._axes,
                 dtype=self._dtype,
-                shares=shares,
+                fsdp_layer=fsdp_layer,
                 first=first,
             )
 
@@ -109,19 +109,19 @@ class Pass:
         """The final, normed stream [B, T, D] after the last layer."""
         definition, x = self._definition, self.stream(state)
         with jax.named_scope(HEAD):
-            x = vary(x, self._axes)
-        final = definition.bind("final_norm", whole(definition, "final_norm", params["final_norm"]))
+            x = pvary(x, self._axes)
+        final = definition.bind("final_norm", unshard(definition, "final_norm", params["final_norm"]))
         x = final(x, dtype=self._dtype)
         return sequence.gather(x, self._axes) if self._split else x
 
     def _layer(self, state, layer, cache, steps):
-        if LATE in layer:
-            steps = anneal.steps(steps, late=layer[LATE])
-            layer = {name: module for name, module in layer.items() if name != LATE}
-        return self._definition.bind("layers", layer)(state, cache, steps=steps, call=self._call)
+        if LADDER_FRACTION in layer:
+            steps = anneal.steps(steps, ladder_fraction=layer[LADDER_FRACTION])
+            layer = {name: module for name, module in layer.items() if name != LADDER_FRACTION}
+        return self._definition.bind("layers", layer)(state, cache, steps=steps, context=self._context)
 
 
-def whole(definition: Definition, name: str, params: Params) -> Params:
+def unshard(definition: ModelDef, name: str, params: Params) -> Params:
     """The parameters of the module called `name`, from a rank's shares of them."""
     dtype = jnp.dtype(definition.config.dtype.value)
-    return fsdp.whole(params, definition.dims[name], layout=definition.layout, dtype=dtype)
+    return fsdp.unshard(params, definition.dims[name], layout=definition.layout, dtype=dtype)

@@ -13,20 +13,20 @@ from ladder_jax.nn.attention import Attention
 from ladder_jax.nn.mlp import MLP
 from ladder_jax.nn.norm import RMSNorm
 from ladder_jax.nn.parameter import Normal, Sizes
-from ladder_jax.nn.place import Cache, Place
+from ladder_jax.nn.positions import Cache, Positions
 from ladder_jax.residual import State, Step, Topology
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """What every layer of one forward pass shares: see Attention.__call__ for table, first_rank and place."""
+class LayerContext:
+    """What every layer of one forward pass shares: see Attention.__call__ for table, first_rank and positions."""
 
     axes: tuple[str, ...]
     dtype: jnp.dtype
     kernel: kernels.Kernel
     table: tuple[jax.Array, jax.Array]
     first_rank: jax.Array
-    place: Place
+    positions: Positions
     launch: Launch = Launch.CHAINED
     normalised: bool = False  # what the steps hand to a sublayer (see residual/sequence.py)
 
@@ -43,31 +43,31 @@ class Layer(nnx.Module):
         self.mlp = MLP(sizes, out_init=out_init)
 
     def __call__(
-        self, state: State, cache: Cache | None, *, steps: tuple[Step, ...], call: Call
+        self, state: State, cache: Cache | None, *, steps: tuple[Step, ...], context: LayerContext
     ) -> tuple[State, Cache | None]:
         attention_norm, mlp_norm = self.attention_norm, getattr(self, "mlp_norm", self.attention_norm)
-        if call.normalised:
+        if context.normalised:
             attention_norm, mlp_norm = attention_norm.gain, mlp_norm.gain
 
         def attention(x):
             nonlocal cache
-            normed = attention_norm(x, dtype=call.dtype)
+            normed = attention_norm(x, dtype=context.dtype)
             partial, cache = self.attention(
                 normed,
-                table=call.table,
-                kernel=call.kernel,
-                first_rank=call.first_rank,
-                place=call.place,
+                table=context.table,
+                kernel=context.kernel,
+                first_rank=context.first_rank,
+                positions=context.positions,
                 cache=cache,
             )
             return partial
 
         def mlp(x):
-            return self.mlp(mlp_norm(x, dtype=call.dtype), first_rank=call.first_rank)
+            return self.mlp(mlp_norm(x, dtype=context.dtype), first_rank=context.first_rank)
 
         for step in steps:
             with jax.named_scope(
                 "attention" if step.sublayers == (0,) else "mlp" if step.sublayers == (1,) else "joint"
             ):
-                state = step(state, (attention, mlp), axes=call.axes, launch=call.launch)
+                state = step(state, (attention, mlp), axes=context.axes, launch=context.launch)
         return state, cache

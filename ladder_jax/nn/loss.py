@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax.nn.chunked import over_chunks
-from ladder_jax.parallel import all_max, all_reduce, rank, vary, varying
+from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import EMULATED, LOSS
 
 
@@ -43,8 +43,8 @@ def cross_entropy_sum(
     terms = Terms(vocab_size, axes, z_loss, chunk)
     if EMULATED in axes:  # a `vmap`, which cannot tell a custom gradient that the loss is shared by all ranks
         return _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, terms, gradient=False)[0]
-    x_BTD = vary(x_BTD, axes)
-    table_VD = vary(table_VD, varying(x_BTD))
+    x_BTD = pvary(x_BTD, axes)
+    table_VD = pvary(table_VD, varying(x_BTD))
     return _summed(x_BTD, table_VD, targets_BT, weights_BT, terms)
 
 

@@ -13,7 +13,7 @@ class MLP(nnx.Module):
     """silu(x gate) * (x up), then down. Under tensor parallelism F is split: down gives a partial sum."""
 
     def __init__(self, sizes: Sizes, *, out_init: Initializer):
-        if sizes.joined:
+        if sizes.fused:
             self.gate_up = declare("DG", sizes=sizes, init=Normal(0.02))
         else:
             self.gate = declare("DF", sizes=sizes, init=Normal(0.02))

@@ -56,7 +56,7 @@ class Sizes:
     """The size of every named dimension of a model over `ranks` tensor-parallel ranks.
 
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
-    joined: matrices that read the same input are one, as inference may keep them: side by side on each rank, so that
+    fused: matrices that read the same input are one, as inference may keep them: side by side on each rank, so that
         the whole is in the ranks' order.
     low_rank: R, the size between two factors of a matrix.
     layers: how many are stacked, where that is not all of them.
@@ -65,7 +65,7 @@ class Sizes:
     config: ModelConfig
     ranks: int = 1
     stacked: bool = False
-    joined: bool = False
+    fused: bool = False
     low_rank: int = 0
     layers: int | None = None
 

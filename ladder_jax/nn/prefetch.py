@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.parallel.collectives import vary, varying
-from ladder_jax.parallel.fsdp import Shares
+from ladder_jax.parallel.collectives import pvary, varying
+from ladder_jax.parallel.fsdp import FsdpLayer
 from ladder_jax.residual import State
 
 LayerOf = Callable[[State, Any], State]  # (state, one layer's whole parameters) -> state
@@ -37,13 +37,13 @@ class Run:
     layers: Sequence[LayerOf]
     scopes: Sequence[str]
     turns: int
-    shares: Shares
+    fsdp_layer: FsdpLayer
     recomputes: bool
 
     def __call__(self, state: State, params: Any) -> State:
         """params: a tuple with each layer's shares, or (of several turns) their stack [turns * layers, ...].
 
-        What does not train of them (`Shares.trains`) has no gradient: none is computed, and none is scattered.
+        What does not train of them (`FsdpLayer.trains`) has no gradient: none is computed, and none is scattered.
         """
         loop = jax.custom_vjp(lambda state, params: self._forward(state, params, _compute)[0][0])
         loop.defvjp(self._keep, self._backward)
@@ -68,7 +68,9 @@ class Run:
         return turn(carry, 0) if self.turns == 1 else lax.scan(turn, carry, jnp.arange(self.turns))
 
     def _keep(self, state: State, params: Any) -> tuple[State, Any]:
-        (state, last), kept = self._forward(state, params, functools.partial(_pull_back, trained=self.shares.trained))
+        (state, last), kept = self._forward(
+            state, params, functools.partial(_pull_back, trained=self.fsdp_layer.trained)
+        )
         return state, (params, last, kept)
 
     def _backward(self, residuals: tuple, gradient: State) -> tuple[State, Any]:
@@ -94,25 +96,25 @@ class Run:
             carry, _ = turn((gradient, last, None, None, gradients), (0, kept))
         else:
             # The first turns give back zeros, to places that later turns write again.
-            zero = lambda a, dtype: vary(jnp.zeros(a.shape, dtype), varying(a))
-            pending = [zero(a, a.dtype) for a in self.shares.trained(last)]
-            given = [zero(a[0], a.dtype) for a in self.shares.trained(params)]
+            zero = lambda a, dtype: pvary(jnp.zeros(a.shape, dtype), varying(a))
+            pending = [zero(a, a.dtype) for a in self.fsdp_layer.trained(last)]
+            given = [zero(a[0], a.dtype) for a in self.fsdp_layer.trained(params)]
             turns = jnp.arange(self.turns)
             carry, _ = lax.scan(turn, (gradient, last, pending, given, gradients), (turns, kept), reverse=True)
         gradient, _, pending, given, gradients = carry
         gradient, (pending, given) = _tie(gradient, (pending, given))
         gradients = _write(_write(gradients, 1, given), 0, self._scatter(pending, 0))
         if isinstance(params, tuple):
-            return gradient, tuple(map(self.shares.with_frozen, params, gradients))
-        return gradient, self.shares.with_frozen(params, gradients)
+            return gradient, tuple(map(self.fsdp_layer.with_frozen, params, gradients))
+        return gradient, self.fsdp_layer.with_frozen(params, gradients)
 
     def _gather(self, shares: Any, index: int) -> Any:
         with jax.named_scope(self.scopes[index % len(self.scopes)]):
-            return self.shares.gather(shares)
+            return self.fsdp_layer.gather(shares)
 
     def _scatter(self, gradients: Any, index: int) -> Any:
         with jax.named_scope(self.scopes[index % len(self.scopes)]):
-            return self.shares.scatter(gradients)
+            return self.fsdp_layer.scatter(gradients)
 
     def _take(self, params: Any, layer: int | jax.Array) -> Any:
         """A layer's shares; beyond the ends None, or (of several turns) those of the layer there."""
@@ -123,7 +125,7 @@ class Run:
     def _no_gradients(self, params: Any) -> Any:
         if isinstance(params, tuple):
             return [None] * len(params)
-        return tuple(vary(jnp.zeros(a.shape, a.dtype), varying(a)) for a in self.shares.trained(params))
+        return tuple(pvary(jnp.zeros(a.shape, a.dtype), varying(a)) for a in self.fsdp_layer.trained(params))
 
 
 def _write(gradients: Any, layer: int | jax.Array, given: Any) -> Any:

@@ -14,10 +14,10 @@ from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Remat
 from ladder_jax.errors import UserError
 from ladder_jax.nn import given, kernels, loss, parameter
 from ladder_jax.nn.embedding import Embedding
-from ladder_jax.nn.forward import Pass, whole
+from ladder_jax.nn.forward import ForwardPass, unshard
 from ladder_jax.nn.layer import Layer
 from ladder_jax.nn.norm import RMSNorm
-from ladder_jax.nn.place import BEGIN, Place
+from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import (
     Compiled,
     Layout,
@@ -81,7 +81,7 @@ class Transformer(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Definition:
+class ModelDef:
     """Everything about a model but its values: hashable, so compiled functions can be kept by it."""
 
     config: ModelConfig
@@ -118,29 +118,29 @@ class Definition:
         return declare(self.config, ranks=self.layout.ranks)
 
     @functools.cached_property
-    def joined(self) -> dict[str, nnx.Module]:
+    def fused(self) -> dict[str, nnx.Module]:
         """`modules`, whose matrices that read the same input are one: of inference only, never stored."""
-        return declare(self.config, ranks=self.layout.ranks, joined=True)
+        return declare(self.config, ranks=self.layout.ranks, fused=True)
 
     @functools.cached_property
     def _graphs(self) -> dict[bool, dict[str, nnx.GraphDef]]:
-        forms = {False: self.modules, True: self.joined}
-        return {joined: {name: nnx.split(m)[0] for name, m in modules.items()} for joined, modules in forms.items()}
+        forms = {False: self.modules, True: self.fused}
+        return {fused: {name: nnx.split(m)[0] for name, m in modules.items()} for fused, modules in forms.items()}
 
     def bind(self, name: str, params: Params) -> Any:
         """The module called `name` over a rank's arrays, as they are; only while tracing. "layers" binds one layer."""
-        joined = name == "layers" and "gate_up" in params["mlp"]
-        return nnx.merge(self._graphs[joined][name], params)
+        fused = name == "layers" and "gate_up" in params["mlp"]
+        return nnx.merge(self._graphs[fused][name], params)
 
 
-def define(config: ModelConfig, *, mesh: Mesh) -> Definition:
-    return Definition(config, layout(config, mesh=mesh))
+def define(config: ModelConfig, *, mesh: Mesh) -> ModelDef:
+    return ModelDef(config, layout(config, mesh=mesh))
 
 
-def declare(config: ModelConfig, *, ranks: int, joined: bool = False) -> dict[str, nnx.Module]:
+def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str, nnx.Module]:
     """The model's modules, their parameters declared and without values."""
     sizes = parameter.Sizes(config, ranks)
-    stacked = parameter.Sizes(config, ranks, stacked=True, joined=joined)
+    stacked = parameter.Sizes(config, ranks, stacked=True, fused=fused)
     modules = {
         "embedding": Embedding(sizes),
         "layers": Layer(stacked, topology=residual.of_model(config)),
@@ -149,7 +149,7 @@ def declare(config: ModelConfig, *, ranks: int, joined: bool = False) -> dict[st
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
 
 
-def initialize(definition: Definition, *, seed: int) -> Params:
+def initialize(definition: ModelDef, *, seed: int) -> Params:
     """Initial parameters, the same for every mesh and loop form."""
     settings = dict(layout=definition.layout, seed=seed, vocab_size=definition.config.vocab_size)
     modules = definition.modules.items()
@@ -157,37 +157,39 @@ def initialize(definition: Definition, *, seed: int) -> Params:
 
 
 def hidden(
-    definition: Definition,
+    definition: ModelDef,
     params: Params,
     tokens: jax.Array,
     *,
     loop_form: Loop = Loop.SCAN,
     remat: Remat = Remat.NONE,
     caches: Any = None,
-    place: Place = BEGIN,
+    positions: Positions = FULL_SEQUENCE,
     launch: Launch = Launch.CHAINED,
     sequence_parallel: bool = False,
 ) -> tuple[jax.Array, Any]:
     """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
 
-    `place` says at which positions the tokens stand: 0..T-1 unless it says otherwise. With `sequence_parallel` a
+    `positions` are those of the tokens: 0..T-1 by default. With `sequence_parallel` a
     rank keeps T/ranks positions of the stream between sublayers: see residual/sequence.py.
     """
-    settings = dict(loop_form=loop_form, remat=remat, place=place, launch=launch, sequence_parallel=sequence_parallel)
-    run = Pass(definition, tokens.shape[1], **settings)
+    settings = dict(
+        loop_form=loop_form, remat=remat, positions=positions, launch=launch, sequence_parallel=sequence_parallel
+    )
+    run = ForwardPass(definition, tokens.shape[1], **settings)
     state, caches = run.layers(run.embed(params, tokens), params["layers"], caches=caches)
     return run.finish(params, state), caches
 
 
-def logits(definition: Definition, params: Params, x: jax.Array) -> jax.Array:
+def logits(definition: ModelDef, params: Params, x: jax.Array) -> jax.Array:
     """On one rank: its share [B, T, V/ranks] of the float32 logits of a normed stream [B, T, D]."""
     name = "embedding" if definition.config.tie_embeddings else "head"
-    head = definition.bind(name, whole(definition, name, params[name]))
+    head = definition.bind(name, unshard(definition, name, params[name]))
     return head.logits(x, axes=definition.layout.tensor)
 
 
 def loss_sum(
-    definition: Definition,
+    definition: ModelDef,
     params: Params,
     x: jax.Array,
     targets: jax.Array,
@@ -212,15 +214,15 @@ def loss_sum(
     )
 
 
-def output_table(definition: Definition, params: Params) -> jax.Array:
+def output_table(definition: ModelDef, params: Params) -> jax.Array:
     """On one rank: its rows [V/ranks, D] of the table that scores tokens, in the compute dtype."""
     name = "embedding" if definition.config.tie_embeddings else "head"
-    table = definition.bind(name, whole(definition, name, params[name])).table.get_value()
+    table = definition.bind(name, unshard(definition, name, params[name])).table.get_value()
     return table.astype(definition.config.dtype.value)
 
 
 @functools.cache
-def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> Compiled:
+def compiled_logits(definition: ModelDef, *, loop_form: Loop = Loop.SCAN) -> Compiled:
     """A compiled (params, tokens [B, T]) -> logits [B, T, V], the whole model in one shard_map.
 
     Raises UserError for another model's parameters.

@@ -9,10 +9,10 @@ from ladder_jax.parallel.collectives import all_max as all_max
 from ladder_jax.parallel.collectives import all_ranks as all_ranks
 from ladder_jax.parallel.collectives import all_reduce as all_reduce
 from ladder_jax.parallel.collectives import anywhere as anywhere
+from ladder_jax.parallel.collectives import pvary as pvary
 from ladder_jax.parallel.collectives import rank as rank
 from ladder_jax.parallel.collectives import ranks as ranks
 from ladder_jax.parallel.collectives import reduce_scatter as reduce_scatter
-from ladder_jax.parallel.collectives import vary as vary
 from ladder_jax.parallel.collectives import varying as varying
 from ladder_jax.parallel.compiled import Compiled as Compiled
 from ladder_jax.parallel.mesh import Layout as Layout

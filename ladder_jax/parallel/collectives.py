@@ -30,7 +30,7 @@ def varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+def pvary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """`x`, equal on all ranks of `axes`, as a value that may differ between them.
 
     Costs nothing forward. Its transpose is the all-reduce of the gradient over the axes that
@@ -58,7 +58,7 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Ar
 
 def all_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Every rank's `x`, stacked [ranks, ...], as a value that is the same on all of them."""
-    return lax.all_gather(vary(x, axes), axes, axis=0, to="invarying")
+    return lax.all_gather(pvary(x, axes), axes, axis=0, to="invarying")
 
 
 def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.parallel.collectives import GATHER, SCATTER, all_gather, reduce_scatter, vary, varying
+from ladder_jax.parallel.collectives import GATHER, SCATTER, all_gather, pvary, reduce_scatter, varying
 from ladder_jax.parallel.mesh import FSDP, Layout
 
 
-def whole(params: Any, dims: Any, *, layout: Layout, dtype: jnp.dtype) -> Any:
+def unshard(params: Any, dims: Any, *, layout: Layout, dtype: jnp.dtype) -> Any:
     """The arrays of `params`, a rank's shares, as this rank computes with them: all of D, matrices in `dtype`.
 
     dims: a tree of the arrays' dimensions, such as "DNH". Where nothing is split, `params` as they are.
@@ -25,18 +25,18 @@ def whole(params: Any, dims: Any, *, layout: Layout, dtype: jnp.dtype) -> Any:
     """
     if layout.fsdp == 1:
         return params
-    return jax.tree.map(lambda dims, a: _whole(a, dims, dtype) if "D" in dims else a, dims, params)
+    return jax.tree.map(lambda dims, a: _unsharded(a, dims, dtype) if "D" in dims else a, dims, params)
 
 
 def with_vectors(params: Any, dims: Any, *, layout: Layout) -> Any:
     """All layers' stacked parameters, of which every "LD" is whole and the rest are shares."""
     if layout.fsdp == 1:
         return params
-    return jax.tree.map(lambda dims, a: _whole(a, dims, a.dtype) if dims == "LD" else a, dims, params)
+    return jax.tree.map(lambda dims, a: _unsharded(a, dims, a.dtype) if dims == "LD" else a, dims, params)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
+class FsdpLayer:
     """How the matrices of one layer are gathered from their shares, and their gradients given back.
 
     dims: a tree of one layer's dimensions. Vectors are whole already (`with_vectors`).
@@ -49,7 +49,7 @@ class Shares:
     trains: Any = None
 
     def gather(self, shares: Any) -> Any:
-        return jax.tree.map(lambda dims, a: _whole(a, dims, self.dtype) if _split(dims) else a, self.dims, shares)
+        return jax.tree.map(lambda dims, a: _unsharded(a, dims, self.dtype) if _split(dims) else a, self.dims, shares)
 
     def scatter(self, gradients: list[jax.Array]) -> list[jax.Array]:
         """Float32 shares of the sums over the fsdp axis of whole arrays' gradients, of those that are `trained`."""
@@ -63,7 +63,7 @@ class Shares:
     def with_frozen(self, params: Any, gradients: Sequence[jax.Array]) -> Any:
         """The gradients of all of `params`, from those that are `trained`: zeros for the others, which nobody reads."""
         left, (leaves, tree) = iter(gradients), jax.tree.flatten(params)
-        zeros = lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a))
+        zeros = lambda a: pvary(jnp.zeros(a.shape, a.dtype), varying(a))
         return tree.unflatten([next(left) if trains else zeros(a) for a, trains in zip(leaves, self._flags())])
 
     def _flags(self) -> list[bool]:
@@ -74,7 +74,7 @@ def _split(dims: str) -> bool:
     return "D" in dims and len(dims) > 1
 
 
-def _whole(array: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
+def _unsharded(array: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
     vector = len(dims.removeprefix("L")) == 1  # norm gains multiply in float32
     return _gather(array, dims.index("D"), jnp.dtype(array.dtype if vector else dtype))
 

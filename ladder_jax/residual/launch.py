@@ -8,7 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.parallel import explicit
-from ladder_jax.parallel.collectives import ENTER, LAUNCH, all_reduce, ranks, vary
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, all_reduce, pvary, ranks
 
 Sums = tuple[jax.Array | None, ...]  # oldest first; None is zero
 
@@ -24,11 +24,12 @@ def reduced(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -
         return checkpoint_name(all_reduce(partial, axes), REDUCED)
 
 
-def set_apart(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
-    """`partial`, by an operation that compilers cannot see through, for a reduction beside which it is read.
+def opaque_copy(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
+    """A copy of `partial` that the compiler cannot identify with it: the all-reduce's operand, where a sublayer reads
+    `partial` too.
 
-    Else v5e hides none: it fuses an all-reduce with matmuls only where nothing else reads its operand.
-    And v5p, unrolled, hides 3 of 8 instead of 7: it issues every second one after the matmuls.
+    Without it v5e hides no all-reduce, because it fuses one with matmuls only where nothing else reads its operand;
+    and v5p, unrolled, hides 3 of 8 instead of 7, because it issues every second one after the matmuls.
     """
     if partial is None or ranks(axes) == 1:
         return partial
@@ -36,58 +37,59 @@ def set_apart(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | N
 
 
 def start(partial: jax.Array | None, axes: tuple[str, ...], scope: str) -> Any:
-    """`reduced` by name: an all-reduce in flight, whose `done()` is the sum."""
+    """`reduced` as an explicit asynchronous pair: this starts the all-reduce, and its `done()` is the sum."""
     if partial is None:
         return None
     with jax.named_scope(f"{LAUNCH}/{scope}"):
         return explicit.start(partial, axes)
 
 
-def enter(stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`stream` as a sublayer's input: one place, whose transpose reduces the gradient."""
+def to_sublayer_input(stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`stream` as a sublayer's input. Its transpose is the all-reduce of the input's gradient."""
     with jax.named_scope(ENTER):
-        return vary(stream, axes)
+        return pvary(stream, axes)
 
 
 def await_forward(partial: jax.Array, launched: Sums, axes: tuple[str, ...]) -> tuple[jax.Array, Sums]:
-    """Tie a step's output to the newest all-reduce in flight, so that the next one cannot join it.
+    """Barrier between a step's output and the newest all-reduce, so that the next one cannot be merged with it.
 
-    One rank has nothing to hide, and in the first step nothing is in flight.
+    Without effect on one rank, and in the first step, where no all-reduce is in flight.
     """
     *older, newest = launched
     if newest is None or ranks(axes) == 1:
         return partial, launched
-    partial, newest = tie_forward((partial, newest))
+    partial, newest = barrier_forward((partial, newest))
     return partial, (*older, newest)
 
 
 def await_backward(
     entered: jax.Array, residual: jax.Array, launched: Sums, axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array, Sums]:
-    """The same for the backward pass, where the step's input has an all-reduce in flight.
+    """The same barrier for the backward pass, where the gradient of a step's input is all-reduced.
 
-    The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the
-    later step's, reduced meanwhile; and that of the newest output is where the earlier step begins,
-    which must not run ahead of this one: it is what the next reduction is to hide under.
+    The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the later step's
+    all-reduce. The earlier step's backward starts from the gradient of the newest output: it must come after this
+    step's, because the next all-reduce hides under it.
     """
     if ranks(axes) == 1:
         return entered, residual, launched
     if not launched or launched[-1] is None:
-        return (*_tie_backward((entered, residual)), launched)
-    entered, residual, newest = _tie_backward((entered, residual, launched[-1]))
+        return (*_barrier_backward((entered, residual)), launched)
+    entered, residual, newest = _barrier_backward((entered, residual, launched[-1]))
     return entered, residual, (*launched[:-1], newest)
 
 
 @jax.custom_vjp
-def tie_forward(arrays):
-    """The arrays, each of which is there only when all are; their gradients are independent."""
+def barrier_forward(arrays):
+    """`optimization_barrier` forward, identity backward."""
     return lax.optimization_barrier(arrays)
 
 
 @jax.custom_vjp
-def _tie_backward(arrays):
+def _barrier_backward(arrays):
+    """Identity forward, `optimization_barrier` backward."""
     return arrays
 
 
-tie_forward.defvjp(lambda arrays: (tie_forward(arrays), None), lambda _, cotangents: (cotangents,))
-_tie_backward.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))
+barrier_forward.defvjp(lambda arrays: (barrier_forward(arrays), None), lambda _, cotangents: (cotangents,))
+_barrier_backward.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))

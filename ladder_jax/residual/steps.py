@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.config import Launch
-from ladder_jax.parallel.collectives import PREVIOUS, ranks, vary, varying
-from ladder_jax.residual.launch import await_backward, await_forward, enter, reduced, set_apart, start
+from ladder_jax.parallel.collectives import PREVIOUS, pvary, ranks, varying
+from ladder_jax.residual.launch import await_backward, await_forward, opaque_copy, reduced, start, to_sublayer_input
 from ladder_jax.residual.state import State, Sublayer, add, check_axes, compute
 
 
@@ -17,16 +17,16 @@ class Delayed:
     """A step of the one rule: launch, compute, await.
 
     sublayers: which of a layer's (attention, MLP) it computes; both are summed before one reduction.
-    lag: how many outputs are not yet part of the residual when the step starts.
-    skip: how many of them, the newest, its input leaves out: the delay, counted in steps.
-    keep: how many, its own among them, stay outside the residual after it; 0 reduces at once.
+    pending_before: how many outputs are not yet part of the residual when the step starts.
+    delay: how many of them, the newest, its input leaves out, counted in steps.
+    pending_after: how many, its own among them, stay outside the residual after it; 0 reduces at once.
     fresh: the input also holds this rank's own partial of the output that it leaves out.
     """
 
     sublayers: tuple[int, ...]
-    lag: int
-    skip: int
-    keep: int
+    pending_before: int
+    delay: int
+    pending_after: int
     fresh: bool = False
 
     def __call__(
@@ -38,33 +38,35 @@ class Delayed:
         launch: Launch = Launch.CHAINED,
     ) -> State:
         check_axes(axes)
-        by_name = launch is Launch.EXPLICIT and self.skip > 0
-        pending = set_apart(state.partial, axes) if self.fresh else state.partial
-        launched = (*state.sums, (start if by_name else reduced)(pending, axes, PREVIOUS)) if self.lag else ()
-        stream = add(state.residual, launched[: self.lag - self.skip])
-        entered, residual = enter(stream, axes), state.residual
-        if self.keep and not by_name:
+        by_name = launch is Launch.EXPLICIT and self.delay > 0
+        pending = opaque_copy(state.partial, axes) if self.fresh else state.partial
+        launched = (
+            (*state.sums, (start if by_name else reduced)(pending, axes, PREVIOUS)) if self.pending_before else ()
+        )
+        stream = add(state.residual, launched[: self.pending_before - self.delay])
+        entered, residual = to_sublayer_input(stream, axes), state.residual
+        if self.pending_after and not by_name:
             entered, residual, launched = await_backward(entered, residual, launched, axes)
         if self.fresh:
             entered = add(entered, (state.partial,))
         partial = compute(entered, self.sublayers, sublayers, axes=axes)
         if by_name and launched[-1] is not None:
             launched = (*launched[:-1], launched[-1].done())
-        elif self.skip:
+        elif self.delay:
             partial, launched = await_forward(partial, launched, axes)
-        if self.keep == 0:
+        if self.pending_after == 0:
             return State(add(residual, (*launched, reduced(partial, axes))))
-        added = self.lag + 1 - self.keep
+        added = self.pending_before + 1 - self.pending_after
         return State(add(residual, launched[:added]), launched[added:], partial)
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
         """`state` with zeros for None: what a loop must carry, so that its first turn is like all."""
-        if self.lag == 0:
+        if self.pending_before == 0:
             return state
-        zero = vary(jnp.zeros(state.residual.shape, dtype), varying(state.residual))
+        zero = pvary(jnp.zeros(state.residual.shape, dtype), varying(state.residual))
         sums = tuple(zero if s is None else s for s in state.sums)
         return dataclasses.replace(
-            state, sums=sums, partial=vary(zero, axes) if state.partial is None else state.partial
+            state, sums=sums, partial=pvary(zero, axes) if state.partial is None else state.partial
         )
 
 
@@ -82,7 +84,7 @@ class Desynced:
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
         check_axes(axes)
-        local = enter(state.residual, axes) if state.local is None else state.local
+        local = to_sublayer_input(state.residual, axes) if state.local is None else state.local
         partial = compute(local, self.sublayers, sublayers, axes=axes)
         if self.sync:
             if state.partial is not None:

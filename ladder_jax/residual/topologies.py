@@ -7,7 +7,7 @@ import itertools
 import jax
 
 from ladder_jax.config import ModelConfig, residual_names
-from ladder_jax.parallel.collectives import vary
+from ladder_jax.parallel.collectives import pvary
 from ladder_jax.parallel.traits import Overlap
 from ladder_jax.residual.state import State, check_axes
 from ladder_jax.residual.steps import Delayed, Desynced, Silent, Step
@@ -44,7 +44,7 @@ class Topology:
     @property
     def overlap(self) -> Overlap:
         """Whether some all-reduce has a sublayer to hide under: what the compiler's best options depend on."""
-        return Overlap.HIDES if any(getattr(s, "skip", 0) for layer in self.layers for s in layer) else Overlap.WAITS
+        return Overlap.HIDES if any(getattr(s, "delay", 0) for layer in self.layers for s in layer) else Overlap.WAITS
 
     @property
     def layers(self) -> tuple[tuple[Step, ...], ...]:
@@ -102,39 +102,39 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
     """
     check_axes(axes)
     if topology.communication is Communication.NONE:
-        return State(vary(x, axes))
-    lag = getattr(topology.layers[0][0], "lag", 0)
-    return State(x, (None,) * (lag - 1))
+        return State(pvary(x, axes))
+    pending = getattr(topology.layers[0][0], "pending_before", 0)
+    return State(x, (None,) * (pending - 1))
 
 
 def _delayed_layers(topology: Topology) -> tuple[tuple[Delayed, ...], ...]:
     """Delays, counted in sublayers, as steps that know how much is pending before and after them."""
     delays = list(itertools.batched(topology.delays, 2))
-    # One extra turn of the last layer, as if the model went on: so its last layers are like those
-    # before them, and one loop body serves all; `flush` then adds what they leave pending.
+    # Plan extra layers, so that the last real layers have the same counts as the others and one scan body serves
+    # all; `flush` adds what the last layer leaves pending.
     extra = 1 + max(topology.delays)
     kinds = list(zip(delays, topology.joint, topology.fresh, strict=True))
     kinds += kinds[-1:] * extra
     groups = [((0, 1),) if joint else ((0,), (1,)) for _, joint, _ in kinds]
 
-    skips, done = [], [0]  # done[s]: how many steps complete the first s sublayers
+    delays_in_steps, done = [], [0]  # done[s]: how many steps complete the first s sublayers
     for (delay, joint, _), layer in zip(kinds, groups, strict=True):
         first = len(done) - 1
         for group in layer:
             sublayer = first + group[0]
             read = sublayer - delay[group[0]]
-            # Before the first layer stand imagined ones of its own kind, whose outputs are zero.
+            # A read before the first sublayer counts layers of the first one's kind, whose outputs are zero.
             steps_read = done[read] if read >= 0 else -(-read // (2 if topology.joint[0] else 1))
             if steps_read is None:
                 raise ValueError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
-            skips.append(done[sublayer] - steps_read)
+            delays_in_steps.append(done[sublayer] - steps_read)
             done += [None, done[sublayer] + 1] if joint else [done[sublayer] + 1]
 
-    lags = [0] * (len(skips) + 1)
-    for index in reversed(range(len(skips))):
-        lags[index] = max(skips[index], lags[index + 1] - 1)
-    steps = iter(zip(skips, lags, lags[1:]))
+    pending = [0] * (len(delays_in_steps) + 1)
+    for index in reversed(range(len(delays_in_steps))):
+        pending[index] = max(delays_in_steps[index], pending[index + 1] - 1)
+    counts = iter(zip(pending, delays_in_steps, pending[1:]))
     return tuple(
-        tuple(Delayed(group, lag, skip, keep, fresh) for group, (skip, lag, keep) in zip(layer, steps))
+        tuple(Delayed(group, *of_step, fresh) for group, of_step in zip(layer, counts))
         for layer, (_, _, fresh) in zip(groups[: topology.num_layers], kinds)
     )

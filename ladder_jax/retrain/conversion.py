@@ -1,4 +1,4 @@
-"""When layers turn to ladder: `late`, how far each is from standard (0) to its own topology (1), by the step."""
+"""The schedule of a gradual conversion: each layer's ladder fraction, 0 (standard) to 1 (ladder), by the step."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.residual import Topology
 
 
-def late(step: jax.Array, *, topology: Topology, config: ConversionConfig) -> jax.Array:
+def ladder_fraction(step: jax.Array, *, topology: Topology, config: ConversionConfig) -> jax.Array:
     """Float32 [L] for the step that comes after `step` others.
 
     The ladder's layers are cut into groups, the topmost first, each with an equal share of the steps: in its share a

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from ladder_jax.config import LoraConfig
-from ladder_jax.nn import Definition, Params, parameter
+from ladder_jax.nn import ModelDef, Params, parameter
 from ladder_jax.nn.low_rank import LowRank
 from ladder_jax.nn.quantized import CONTRACTED
 
@@ -22,7 +22,7 @@ class Group(nnx.Module):
             setattr(self, name, member)
 
 
-def declare(definition: Definition, *, config: LoraConfig, layers: int) -> Group:
+def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> Group:
     """The factors of the targets in the topmost `layers` layers, stacked; the first is random, the second zero."""
     shape = parameter.Sizes(definition.config, definition.layout.ranks)
     sizes = parameter.Sizes(

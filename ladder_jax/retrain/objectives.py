@@ -18,14 +18,14 @@ from ladder_jax.retrain.plan import ADAPTERS, Fixed, Plan
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """A model in parts, over a batch. late: as in residual/anneal.py, [L]."""
+    """A model in parts, over a batch. ladder_fraction: as in residual/anneal.py, [L]."""
 
-    run: nn.Pass
+    run: nn.ForwardPass
     params: Params
     dims: Params
     below: int
     trains: Params = dataclasses.field(default_factory=dict)  # of parts in which not all does
-    late: jax.Array | None = None
+    ladder_fraction: jax.Array | None = None
 
     def layers(self, state: State, first: int, last: int) -> State:
         """The state after the layers first..last-1, all of them on one side of the cut."""
@@ -34,9 +34,12 @@ class _Model:
         if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):
             stack = jax.tree.map(lambda a: a[first - offset : last - offset], stack)
         trains = self.trains.get(name)
-        if self.late is not None:
-            trains = {**(jax.tree.map(lambda _: True, dims) if trains is None else trains), nn.LATE: False}
-            stack, dims = {**stack, nn.LATE: self.late[first:last]}, {**dims, nn.LATE: "L"}
+        if self.ladder_fraction is not None:
+            trains = {**(jax.tree.map(lambda _: True, dims) if trains is None else trains), nn.LADDER_FRACTION: False}
+            stack, dims = (
+                {**stack, nn.LADDER_FRACTION: self.ladder_fraction[first:last]},
+                {**dims, nn.LADDER_FRACTION: "L"},
+            )
         return self.run.layers(state, stack, first=first, dims=dims, trains=trains)[0]
 
 
@@ -52,7 +55,7 @@ def objective(
     trained: Params,
     fixed: Fixed,
     batch: jax.Array | Batch,
-    late: dict[str, jax.Array],
+    ladder_fraction: dict[str, jax.Array],
     *,
     z_loss: float,
     chunk: int,
@@ -60,17 +63,17 @@ def objective(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(the loss, its `names`), each summed over this rank's positions and equal on its tensor ranks.
 
-    late: {"late": [L]} while layers turn. forward: as in `nn.hidden`.
+    ladder_fraction: {"ladder_fraction": [L]} while layers turn. forward: as in `nn.hidden`.
     """
     packed = isinstance(batch, Batch)
     tokens, targets = (batch.tokens if packed else batch)[:, :-1], (batch.tokens if packed else batch)[:, 1:]
     weights = batch.predicted.astype(jnp.float32) if packed else jnp.ones(targets.shape)
-    place = nn.Packed(batch.segments[:, :-1]) if packed else nn.Begin()
-    start = lambda definition: nn.Pass(definition, tokens.shape[1], place=place, **forward)
+    positions = nn.Packed(batch.segments[:, :-1]) if packed else nn.FullSequence()
+    start = lambda definition: nn.ForwardPass(definition, tokens.shape[1], positions=positions, **forward)
     definition, below = plan.definition, plan.frozen_layers
     params, dims = _with_factors(plan, trained, fixed)
     trains = {parts.LAYERS: lora.trains(dims[parts.LAYERS])} if plan.lora.rank else {}
-    student = _Model(start(definition), params, dims, below, trains, late.get(nn.LATE))
+    student = _Model(start(definition), params, dims, below, trains, ladder_fraction.get(nn.LADDER_FRACTION))
     cuts = _cuts(plan)
 
     streams, taught, shared = {}, {}, _shared(plan)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 
 LOWER, LAYERS = "lower", "layers"
 
@@ -19,7 +19,7 @@ def cut(params: Params, *, below: int, layers: int) -> Params:
     return _parts(params, below, layers, _sliced)
 
 
-def cut_dims(definition: Definition, *, below: int) -> Params:
+def cut_dims(definition: ModelDef, *, below: int) -> Params:
     """The dimensions of every array of the parts."""
     return _parts(definition.dims, below, definition.config.num_layers, lambda dims, first, last: dims)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, RunConfig
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition, Params, parameter
+from ladder_jax.nn import ModelDef, Params, parameter
 from ladder_jax.retrain import lora as factors
 from ladder_jax.retrain import parts
 
@@ -41,12 +41,12 @@ class Plan:
     is `start`: then what the model freezes is the teacher's, too.
     """
 
-    definition: Definition
+    definition: ModelDef
     frozen_layers: int = 0
     lora: LoraConfig = LoraConfig()
     distill: DistillConfig = DistillConfig()
     conversion: ConversionConfig = ConversionConfig()
-    teacher: Definition | None = None
+    teacher: ModelDef | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -138,10 +138,10 @@ class Plan:
         return {name: part for name, part in found.items() if (not self.lora.rank and name not in frozen) is trains}
 
 
-def of_run(config: RunConfig, *, definition: Definition, teacher: Any = None) -> Plan:
+def of_run(config: RunConfig, *, definition: ModelDef, teacher: Any = None) -> Plan:
     """The plan of a run; `teacher` is its ModelConfig. Raises UserError for one that cannot teach this model."""
     if teacher is not None:
-        teacher = Definition(teacher, definition.layout)
+        teacher = ModelDef(teacher, definition.layout)
         if teacher.dims != definition.dims:
             raise UserError(
                 f"a {teacher.config.residual} teacher has other parameters than a {definition.config.residual} model"

@@ -11,8 +11,8 @@ from jax import lax
 
 from ladder_jax.config import Loop, Phase, Remat, TrainConfig
 from ladder_jax.data.batch import Batch
-from ladder_jax.nn import Definition, Params
-from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, vary, varying
+from ladder_jax.nn import ModelDef, Params
+from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
 from ladder_jax.parallel.collectives import DATA_GRADIENTS, EMULATED, LOSS, SHARED_GRADIENTS
 from ladder_jax.retrain import NOTHING, Fixed, Plan, objectives
 
@@ -30,7 +30,7 @@ class Terms:
 
 
 def loss_and_gradients(
-    definition: Definition, **settings: Any
+    definition: ModelDef, **settings: Any
 ) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
     """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to be compiled.
 
@@ -54,24 +54,24 @@ def planned(
     sequence_parallel: bool = False,
     terms: Terms = Terms(),
 ) -> Callable[[Params, Fixed, Any, dict], tuple[tuple[jax.Array, dict], Params]]:
-    """A (what trains, what is fixed, tokens or a Batch, late) -> ((mean loss, its terms), float32 gradients).
+    """A (trained, fixed, tokens or a Batch, ladder_fraction) -> ((mean loss, its terms), float32 gradients).
 
-    late: {"late": [L]} while layers turn to ladder (see residual/anneal.py), else {}.
+    ladder_fraction: {"ladder_fraction": [L]} while layers turn to ladder (see residual/anneal.py), else {}.
     accumulate: in how many parts, one after another, a device computes its rows; their gradients are summed in float32.
     """
     layout, dims = plan.definition.layout, plan.trained_dims
 
-    def local(trained, fixed, tokens, late):
+    def local(trained, fixed, tokens, ladder_fraction):
         # From here on every rank owns its copy of what is replicated: gradients stay local, in
         # float32, until the one reduction below; none is left for the layer loop to communicate.
-        own, held = jax.tree.map(lambda p: vary(p, layout.all_axes), (trained, fixed))
+        own, held = jax.tree.map(lambda p: pvary(p, layout.all_axes), (trained, fixed))
         # As the stream is between sublayers: else every sublayer's input would bring a second reduction backward.
-        late = jax.tree.map(lambda a: vary(a, layout.batch), late)
+        ladder_fraction = jax.tree.map(lambda a: pvary(a, layout.batch), ladder_fraction)
         total = _predicted(tokens, layout)
         forward = dict(loop_form=loop, remat=remat, sequence_parallel=sequence_parallel)
 
         def share(p, part):
-            sums = _objective(plan, p, held, part, late, terms, **forward)
+            sums = _objective(plan, p, held, part, ladder_fraction, terms, **forward)
             loss, made_of = jax.tree.map(lambda a: a / total, sums)
             return loss, made_of
 
@@ -84,7 +84,7 @@ def planned(
     return on_mesh(local, layout=layout, in_dims=(dims, plan.fixed_dims, "BT", ""), out_dims=(("", ""), dims))
 
 
-def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Params, jax.Array], jax.Array]:
+def mean_loss(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Callable[[Params, jax.Array], jax.Array]:
     """A compiled (params, tokens [B, T+1] or a Batch) -> mean loss in nats a token, for evaluation."""
     compiled = planned_loss(Plan(definition), loop=loop)
     return lambda params, tokens: compiled(params, NOTHING, tokens)
@@ -115,7 +115,7 @@ def _accumulated(value_and_grad: Callable, params: Params, batch: Any, count: in
     def turn(sums, part):
         return jax.tree.map(jnp.add, sums, value_and_grad(params, part)), None
 
-    zeros = lambda axes, shape: vary(jnp.zeros(shape, jnp.float32), axes)
+    zeros = lambda axes, shape: pvary(jnp.zeros(shape, jnp.float32), axes)
     zero = zeros(varying(jax.tree.leaves(batch)[0]), ())
     found = zero, dict.fromkeys(objectives.names(plan), zero)
     return lax.scan(turn, (found, jax.tree.map(lambda p: zeros(varying(p), p.shape), params)), parts)[0]
@@ -130,16 +130,24 @@ def _predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
 
 
 def _objective(
-    plan: Plan, trained: Params, fixed: Fixed, batch: jax.Array | Batch, late: dict, terms: Terms, **forward: Any
+    plan: Plan,
+    trained: Params,
+    fixed: Fixed,
+    batch: jax.Array | Batch,
+    ladder_fraction: dict,
+    terms: Terms,
+    **forward: Any,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`retrain.objective` of this batch shard, equal on its tensor ranks."""
 
-    def local(trained, fixed, batch, late):
-        return objectives.objective(plan, trained, fixed, batch, late, **dataclasses.asdict(terms), **forward)
+    def local(trained, fixed, batch, ladder_fraction):
+        return objectives.objective(
+            plan, trained, fixed, batch, ladder_fraction, **dataclasses.asdict(terms), **forward
+        )
 
     in_dims = (plan.trained_dims, plan.fixed_dims, "BT", "")
     return over_ranks(local, layout=plan.definition.layout, in_dims=in_dims, out_dims=("", ""))(
-        trained, fixed, batch, late
+        trained, fixed, batch, ladder_fraction
     )
 
 

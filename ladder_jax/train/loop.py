@@ -14,7 +14,7 @@ from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.data import batches, dataset, text
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition
+from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import PATIENCE, Agreement, make_mesh, with_ranks
 from ladder_jax.retrain import sources
 from ladder_jax.train import folder, goodput, memory, resume, signals
@@ -185,7 +185,7 @@ def _write_json(file: pathlib.Path, value: dict) -> None:
         folder.write_atomically(file, json.dumps(value, indent=2) + "\n")
 
 
-def _count(definition: Definition) -> int:
+def _count(definition: ModelDef) -> int:
     """Parameters, without the vocabulary's padding."""
     padding = 0
     for leaf, dims in zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True):

@@ -14,7 +14,7 @@ import dataclasses
 from jax.sharding import Mesh
 
 from ladder_jax.config import TrainConfig
-from ladder_jax.nn import Definition, flops
+from ladder_jax.nn import ModelDef, flops
 from ladder_jax.retrain import Plan
 from ladder_jax.schedule.hardware import HARDWARE
 
@@ -69,7 +69,7 @@ def mfu(plan: Plan, *, config: TrainConfig, mesh: Mesh) -> Mfu:
     return Mfu(work, mesh.size, peak, said)
 
 
-def flops_a_token(definition: Definition, *, length: int) -> int:
+def flops_a_token(definition: ModelDef, *, length: int) -> int:
     """Forward and backward, in sequences of `length` tokens."""
     config = definition.config
     attention = flops.attention(config, rows=1, length=length, heads=config.num_heads)

@@ -16,7 +16,7 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.config import Phase, TrainConfig
 from ladder_jax.data.batch import Batch
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import Compiled
 from ladder_jax.retrain import NOTHING, Fixed, Plan, conversion
 from ladder_jax.train import optimizer
@@ -43,7 +43,7 @@ BAD = "bad"  # the metric that says whether a step was kept from changing anythi
 Update = Callable[[TrainState, jax.Array | Batch, Fixed], tuple[TrainState, dict[str, jax.Array]]]
 
 
-def abstract_state(definition: Definition, *, config: TrainConfig, plan: Plan | None = None) -> TrainState:
+def abstract_state(definition: ModelDef, *, config: TrainConfig, plan: Plan | None = None) -> TrainState:
     """Shapes, dtypes and shardings; each moment of the optimizer lies where its parameter lies."""
     plan = plan or Plan(definition)
     params, replicated = plan.abstract, definition.layout.sharding("")
@@ -54,14 +54,14 @@ def abstract_state(definition: Definition, *, config: TrainConfig, plan: Plan | 
     return TrainState(params, moments, scalar(jnp.int32), scalar(jnp.float32), scalar(jnp.int32))
 
 
-def abstract_batch(definition: Definition, *, config: TrainConfig) -> jax.ShapeDtypeStruct:
+def abstract_batch(definition: ModelDef, *, config: TrainConfig) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of the tokens [B, T+1] of a step on plain text; packed documents bring a Batch."""
     shape = (config.batch, config.sequence + 1)
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"))
 
 
 def initial_state(
-    definition: Definition, *, config: TrainConfig, params: Params | None = None, plan: Plan | None = None
+    definition: ModelDef, *, config: TrainConfig, params: Params | None = None, plan: Plan | None = None
 ) -> TrainState:
     """The state before the first step, on its devices; `params` replaces the initial values, of what trains."""
     plan = plan or Plan(definition)
@@ -73,7 +73,7 @@ def initial_state(
     return TrainState(params, *jax.jit(none, out_shardings=placed)(params))
 
 
-def train_step(definition: Definition, *, config: TrainConfig, plan: Plan | None = None) -> Compiled:
+def train_step(definition: ModelDef, *, config: TrainConfig, plan: Plan | None = None) -> Compiled:
     """A compiled (state, tokens [B, T+1] or a Batch, what is fixed) -> (state, metrics); the old state is consumed.
 
     metrics: loss (nats a token), gradient_norm (before clipping), learning_rate; `bad`, bool []: only the step's number
@@ -119,14 +119,16 @@ def _update(plan: Plan, *, config: TrainConfig) -> Update:
     turning = dict(topology=plan.definition.topology, config=plan.conversion)
 
     def update(state: TrainState, tokens: jax.Array | Batch, fixed: Fixed):
-        late = {nn.LATE: conversion.late(state.step, **turning)} if plan.conversion.steps else {}
-        (loss, terms), grads = gradients(state.params, fixed, tokens, late)
+        ladder_fraction = (
+            {nn.LADDER_FRACTION: conversion.ladder_fraction(state.step, **turning)} if plan.conversion.steps else {}
+        )
+        (loss, terms), grads = gradients(state.params, fixed, tokens, ladder_fraction)
         updates, moments = adamw.update(grads, state.optimizer, state.params)
         rate = schedule(state.step)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         metrics = {"loss": loss, **terms, "gradient_norm": optimizer.norm(grads), "learning_rate": rate}
-        if late:
-            metrics["turned"] = jnp.mean(late[nn.LATE])
+        if ladder_fraction:
+            metrics["turned"] = jnp.mean(ladder_fraction[nn.LADDER_FRACTION])
         return dataclasses.replace(state, params=params, optimizer=moments, step=state.step + 1), metrics
 
     return update

@@ -15,7 +15,7 @@ from ladder_jax.decode.engine.task import Decoder, Task
 from ladder_jax.decode.generate import check_prompts
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition, Params, Transformer
+from ladder_jax.nn import ModelDef, Params, Transformer
 
 
 class Engine:
@@ -29,7 +29,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Transformer | Definition,
+        model: Transformer | ModelDef,
         params: Params | weights.Reader | None = None,
         *,
         slots: int = 8,
@@ -42,7 +42,7 @@ class Engine:
         quantize: Quantize = Quantize.NONE,
         prefill_chunk: int = DecodeConfig.prefill_chunk,
     ):
-        """`params`, float32 and stacked as stored, or what reads them one by one, go with a Definition.
+        """`params`, float32 and stacked as stored, or what reads them one by one, go with a ModelDef.
 
         Raises UserError for a mesh with data ranks, and for what the devices' memory does not hold.
 
@@ -54,7 +54,7 @@ class Engine:
         definition = model.definition if isinstance(model, Transformer) else model
         params = model.params if isinstance(model, Transformer) else params
         if params is None:
-            raise UserError("an engine needs a Transformer, or a Definition and its params")
+            raise UserError("an engine needs a Transformer, or a ModelDef and its params")
         if definition.layout.batch_ranks > 1:
             raise UserError(
                 f"an engine is one replica of the model: mesh.data x mesh.fsdp must be 1,"

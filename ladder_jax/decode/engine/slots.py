@@ -20,7 +20,7 @@ from ladder_jax.decode import cache, sampling, steps
 from ladder_jax.decode.chunks import blocks
 from ladder_jax.decode.engine.request import Request
 from ladder_jax.decode.sampling import Choice, Settings
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import on_mesh
 
 SHORTEST = 32  # the shortest padded prompt, in tokens
@@ -56,7 +56,7 @@ class Slots:
 
     def __init__(
         self,
-        definition: Definition,
+        definition: ModelDef,
         params: Params,
         *,
         slots: int,
@@ -144,12 +144,12 @@ def _settings(request: Request) -> Settings:
     )
 
 
-def _dims(definition: Definition, *, loop: Loop) -> State:
+def _dims(definition: ModelDef, *, loop: Loop) -> State:
     return State(cache.dims(definition, loop=loop), "BV", "B", "B", sampling.DIMS)
 
 
 @functools.cache
-def _empty(definition: Definition, *, slots: int, positions: int, loop: Loop) -> Callable[[], State]:
+def _empty(definition: ModelDef, *, slots: int, positions: int, loop: Loop) -> Callable[[], State]:
     """A compiled () -> slots that nobody uses."""
     layout = definition.layout
     caches = cache.abstract(definition, rows=slots, capacity=positions, loop=loop)
@@ -170,7 +170,7 @@ def _empty(definition: Definition, *, slots: int, positions: int, loop: Loop) ->
 
 
 @functools.cache
-def _insert(definition: Definition, *, loop: Loop) -> Callable:
+def _insert(definition: ModelDef, *, loop: Loop) -> Callable:
     """A compiled (state, one row's state, slot) -> state with that row there. The first is consumed."""
     dims = _dims(definition, loop=loop)
 
@@ -185,7 +185,7 @@ def _insert(definition: Definition, *, loop: Loop) -> Callable:
 
 
 @functools.cache
-def _clear(definition: Definition, *, loop: Loop) -> Callable:
+def _clear(definition: ModelDef, *, loop: Loop) -> Callable:
     """A compiled (caches, slot) -> caches with zeros in that row. The first are consumed."""
     dims = cache.dims(definition, loop=loop)
 
@@ -201,7 +201,7 @@ def _clear(definition: Definition, *, loop: Loop) -> Callable:
 
 
 @functools.cache
-def _advance(definition: Definition) -> Callable:
+def _advance(definition: ModelDef) -> Callable:
     """A compiled (new tokens [B, count], lengths, temperature, active: [B] each) -> (tokens, lengths, temperature)."""
 
     def local(new, lengths, temperature, active):
@@ -211,7 +211,7 @@ def _advance(definition: Definition) -> Callable:
     return _jit(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))
 
 
-def _jit(definition: Definition, local: Callable, *, in_dims: Any, out_dims: Any, donate: tuple = ()) -> Callable:
+def _jit(definition: ModelDef, local: Callable, *, in_dims: Any, out_dims: Any, donate: tuple = ()) -> Callable:
     """What it gives is laid out as `steps` gives it and takes it."""
     layout = definition.layout
     meshed = on_mesh(local, layout=layout, in_dims=in_dims, out_dims=out_dims)

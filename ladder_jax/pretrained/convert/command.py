@@ -45,7 +45,7 @@ def run(args: dict) -> None:
     _tell(source, definition, request, result, as_json=args["json"])
 
 
-def write(source: Source, folder: pathlib.Path, *, definition: nn.Definition, request: Request) -> None:
+def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, request: Request) -> None:
     """`source` with `definition`'s topology, in the format asked for."""
     if request.format is Format.CHECKPOINT:
         native.write(source, folder, definition=definition, place=request.destination)
@@ -85,7 +85,7 @@ def _tokenizer(source: Source) -> tokenizers.Tokenizer:
         return tokenizers.load(place)
 
 
-def _tell(source: Source, definition: nn.Definition, request: Request, result: Result | None, *, as_json: bool) -> None:
+def _tell(source: Source, definition: nn.ModelDef, request: Request, result: Result | None, *, as_json: bool) -> None:
     model, parameters = definition.config, sum(math.prod(array.shape) for array in source.arrays.values())
     if as_json:
         told = {"source": source.path, "destination": str(request.destination), "format": request.format.value}

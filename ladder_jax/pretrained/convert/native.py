@@ -39,7 +39,7 @@ def size(source: Source) -> int:
     return sum(array.size * array.dtype.itemsize for array in shapes(source).values())
 
 
-def write(source: Source, folder: pathlib.Path, *, definition: nn.Definition, place: pathlib.Path) -> None:
+def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, place: pathlib.Path) -> None:
     """Write `source` into `folder`, which becomes `place`, read it back and compare.
 
     definition: of the model as it is to be stored, which may have other ladder layers than `source` names.
@@ -107,7 +107,7 @@ def _compare(stream: Stream, *, place: pathlib.Path) -> None:
             update(done, "")
 
 
-def _config(source: Source, definition: nn.Definition, *, place: pathlib.Path) -> RunConfig:
+def _config(source: Source, definition: nn.ModelDef, *, place: pathlib.Path) -> RunConfig:
     """Of the settings that a run would have, only the model's, its context and the tokenizer mean something here."""
     has_tokenizer = tokenizers.huggingface.MAIN in source.files
     is_bytes = not has_tokenizer and source.model.vocab_size == tokenizers.Bytes().vocab_size

@@ -21,10 +21,10 @@ class Cache:
     value: jax.Array
 
 
-class Place(Protocol):
+class Positions(Protocol):
     """A block's positions, and attention at them."""
 
-    def positions(self, length: int) -> jax.Array:
+    def indices(self, length: int) -> jax.Array:
         """Those of a block of `length` tokens, [B, length] or, the same for all rows, [1, length]."""
 
     def attend(
@@ -37,10 +37,10 @@ class Place(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Begin:
+class FullSequence:
     """Positions 0..T-1. Nothing comes before them, so the cache is filled and not read, and need not be there."""
 
-    def positions(self, length):
+    def indices(self, length):
         return jnp.arange(length)[None, :]
 
     def attend(self, query, key, value, *, cache, kernel):
@@ -48,7 +48,7 @@ class Begin:
         return kernels.causal(query, key, value, kernel=kernel), cache
 
 
-BEGIN = Begin()
+FULL_SEQUENCE = FullSequence()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Packed:
 
     segments: jax.Array
 
-    def positions(self, length):
+    def indices(self, length):
         index = jnp.broadcast_to(jnp.arange(length)[None, :], self.segments.shape)
         begins = jnp.pad(self.segments[:, 1:] != self.segments[:, :-1], ((0, 0), (1, 0)))
         return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
@@ -70,7 +70,7 @@ class Packed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Extend:
+class ChunkedPrefill:
     """Positions start..start+T-1 of every row, of which the cache must have room for the last.
 
     start: an int32 scalar. Each row's positions before it are in the cache already.
@@ -78,7 +78,7 @@ class Extend:
 
     start: jax.Array
 
-    def positions(self, length):
+    def indices(self, length):
         return self.start + jnp.arange(length)[None, :]
 
     def attend(self, query, key, value, *, cache, kernel):
@@ -87,12 +87,12 @@ class Extend:
 
 
 @dataclasses.dataclass(frozen=True)
-class Next:
+class DecodeStep:
     """One position a row (T is 1), which is row b's length: `lengths` [B] int32 positions are in the cache already."""
 
     lengths: jax.Array
 
-    def positions(self, length):
+    def indices(self, length):
         return self.lengths[:, None]
 
     def attend(self, query, key, value, *, cache, kernel):

@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import Loop, Remat
 from ladder_jax.nn import prefetch
-from ladder_jax.parallel.collectives import vary, varying
-from ladder_jax.parallel.fsdp import Shares
+from ladder_jax.parallel.collectives import pvary, varying
+from ladder_jax.parallel.fsdp import FsdpLayer
 from ladder_jax.residual import REDUCED, State, Step
 
 ENTERED = "entered"
@@ -34,7 +34,7 @@ def run(
     remat: Remat,
     axes: tuple[str, ...],
     dtype: jnp.dtype,
-    shares: Shares | None = None,
+    fsdp_layer: FsdpLayer | None = None,
     first: int = 0,
 ) -> tuple[State, Any]:
     """The state after all layers, and the caches in the form in which they came.
@@ -42,13 +42,18 @@ def run(
     params: stacked [L, ...], or (unrolled only) a tuple with each layer's own arrays.
     caches: likewise, or None.
     dtype: of a sublayer's output.
-    shares: how a layer's parameters are made of a rank's shares, where they are split over the fsdp axis.
+    fsdp_layer: how a layer's parameters are made of a rank's shares, where they are split over the fsdp axis.
     first: the number of the first of these layers in the model, for their names in the program.
     """
-    if shares is not None and caches is None:
-        return _run_ahead(body, state, params, steps, loop, remat, shares, axes=axes, dtype=dtype, first=first), None
-    if shares is not None:
-        of_whole, body = body, lambda state, layer, cache, steps: of_whole(state, shares.gather(layer), cache, steps)
+    if fsdp_layer is not None and caches is None:
+        return _run_ahead(
+            body, state, params, steps, loop, remat, fsdp_layer, axes=axes, dtype=dtype, first=first
+        ), None
+    if fsdp_layer is not None:
+        of_whole, body = (
+            body,
+            lambda state, layer, cache, steps: of_whole(state, fsdp_layer.gather(layer), cache, steps),
+        )
     form = type(caches)
     if loop is Loop.UNROLLED:
         runs = [(layer, 1, 1) for layer in range(len(steps))]
@@ -103,7 +108,7 @@ def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _run_ahead(body, state, params, steps, loop, remat, shares, *, axes, dtype, first) -> State:
+def _run_ahead(body, state, params, steps, loop, remat, fsdp_layer, *, axes, dtype, first) -> State:
     """`run` where each layer's parameters are gathered one layer ahead."""
 
     def layer(kind):
@@ -123,7 +128,7 @@ def _run_ahead(body, state, params, steps, loop, remat, shares, *, axes, dtype, 
             )
             state = steps[start][0].fill(state, axes=axes, dtype=dtype)
         layers = [layer(kind) for kind in steps[start : start + period]]
-        state = prefetch.Run(layers, scopes, repeats, shares, recomputes=remat is not Remat.NONE)(state, arrays)
+        state = prefetch.Run(layers, scopes, repeats, fsdp_layer, recomputes=remat is not Remat.NONE)(state, arrays)
     return state
 
 
@@ -145,7 +150,7 @@ def remat_body(body: Body, *, steps: tuple[Step, ...], remat: Remat, loop: Loop)
             offload_dst="pinned_host",
         )
     body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    return body if loop is Loop.SCAN else _apart(body)
+    return body if loop is Loop.SCAN else _prevent_cse(body)
 
 
 def _named(body: Callable) -> Callable:
@@ -157,11 +162,11 @@ def _named(body: Callable) -> Callable:
     return named
 
 
-def _apart(body: Callable) -> Callable:
-    """`body`, whose recomputation cannot be merged with the forward pass, as jax's own `prevent_cse` has it.
+def _prevent_cse(body: Callable) -> Callable:
+    """`body`, whose recomputation the compiler cannot merge with the forward pass: see jax's `prevent_cse`.
 
-    That waits for all of the layer's gradients, the one in flight among them. This waits for the one
-    of its newest output, which is there before: the recomputation hides the later layer's reduction.
+    jax's barrier waits for all cotangents, including the one being all-reduced. Ours waits for `partial`'s only, so
+    that recomputation overlaps that all-reduce.
     """
 
     @jax.custom_vjp
@@ -195,7 +200,7 @@ def _unstack(tree: Any) -> tuple:
 def _restack(_, gradients: tuple) -> tuple:
     def write(*layers):
         axes = frozenset.union(*map(varying, layers))
-        stack = vary(jnp.zeros((len(layers), *layers[0].shape), layers[0].dtype), axes)
+        stack = pvary(jnp.zeros((len(layers), *layers[0].shape), layers[0].dtype), axes)
         for index in reversed(range(len(layers))):
             stack = jax.lax.dynamic_update_index_in_dim(stack, layers[index], index, 0)
         return stack
