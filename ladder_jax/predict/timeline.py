@@ -79,9 +79,8 @@ class _Player:
 
     def take(self, step: Step, work: Work) -> None:
         launched = self._launch_pending(step)
-        delay = getattr(step, "delay", 0)
-        # Sums that are None at the begin are not in the list, so it may be shorter than `lag`.
-        needed = launched[: max(0, len(launched) - delay)]
+        # `sums` leaves out those that are None before the first layers, so it may be shorter than `pending_before`.
+        needed = launched[: max(0, len(launched) - step.delay)]
         self._compute(step, work, ready=max([self.residual, *needed]))
         if isinstance(step, Delayed):
             self._keep(step, launched)

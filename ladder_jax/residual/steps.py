@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,8 @@ class Desynced:
     sublayers: tuple[int, ...]
     phase: int  # sublayers since the last all-reduce
     sync: bool
+    delay: ClassVar[int] = 0
+    pending_before: ClassVar[int] = 0
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
         check_axes(axes)
@@ -102,6 +105,8 @@ class Silent:
     """A step of the standard Transformer without its all-reduce: wrong numbers, for timing only."""
 
     sublayers: tuple[int, ...]
+    delay: ClassVar[int] = 0
+    pending_before: ClassVar[int] = 0
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
         check_axes(axes)

@@ -44,7 +44,7 @@ class Topology:
     @property
     def overlap(self) -> Overlap:
         """Whether some all-reduce has a sublayer to hide under: what the compiler's best options depend on."""
-        return Overlap.HIDES if any(getattr(s, "delay", 0) for layer in self.layers for s in layer) else Overlap.WAITS
+        return Overlap.HIDES if any(step.delay for steps in self.layers for step in steps) else Overlap.WAITS
 
     @property
     def layers(self) -> tuple[tuple[Step, ...], ...]:
@@ -103,8 +103,7 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
     check_axes(axes)
     if topology.communication is Communication.NONE:
         return State(pvary(x, axes))
-    pending = getattr(topology.layers[0][0], "pending_before", 0)
-    return State(x, (None,) * (pending - 1))
+    return State(x, (None,) * (topology.layers[0][0].pending_before - 1))
 
 
 def _delayed_layers(topology: Topology) -> tuple[tuple[Delayed, ...], ...]:

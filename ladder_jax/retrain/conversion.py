@@ -16,7 +16,7 @@ def ladder_fraction(step: jax.Array, *, topology: Topology, config: ConversionCo
     group ramps from 0 to 1, or jumps to 1 as it begins. Layers that are standard anyway stand at 1. Raises UserError
     where all are.
     """
-    ladder = [n for n, steps in enumerate(topology.layers) if any(getattr(s, "skip", 0) for s in steps)]
+    ladder = [n for n, steps in enumerate(topology.layers) if any(step.delay for step in steps)]
     if not ladder:
         raise UserError(f"conversion.steps={config.steps} has no ladder layer to turn: all are standard")
     group = np.full(topology.num_layers, -1)

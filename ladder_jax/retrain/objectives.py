@@ -11,7 +11,7 @@ from ladder_jax import nn
 from ladder_jax.data.batch import Batch
 from ladder_jax.nn import Params
 from ladder_jax.nn.divergence import divergence_sum
-from ladder_jax.residual import State
+from ladder_jax.residual import Delayed, State
 from ladder_jax.retrain import lora, parts
 from ladder_jax.retrain.plan import ADAPTERS, Fixed, Plan
 
@@ -137,7 +137,9 @@ def _shared(plan: Plan) -> int:
     if not plan.shares_weights or any(plan.teacher.topology.delays) or any(plan.teacher.topology.joint):
         return 0
     kinds = zip(plan.definition.topology.layers, plan.teacher.topology.layers)
-    waits = [all(getattr(s, "skip", 1) == 0 for s in mine) and len(mine) == len(its) for mine, its in kinds]
+    waits = [
+        all(isinstance(s, Delayed) and s.delay == 0 for s in mine) and len(mine) == len(its) for mine, its in kinds
+    ]
     return min(plan.frozen_layers, [*waits, False].index(False))
 
 
