@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import nn, parallel, residual
 from ladder_jax.config import Loop
 from ladder_jax.errors import UserError
-from ladder_jax.nn.layer_stack import runs_of
+from ladder_jax.residual.layers import runs_of
 from tests import cases
 
 

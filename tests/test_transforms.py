@@ -14,8 +14,7 @@ from flax import nnx
 from ladder_jax import nn, parallel
 from ladder_jax.config import Loop, Phase
 from ladder_jax.parallel import Compiled, Overlap, Traits, compiled
-from ladder_jax.parallel.table import TABLE
-from ladder_jax.parallel.traits import Option
+from ladder_jax.parallel.compiler_options import TABLE, Option
 from tests import cases
 
 CONFIG = cases.model("ladder", num_layers=1, d_model=16, num_heads=2, num_kv_heads=2, d_ff=16)

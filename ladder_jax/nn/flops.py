@@ -3,8 +3,8 @@
 import jax
 
 from ladder_jax.config import ModelConfig
+from ladder_jax.nn.model_def import ModelDef
 from ladder_jax.nn.parameter import is_matrix
-from ladder_jax.nn.transformer import ModelDef
 
 
 def attention(config: ModelConfig, *, rows: int, length: int, heads: int) -> int:

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that stays split, for a few positions at a time: no rank ever holds all logits."""
+"""Cross-entropy over a vocabulary that stays split; `cross_entropy_sum` makes the logits of few positions at a time."""
 
 import functools
 from typing import NamedTuple
@@ -96,3 +96,19 @@ def _chunk(x_BTD, table_VD, targets_BT, weights_BT, terms: Terms, *, gradient: b
     slope = (slope * weights_BT[:, :, None]).astype(x_BTD.dtype)
     dx = jnp.einsum("BTV,VD->BTD", slope, table_VD)
     return loss, dx, jnp.einsum("BTV,BTD->VD", slope, x_BTD, preferred_element_type=jnp.float32)
+
+
+@jax.named_scope(LOSS)
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+    """Negative log-likelihood of each target in nats, [B, T] float32, equal on all ranks of `axes`.
+
+    `logits_BTV` is this rank's share [B, T, V/ranks]; three small all-reduces of [B, T] join them.
+    """
+    size = logits_BTV.shape[-1]
+    largest = all_max(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes)
+    total = all_reduce(jnp.sum(jnp.exp(logits_BTV - largest[:, :, None]), axis=-1), axes)
+    local = targets_BT - rank(axes) * size
+    mine = (local >= 0) & (local < size)
+    picked = jnp.take_along_axis(logits_BTV, jnp.clip(local, 0, size - 1)[:, :, None], axis=-1)[:, :, 0]
+    target = all_reduce(jnp.where(mine, picked, 0.0), axes)
+    return jnp.log(total) + largest - target

@@ -1,31 +1,39 @@
 """The feed-forward sublayer: SwiGLU (https://arxiv.org/abs/2002.05202)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ladder_jax.config import Biases
+from ladder_jax.config import Biases, ModelConfig
 from ladder_jax.nn import bias, quantized
-from ladder_jax.nn.parameter import Initializer, Normal, Sizes, declare, zeros
+from ladder_jax.nn.parameter import Normal, Sizes, declare, residual_writer, sizes_of, zeros
 
 
 class MLP(nnx.Module):
-    """silu(x gate) * (x up), then down. Under tensor parallelism F is split: down gives a partial sum."""
+    """silu(x gate) * (x up), then down. Under tensor parallelism F is split: down gives a partial sum.
 
-    def __init__(self, sizes: Sizes, *, out_init: Initializer):
+    `MLP(config, rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device. Inside `jax.shard_map`, over a rank's shards
+    of its arrays (`nn.partition_specs`), it is this rank's partial sum.
+    """
+
+    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
+        sizes = sizes_of(config)
+        new = functools.partial(declare, sizes=sizes, rngs=rngs)
         if sizes.fused:
-            self.gate_up = declare("DG", sizes=sizes, init=Normal(0.02))
+            self.gate_up = new("DG", init=Normal(0.02))
         else:
-            self.gate = declare("DF", sizes=sizes, init=Normal(0.02))
-            self.up = declare("DF", sizes=sizes, init=Normal(0.02))
-        self.down = declare("FD", sizes=sizes, init=out_init)
+            self.gate = new("DF", init=Normal(0.02))
+            self.up = new("DF", init=Normal(0.02))
+        self.down = new("FD", init=residual_writer(sizes.config))
         if sizes.config.biases is Biases.ALL:
-            self.gate_bias = declare("F", sizes=sizes, init=zeros)
-            self.up_bias = declare("F", sizes=sizes, init=zeros)
-            self.down_bias = declare("D", sizes=sizes, init=zeros)
+            self.gate_bias = new("F", init=zeros)
+            self.up_bias = new("F", init=zeros)
+            self.down_bias = new("D", init=zeros)
 
-    def __call__(self, x_BTD: jax.Array, *, first_rank: jax.Array) -> jax.Array:
-        """A rank's partial sum [B, T, D]; `first_rank` is True on the one rank that adds the output bias."""
+    def __call__(self, x_BTD: jax.Array, *, first_rank: jax.Array | bool = True) -> jax.Array:
+        """A rank's partial sum [B, T, D]. first_rank: True on the one rank that adds the output bias."""
         if hasattr(self, "gate_up"):
             gate, up = jnp.split(quantized.einsum("BTD,DG->BTG", x_BTD, self.gate_up.get_value()), 2, axis=-1)
         else:

@@ -4,22 +4,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ladder_jax.nn.parameter import Sizes, declare, ones
+from ladder_jax.config import ModelConfig
+from ladder_jax.nn.parameter import Sizes, declare, ones, sizes_of
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last dimension, which is `dim` (D, or H for query/key norms)."""
 
-    def __init__(self, sizes: Sizes, *, dim: str = "D"):
+    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None, dim: str = "D"):
+        sizes = sizes_of(config)
         self.eps = sizes.config.norm_eps
-        self.scale = declare(dim, sizes=sizes, init=ones)
+        self.scale = declare(dim, sizes=sizes, init=ones, rngs=rngs)
 
-    def __call__(self, x: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-        """x [..., D] in any dtype to [..., D] in `dtype`."""
+    def __call__(self, x: jax.Array, *, dtype: jnp.dtype | None = None) -> jax.Array:
+        """x [..., D] in any dtype to [..., D] in `dtype`, by default x's."""
+        dtype = x.dtype if dtype is None else dtype
         return self.gain(normalise(x, eps=self.eps), dtype=dtype)
 
     def gain(self, x: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-        """Only the multiplication, of an `x` that is normalised already."""
+        """`x`, normalised before, times the gain."""
         scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
         return (x.astype(jnp.float32) * scale).astype(dtype)
 

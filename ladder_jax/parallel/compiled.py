@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +11,9 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
-from ladder_jax.parallel.options import compile_options
-from ladder_jax.parallel.traits import Traits, When
+from ladder_jax import files
+from ladder_jax.parallel.compiler_options import When, compile_options
+from ladder_jax.parallel.traits import Traits
 
 logger = logging.getLogger("ladder_jax")
 
@@ -93,3 +95,10 @@ class Compiled:
 
 # The compiler's two words for it. It runs out before a program starts, so no donated buffer is lost.
 _OUT_OF_VECTOR_MEMORY = re.compile(r"vmem|alternate memory", re.IGNORECASE)
+
+
+def use_compilation_cache() -> None:
+    """For the rest of this process; jax.config.jax_compilation_cache_dir and its environment variable go before."""
+    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        if (folder := files.cache_folder("programs")) is not None:
+            jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -1,4 +1,4 @@
-"""What a compiler's options for a program depend on, and what one option is."""
+"""The traits of a program that its compiler options depend on."""
 
 import dataclasses
 import enum
@@ -28,33 +28,3 @@ class Traits:
     phase: Phase
     loop: Loop
     split: frozenset[Split] = frozenset()
-
-
-class When(enum.Enum):
-    ALWAYS = "always"
-    RESCUE = "rescue"  # only after the compiler has failed without it
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """A compiler option, for which programs it is set, and where that is known from (`why`).
-
-    split: for programs in which one of these is; empty, for all.
-    """
-
-    name: str
-    value: bool | int | float | str
-    why: str
-    overlap: tuple[Overlap, ...] = (Overlap.HIDES,)
-    phases: tuple[Phase, ...] = tuple(Phase)
-    loops: tuple[Loop, ...] = tuple(Loop)
-    when: When = When.ALWAYS
-    split: tuple[Split, ...] = ()
-
-    def serves(self, traits: Traits) -> bool:
-        return (
-            traits.overlap in self.overlap
-            and traits.phase in self.phases
-            and traits.loop in self.loops
-            and (not self.split or not traits.split.isdisjoint(self.split))
-        )

@@ -80,15 +80,15 @@ all-reduces and barriers; sequence.py, the same on a stream split along the sequ
 layers on their way from standard to ladder.
 """
 
-from ladder_jax.residual.launch import REDUCED as REDUCED
-from ladder_jax.residual.state import State as State
-from ladder_jax.residual.state import Sublayer as Sublayer
-from ladder_jax.residual.state import add as add
-from ladder_jax.residual.state import compute as compute
+from ladder_jax.residual.steps import REDUCED as REDUCED
 from ladder_jax.residual.steps import Delayed as Delayed
 from ladder_jax.residual.steps import Desynced as Desynced
 from ladder_jax.residual.steps import Silent as Silent
+from ladder_jax.residual.steps import State as State
 from ladder_jax.residual.steps import Step as Step
+from ladder_jax.residual.steps import Sublayer as Sublayer
+from ladder_jax.residual.steps import add as add
+from ladder_jax.residual.steps import compute as compute
 from ladder_jax.residual.steps import fill as fill
 from ladder_jax.residual.steps import flush as flush
 from ladder_jax.residual.topologies import Communication as Communication

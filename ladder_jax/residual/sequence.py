@@ -23,9 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, all_gather, ranks, reduce_scatter
-from ladder_jax.residual.launch import REDUCED, barrier_forward
-from ladder_jax.residual.state import State, Sublayer, add, check_axes, compute
-from ladder_jax.residual.steps import Delayed
+from ladder_jax.residual.steps import REDUCED, Delayed, State, Sublayer, add, barrier_forward, check_axes, compute
 from ladder_jax.residual.topologies import Topology
 
 LENGTH = 1  # the dimension of [B, T, D] that is split

@@ -1,16 +1,43 @@
-"""The steps of a topology: each computes one sublayer, or two together, and moves the state on."""
+"""The recurrence: the state between sublayers, the steps that move it on, and their all-reduces and barriers."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import Launch
-from ladder_jax.parallel.collectives import PREVIOUS, pvary, ranks, varying
-from ladder_jax.residual.launch import await_backward, await_forward, opaque_copy, reduced, start, to_sublayer_input
-from ladder_jax.residual.state import State, Sublayer, add, check_axes, compute
+from ladder_jax.errors import UserError, unknown
+from ladder_jax.parallel import explicit
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, all_reduce, pvary, ranks, varying
+
+Sublayer = Callable[[jax.Array], jax.Array]
+Sums = tuple[jax.Array | None, ...]  # oldest first; None is zero
+
+REDUCED = "reduced"
+"""The checkpoint name of every reduced sum: a remat policy that does not save it reduces again."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What flows from sublayer to sublayer; every array is [B, T, D].
+
+    residual: the stream, equal on all tensor ranks (this rank's own in "no-communication").
+    sums: all-reduced outputs, oldest first, that some later sublayer must not read yet.
+    partial: what this rank has still to reduce. In place of a sum or a partial, None is zero.
+    local: in "desync" between two reductions, this rank's own stream.
+    entered: with sequence parallelism, the next step's input (see sequence.py).
+    """
+
+    residual: jax.Array
+    sums: tuple[jax.Array | None, ...] = ()
+    partial: jax.Array | None = None
+    local: jax.Array | None = None
+    entered: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,3 +158,125 @@ def fill(state: State, steps: Sequence[Step], *, axes: tuple[str, ...], dtype: j
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     """The final residual stream [B, T, D]: everything still pending is reduced and added."""
     return add(state.residual, (*state.sums, reduced(state.partial, axes, PREVIOUS)))
+
+
+def compute(x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> jax.Array:
+    """This rank's partial sum of those sublayers.
+
+    Raises UserError for one that returns the whole sum: reduced again, it would count once a rank. Types tell, where
+    jax checks them (`check_vma`): the input may differ between ranks, and such an output may not.
+    """
+    first, *rest = (_partial(sublayers[index], x, axes) for index in which)
+    return sum(rest, first)
+
+
+def check_axes(axes: tuple[str, ...]) -> None:
+    """Raises UserError for a name in place of a tuple, and for axes of which there are no ranks here."""
+    if isinstance(axes, str):
+        raise UserError(f"axes must be a tuple of the mesh's axes, as in ({axes!r},), not {axes!r}")
+    for axis in axes:
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            known = sorted(jax.sharding.get_abstract_mesh().manual_axes)
+            if known:
+                raise unknown("mesh axis", axis, known) from None
+            raise UserError(f"there are no ranks of {axis!r} here: call it inside jax.shard_map") from None
+
+
+def _partial(sublayer: Sublayer, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    out = sublayer(x)
+    reduced = (varying(x) & frozenset(axes)) - varying(out)
+    if reduced:
+        raise UserError(
+            f"a sublayer's output is the same on all ranks of {', '.join(sorted(reduced))}, so they would be counted"
+            " once each: return this rank's partial sum, without psum (a bias belongs to one rank only)"
+        )
+    return out
+
+
+def add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:
+    """In the stream's dtype; None is zero."""
+    for addend in sums:
+        if addend is not None:
+            stream = stream + addend.astype(stream.dtype)
+    return stream
+
+
+def reduced(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
+    """The sum of every rank's partial: where a topology communicates, named so that a program can be searched."""
+    if partial is None:
+        return None
+    with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+        return checkpoint_name(all_reduce(partial, axes), REDUCED)
+
+
+def opaque_copy(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
+    """A copy of `partial` that the compiler cannot identify with it: the all-reduce's operand, where a sublayer reads
+    `partial` too.
+
+    Without it v5e hides no all-reduce, because it fuses one with matmuls only where nothing else reads its operand;
+    and v5p, unrolled, hides 3 of 8 instead of 7, because it issues every second one after the matmuls.
+    """
+    if partial is None or ranks(axes) == 1:
+        return partial
+    return jnp.where(lax.axis_index(axes) >= 0, partial, 0)
+
+
+def start(partial: jax.Array | None, axes: tuple[str, ...], scope: str) -> Any:
+    """`reduced` as an explicit asynchronous pair: this starts the all-reduce, and its `done()` is the sum."""
+    if partial is None:
+        return None
+    with jax.named_scope(f"{LAUNCH}/{scope}"):
+        return explicit.start(partial, axes)
+
+
+def to_sublayer_input(stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`stream` as a sublayer's input. Its transpose is the all-reduce of the input's gradient."""
+    with jax.named_scope(ENTER):
+        return pvary(stream, axes)
+
+
+def await_forward(partial: jax.Array, launched: Sums, axes: tuple[str, ...]) -> tuple[jax.Array, Sums]:
+    """Barrier between a step's output and the newest all-reduce, so that the next one cannot be merged with it.
+
+    Without effect on one rank, and in the first step, where no all-reduce is in flight.
+    """
+    *older, newest = launched
+    if newest is None or ranks(axes) == 1:
+        return partial, launched
+    partial, newest = barrier_forward((partial, newest))
+    return partial, (*older, newest)
+
+
+def await_backward(
+    entered: jax.Array, residual: jax.Array, launched: Sums, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array, Sums]:
+    """The same barrier for the backward pass, where the gradient of a step's input is all-reduced.
+
+    The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the later step's
+    all-reduce. The earlier step's backward starts from the gradient of the newest output: it must come after this
+    step's, because the next all-reduce hides under it.
+    """
+    if ranks(axes) == 1:
+        return entered, residual, launched
+    if not launched or launched[-1] is None:
+        return (*_barrier_backward((entered, residual)), launched)
+    entered, residual, newest = _barrier_backward((entered, residual, launched[-1]))
+    return entered, residual, (*launched[:-1], newest)
+
+
+@jax.custom_vjp
+def barrier_forward(arrays):
+    """`optimization_barrier` forward, identity backward."""
+    return lax.optimization_barrier(arrays)
+
+
+@jax.custom_vjp
+def _barrier_backward(arrays):
+    """Identity forward, `optimization_barrier` backward."""
+    return arrays
+
+
+barrier_forward.defvjp(lambda arrays: (barrier_forward(arrays), None), lambda _, cotangents: (cotangents,))
+_barrier_backward.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))

@@ -9,8 +9,7 @@ import jax
 from ladder_jax.config import ModelConfig, residual_names
 from ladder_jax.parallel.collectives import pvary
 from ladder_jax.parallel.traits import Overlap
-from ladder_jax.residual.state import State, check_axes
-from ladder_jax.residual.steps import Delayed, Desynced, Silent, Step
+from ladder_jax.residual.steps import Delayed, Desynced, Silent, State, Step, check_axes
 
 
 class Communication(enum.Enum):

@@ -77,7 +77,7 @@ class Plan:
 
     def initial_adapters(self, *, seed: int) -> Params:
         layout, vocabulary = self.definition.layout, self.definition.config.vocab_size
-        settings = dict(name=ADAPTERS, layout=layout, seed=seed, vocab_size=vocabulary)
+        settings = dict(name=ADAPTERS, layout=layout, key=parameter.root_key(seed), vocab_size=vocabulary)
         return {ADAPTERS: parameter.initial_values(self.adapters, **settings)}
 
     def split(self, params: Params, *, teacher: Params | None = None) -> tuple[Params, Fixed]:

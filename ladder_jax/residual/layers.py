@@ -1,0 +1,128 @@
+"""The loop over layers: unrolled, or one `lax.scan` for every run of layers with equal steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax.config import Loop, Remat
+from ladder_jax.parallel.collectives import pvary, varying
+from ladder_jax.residual.remat import rematerialised
+from ladder_jax.residual.steps import State, Step
+
+MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
+
+# (state, one layer's parameters, its cache, its steps) -> (state, cache)
+Body = Callable[[State, Any, Any, tuple[Step, ...]], tuple[State, Any]]
+
+
+def run_layers(
+    body: Body,
+    state: State,
+    *,
+    params: Any,
+    caches: Any,
+    steps: tuple[tuple[Step, ...], ...],
+    loop: Loop,
+    remat: Remat,
+    axes: tuple[str, ...],
+    dtype: jnp.dtype,
+    first: int = 0,
+) -> tuple[State, Any]:
+    """The state after all layers, and the caches in the form in which they came.
+
+    params: stacked [L, ...], or (unrolled only) a tuple with each layer's own arrays.
+    caches: likewise, or None.
+    dtype: of a sublayer's output.
+    first: the number of the first of these layers in the model, for their names in the program.
+    """
+    form = type(caches)
+    if loop is Loop.UNROLLED:
+        runs = [(layer, 1, 1) for layer in range(len(steps))]
+        params, caches = unstacked(params), unstacked(caches)
+    else:
+        runs = runs_of(steps)
+    updated = []
+    for start, period, repeats in runs:
+        stop = start + period * repeats
+        if repeats == 1:
+            for layer in range(start, stop):
+                layer_body = rematerialised(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED)
+                with jax.named_scope(f"layer_{first + layer}"):  # which the schedule's report reads
+                    state, cache = layer_body(state, _layer(params, layer), _layer(caches, layer))
+                updated.append(cache)
+            continue
+
+        def scan_body(state, slices, kinds=steps[start : start + period]):
+            updated_caches = []
+            for index, kind in enumerate(kinds):
+                layer_body = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN)
+                state, cache = layer_body(state, *(_layer(tree, index) for tree in slices))
+                updated_caches.append(cache)
+            return state, _stack(updated_caches)
+
+        fold = lambda a: a[start:stop].reshape(repeats, period, *a.shape[1:])
+        state = steps[start][0].fill(state, axes=axes, dtype=dtype)
+        with jax.named_scope(f"layers_{first + start}_to_{first + stop - 1}"):
+            state, scanned = jax.lax.scan(scan_body, state, jax.tree.map(fold, (params, caches)))
+        scanned = jax.tree.map(lambda a: a.reshape(period * repeats, *a.shape[2:]), scanned)
+        updated.extend(_layer(scanned, index) for index in range(period * repeats)) if len(runs) > 1 else None
+    if caches is None:
+        return state, None
+    if form is tuple:
+        return state, tuple(updated)
+    return state, (scanned if len(runs) == 1 else _stack(updated))
+
+
+def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
+    """(start, period, repeats) of runs of layers: greedily the longest, then the shortest period."""
+    runs, start = [], 0
+    while start < len(steps):
+        best = (1, 1)
+        for period in range(1, MAX_PERIOD + 1):
+            repeats, pattern = 1, steps[start : start + period]
+            while steps[start + repeats * period : start + (repeats + 1) * period] == pattern:
+                repeats += 1
+            if repeats > 1 and repeats * period > best[0] * best[1]:
+                best = (period, repeats)
+        runs.append((start, *best))
+        start += best[0] * best[1]
+    return runs
+
+
+def unstacked(tree: Any) -> Any:
+    """A stacked tree as a tuple of each layer's own arrays; a tuple, or None, unchanged."""
+    if isinstance(tree, tuple) or tree is None:
+        return tree
+    return _unstack(tree)
+
+
+@jax.custom_vjp
+def _unstack(tree: Any) -> tuple:
+    """Backward writes each layer's gradient into one stack, in place. The transpose of indexing would sum as many
+    arrays as there are layers, each as large as the stack."""
+    count = jax.tree.leaves(tree)[0].shape[0]
+    return tuple(jax.tree.map(lambda a: a[i], tree) for i in range(count))
+
+
+def _restack(_, gradients: tuple) -> tuple:
+    def write(*layers):
+        axes = frozenset.union(*map(varying, layers))
+        stack = pvary(jnp.zeros((len(layers), *layers[0].shape), layers[0].dtype), axes)
+        for index in reversed(range(len(layers))):
+            stack = jax.lax.dynamic_update_index_in_dim(stack, layers[index], index, 0)
+        return stack
+
+    return (jax.tree.map(write, *gradients),)
+
+
+_unstack.defvjp(lambda tree: (_unstack(tree), None), _restack)
+
+
+def _layer(tree: Any, index: int) -> Any:
+    return tree[index] if isinstance(tree, tuple) else jax.tree.map(lambda a: a[index], tree)
+
+
+def _stack(trees: list) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
