@@ -80,8 +80,8 @@ def test_and_by_the_compiled_function():
 
 def test_what_no_model_is_made_of():
     for wrong in ("tiny", {"num_layers": 1}, None):
-        with pytest.raises(UserError, match="a model is made of a ModelConfig, such as preset"):
-            nn.Transformer(wrong)
+        with pytest.raises(UserError, match="a Transformer takes a ModelConfig, such as preset"):
+            nn.Transformer(wrong, rngs=nnx.Rngs(0))
 
 
 def test_its_own_parameters_in_any_form():

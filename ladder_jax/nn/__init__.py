@@ -13,6 +13,7 @@ from ladder_jax.nn.model_def import define as define
 from ladder_jax.nn.model_def import initialize as initialize
 from ladder_jax.nn.norm import RMSNorm as RMSNorm
 from ladder_jax.nn.parameter import padded_vocabulary as padded_vocabulary
+from ladder_jax.nn.parameter import partition_specs as partition_specs
 from ladder_jax.nn.positions import Cache as Cache
 from ladder_jax.nn.positions import ChunkedPrefill as ChunkedPrefill
 from ladder_jax.nn.positions import DecodeStep as DecodeStep

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jax.sharding import PartitionSpec
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.parallel import Layout
+from ladder_jax.parallel.on_mesh import SHARDED
 
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32 values
 
@@ -135,6 +137,16 @@ def declared(module: nnx.Module) -> dict:
 def dims_of(module: nnx.Module) -> dict:
     """The nested dict of the parameters' dimensions, such as {"embedding": {"table": "VD"}, ...}."""
     return jax.tree.map(lambda param: param.dims, declared(module), is_leaf=_is_param)
+
+
+def partition_specs(module: nnx.Module, *, axes: tuple[str, ...] = ("tensor",)) -> nnx.State:
+    """How `nnx.state(module)` is split over tensor-parallel ranks: `in_specs` for a `jax.shard_map` of your own.
+
+    Heads, feed-forward and vocabulary are split over `axes`, the rest is whole on every rank. Where there are fewer
+    key/value heads than ranks jax refuses it: `Transformer` knows how several ranks share a head.
+    """
+    split = lambda param: PartitionSpec(*(axes if dim in SHARDED else None for dim in param.dims))
+    return jax.tree.map(split, nnx.state(module), is_leaf=_is_param)
 
 
 def is_matrix(dims: str) -> bool:

@@ -186,6 +186,8 @@ def check_axes(axes: tuple[str, ...]) -> None:
 
 def _partial(sublayer: Sublayer, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     out = sublayer(x)
+    if out.shape != x.shape:
+        raise UserError(f"a sublayer must return [B, T, D] as it reads, {x.shape}, not {out.shape}")
     reduced = (varying(x) & frozenset(axes)) - varying(out)
     if reduced:
         raise UserError(

@@ -3,12 +3,16 @@
 import dataclasses
 import enum
 import itertools
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from ladder_jax.config import ModelConfig, residual_names
+from ladder_jax.config import Loop, ModelConfig, Phase, residual_names
+from ladder_jax.errors import member
 from ladder_jax.parallel.collectives import pvary
-from ladder_jax.parallel.traits import Overlap
+from ladder_jax.parallel.compiler_options import compile_options
+from ladder_jax.parallel.traits import Overlap, Split, Traits
 from ladder_jax.residual.steps import Delayed, Desynced, Silent, State, Step, check_axes
 
 
@@ -44,6 +48,19 @@ class Topology:
     def overlap(self) -> Overlap:
         """Whether some all-reduce has a sublayer to hide under: what the compiler's best options depend on."""
         return Overlap.HIDES if any(step.delay for steps in self.layers for step in steps) else Overlap.WAITS
+
+    def compile_options(
+        self, mesh: Mesh, *, phase: Phase | str, loop: Loop | str = Loop.SCAN, sequence_parallel: bool = False
+    ) -> dict[str, Any]:
+        """For `jax.jit(..., compiler_options=...)`: what lets the compiler for `mesh` hide this topology's all-reduces.
+
+        phase: what the program does: "train", "prefill" (a forward pass over many tokens) or "decode" (one token a
+            row). loop: "scan" or "unrolled". A mesh with an axis "fsdp" of more than one rank splits weights over it.
+        """
+        phase, loop = member(Phase, "phase", phase), member(Loop, "loop", loop)
+        splits = {Split.WEIGHTS: mesh.shape.get("fsdp", 1) > 1, Split.SEQUENCE: sequence_parallel}
+        split = frozenset(what for what, is_split in splits.items() if is_split)
+        return compile_options(mesh, traits=Traits(self.overlap, phase, loop, split))
 
     @property
     def layers(self) -> tuple[tuple[Step, ...], ...]:
