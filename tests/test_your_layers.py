@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import parallel, residual
 from ladder_jax.config import Loop, Phase, residual_names
 from ladder_jax.errors import UserError
-from ladder_jax.parallel import Overlap, Split, Traits, compiler_options
+from ladder_jax.parallel import Overlap, Split, Traits, compiled
 from ladder_jax.residual import anneal, sequence
 from tests import cases
 from tests.test_residual import UNROLLED, example
@@ -199,9 +199,9 @@ def test_compile_options_are_those_of_the_tables_traits():
             topology = residual.topology(name, num_layers=2)
             for phase in Phase:
                 traits = Traits(overlap, phase, Loop.UNROLLED, frozenset(split))
-                expected = compiler_options.options_for(v6e.device_kind, traits)
+                expected = compiled.options_for(v6e.device_kind, traits)
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(compiler_options, "_known", lambda *_: True)
+                    patch.setattr(compiled, "_known", lambda *_: True)
                     assert topology.compile_options(mesh, phase=phase.value, loop="unrolled") == expected
     assert residual.topology("ladder", num_layers=2).compile_options(parallel.make_mesh(), phase="train") == {}
     with pytest.raises(UserError, match="unknown phase 'training'; did you mean 'train'"):

@@ -4,6 +4,10 @@ from ladder_jax.nn.attention import Attention as Attention
 from ladder_jax.nn.embedding import Embedding as Embedding
 from ladder_jax.nn.forward import LADDER_FRACTION as LADDER_FRACTION
 from ladder_jax.nn.forward import ForwardPass as ForwardPass
+from ladder_jax.nn.forward import hidden as hidden
+from ladder_jax.nn.forward import logits as logits
+from ladder_jax.nn.forward import loss_sum as loss_sum
+from ladder_jax.nn.forward import output_table as output_table
 from ladder_jax.nn.layer import Layer as Layer
 from ladder_jax.nn.loss import cross_entropy as cross_entropy
 from ladder_jax.nn.mlp import MLP as MLP
@@ -22,7 +26,3 @@ from ladder_jax.nn.positions import Packed as Packed
 from ladder_jax.nn.positions import Positions as Positions
 from ladder_jax.nn.transformer import Transformer as Transformer
 from ladder_jax.nn.transformer import compiled_logits as compiled_logits
-from ladder_jax.nn.transformer import hidden as hidden
-from ladder_jax.nn.transformer import logits as logits
-from ladder_jax.nn.transformer import loss_sum as loss_sum
-from ladder_jax.nn.transformer import output_table as output_table

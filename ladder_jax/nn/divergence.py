@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.nn.chunked import over_chunks
+from ladder_jax.nn.loss import over_chunks
 from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED
 

@@ -1,15 +1,22 @@
-"""Cross-entropy over a vocabulary that stays split; `cross_entropy_sum` makes the logits of few positions at a time."""
+"""Cross-entropy over a vocabulary that stays split, a few positions at a time.
+
+Each chunk's gradient is computed in the forward pass; backward multiplies it by the loss's cotangent. No logits are
+stored or recomputed.
+"""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.nn.chunked import over_chunks
 from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import EMULATED, LOSS
+
+# (x, table, of_positions) -> (sums, dx or None, dtable or None) of some positions
+Chunk = Callable[[jax.Array, jax.Array, Any], tuple[Any, jax.Array | None, jax.Array | None]]
 
 
 class Terms(NamedTuple):
@@ -112,3 +119,46 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, axes: tuple[s
     picked = jnp.take_along_axis(logits_BTV, jnp.clip(local, 0, size - 1)[:, :, None], axis=-1)[:, :, 0]
     target = all_reduce(jnp.where(mine, picked, 0.0), axes)
     return jnp.log(total) + largest - target
+
+
+def over_chunks(
+    chunk: Chunk,
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    of_positions: Any,
+    *,
+    size: int,
+    axes: tuple[str, ...],
+    gradient: bool,
+) -> tuple[Any, ...]:
+    """(the sums, and their gradients of x and the table if asked for), at most `size` positions B x T at once.
+
+    of_positions: a tree of further arrays [B, T, ...]; where it is padded, zero must mean that nothing counts.
+    The sums, a tree of float32 scalars, are equal on all ranks of `axes`.
+    """
+    rows, length, _ = x_BTD.shape
+    size = max(1, min(length, size // rows))
+    count = -(-length // size)
+    if count == 1:
+        sums, dx, dtable = chunk(x_BTD, table_VD, of_positions)
+        return (sums, dx, dtable.astype(table_VD.dtype)) if gradient else (sums,)
+
+    def chunks(array):  # [B, T, ...] as [chunks, B, size, ...]
+        padded = jnp.pad(array, ((0, 0), (0, count * size - length)) + ((0, 0),) * (array.ndim - 2))
+        return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
+
+    def turn(carry, part):
+        sums, dx, dtable = chunk(part[0], table_VD, part[1])
+        return jax.tree.map(jnp.add, carry, (sums, dtable) if gradient else (sums,)), dx
+
+    parts = jax.tree.map(chunks, (x_BTD, of_positions))
+    shapes = jax.eval_shape(lambda part: chunk(part[0], table_VD, part[1])[0], jax.tree.map(lambda a: a[0], parts))
+    over = frozenset().union(*map(varying, jax.tree.leaves((x_BTD, of_positions)))) - set(axes)
+    zeros = jax.tree.map(lambda a: pvary(jnp.zeros(a.shape), over), shapes)
+    # Summed in float32, and rounded to the table's dtype once.
+    start = (zeros, pvary(jnp.zeros(table_VD.shape), varying(table_VD))) if gradient else (zeros,)
+    done, dx = lax.scan(turn, start, parts)
+    if not gradient:
+        return done
+    whole = dx.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :length]
+    return done[0], whole, done[1].astype(table_VD.dtype)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.parallel import Layout
-from ladder_jax.parallel.on_mesh import SHARDED
+from ladder_jax.parallel.mesh import SHARDED
 
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32 values
 

@@ -23,8 +23,7 @@ from ladder_jax.config import Loop, Remat
 from ladder_jax.parallel.collectives import pvary, varying
 from ladder_jax.parallel.fsdp import FsdpLayer
 from ladder_jax.residual import State, Step
-from ladder_jax.residual.layers import Body, runs_of, unstacked
-from ladder_jax.residual.remat import rematerialised
+from ladder_jax.residual.layers import Body, rematerialised, runs_of, unstacked
 
 LayerOf = Callable[[State, Any], State]  # (state, one layer's whole parameters) -> state
 

@@ -1,19 +1,16 @@
-"""The Transformer as a Flax module, and its forward pass on one rank of a mesh."""
+"""The Transformer as a Flax module, compiled for its mesh."""
 
 import functools
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Remat
+from ladder_jax.config import Loop, ModelConfig, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.nn import given, loss
-from ladder_jax.nn.forward import ForwardPass, unshard
+from ladder_jax.nn import given
+from ladder_jax.nn.forward import hidden, logits
 from ladder_jax.nn.model_def import ModelDef, Params, declare, define, initialize
-from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import Compiled, make_mesh, on_mesh, over_ranks, with_ranks
 
 
@@ -72,71 +69,6 @@ class Transformer(nnx.Module):
         """
         sizes = dict(batch_ranks=self.definition.layout.batch_ranks, vocab_size=self.config.vocab_size)
         return compiled_logits(self.definition)(self.params, given.checked_tokens(tokens, **sizes))
-
-
-def hidden(
-    definition: ModelDef,
-    params: Params,
-    tokens: jax.Array,
-    *,
-    loop_form: Loop = Loop.SCAN,
-    remat: Remat = Remat.NONE,
-    caches: Any = None,
-    positions: Positions = FULL_SEQUENCE,
-    launch: Launch = Launch.CHAINED,
-    sequence_parallel: bool = False,
-) -> tuple[jax.Array, Any]:
-    """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
-
-    `positions` are those of the tokens: 0..T-1 by default. With `sequence_parallel` a
-    rank keeps T/ranks positions of the stream between sublayers: see residual/sequence.py.
-    """
-    settings = dict(
-        loop_form=loop_form, remat=remat, positions=positions, launch=launch, sequence_parallel=sequence_parallel
-    )
-    run = ForwardPass(definition, tokens.shape[1], **settings)
-    state, caches = run.layers(run.embed(params, tokens), params["layers"], caches=caches)
-    return run.finish(params, state), caches
-
-
-def logits(definition: ModelDef, params: Params, x: jax.Array) -> jax.Array:
-    """On one rank: its share [B, T, V/ranks] of the float32 logits of a normed stream [B, T, D]."""
-    name = "embedding" if definition.config.tie_embeddings else "head"
-    head = definition.bind(name, unshard(definition, name, params[name]))
-    return head.logits(x, axes=definition.layout.tensor)
-
-
-def loss_sum(
-    definition: ModelDef,
-    params: Params,
-    x: jax.Array,
-    targets: jax.Array,
-    *,
-    weights: jax.Array | None = None,
-    z_loss: float = 0.0,
-    chunk: int = 2048,
-) -> jax.Array:
-    """On one rank: the summed loss in nats of a normed stream [B, T, D] and its `targets` [B, T].
-
-    The rest as in `loss.cross_entropy_sum`; without `weights` every position counts.
-    """
-    return loss.cross_entropy_sum(
-        x,
-        output_table(definition, params),
-        targets,
-        jnp.ones(targets.shape) if weights is None else weights,
-        vocab_size=definition.config.vocab_size,
-        axes=definition.layout.tensor,
-        z_loss=z_loss,
-        chunk=chunk,
-    )
-
-
-def output_table(definition: ModelDef, params: Params) -> jax.Array:
-    """On one rank: its rows [V/ranks, D] of the table that scores tokens, in the compute dtype."""
-    name = "embedding" if definition.config.tie_embeddings else "head"
-    table = definition.bind(name, unshard(definition, name, params[name])).table.get_value()
-    return table.astype(definition.config.dtype.value)
 
 
 @functools.cache

@@ -60,9 +60,9 @@ A `lax.scan` over layers of equal steps carries `residual.fill(state, steps, axe
 What a compiler hides depends on its options, too: `topology.compile_options(mesh, phase="train")` are those for
 `jax.jit(..., compiler_options=...)`.
 
-In reading order: topologies.py, the values; steps.py, the recurrence; layers.py, the loop over layers, and remat.py,
-what its backward pass recomputes; stack.py, for layers of your own; sequence.py, the recurrence on a stream that is
-split along the sequence; anneal.py, layers on their way from standard to ladder.
+In reading order: topologies.py, the values; steps.py, the recurrence; layers.py, the loop over layers; stack.py,
+for layers of your own; sequence.py, the recurrence on a stream that is split along the sequence; anneal.py, layers on
+their way from standard to ladder.
 """
 
 from ladder_jax.residual.stack import Stack as Stack

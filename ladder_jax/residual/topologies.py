@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ladder_jax.config import Loop, ModelConfig, Phase, residual_names
 from ladder_jax.errors import member
 from ladder_jax.parallel.collectives import pvary
-from ladder_jax.parallel.compiler_options import compile_options
+from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.traits import Overlap, Split, Traits
 from ladder_jax.residual.steps import Delayed, Desynced, Silent, State, Step, check_axes
 
