@@ -2,8 +2,8 @@
 
     loss = (1 - alpha) CE(target) + alpha tau^2 KL(teacher || student),    both softmaxes of the KL of logits / tau
 
-as in "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531), whose tau^2 keeps the gradient's size. Neither
-model's logits are ever there for more than a few positions, and the teacher has no gradient.
+as in "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531), whose tau^2 keeps the gradient's size. Both
+models' logits are computed for a few positions at a time, and the teacher has no gradient.
 """
 
 import functools

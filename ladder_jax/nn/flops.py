@@ -1,4 +1,4 @@
-"""Floating-point operations of a model's matmuls, two a multiply-add, from its shapes alone."""
+"""Floating-point operations of a model's matmuls, from its shapes; a multiply-add is two."""
 
 import jax
 
@@ -16,9 +16,8 @@ def attention(config: ModelConfig, *, rows: int, length: int, heads: int) -> int
 
 
 def matrix_elements(definition: ModelDef) -> int:
-    """Elements of the whole model that a token is multiplied with: the head counts, the embedding's lookup does not.
-
-    Nor do the rows that pad the vocabulary.
+    """Elements of all matrices that multiply a token's activations: the head counts; the embedding's lookup and the
+    rows that pad the vocabulary do not.
     """
     leaves = list(zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True))
     layers = sum(leaf.size for leaf, dims in leaves if is_matrix(dims) and not dims.startswith("V"))

@@ -1,4 +1,4 @@
-"""Attention kernels: which one a device has, and one signature for all of them."""
+"""Attention kernels: the choice for a device, and one signature for all of them."""
 
 import enum
 import functools

@@ -45,7 +45,7 @@ def cross_entropy_sum(
     x_BTD: the normed stream, equal on all ranks of `axes` but for its type. table_VD: this rank's V/ranks rows of the
     output table; the vocabulary's padding counts for nothing. weights_BT: float32.
     z_loss: keeps the softmax's denominator Z near 1 (PaLM, arXiv 2204.02311, section 5).
-    chunk: the most positions, B x T, whose float32 logits are there at once.
+    chunk: how many positions, B x T, have their float32 logits in memory at once.
     """
     terms = Terms(vocab_size, axes, z_loss, chunk)
     if EMULATED in axes:  # a `vmap`, which cannot tell a custom gradient that the loss is shared by all ranks
@@ -133,7 +133,7 @@ def over_chunks(
 ) -> tuple[Any, ...]:
     """(the sums, and their gradients of x and the table if asked for), at most `size` positions B x T at once.
 
-    of_positions: a tree of further arrays [B, T, ...]; where it is padded, zero must mean that nothing counts.
+    of_positions: a tree of further arrays [B, T, ...]; padding is zeros, which must contribute nothing.
     The sums, a tree of float32 scalars, are equal on all ranks of `axes`.
     """
     rows, length, _ = x_BTD.shape

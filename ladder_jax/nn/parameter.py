@@ -64,8 +64,8 @@ class Sizes:
     """The size of every named dimension of a model over `ranks` tensor-parallel ranks.
 
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
-    fused: matrices that read the same input are one, as inference may keep them: side by side on each rank, so that
-        the whole is in the ranks' order.
+    fused: matrices that read the same input are one matrix, for inference: side by side on each rank, so the whole
+        array is in the ranks' order.
     low_rank: R, the size between two factors of a matrix.
     layers: how many are stacked, where that is not all of them.
     """

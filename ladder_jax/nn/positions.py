@@ -1,4 +1,4 @@
-"""Where a block of tokens stands in its rows: what it writes to a key/value cache and what it sees of it."""
+"""The positions of a block of tokens in its rows, which decide what it writes to the key/value cache and attends to."""
 
 import dataclasses
 from typing import Protocol
@@ -30,7 +30,7 @@ class Positions(Protocol):
     def attend(
         self, query: jax.Array, key: jax.Array, value: jax.Array, *, cache: Cache | None, kernel: kernels.Kernel
     ) -> tuple[jax.Array, Cache | None]:
-        """What each position of the block sees, as query; and the cache with the block's keys and values.
+        """(attention's output, shaped as the query; the cache with the block's keys and values).
 
         A rank's query [B, T, N, H], key and value [B, T, K, H].
         """
@@ -38,7 +38,7 @@ class Positions(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FullSequence:
-    """Positions 0..T-1. Nothing comes before them, so the cache is filled and not read, and need not be there."""
+    """Positions 0..T-1. Nothing precedes them, so a cache is written and not read; without one nothing is written."""
 
     def indices(self, length):
         return jnp.arange(length)[None, :]
@@ -53,9 +53,9 @@ FULL_SEQUENCE = FullSequence()
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Rows of several documents, each of which sees itself alone and begins at position 0. For training: no cache.
+    """Rows of several documents, for training: each attends only to itself, and starts at position 0. No cache.
 
-    segments: [B, T] integers, the same throughout a document, another one in its neighbours.
+    segments: [B, T] integers, equal within a document and different in adjacent documents.
     """
 
     segments: jax.Array
@@ -71,9 +71,9 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedPrefill:
-    """Positions start..start+T-1 of every row, of which the cache must have room for the last.
+    """Positions start..start+T-1 of every row; the cache holds those before, and must have room for these.
 
-    start: an int32 scalar. Each row's positions before it are in the cache already.
+    start: an int32 scalar.
     """
 
     start: jax.Array
@@ -88,7 +88,7 @@ class ChunkedPrefill:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """One position a row (T is 1), which is row b's length: `lengths` [B] int32 positions are in the cache already."""
+    """One token a row (T is 1), at row b's position `lengths[b]`: [B] int32, how many positions the cache holds."""
 
     lengths: jax.Array
 

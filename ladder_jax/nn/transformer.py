@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import Loop, ModelConfig, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.nn import given
+from ladder_jax.nn import arguments
 from ladder_jax.nn.forward import hidden, logits
 from ladder_jax.nn.model_def import ModelDef, Params, declare, define, initialize
 from ladder_jax.parallel import Compiled, make_mesh, on_mesh, over_ranks, with_ranks
@@ -47,7 +47,7 @@ class Transformer(nnx.Module):
         if params is None:
             params = initialize(self.definition, key=rngs.params())
         else:
-            given.check_params(params, expected=self.definition.abstract)
+            arguments.check_params(params, expected=self.definition.abstract)
         nnx.update(self, params)
 
     @property
@@ -68,7 +68,7 @@ class Transformer(nnx.Module):
         is read for that, so the call waits until it is there.
         """
         sizes = dict(batch_ranks=self.definition.layout.batch_ranks, vocab_size=self.config.vocab_size)
-        return compiled_logits(self.definition)(self.params, given.checked_tokens(tokens, **sizes))
+        return compiled_logits(self.definition)(self.params, arguments.checked_tokens(tokens, **sizes))
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def compiled_logits(definition: ModelDef, *, loop_form: Loop = Loop.SCAN) -> Com
     meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
 
     def stripped(params, tokens):
-        given.check_params(params, expected=definition.abstract)  # once a shape, while it is traced
+        arguments.check_params(params, expected=definition.abstract)  # once a shape, while it is traced
         return meshed(params, tokens)[..., : definition.config.vocab_size]
 
     return Compiled(

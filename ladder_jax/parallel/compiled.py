@@ -1,4 +1,4 @@
-"""`jax.jit` with the options of the mesh's devices; without them in a trace, and where the compiler fails on them."""
+"""`jax.jit` with compiler options for the mesh's devices, and what replaces options on which the compiler fails."""
 
 import functools
 import logging
@@ -21,7 +21,7 @@ ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lit
 
 
 def is_v5e(device_kind: str) -> bool:
-    """Whether it is the one TPU whose reductions are overlapped by being fused with matmuls, in its vector memory."""
+    """v5e is the one TPU that overlaps reductions by fusing them with matmuls, in its vector memory."""
     return ALIASES.get(device_kind, device_kind) == "TPU v5 lite"
 
 
@@ -32,7 +32,7 @@ def options_for(device_kind: str, traits: Traits, *, when: When = When.ALWAYS) -
 
 
 def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> dict[str, Any]:
-    """What to hand to `jax.jit(..., compiler_options=...)` for a program on `mesh`.
+    """For `jax.jit(..., compiler_options=...)` of a program on `mesh`.
 
     An option that the installed compiler does not know is dropped, with a notice.
     """
@@ -43,7 +43,7 @@ def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> 
 
 @functools.cache
 def _known(name: str, value: bool | int | float | str, device: jax.Device) -> bool:
-    """Asks the compiler, with the smallest program: an unknown option is an error."""
+    """Compiles the smallest program with the option: the compiler raises an error for one that it does not know."""
     here = jax.sharding.SingleDeviceSharding(device)
     probe = jax.jit(lambda x: x, compiler_options={name: value})
     try:
@@ -61,18 +61,18 @@ with jax.core.eval_context():  # this may be imported inside a trace
 
 
 def tracing() -> bool:
-    """Whether this runs under `jax.jit`, `jax.grad`, `jax.vmap` or the like, whatever the arguments are."""
+    """Whether the caller runs under `jax.jit`, `jax.grad`, `jax.vmap` or the like, even with concrete arguments."""
     return core.get_opaque_trace_state() != _EAGER
 
 
 class Compiled:
-    """`jax.jit(fn)` with the options of its mesh; where the compiler fails on them, with others and a notice.
+    """`jax.jit(fn)` with compiler options for its mesh; if the compiler fails on them, with fewer and a notice.
 
-    v5e's are fragile: what its fusions of reductions and matmuls need may not fit the vector memory.
+    v5e's options are fragile: its fusions of reductions and matmuls may not fit the vector memory.
     `options` are those in force.
 
-    Inside a trace it is `fn`, jitted with neither options, which jax refuses there, nor donation: both are the
-    outermost program's.
+    Inside a trace it is `jax.jit(fn)` without options, which jax refuses there, and without donation: both belong to
+    the outermost program.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Compiled:
         return self._placed()
 
     def _fall_back(self, error: jax.errors.JaxRuntimeError) -> None:
-        """Take the next options, or raise `error` where it is another, or none are left."""
+        """Take the next options. Raises `error` if it has another cause, or no options are left."""
         if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
             raise error
         failed, self.options = self.options, self._left.pop(0)
@@ -131,12 +131,12 @@ class Compiled:
         self._jitted = self._jit(compiler_options=self.options)
 
 
-# The compiler's two words for it. It runs out before a program starts, so no donated buffer is lost.
+# The compiler's two names for vector memory. It fails before the program starts, so no donated buffer is lost.
 _OUT_OF_VECTOR_MEMORY = re.compile(r"vmem|alternate memory", re.IGNORECASE)
 
 
 def use_compilation_cache() -> None:
-    """For the rest of this process; jax.config.jax_compilation_cache_dir and its environment variable go before."""
+    """Use a cache of compiled programs in this process, unless jax.config or the environment names one."""
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         if (folder := files.cache_folder("programs")) is not None:
             jax.config.update("jax_compilation_cache_dir", str(folder))

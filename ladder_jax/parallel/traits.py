@@ -7,14 +7,14 @@ from ladder_jax.config import Loop, Phase
 
 
 class Overlap(enum.Enum):
-    """Whether a program's reductions have something to hide under: what serves one kind harms the other."""
+    """Whether a program's reductions can overlap compute: options that serve one kind harm the other."""
 
     HIDES = "hides"  # ladder kinds
     WAITS = "waits"  # standard, parallel, desync: the fastest reduction is best, asynchronous or not
 
 
 class Split(enum.Enum):
-    """What beside the tensor-parallel dimensions is split, and so gathered and reduce-scattered."""
+    """What is split beside the tensor-parallel dimensions, and therefore gathered and reduce-scattered."""
 
     WEIGHTS = "weights"  # over the fsdp axis
     SEQUENCE = "sequence"  # of the stream, over the tensor ranks
@@ -22,7 +22,7 @@ class Split(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What the options of a program depend on, beside the device."""
+    """What a program's compiler options depend on, beside the device."""
 
     overlap: Overlap
     phase: Phase

@@ -18,18 +18,18 @@ Sublayer = Callable[[jax.Array], jax.Array]
 Sums = tuple[jax.Array | None, ...]  # oldest first; None is zero
 
 REDUCED = "reduced"
-"""The checkpoint name of every reduced sum: a remat policy that does not save it reduces again."""
+"""The checkpoint name of every reduced sum: under a remat policy that does not save it, backward all-reduces again."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What flows from sublayer to sublayer; every array is [B, T, D].
+    """The state between two sublayers; every array is [B, T, D].
 
-    residual: the stream, equal on all tensor ranks (this rank's own in "no-communication").
-    sums: all-reduced outputs, oldest first, that some later sublayer must not read yet.
-    partial: what this rank has still to reduce. In place of a sum or a partial, None is zero.
-    local: in "desync" between two reductions, this rank's own stream.
+    residual: the stream, equal on all tensor ranks (different on each in "no-communication").
+    sums: all-reduced outputs that are not added yet, oldest first, because the next input leaves them out.
+    partial: this rank's newest output, not reduced yet. None, here and in `sums`, is zero.
+    local: in "desync" between two all-reduces, this rank's own stream.
     entered: with sequence parallelism, the next step's input (see sequence.py).
     """
 
@@ -42,7 +42,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Delayed:
-    """A step of the one rule: launch, compute, await.
+    """A step of the general rule (see residual/__init__.py): launch, compute, await.
 
     sublayers: which of a layer's (attention, MLP) it computes; both are summed before one reduction.
     pending_before: how many outputs are not yet part of the residual when the step starts.
@@ -88,7 +88,7 @@ class Delayed:
         return State(add(residual, launched[:added]), launched[added:], partial)
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
-        """`state` with zeros for None: what a loop must carry, so that its first turn is like all."""
+        """`state` with zeros in place of None: a scan's carry has one structure from its first turn on."""
         if self.pending_before == 0:
             return state
         zero = pvary(jnp.zeros(state.residual.shape, dtype), varying(state.residual))
@@ -124,7 +124,7 @@ class Desynced:
         return State(state.residual, (), drift, add(local, (partial,)))
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
-        return state  # loops start where the ranks agree: nothing is pending
+        return state  # a scan starts after an all-reduce, where nothing is pending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +149,8 @@ Step = Delayed | Desynced | Silent
 def fill(state: State, steps: Sequence[Step], *, axes: tuple[str, ...], dtype: jnp.dtype | None = None) -> State:
     """`state` for a `lax.scan` over layers of equal `steps`: zeros where nothing is pending yet.
 
-    A carry keeps its structure from turn to turn; so the first turn reduces zeros, which an unrolled loop does not.
-    dtype: of what sublayers return, without it the stream's.
+    A carry has one structure in all turns, so the first turn reduces zeros, which an unrolled loop does not.
+    dtype: of the sublayers' outputs, by default the stream's.
     """
     return steps[0].fill(state, axes=axes, dtype=state.residual.dtype if dtype is None else dtype)
 
@@ -163,15 +163,15 @@ def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
 def compute(x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> jax.Array:
     """This rank's partial sum of those sublayers.
 
-    Raises UserError for one that returns the whole sum: reduced again, it would count once a rank. Types tell, where
-    jax checks them (`check_vma`): the input may differ between ranks, and such an output may not.
+    Raises UserError for a sublayer that returns the whole sum, which would be counted once per rank. With `check_vma`
+    jax's types tell: a partial sum varies over the ranks.
     """
     first, *rest = (_partial(sublayers[index], x, axes) for index in which)
     return sum(rest, first)
 
 
 def check_axes(axes: tuple[str, ...]) -> None:
-    """Raises UserError for a name in place of a tuple, and for axes of which there are no ranks here."""
+    """Raises UserError for a name in place of a tuple, and for axes that the enclosing shard_map does not have."""
     if isinstance(axes, str):
         raise UserError(f"axes must be a tuple of the mesh's axes, as in ({axes!r},), not {axes!r}")
     for axis in axes:
@@ -206,7 +206,7 @@ def add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:
 
 
 def reduced(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
-    """The sum of every rank's partial: where a topology communicates, named so that a program can be searched."""
+    """The all-reduced `partial`, under a name scope that the schedule's report looks for."""
     if partial is None:
         return None
     with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):

@@ -24,7 +24,7 @@ class Communication(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A residual topology, as a value: two are equal if they compute the same function the same way.
+    """A residual topology, as a value. Two are equal if they compute the same function in the same way.
 
     delays: d_i of sublayers 1..2L (attention, MLP, attention, ...).
     joint: for each layer, whether attention and MLP are summed before one all-reduce.
@@ -46,7 +46,7 @@ class Topology:
 
     @property
     def overlap(self) -> Overlap:
-        """Whether some all-reduce has a sublayer to hide under: what the compiler's best options depend on."""
+        """Whether some all-reduce can overlap a sublayer: the best compiler options depend on it."""
         return Overlap.HIDES if any(step.delay for steps in self.layers for step in steps) else Overlap.WAITS
 
     def compile_options(
@@ -123,7 +123,7 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
 
 
 def _delayed_layers(topology: Topology) -> tuple[tuple[Delayed, ...], ...]:
-    """Delays, counted in sublayers, as steps that know how much is pending before and after them."""
+    """Steps with their numbers of pending outputs, from delays counted in sublayers."""
     delays = list(itertools.batched(topology.delays, 2))
     # Plan extra layers, so that the last real layers have the same counts as the others and one scan body serves
     # all; `flush` adds what the last layer leaves pending.

@@ -1,4 +1,4 @@
-"""What a caller hands a model, checked before anything is computed: a mistake would run on, or fail deep inside."""
+"""Checks of a caller's arguments before anything is computed: a mistake would fail deep inside, or go unnoticed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,8 +31,8 @@ def check_params(params: Any, *, expected: Mapping[str, Any], path: str = "param
 def checked_tokens(tokens: ArrayLike, *, batch_ranks: int, vocab_size: int) -> jax.Array | np.ndarray:
     """`tokens` [B, T] as int32; raises UserError for another shape or type, and for ids outside the vocabulary.
 
-    Ids are looked at where they are known: on the host, or in an array of this process, for which it waits. What is
-    being traced has none yet.
+    Ids are checked on the host, or in an array of this process, for which the check waits; traced tokens have no values
+    yet and are not checked.
     """
     if not isinstance(tokens, jax.Array):
         tokens = np.asarray(tokens)
