@@ -61,7 +61,7 @@ class FsdpLayer:
         return [leaf for leaf, trains in zip(jax.tree.leaves(tree), self._flags()) if trains]
 
     def with_frozen(self, params: Any, gradients: Sequence[jax.Array]) -> Any:
-        """The `trained` parameters' gradients as a tree like `params`, with zeros for the others (nobody reads these)."""
+        """The `trained` parameters' gradients as a tree like `params`; zeros for the others."""
         left, (leaves, tree) = iter(gradients), jax.tree.flatten(params)
         zeros = lambda a: pvary(jnp.zeros(a.shape, a.dtype), varying(a))
         return tree.unflatten([next(left) if trains else zeros(a) for a, trains in zip(leaves, self._flags())])
