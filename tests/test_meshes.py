@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ladder_jax.config import Loop, Remat
-from ladder_jax.train.gradients import Terms, loss_and_gradients
+from ladder_jax.train.gradients import loss_and_gradients
 from tests import cases
 
 TOPOLOGIES = ("standard", "ladder", "ladder-fresh", "parallel-ladder")
@@ -25,17 +25,17 @@ DEPARTURES = {
     "unrolled": dict(loop=Loop.UNROLLED),
     "sequence parallel": dict(sequence_parallel=True),
     "accumulated": dict(accumulate=2),
-    "z-loss, in chunks": dict(terms=Terms(z_loss=1e-2, chunk=6)),  # 3 positions of 2 rows, of 8
+    "z-loss, in chunks": dict(z_loss=1e-2, loss_chunk=6),  # 3 positions of 2 rows, of 8
     **{f"remat {remat.value}": dict(remat=remat) for remat in Remat if remat is not Remat.NONE},
 }
 PAIRS = [
     dict(sequence_parallel=True, loop=Loop.UNROLLED, remat=Remat.FULL),
-    dict(sequence_parallel=True, remat=Remat.SAVE_MATMULS, accumulate=2, terms=Terms(chunk=6)),
+    dict(sequence_parallel=True, remat=Remat.SAVE_MATMULS, accumulate=2, loss_chunk=6),
     dict(sequence_parallel=True, loop=Loop.UNROLLED, accumulate=2),
-    dict(sequence_parallel=True, remat=Remat.FULL, terms=Terms(chunk=6)),
+    dict(sequence_parallel=True, remat=Remat.FULL, loss_chunk=6),
     dict(loop=Loop.UNROLLED, remat=Remat.FULL, accumulate=2),
-    dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, terms=Terms(chunk=6)),
-    dict(remat=Remat.FULL, accumulate=2, terms=Terms(chunk=6)),
+    dict(loop=Loop.UNROLLED, remat=Remat.SAVE_MATMULS, loss_chunk=6),
+    dict(remat=Remat.FULL, accumulate=2, loss_chunk=6),
     dict(remat=Remat.SAVE_MATMULS, accumulate=2),
 ]
 
@@ -52,15 +52,14 @@ def run(name, *, mesh, **settings):
 
 
 @functools.cache
-def one_device(name, *, ranks, terms):
+def one_device(name, *, ranks, z_loss):
     """Plainly: a scan, nothing recomputed, all rows at once."""
-    return run(name, mesh=dict(ranks=ranks), terms=terms)
+    return run(name, mesh=dict(ranks=ranks), z_loss=z_loss)
 
 
 def check(name, *, mesh, **settings):
     ranks = mesh["tensor"] if name in cases.DEPEND_ON_RANKS else None
-    terms = Terms(z_loss=settings.get("terms", Terms()).z_loss)
-    config, loss, gradients = one_device(name, ranks=ranks, terms=terms)
+    config, loss, gradients = one_device(name, ranks=ranks, z_loss=settings.get("z_loss", 0.0))
     _, ours, found = run(name, mesh=dict(mesh), **settings)
     bound = cases.bound(config, passes=2)
     assert abs(ours - loss) <= bound * loss

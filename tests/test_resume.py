@@ -16,7 +16,7 @@ from ladder_jax import config, train
 from ladder_jax.checkpoint import Damaged, steps, store
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import folder, metrics
-from ladder_jax.train.feed import Feed
+from ladder_jax.train.data_loader import DataLoader
 
 STEPS, SAVE, EVALUATE = 90, 15, 5
 TINY = [
@@ -279,18 +279,18 @@ def test_a_log_that_was_removed_is_begun_again(tmp_path):
 
 def test_unreadable_data_in_the_middle(book, tmp_path, uninterrupted, monkeypatch):
     """What was made until then is saved; once the data is back, the run goes on exactly."""
-    whole = Feed.read
+    whole = DataLoader.read
 
     def broken(feed, step):
         if int(step) == 36:
             raise OSError(5, "Input/output error", "/data/shard-7")
         return whole(feed, step)
 
-    monkeypatch.setattr(Feed, "read", broken)
+    monkeypatch.setattr(DataLoader, "read", broken)
     with pytest.raises(RunFailed, match="the batch of step 37 cannot be read: .*/data/shard-7.*; step 36 is saved"):
         run(book, tmp_path / "run")
     assert last_step(tmp_path / "run") == 36
-    monkeypatch.setattr(Feed, "read", whole)
+    monkeypatch.setattr(DataLoader, "read", whole)
     run(book, tmp_path / "run")
     assert losses(tmp_path / "run") == losses(uninterrupted)
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from ladder_jax import files
 from ladder_jax.config import Loop
 from ladder_jax.errors import UserError
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import hlo, timeline
 from ladder_jax.schedule.cost import sublayer_of
-from ladder_jax.schedule.hardware import HARDWARE
 from ladder_jax.schedule.timeline import Bar
 
 DRAWN = 4  # layers of the unrolled program that is drawn; all but the outermost are alike

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 def _train(settings, args: argparse.Namespace, *, beat: Callable[[str], None], shown: bool, **more: float) -> None:
     from ladder_jax import train
 
-    steps = train.profile.parse(args.profile) if args.profile else None
+    steps = train.parse_profile(args.profile) if args.profile else None
     result = train.run(settings, say=_say, profile=steps, beat=beat, **more)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"

@@ -18,7 +18,7 @@ class Remat(enum.Enum):
 
 
 class OnBadStep(enum.Enum):
-    """What becomes of a step whose loss or gradient is no number, or whose loss jumps (see train/policy.py)."""
+    """What becomes of a step whose loss or gradient is no number, or whose loss jumps (see train/bad_steps.py)."""
 
     STOP = "stop"
     SKIP = "skip"  # the batch changes nothing, and training goes on

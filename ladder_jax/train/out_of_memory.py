@@ -1,39 +1,33 @@
-"""A device's memory that does not suffice: said in one line, with the command that finds what fits."""
+"""Too little memory on a device: one line, with the `ladder-jax plan` command that finds settings that fit."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 from jax.sharding import Mesh
 
 from ladder_jax.config import ModelConfig, RunConfig, presets
 from ladder_jax.errors import UserError
-from ladder_jax.schedule.hardware import HARDWARE
+from ladder_jax.hardware import HARDWARE
 
 # The beginnings of `jax.Device.device_kind`, the longer first.
 KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v6": "v6e", "TPU7x": "tpu7x"}
 
 
-@contextlib.contextmanager
-def explained(config: RunConfig, *, mesh: Mesh) -> Iterator[None]:
-    """What jax raises for want of memory, compiling or running, as a UserError."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        _, exhausted, said = str(error).partition("RESOURCE_EXHAUSTED: ")
-        if not exhausted:
-            raise
-        kind = mesh.devices.flat[0].device_kind
-        raise UserError(
-            f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={config.train.remat.value},"
-            f" train.accumulate={config.train.accumulate} ({said.strip().splitlines()[0].rstrip('.')[:200]});"
-            f" what fits says: {command(config, mesh=mesh)}"
-        ) from None
+def explanation(error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: Mesh) -> UserError | None:
+    """What to say of an error of jax, compiling or running, for want of memory; None for any other error."""
+    _, exhausted, details = str(error).partition("RESOURCE_EXHAUSTED: ")
+    if not exhausted:
+        return None
+    kind = mesh.devices.flat[0].device_kind
+    return UserError(
+        f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={config.train.remat.value},"
+        f" train.accumulate={config.train.accumulate} ({details.strip().splitlines()[0].rstrip('.')[:200]});"
+        f" what fits says: {command(config, mesh=mesh)}"
+    )
 
 
 def command(config: RunConfig, *, mesh: Mesh) -> str:
-    """The words that ask the planner about this run."""
+    """The planner's command line for this run."""
     train = config.train
     return (
         f"ladder-jax plan {_model(config.model)} --target {target_of(mesh)} --tokens {train.batch * train.sequence}"
@@ -42,7 +36,7 @@ def command(config: RunConfig, *, mesh: Mesh) -> str:
 
 
 def target_of(mesh: Mesh) -> str:
-    """The mesh's devices as the name of a target, or TARGET where none is of that kind."""
+    """The planner's name of the mesh's devices; TARGET where it has none for their kind."""
     devices = list(mesh.devices.flat)
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":

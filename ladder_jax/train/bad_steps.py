@@ -1,15 +1,15 @@
-"""Bad steps, whose loss or gradient is no number, or whose loss jumps: found in the compiled step, judged on the host.
+"""Bad steps, whose loss or gradient is not finite, or whose loss jumps: detected in the compiled step, handled here.
 
-The compiled step (step.py) keeps the old state wherever its loss is bad, so neither the parameters nor the moments are
-ever poisoned, whatever `train.on_bad_step` says, and no device waits for the host. Only the step's number goes on, so
-that the batch of step s stays a function of the seed and s. The host reads the metrics one step later, and
+The compiled step (step.py) keeps the old state of a bad step whatever `train.on_bad_step` says, so neither parameters
+nor moments are ever damaged, and no device waits for the host. Only the step's number goes on, so that the batch of
+step s stays a function of the seed and s. The host reads the metrics one step later, and
 
     stop      ends the run; the last checkpoint is from before
     skip      says so, and goes on
     rollback  returns to the last checkpoint, and leaves out the batches up to the bad one ("batches that were seen
               before and during the spike": PaLM, arXiv 2204.02311, section 5.1)
 
-The mean that a jump is measured against is part of the state, and saved with it: a resumed run judges alike.
+The mean that a jump is measured against is part of the state, and saved with it: a resumed run decides alike.
 """
 
 import dataclasses
@@ -19,6 +19,8 @@ from typing import Any
 from ladder_jax.config import OnBadStep, TrainConfig
 from ladder_jax.errors import RunFailed
 from ladder_jax.train.step import TrainState
+
+RESTORED = "known from the checkpoint"  # the reason of a batch left out before: a checkpoint holds its step alone
 
 
 class RollBack(Exception):
@@ -34,26 +36,24 @@ def pass_over(state: TrainState) -> TrainState:
     return dataclasses.replace(state, step=state.step + 1)
 
 
-class Judge:
-    """What becomes of bad steps.
+@dataclasses.dataclass
+class BadStepPolicy:
+    """What `train.on_bad_step` does at bad steps. left_out: the steps whose batch changes nothing, with the reason."""
 
-    left_out: the steps whose batch changes nothing, and why; those that a checkpoint knew have no reason any more.
-    """
-
-    def __init__(self, config: TrainConfig, *, skipped: list[int]):
-        self._config = config
-        self.left_out = dict.fromkeys(skipped, "known from the checkpoint")
-        self._in_a_row = self._returns = 0
+    config: TrainConfig
+    left_out: dict[int, str] = dataclasses.field(default_factory=dict)
+    _in_a_row: int = 0
+    _returns: int = 0
 
     def good(self) -> None:
         self._in_a_row = 0
 
     def bad(self, step: int, metrics: dict[str, Any], *, saved: int) -> None:
-        """`metrics`: of a bad step, on the host; `saved`: the step of the last checkpoint, 0 for none.
+        """Returns if training goes on without this batch; raises RunFailed or RollBack.
 
-        Returns where training goes on without this batch; raises RunFailed or RollBack.
+        metrics: the bad step's, on the host; saved: the step of the last checkpoint, 0 for none.
         """
-        config, reason = self._config, _reason(metrics, config=self._config)
+        config, reason = self.config, _reason(metrics, config=self.config)
         newest = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
         if config.on_bad_step is OnBadStep.STOP:
             raise RunFailed(
@@ -70,14 +70,14 @@ class Judge:
         self.left_out[step] = reason
 
     def returned(self, bad: RollBack, *, to: int) -> range:
-        """The steps that are left out once the run is back at the checkpoint of step `to`."""
-        steps = range(max(to, bad.step - self._config.rollback_batches) + 1, bad.step + 1)
+        """Leaves out the steps that led to the bad one, once the run is back at the checkpoint of step `to`: which."""
+        steps = range(max(to, bad.step - self.config.rollback_batches) + 1, bad.step + 1)
         self.left_out |= dict.fromkeys(steps, f"step {bad.step}: {bad}")
         self._returns += 1
         return steps
 
     def saved(self) -> None:
-        """There is a newer checkpoint to return to."""
+        """Another checkpoint was saved, to which the run may return again."""
         self._returns = 0
 
 

@@ -1,4 +1,4 @@
-"""Published figures of the devices that programs are compiled for; a *device* is what jax calls one.
+"""Published figures of devices; a *device* is what jax calls one.
 
 TPU: https://cloud.google.com/tpu/docs (one page a version; tpu7x's two devices share a chip's figures).
 NVIDIA: the data sheets of H100 SXM and B200 (dense bfloat16; NVLink counted in one direction).
@@ -32,4 +32,21 @@ HARDWARE = {
     "tpu7x": Hardware(96 * GIB, 1153e12, 3690e9, 300e9, clock=2.2e9, chip=2),
     "h100": Hardware(84_900_000_000, 989e12, 3352e9, 450e9),
     "b200": Hardware(191_000_000_000, 2250e12, 8000e9, 900e9),
+}
+
+# bfloat16, dense, of what jax calls a device; by the beginning of `jax.Device.device_kind`, the longest match counts.
+# Beyond HARDWARE: the data sheets of A100, H100 PCIe, H100 NVL and H200, and cloud.google.com/tpu.
+PEAKS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": HARDWARE["v5e"].flops,
+    "TPU v5e": HARDWARE["v5e"].flops,
+    "TPU v5": HARDWARE["v5p"].flops,
+    "TPU v6": HARDWARE["v6e"].flops,
+    "TPU7x": HARDWARE["tpu7x"].flops,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100": HARDWARE["h100"].flops,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": HARDWARE["b200"].flops,
 }
