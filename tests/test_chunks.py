@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import cache, chunks, generate, weights
+from ladder_jax.decode import cache, steps, weights
 from ladder_jax.nn import kernels, splash
 from tests import cases
 
@@ -99,9 +99,9 @@ def check_chunks(name, mesh, loop):
 
 
 def test_blocks_cover_a_prompt_and_stay_inside_it():
-    assert chunks.starts(8, chunk=4) == [0, 4]
-    assert chunks.starts(10, chunk=4) == [0, 4, 6]
-    assert chunks.starts(9, chunk=8) == [0, 1]
+    assert steps.chunk_starts(8, chunk=4) == [0, 4]
+    assert steps.chunk_starts(10, chunk=4) == [0, 4, 6]
+    assert steps.chunk_starts(9, chunk=8) == [0, 1]
 
 
 def test_a_cache_without_room():
@@ -152,9 +152,15 @@ def test_one_program_reads_prompts_of_any_length():
         jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pytest.mark.parametrize("length, rounded", [(1, 32), (32, 32), (33, 64), (500, 512), (513, 576), (32_000, 32_768)])
-def test_lengths_are_rounded_to_few(length, rounded):
-    assert generate._round_up(length) == rounded
+@pytest.mark.parametrize("length, padded", [(1, 32), (32, 32), (33, 64), (500, 512), (513, 1024), (32_000, 32_768)])
+def test_prompts_are_padded_to_few_lengths(length, padded):
+    assert cache.padded_length(length, positions=10**6) == padded
+    assert cache.padded_length(length, positions=length + 7) == min(padded, length + 7)
+
+
+@pytest.mark.parametrize("tokens, chunk, positions", [(1, 16, 32), (16, 16, 32), (17, 16, 64), (1000, 5, 1024)])
+def test_caches_have_room_for_the_last_chunk(tokens, chunk, positions):
+    assert cache.positions_for(tokens, chunk=chunk) == positions
 
 
 def program(definition, *, chunk, capacity):

@@ -8,7 +8,7 @@ import pytest
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Launch, Loop
-from ladder_jax.decode import generate, steps, weights, winner
+from ladder_jax.decode import generate, sampling, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import explicit
 from tests import cases, covering, one_step
@@ -120,7 +120,7 @@ def test_argmax_takes_the_first_of_equals():
     axes = definition.layout.tensor
     from ladder_jax.parallel import on_mesh
 
-    pick = on_mesh(lambda s: winner.argmax(s, axes=axes), layout=definition.layout, in_dims=("BV",), out_dims="B")
+    pick = on_mesh(lambda s: sampling.argmax(s, axes=axes), layout=definition.layout, in_dims=("BV",), out_dims="B")
     np.testing.assert_array_equal(jax.jit(pick)(scores), [3, 900, 0])
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.decode.engine import Engine, Finish, NoNumbers, Request, Result
-from ladder_jax.decode.engine.request import with_seed
+from ladder_jax.decode import Engine, Finish, NoNumbers, Request, Result
+from ladder_jax.decode.request import with_seed
 from ladder_jax.errors import UserError
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
