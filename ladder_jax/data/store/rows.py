@@ -18,12 +18,10 @@ from ladder_jax.errors import UserError
 ENDINGS = (".parquet", ".csv", ".tsv", ".arrow", ".tar")
 HUB = "hf://datasets/"
 BATCH = 1024  # rows
-# pandas would read the texts "null" and "NA" as missing.
-CSV = {"keep_default_na": False}
 BUILDERS = {
-    ".parquet": ("parquet", {"batch_size": BATCH}),
-    ".csv": ("csv", CSV),
-    ".tsv": ("csv", {"sep": "\t", **CSV}),
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", {"sep": ","}),
+    ".tsv": ("csv", {"sep": "\t"}),
     ".arrow": ("arrow", {}),
     ".tar": ("webdataset", {}),
 }
@@ -79,21 +77,34 @@ def _column(table: str, field: str, modified: int):
     """The table's column of texts. Raises UserError where it has none of that name, or one of something else."""
     datasets = _library()
     whole = _opened(table)
-    features = whole.features or {name: None for name in next(iter(whole), {field: None})}
+    # A CSV file has no schema, and without one numbers would be made of digits.
+    features = whole.features or dict.fromkeys(_header(table, whole), datasets.Value("string"))
     if field not in features:
         names = ", ".join(map(repr, features))
         raise UserError(f"{table}: no column {field!r} (--field names it): there is {names}")
-    # Without a schema, pandas would make numbers of digits.
-    kind = features[field] or datasets.Value("string")
-    if getattr(kind, "dtype", None) not in ("string", "large_string"):
-        raise UserError(f"{table}: the column {field!r} holds {getattr(kind, 'dtype', kind)}, not text")
+    kind = getattr(features[field], "dtype", features[field])
+    if kind not in ("string", "large_string"):
+        raise UserError(f"{table}: the column {field!r} holds {kind}, not text")
     if whole.features is None:
-        return _opened(table, features=datasets.Features({field: kind}))
-    return _opened(table, field=field).select_columns([field])
+        return _opened(table, features=datasets.Features({field: features[field]}))
+    return _opened(table, columns=[field]).select_columns([field])
 
 
-def _opened(table: str, *, field: str | None = None, **how):
-    """field: the only column that is to be read, where the format has columns."""
+def _header(table: str, whole) -> list[str]:
+    """The names of a CSV file's columns."""
+    if table.startswith(HUB):
+        return list(next(iter(whole)))
+    import pandas
+
+    return list(pandas.read_csv(table, nrows=0, **_builder(table)[1]))
+
+
+def _builder(file: str) -> tuple[str, dict]:
+    return next(found for ending, found in BUILDERS.items() if file.lower().endswith(ending))
+
+
+def _opened(table: str, *, features=None, columns: list[str] | None = None):
+    """features: of formats without a schema. columns: those to be read, where the format has columns."""
     datasets = _library()
     if table.startswith(HUB):
         parts = urllib.parse.urlsplit(table.removeprefix(HUB))
@@ -101,15 +112,17 @@ def _opened(table: str, *, field: str | None = None, **how):
         name, _, commit = parts.path.partition("@")
         where, split = dict(path=name, name=query.get("subset"), revision=commit), query["split"]
     else:
-        kind, settings = next(found for ending, found in BUILDERS.items() if table.lower().endswith(ending))
+        kind, settings = _builder(table)
         # A path with brackets would be a pattern, which matches nothing.
-        where, split = dict(path=kind, data_files=glob.escape(table), **settings, **how), "train"
+        where, split = dict(path=kind, data_files=glob.escape(table), **settings), "train"
     with tempfile.TemporaryDirectory() as cache:  # for a lock, which would be left in the user's cache
-        builder = datasets.load_dataset_builder(cache_dir=cache, **where)
-        if field is not None and hasattr(builder.config, "columns"):
-            builder.config.columns = [field]
+        builder = datasets.load_dataset_builder(cache_dir=cache, features=features, **where)
+        # pandas would read the texts "null" and "NA" as missing.
+        for name, value in dict(columns=columns, batch_size=BATCH, keep_default_na=False).items():
+            if hasattr(builder.config, name):
+                setattr(builder.config, name, value)
         found = builder.as_streaming_dataset(split=split)
-    return found.reshard() if not table.startswith(HUB) else found
+    return found if table.startswith(HUB) else found.reshard()
 
 
 def _library():
