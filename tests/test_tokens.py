@@ -95,15 +95,20 @@ def test_every_kind_of_source(tmp_path):
     with pytest.raises(UserError, match="f.parquet: row 2 has no text"):
         make([folder / "f.parquet"], tmp_path / "r")
     (folder / "f.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(UserError, match="f.parquet: not a Parquet file, or a damaged one"):
+    with pytest.raises(UserError, match="f.parquet: cannot be read, or is damaged: Parquet magic bytes not found"):
         make([folder / "f.parquet"], tmp_path / "s")
 
 
-def test_parquet_without_pyarrow(tmp_path, monkeypatch):
-    (tmp_path / "f.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"reading Parquet needs pyarrow: pip install 'ladder-jax\[data\]'"):
-        sources.plan([str(tmp_path / "f.parquet")])
+def test_tables_without_datasets(tmp_path, monkeypatch):
+    """Text and JSON lines do not need it."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text(lines(["two"]))
+    assert len(sources.plan([str(tmp_path)])) == 2
+    for name in ("f.parquet", "f.csv", "f.tar"):
+        (tmp_path / name).write_bytes(b"PAR1")
+        with pytest.raises(UserError, match=r"needs datasets: pip install 'ladder-jax\[data\]'"):
+            sources.plan([str(tmp_path / name)])
 
 
 def test_another_tokenizer(tmp_path):

@@ -5,13 +5,10 @@ import difflib
 import json
 import pathlib
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ladder_jax.errors import UserError
-
-DELIMITER = " "  # between a prompt and its answer; lm-evaluation-harness's target_delimiter
-BETWEEN = "\n\n"  # examples; its fewshot_delimiter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +43,6 @@ def read_choices(file: str) -> list[Choice]:
 def read_questions(file: str) -> list[Question]:
     """Lines such as {"question": "2 + 2 =", "answer": "#### 4"}. Other keys are ignored. Raises UserError."""
     return _read(file, lambda line, found: Question(line, _prompt(found), _text(found, "answer")))
-
-
-def with_shots(example: Choice | Question, *, shots: int, source: Sequence[Choice | Question]) -> str:
-    """The prompt after the first `shots` of the source's questions with their answers; a question is not its own shot.
-
-    As lm-evaluation-harness with `sampler: first_n`; its default draws them at random. Raises UserError.
-    """
-    others = [one for one in source[: shots + 1] if (one.prompt, one.answer) != (example.prompt, example.answer)]
-    if len(others) < shots:
-        raise UserError(f"--shots {shots}: --shots-file holds only {len(others)} other questions")
-    before = [one.prompt + DELIMITER + one.answer + BETWEEN for one in others[:shots]]
-    return "".join(before) + example.prompt
 
 
 def _read(file: str, parse: Callable[[int, dict], Any]) -> list:

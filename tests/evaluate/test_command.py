@@ -196,3 +196,27 @@ def test_mistakes(words, run, files, monkeypatch, capsys):
 def test_no_checkpoint(capsys, files):
     is_mistake(capsys, [files / "gone", "--text", files / "book.txt"], "there is no checkpoint at")
     is_mistake(capsys, [files, "--text", files / "book.txt"], "holds no ladder_jax checkpoint")
+
+
+@pytest.mark.parametrize("way, file", [("multiple-choice", "choices.jsonl"), ("generation", "questions.jsonl")])
+def test_without_the_harness(way, file, evaluate, files, capsys, monkeypatch):
+    """One line that names the extra, after what is wrong in a file and before anything of the checkpoint is read; a
+    text's perplexity does not need it."""
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    (files / "bad.jsonl").write_text("no\n")
+    is_mistake(capsys, ["nowhere", f"--{way}", files / "bad.jsonl"], "bad.jsonl line 1: this is not JSON")
+    is_mistake(capsys, ["nowhere", f"--{way}", files / file], "need lm-eval: pip install 'ladder-jax[lm-eval]'")
+    assert evaluate("--text", "book.txt")["tokens"] == len(TEXT.encode())
+
+
+def test_nothing_beside_the_result(run, run_cli, files, tmp_path):
+    """The harness's bars, warnings and caches stay out of the user's way."""
+    for name in ("home", "temporary"):
+        (tmp_path / name).mkdir()
+    here = dict(HOME=str(tmp_path / "home"), TMPDIR=str(tmp_path / "temporary"), HF_HOME=str(tmp_path / "home" / "hf"))
+    cache = dict(LADDER_JAX_CACHE=str(tmp_path / "cache"))
+    ask = ["--multiple-choice", "choices.jsonl", "--shots", "1", "--shots-file", "choices.jsonl", "--json"]
+    done = run_cli("evaluate", run, *ask, cwd=files, check_status=0, **here, **cache)
+    assert one_object(done.stdout)["shots"] == 1
+    assert done.stderr.splitlines()[-1:] == ["3/3 questions"] and len(done.stderr.splitlines()) < 5, done.stderr
+    assert not list((tmp_path / "home").rglob("*")) and not list((tmp_path / "temporary").rglob("*"))

@@ -6,7 +6,8 @@ import pathlib
 import zlib
 from collections.abc import Iterator
 
-from ladder_jax.data.store.sources import File, Kind, Part, parquet
+from ladder_jax.data.store import rows
+from ladder_jax.data.store.sources import File, Kind, Part
 from ladder_jax.errors import UserError
 
 
@@ -20,7 +21,9 @@ def read(part: Part, *, field: str) -> Iterator[str | None]:
     (file,) = part.files
     if part.kind is Kind.LINES:
         return _lines(file, part.begin, part.end, field)
-    return _gzip(file, field) if part.kind is Kind.GZIP else _rows(file, part.begin, part.end, field)
+    if part.kind is Kind.GZIP:
+        return _gzip(file, field)
+    return rows.read(file.path, part.begin, part.end, field=field, modified=file.modified)
 
 
 def _text(file: File) -> str | None:
@@ -88,27 +91,3 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _rows(file: File, begin: int, end: int, field: str) -> Iterator[str]:
-    import pyarrow
-
-    source = parquet(file.path)
-    names = source.schema_arrow.names
-    if field not in names:
-        raise UserError(f"{file.path}: no column {field!r} (--field names it): there is {', '.join(map(repr, names))}")
-    kind = source.schema_arrow.field(field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise UserError(f"{file.path}: the column {field!r} holds {kind}, not text")
-    number = sum(source.metadata.row_group(index).num_rows for index in range(begin))
-    try:
-        for batch in source.iter_batches(row_groups=range(begin, end), columns=[field], batch_size=1024):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                if value is None:
-                    raise UserError(f"{file.path}: row {number} has no text in {field!r}")
-                yield value
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"{file.path}: damaged after row {number}: {' '.join(str(error).split())}") from None
-    finally:
-        source.close()
