@@ -27,6 +27,7 @@ GO_ON = "all processes stop; the same command on each goes on from the last chec
 REPORTS, VERDICTS = "ladder_jax/reports", "ladder_jax/verdicts"
 TICK = 0.2  # seconds between two looks at the reports
 SETTLE = 1.0  # seconds in which a process may end with its own word, after a verdict about another
+LONGEST = 1e6  # seconds: Python's waits have a limit
 FAREWELL = 5.0  # seconds at most in which the others read the verdict, before process 0 and the store end
 
 
@@ -78,7 +79,7 @@ class Watchdog:
         self._ending.set()
         self._publish(end=end, how=how)
         if self._process == 0 or end is End.CRASHED:
-            self._judged.wait(self._patience.lost + 3 * self._patience.beat)
+            self._judged.wait(min(self._patience.lost + 3 * self._patience.beat, LONGEST))
 
     def _finish(self) -> None:
         """Process 0 waits until the others have finished too."""

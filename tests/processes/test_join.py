@@ -4,8 +4,7 @@ import os
 import socket
 import time
 
-import pytest
-
+from ladder_jax.processes import join
 from tests.processes.conftest import ends
 
 HOST = os.uname().nodename
@@ -35,18 +34,23 @@ def test_port_is_taken(started, port):
     assert running[0].returncode == 2 and "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    "settings, counts, difference",
-    [
-        (({"train": {"batch": 4}}, {"train": {"batch": 8}}), None, "train.batch is 8, not 4"),
-        (({},), (2, 3), "--processes is 3, not 2"),
-        (({}, {name: 1 for name in "abcde"}), None, "a is 1, not None; b is 1, not None; c is 1, not None and 2 more"),
-    ],
-)
-def test_settings_that_differ_are_refused(started, settings, counts, difference):
-    running = started("raise AssertionError('a collective')", settings=settings, counts=counts)
+def test_settings_that_differ_are_refused(started):
+    """Before any collective: the block is not entered."""
+    settings = ({"train": {"batch": 4, "steps": 1}}, {"train": {"batch": 8, "steps": 1}})
+    running = started("raise AssertionError('joined')", settings=settings, counts=(2, 3))
     for said in ends(running):
-        expected = f"process 1 of 2 (host {HOST}) differs from process 0 (host {HOST}): {difference}"
-        assert said == f"ladder-jax: {expected}\n"
+        line = f"process 1 of 2 (host {HOST}) differs from process 0 (host {HOST})"
+        assert said == f"ladder-jax: {line}: train.batch is 8, not 4; --processes is 3, not 2\n"
     assert [process.returncode for process in running] == [2, 2]
-    assert all("joined" not in process.stdout.read() for process in running if not process.stdout.closed)
+
+
+def test_first_differences():
+    """Of settings that one process alone has, too; the second of three is like the first."""
+    mine = {"host": "a", "--processes": 3, "settings": {"x": None}}
+    other = {"host": "c", "--processes": 3, "settings": {name: 1 for name in "stuvx"}}
+    assert join._difference([mine, mine]) is None
+    line = join._difference([mine, mine, other])
+    assert line == (
+        "process 2 of 3 (host c) differs from process 0 (host a): s is 1, not None; t is 1, not None; u is 1, not None"
+        " and 2 more"
+    )

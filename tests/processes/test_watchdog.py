@@ -17,26 +17,26 @@ SLEEP = 'member.beat("step 1")\ntime.sleep(600)'
 def test_stuck_process_is_named(started, victim):
     """A stopped process is like a host without power: it is silent. Once it goes on, it ends too."""
     count = 2 + victim
-    running = started(SLEEP, processes=count, patience={"lost": 3})
+    running = started(SLEEP, processes=count, patience={"lost": 5})
     joined(running)
     running[victim].send_signal(signal.SIGSTOP)
     before = time.monotonic()
     rest = [process for process in running if process is not running[victim]]
     for said in ends(rest):
-        assert said == f"ladder-jax: process {victim} of {count} (host {HOST}) has not been heard of for 3 s: {GO_ON}\n"
+        assert said == f"ladder-jax: process {victim} of {count} (host {HOST}) has not been heard of for 5 s: {GO_ON}\n"
     assert [process.returncode for process in rest] == [1] * len(rest)
-    assert time.monotonic() - before < 20
+    assert time.monotonic() - before < 30
     running[victim].send_signal(signal.SIGCONT)
     ends([running[victim]])
     assert running[victim].returncode not in (0, None)
 
 
 def test_killed_process_is_named(started):
-    running = started(SLEEP, patience={"lost": 3})
+    running = started(SLEEP, patience={"lost": 5})
     joined(running)
     running[1].kill()
     said, _ = ends(running, within=20)
-    assert said == f"ladder-jax: process 1 of 2 (host {HOST}) has not been heard of for 3 s: {GO_ON}\n"
+    assert said == f"ladder-jax: process 1 of 2 (host {HOST}) has not been heard of for 5 s: {GO_ON}\n"
     assert running[0].returncode == 1
 
 
@@ -82,7 +82,7 @@ def test_one_fails_and_its_partner_crashes(started):
 
 
 def test_bug_shows_its_traceback_once(started):
-    running = started("if me == 1:\n    raise KeyError('a bug')\ntime.sleep(600)")
+    running = started("if me == 1:\n    raise KeyError('a bug')\ntime.sleep(600)", patience={"lost": 10})
     first, second = ends(running)
     assert second.count("Traceback") == 1
     for said in (first, second):
@@ -100,7 +100,7 @@ def test_all_finish_or_stop(started):
     """The first waits for the slower second; a status after a signal is that of `Stopped`."""
     body = """
     member.beat("step 1")
-    time.sleep(2 * me)
+    time.sleep(me)
     raise Stopped("SIGTERM: step 18 is saved", signum=signal.SIGTERM)
     """
     running = started(body)
