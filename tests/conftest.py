@@ -27,8 +27,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # What takes longest comes first, in this order: a file is one worker's, and at the end the others would be idle.
 FIRST = """
     test_gradients_bfloat16 test_numerics test_resume test_meshes test_program test_decode test_cli test_chat test_int8
-    test_training test_supervise test_chunks test_overlap test_convert test_retrain test_pretrain test_convert_smollm2
-    test_process test_client
+    test_training test_chunks test_overlap test_convert test_retrain test_pretrain test_convert_smollm2
+    test_agreement test_watchdog test_process test_client
 """.split()
 
 
