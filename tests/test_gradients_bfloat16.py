@@ -18,7 +18,7 @@ from ladder_jax.retrain import ADAPTERS, Retraining
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, rounding
 
-ROWS, LENGTH, COMMON = 256, 64, 7  # 16,384 positions, in rows so short that attention costs little
+ROWS, LENGTH, COMMON = 64, 64, 7  # 4,096 positions, in rows so short that attention costs little
 LORA = LoraConfig(rank=6, alpha=16.0)  # 8 / 3 is no bfloat16
 SMALL = dict(num_layers=2, num_heads=4, num_kv_heads=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
 MODELS = {
