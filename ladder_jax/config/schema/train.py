@@ -9,7 +9,7 @@ from ladder_jax.config.schema.typed import fit
 
 
 class Remat(enum.Enum):
-    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/launch.py)."""
+    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/layers.py)."""
 
     NONE = "none"  # keep every activation
     FULL = "full"  # recompute the layer from its input
