@@ -8,12 +8,10 @@ from flax import nnx
 
 from ladder_jax import residual
 from ladder_jax.config import Launch, ModelConfig
-from ladder_jax.nn import kernels, rotary
-from ladder_jax.nn.attention import Attention
-from ladder_jax.nn.mlp import MLP
-from ladder_jax.nn.norm import RMSNorm
+from ladder_jax.nn import kernels
 from ladder_jax.nn.parameter import Sizes, sizes_of
-from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions
+from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables
+from ladder_jax.nn.sublayers import MLP, Attention, RMSNorm
 from ladder_jax.parallel import rank
 from ladder_jax.residual import State, Step
 
@@ -43,7 +41,7 @@ def layer_context(
     normalised: bool = False,
 ) -> LayerContext:
     """For blocks of `length` tokens, on one rank of `axes`."""
-    table, first_rank = rotary.tables(positions.indices(length), config=config), rank(axes) == 0
+    table, first_rank = rotary_tables(positions.indices(length), config=config), rank(axes) == 0
     return LayerContext(axes, jnp.dtype(config.dtype.value), kernel, table, first_rank, positions, launch, normalised)
 
 

@@ -13,7 +13,7 @@ from ladder_jax.config import Loop, ModelConfig, Phase
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.embedding import Embedding
 from ladder_jax.nn.layer import Layer
-from ladder_jax.nn.norm import RMSNorm
+from ladder_jax.nn.sublayers import RMSNorm
 from ladder_jax.parallel import Layout, Split, Traits, layout
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
