@@ -131,9 +131,8 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 def rotary_tables(positions: jax.Array, *, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines [B, T, H/2], float32, for `positions` [B, T]; made once for all layers."""
-    angles = positions[:, :, None].astype(jnp.float32) * jnp.asarray(
-        rotary_frequencies(config)[None, None, :], jnp.float32
-    )
+    frequencies = jnp.asarray(rotary_frequencies(config)[None, None, :], jnp.float32)
+    angles = positions[:, :, None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -113,7 +113,9 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU (arXiv 2002.05202): silu(x gate) * (x up), then down. Under tensor parallelism F is split: down gives a partial sum.
+    """SwiGLU (arXiv 2002.05202): silu(x gate) * (x up), then down.
+
+    Under tensor parallelism F is split, and the down projection gives a partial sum.
 
     `MLP(config, rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device. Inside `jax.shard_map`, over a rank's shards
     of its arrays (`nn.partition_specs`), it is this rank's partial sum.
