@@ -41,10 +41,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _train(settings, args: argparse.Namespace, *, beat: Callable[[str], None], shown: bool, **more: float) -> None:
-    from ladder_jax import train
+    from ladder_jax.train import parse_profile
+    from ladder_jax.train import run as train
 
-    steps = train.parse_profile(args.profile) if args.profile else None
-    result = train.run(settings, say=_say, profile=steps, beat=beat, **more)
+    steps = parse_profile(args.profile) if args.profile else None
+    result = train(settings, say=_say, profile=steps, beat=beat, **more)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     if shown:

@@ -3,9 +3,8 @@
 import dataclasses
 import enum
 
-from ladder_jax.config.schema.checks import check, check_positive
-from ladder_jax.config.schema.execution import Launch, Loop
-from ladder_jax.config.schema.typed import fit
+from ladder_jax.config.execution import Launch, Loop
+from ladder_jax.config.fields import check, check_positive, fit
 
 
 class Quantize(enum.Enum):

@@ -4,8 +4,7 @@ import dataclasses
 import enum
 
 from ladder_jax.config import residual_names
-from ladder_jax.config.schema.checks import check, check_positive
-from ladder_jax.config.schema.typed import fit
+from ladder_jax.config.fields import check, check_positive, fit
 from ladder_jax.errors import unknown
 
 START = "start"
