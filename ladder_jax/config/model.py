@@ -37,8 +37,8 @@ class ModelConfig:
     """A dense Llama-family decoder and its residual topology.
 
     `ladder_layers` makes a hybrid: `"N"` the last N layers, `"i,j"` 0-based layers, `"all"`; or a number, or a list.
-    `ranks` belongs to the topologies whose function depends on the number of tensor-parallel
-    ranks (ladder-fresh, desync-n); left empty, it is taken from the mesh.
+    `ranks`: for the topologies whose function depends on the number of tensor-parallel ranks (ladder-fresh, desync-n);
+    empty: the mesh's.
     """
 
     num_layers: int = 4

@@ -29,7 +29,7 @@ class MeshConfig:
 
 
 def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
-    """Refuse a mesh over which the model's dimensions cannot be split."""
+    """Raises UserError for a mesh over which the model's dimensions cannot be split."""
     ranks = mesh.tensor if model.ranks is None or mesh.tensor > 1 else model.ranks
     check(model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model} is not divisible by mesh.fsdp={mesh.fsdp}")
     for name in ("num_heads", "d_ff"):
@@ -59,10 +59,10 @@ class DataConfig:
     """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or what
     `ladder-jax tokenize` made, or a .yaml file with a mixture of those (see data/mixture.py).
 
-    `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text; a token store
-    has been tokenized already.
+    `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text alone, since a token
+    store is tokenized.
 
-    `format`: `examples` for JSON lines whose answers alone are learnt, to be found at `path` as a file or in a folder.
+    `format`: `examples` for JSON lines, a file or a folder of them, of which only the answers are trained on.
     """
 
     path: str = "stdlib"
@@ -86,27 +86,27 @@ class Remat(enum.Enum):
     NONE = "none"  # keep every activation
     FULL = "full"  # recompute the layer from its input
     SAVE_MATMULS = "save-matmuls"  # keep matmul results, recompute the rest
-    OFFLOAD = "offload"  # as full, but what is kept, each layer's input and the reduced sums, lies in the host's memory
+    OFFLOAD = "offload"  # as full, with each layer's input and the reduced sums in the host's memory
 
 
 class OnBadStep(enum.Enum):
-    """What becomes of a step whose loss or gradient is no number, or whose loss jumps (see train/bad_steps.py)."""
+    """What happens at a bad step: its loss or gradient is not finite, or its loss jumps (see train/bad_steps.py)."""
 
     STOP = "stop"
     SKIP = "skip"  # the batch changes nothing, and training goes on
-    ROLLBACK = "rollback"  # back to the last checkpoint, and on without the batches that led there
+    ROLLBACK = "rollback"  # return to the last checkpoint, and leave out the batches that led to the bad step
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The recipe of the paper (section 4.1), with AdamW and a cosine to a tenth of the peak.
 
-    `start`: a checkpoint whose weights, and tokenizer, training begins with; empty for new weights. What the file
-    says of `model` may be its topology alone then.
+    `start`: a checkpoint whose weights and tokenizer training begins with; empty: new weights. Fields that the section
+    `model` leaves out are then that checkpoint's.
     """
 
     start: str | None = None
-    freeze: int = 0  # the embedding and so many of the lowest layers stay as they are
+    freeze: int = 0  # above 0, the embedding and this many of the lowest layers are not trained
     steps: int = 25_000
     batch: int = 2048  # sequences a step, over all devices
     sequence: int = 2048  # predicted tokens a sequence
@@ -121,7 +121,7 @@ class TrainConfig:
     seed: int = 0
     loop: Loop = Loop.SCAN
     remat: Remat = Remat.NONE
-    accumulate: int = 1  # parts of the batch that a device computes one after another, for its memory
+    accumulate: int = 1  # parts of a batch, computed one after another to save memory
     sequence_parallel: bool = False  # split the stream between sublayers along the sequence, over mesh.tensor
     z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
     loss_chunk: int = 2048  # tokens whose logits a device holds at once
@@ -130,13 +130,13 @@ class TrainConfig:
     evaluation_batches: int = 8  # of held-out text
     checkpoint_every: int = 1_000
     keep_checkpoints: int = 3  # the newest
-    keep_every: int = 0  # also every step that it divides
-    keep_best: int = 0  # also those with the lowest held-out loss
+    keep_every: int = 0  # also every step that this number divides
+    keep_best: int = 0  # also this many with the lowest held-out loss
     on_bad_step: OnBadStep = OnBadStep.STOP
-    spike_factor: float = 0.0  # a loss that many times the recent mean is bad; 0: only what is no number
-    spike_window: int = 50  # steps of that mean; before there are as many, no loss is too high
-    max_bad_steps: int = 10  # in a row, or returns to one checkpoint, before the run stops all the same
-    rollback_batches: int = 100  # up to the bad one, that are left out after a return
+    spike_factor: float = 0.0  # a loss above this many times the recent mean is bad; 0: only one that is not finite
+    spike_window: int = 50  # steps in that mean; during the first ones no loss is too high
+    max_bad_steps: int = 10  # the run stops after more than so many in a row, or rollbacks to one checkpoint
+    rollback_batches: int = 100  # batches up to the bad one that a rollback leaves out
     peak_tflops: float | None = None  # of one device, for the MFU; empty: by a table
 
     def __post_init__(self):
@@ -168,10 +168,10 @@ class TrainConfig:
 
 
 class OnDamaged(enum.Enum):
-    """What a run does that finds its newest checkpoint damaged."""
+    """What happens when a run's newest checkpoint is damaged."""
 
     STOP = "stop"
-    PREVIOUS = "previous"  # puts it aside, and goes on from the newest whole one
+    PREVIOUS = "previous"  # rename it, and resume from the newest undamaged one
 
 
 @dataclasses.dataclass(frozen=True)
