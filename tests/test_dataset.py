@@ -119,13 +119,13 @@ import sys, jax, numpy as np
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), initialization_timeout=60)
 from ladder_jax.config import DataConfig, TrainConfig
 from ladder_jax.data import dataset
-from ladder_jax.data.batches import Batches
-from ladder_jax.train.data_loader import DataLoader
+from ladder_jax.data.batches import Batches, DataLoader
 from jax.sharding import NamedSharding, PartitionSpec as P
 recipe = TrainConfig(batch=4, sequence=16, seed=3)
 data = dataset.load(DataConfig(path=sys.argv[3]), train=recipe, vocab_size=256)
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-loader, whole = DataLoader(data, config=recipe, sharding=NamedSharding(mesh, P("data"))), Batches(data.training, 4)[5]
+whole = Batches(data.training, 4)[5]
+loader = DataLoader(data.training, config=recipe, sharding=NamedSharding(mesh, P("data")))
 asked = []
 rows = data.training
 class Asked:

@@ -16,9 +16,10 @@ import pytest
 from ladder_jax import config, nn, parallel, train
 from ladder_jax import progress as progresses
 from ladder_jax.config import TrainConfig
+from ladder_jax.data import batches
 from ladder_jax.errors import UserError
 from ladder_jax.nn import flops
-from ladder_jax.train import data_loader, metrics, signals, timing
+from ladder_jax.train import metrics, signals, timing
 from ladder_jax.train import step as steps
 from tests import cases
 
@@ -297,7 +298,7 @@ def test_read_ahead_raises_where_the_batch_is_asked_for():
                 raise OSError(5, "Input/output error")
             return np.full(2, int(index))
 
-    with data_loader.read_ahead(Source().__getitem__, first=4, last=9) as read:
+    with batches.read_ahead(Source().__getitem__, first=4, last=9) as read:
         assert [next(read)[0] for _ in range(2)] == [4, 5]
         with pytest.raises(OSError, match="Input/output"):
             next(read)

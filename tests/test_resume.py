@@ -14,9 +14,9 @@ import pytest
 
 from ladder_jax import config, train
 from ladder_jax.checkpoint import Damaged, steps, store
+from ladder_jax.data.batches import DataLoader
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.train import folder, metrics
-from ladder_jax.train.data_loader import DataLoader
 
 STEPS, SAVE, EVALUATE = 90, 15, 5
 TINY = [

@@ -58,7 +58,8 @@ def walk(name: str, *, folder: pathlib.Path, library: pathlib.Path) -> dict:
     text, run, result = folder / "text.txt", folder / "run", folder / f"{name}.json"
     text.write_text(TEXT, encoding="utf-8")
     training = ["train", "tiny", *DEVICES, *MESH, f"data.path={text}", f"run.dir={run}", "train.steps=2"]
-    environment = {**os.environ, "PYTHONPATH": str(library)}
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment["PYTHONPATH"] = str(library)
     if name == "train":
         words = training
     else:

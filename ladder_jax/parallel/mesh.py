@@ -12,8 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ladder_jax.config import MeshConfig, ModelConfig, residual_names
-from ladder_jax.config.schema import check_fits_mesh
+from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, residual_names
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import EMULATED
 

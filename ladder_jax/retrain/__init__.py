@@ -4,6 +4,5 @@ from ladder_jax.retrain.sources import Sources as Sources
 from ladder_jax.retrain.sources import tokenizer as tokenizer
 from ladder_jax.retrain.task import ADAPTERS as ADAPTERS
 from ladder_jax.retrain.task import Retraining as Retraining
-from ladder_jax.retrain.task import needed as needed
 from ladder_jax.retrain.task import of_run as of_run
 from ladder_jax.retrain.task import of_sources as of_sources

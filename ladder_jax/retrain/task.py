@@ -111,12 +111,6 @@ class Retraining(RetrainPlan):
         return parts.join(joined)
 
 
-def needed(config: RunConfig) -> bool:
-    """Whether a run is more than pretraining: it starts from a checkpoint, or one of retraining's sections is set."""
-    train = config.train
-    return bool(train.start or train.freeze or config.lora.rank or config.distill.teacher or config.conversion.steps)
-
-
 def of_run(
     config: RunConfig, *, definition: ModelDef, recorded: dict[str, Any] | None, agreement: Agreement
 ) -> Retraining:

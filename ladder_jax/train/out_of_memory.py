@@ -5,7 +5,7 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax.config import ModelConfig, RunConfig, presets
+from ladder_jax.config import PRESETS, ModelConfig, RunConfig, preset
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
 
@@ -49,8 +49,8 @@ def target_of(mesh: Mesh) -> str:
 
 
 def _model(config: ModelConfig) -> str:
-    for name in presets.NAMES:
-        if dataclasses.replace(presets.preset(name), residual=config.residual, ranks=config.ranks) == config:
+    for name in PRESETS:
+        if dataclasses.replace(preset(name), residual=config.residual, ranks=config.ranks) == config:
             return f"--model {name} --residual {config.residual}"
     return "--model CONFIG"
 

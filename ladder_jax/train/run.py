@@ -13,6 +13,7 @@ from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.data import batches, dataset, text
 from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.batches import DataLoader
 from ladder_jax.data.dataset import Dataset
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef
@@ -20,7 +21,6 @@ from ladder_jax.parallel import PATIENCE, Agreement, make_mesh, with_ranks
 from ladder_jax.train import checkpoints, folder, out_of_memory, signals, timing
 from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
 from ladder_jax.train.checkpoints import CheckpointSaver
-from ladder_jax.train.data_loader import DataLoader
 from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
@@ -125,7 +125,7 @@ def run(
             task=task,
             state=state,
             frozen=frozen,
-            loader=DataLoader(data, config=train, sharding=definition.layout.sharding("BT")),
+            loader=DataLoader(data.training, config=train, sharding=definition.layout.sharding("BT")),
             evaluation=Evaluation(task, held_out, context),
             policy=BadStepPolicy(train, left_out=dict.fromkeys(position.get("skipped", []), RESTORED)),
             saver=CheckpointSaver(
@@ -171,7 +171,7 @@ def _check_alike(data: list[list[str]]) -> None:
 
 
 def _task(context: RunContext, definition: ModelDef, checkpoint: Checkpoint | None) -> TrainingTask:
-    if not retrain.needed(context.config):
+    if not context.config.retrains:
         return Pretraining(definition)
     recorded = checkpoint.data.get("sources", {}) if checkpoint else None
     return retrain.of_run(context.config, definition=definition, recorded=recorded, agreement=context.agreement)

@@ -11,6 +11,7 @@ import time
 import jax
 import numpy as np
 
+from ladder_jax.data.batches import DataLoader, read_ahead
 from ladder_jax.errors import RunFailed, Stopped, UserError
 from ladder_jax.nn import Params
 from ladder_jax.progress import progress
@@ -18,7 +19,6 @@ from ladder_jax.train import bad_steps, checkpoints, timing
 from ladder_jax.train import step as steps
 from ladder_jax.train.bad_steps import BadStepPolicy, RollBack
 from ladder_jax.train.checkpoints import CheckpointSaver
-from ladder_jax.train.data_loader import DataLoader, read_ahead
 from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import TrainingTask

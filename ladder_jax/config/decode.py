@@ -3,9 +3,8 @@
 import dataclasses
 import enum
 
-from ladder_jax.config.schema.checks import check, check_positive
-from ladder_jax.config.schema.execution import Launch, Loop
-from ladder_jax.config.schema.typed import fit
+from ladder_jax.config.execution import Launch, Loop
+from ladder_jax.config.fields import check, check_positive, fit
 
 
 class Quantize(enum.Enum):
@@ -22,9 +21,9 @@ class DecodeConfig:
     top_k: int = 0  # only the k most probable tokens; 0: all
     top_p: float = 1.0  # only the most probable tokens that together reach p; 1: all
     min_p: float = 0.0  # only tokens at least p times as probable as the most probable one; 0: all
-    repetition_penalty: float = 1.0  # above 1, what the prompt and the text hold becomes less likely
+    repetition_penalty: float = 1.0  # above 1, tokens of the prompt and of the text so far become less likely
     seed: int = 0
-    prefill_chunk: int = 2048  # longer prompts are read in blocks of as many tokens, to bound memory
+    prefill_chunk: int = 2048  # longer prompts are read in blocks of this many tokens, to bound memory
     loop: Loop = Loop.UNROLLED
     launch: Launch = Launch.CHAINED
     quantize: Quantize = Quantize.NONE

@@ -1,41 +1,39 @@
-"""The sections `distill`, `conversion` and `lora`: how a model goes on from a checkpoint (see retrain/)."""
+"""The sections `distill`, `conversion` and `lora`: ways to retrain a checkpoint's model (see retrain/)."""
 
 import dataclasses
 import enum
 
 from ladder_jax.config import residual_names
-from ladder_jax.config.schema.checks import check, check_positive
-from ladder_jax.config.schema.typed import fit
+from ladder_jax.config.fields import check, check_positive, fit
 from ladder_jax.errors import unknown
 
 START = "start"
-"""As `distill.teacher`: the weights that training starts from."""
+"""The value of `distill.teacher` that stands for the weights that training starts from."""
 TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
-"""A layer's matrices, by their parameters' names."""
+"""A layer's matrices, by the names of their parameters."""
 
 
 class Pace(enum.Enum):
-    """How a group of layers turns from standard to the model's own topology."""
+    """How a group of layers is converted from standard to the model's own topology."""
 
-    JUMP = "jump"  # from one step to the next
-    RAMP = "ramp"  # linearly: what a sublayer's input leaves out is faded out
+    JUMP = "jump"  # at once
+    RAMP = "ramp"  # linearly: the terms that a ladder's input leaves out fade out
 
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig:
-    """Learn from another model's predictions, and not from the data's tokens alone.
+    """Learn from another model's predictions as well as from the data's tokens.
 
     `teacher`: `start`, the weights of train.start, or the path of a checkpoint of the same shape; empty: none.
-    `residual`: the teacher's topology, where it is not its checkpoint's own: a converted checkpoint's original is
-    `standard`.
+    `residual`: the teacher's topology, if it is not its checkpoint's: `standard` for the original of a converted one.
     """
 
     teacher: str | None = None
     residual: str | None = None
     temperature: float = 1.0  # divides both models' logits
     alpha: float = 1.0  # the teacher's share of the loss; the rest is the tokens' cross-entropy
-    hidden_weight: float = 0.0  # of the streams' distance between layers, added to the loss
-    hidden_every: int = 1  # it is taken after so many layers, and again
+    hidden_weight: float = 0.0  # of the distance between both models' hidden streams, added to the loss
+    hidden_every: int = 1  # measured after every so many layers
 
     def __post_init__(self):
         fit(self, "distill")
@@ -53,9 +51,9 @@ class DistillConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ConversionConfig:
-    """Turn a ladder's layers from standard to ladder while they train: group after group, the topmost first."""
+    """Convert layers from standard to ladder during training, group by group, the topmost first."""
 
-    steps: int = 0  # until all are turned; 0: they are from the beginning
+    steps: int = 0  # until all are converted; 0: they are ladder layers from the first step
     groups: int = 1
     pace: Pace = Pace.RAMP
 

@@ -4,7 +4,7 @@ import enum
 
 
 class Dtype(enum.Enum):
-    """`Dtype("float32")`; also of what NumPy and jax call so, such as `jnp.float32` or an array's dtype."""
+    """`Dtype("float32")`; also made from NumPy's and jax's types, such as `jnp.float32` or an array's dtype."""
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"

@@ -1,4 +1,4 @@
-"""Every field of a section has its declared type once it is made: from a file, an override, or Python alike."""
+"""Type conversion and checks of the sections' fields, alike for a file, an override and Python."""
 
 import dataclasses
 import enum
@@ -12,7 +12,7 @@ from ladder_jax.errors import UserError, unknown
 
 
 def fit(config: object, section: str) -> None:
-    """Give the fields of a frozen dataclass that is being made their declared types, where nothing is lost by it.
+    """Convert the fields of a frozen dataclass to their declared types, where that loses nothing; for `__post_init__`.
 
     Text becomes the enum's member, a whole number a float, a mapping the section below. Raises UserError, naming
     `section` and the field, for anything else.
@@ -23,7 +23,10 @@ def fit(config: object, section: str) -> None:
 
 
 def build(cls: type, tree: object, path: str, *, more: tuple[str, ...] = ()) -> typing.Any:
-    """A dataclass of type `cls` from a mapping; `path` is the dotted prefix for messages, `more` other keys to name."""
+    """A dataclass of type `cls` from a mapping.
+
+    path: the dotted prefix for messages; more: other keys that a message may suggest.
+    """
     if not isinstance(tree, dict):
         where = path.rstrip(".") or "the configuration"
         raise UserError(f"{where} must be a section (a {cls.__name__}, or a mapping of its fields), not {_shown(tree)}")
@@ -31,6 +34,18 @@ def build(cls: type, tree: object, path: str, *, more: tuple[str, ...] = ()) -> 
         if key not in _hints(cls):
             raise unknown("setting", f"{path}{key}", [path + name for name in (*_hints(cls), *more)])
     return cls(**tree)
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises UserError with `message` where the condition fails."""
+    if not condition:
+        raise UserError(message)
+
+
+def check_positive(config: object, section: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        check(value > 0, f"{section}.{name} must be positive, not {value}")
 
 
 @functools.cache
@@ -71,7 +86,7 @@ def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
 
 
 def _shown(value: object) -> str:
-    """As JSON has it; what JSON has not, by its type: it may be large."""
+    """As JSON; a value that JSON cannot hold by its type alone, as it may be large."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError):
