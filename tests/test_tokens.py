@@ -318,10 +318,9 @@ def test_nested_lines(tmp_path):
     (tmp_path / "x.jsonl").write_text("[" * 100_000)
     with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
         make([tmp_path / "x.jsonl"], tmp_path / "out", workers=1, part_bytes=10**6)
-    with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
-        lines_of_examples._object(b"[" * 100_000, "x.jsonl:1")
-    with pytest.raises(UserError, match="this is not JSON"):
-        examples_of_tasks._object(b"[" * 100_000)
+    for read in (lines_of_examples.read, examples_of_tasks.read_choices):
+        with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
+            list(read(str(tmp_path / "x.jsonl")))
 
 
 def flip(path):

@@ -119,9 +119,9 @@ def test_a_killed_evaluation_goes_on(run, run_cli, evaluate, files, tmp_path, ca
 
 
 BROKEN = {
-    "not json": ("{'choices'", "line 2: this is not JSON"),
-    "a list": ("[1]", "line 2: this must be a JSON object, not list"),
-    "latin 1": (b'{"context": "\xe9"}', "line 2: this is not UTF-8 text"),
+    "not json": ("{'choices'", ":2: not JSON"),
+    "a list": ("[1]", ":2: this must be a JSON object, not list"),
+    "latin 1": (b'{"context": "\xe9"}', ":2: not UTF-8 text"),
     "choises": ('{"context": "x", "choises": ["a", "b"]}', "must be a list of two texts or more; there is 'choises'"),
     "one choice": ('{"context": "x", "choices": ["a"], "answer": 0}', "must be a list of two texts or more"),
     "no text": ('{"context": "x", "choices": ["a", 1], "answer": 0}', "must be a list of two texts or more"),
@@ -148,7 +148,7 @@ def test_broken_lines(name, run, tmp_path, capsys):
     line = line if isinstance(line, bytes) else line.encode()
     file.write_bytes(json.dumps(CHOICES[1]).encode() + b"\n" + line + b"\n")
     is_mistake(capsys, [run, "--multiple-choice", file], message)
-    assert "line 2" in message or name != "not json"
+    assert ":2:" in message or name != "not json"
 
 
 def is_mistake(capsys, args, message):
@@ -166,7 +166,7 @@ MISTAKES = {
     "--text pages.jsonl": "pages.jsonl:1: no text in 'text' (--field names it)",
     "--multiple-choice empty.txt": "'empty.txt' holds no questions",
     "--multiple-choice nowhere.jsonl": "cannot read 'nowhere.jsonl': No such file",
-    "--generation choices.jsonl": 'choices.jsonl line 3: "answer" must be a text',
+    "--generation choices.jsonl": 'choices.jsonl:3: "answer" must be a text',
     "--text book.txt --shots 2": "--shots is for --multiple-choice and --generation",
     "--multiple-choice choices.jsonl --stride 2": "--stride is for --text",
     "--multiple-choice choices.jsonl --shots 2": "--shots N and --shots-file FILE go together",
@@ -204,7 +204,7 @@ def test_without_the_harness(way, file, evaluate, files, capsys, monkeypatch):
     text's perplexity does not need it."""
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     (files / "bad.jsonl").write_text("no\n")
-    is_mistake(capsys, ["nowhere", f"--{way}", files / "bad.jsonl"], "bad.jsonl line 1: this is not JSON")
+    is_mistake(capsys, ["nowhere", f"--{way}", files / "bad.jsonl"], "bad.jsonl:1: not JSON")
     is_mistake(capsys, ["nowhere", f"--{way}", files / file], "need lm-eval: pip install 'ladder-jax[lm-eval]'")
     assert evaluate("--text", "book.txt")["tokens"] == len(TEXT.encode())
 

@@ -1,11 +1,10 @@
 """The documents of a part, as text. What is wrong is named by its file and line."""
 
-import gzip
-import json
 import pathlib
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from ladder_jax.data import json_lines
 from ladder_jax.data.store import rows
 from ladder_jax.data.store.sources import File, Kind, Part
 from ladder_jax.errors import UserError
@@ -22,7 +21,10 @@ def read(part: Part, *, field: str) -> Iterator[str | None]:
     if part.kind is Kind.LINES:
         return _lines(file, part.begin, part.end, field)
     if part.kind is Kind.GZIP:
-        return _gzip(file, field)
+        return (
+            _text_in(found, field, lambda at=number: f"{file.path}:{at}")
+            for number, found in json_lines.read(file.path)
+        )
     return rows.read(file.path, part.begin, part.end, field=field, modified=file.modified)
 
 
@@ -46,7 +48,8 @@ def _lines(file: File, begin: int, end: int, field: str) -> Iterator[str]:
                 source.readline()  # what is left of a line that began before
             while (position := source.tell()) < end and (line := source.readline()):
                 if line.strip():
-                    yield _document(line, field, lambda at=position: f"{file.path}:{_number(file.path, at)}")
+                    where = lambda at=position: f"{file.path}:{_number(file.path, at)}"
+                    yield _text_in(json_lines.parse(line, where=where), field, where)
     except OSError as error:
         raise UserError(f"cannot read {file.path!r}: {error.strerror}") from None
 
@@ -60,23 +63,7 @@ def _number(path: str, position: int) -> int:
         return count
 
 
-def _gzip(file: File, field: str) -> Iterator[str]:
-    number = 0
-    try:
-        with gzip.open(file.path, "rb") as source:
-            for number, line in enumerate(source, start=1):
-                if line.strip():
-                    yield _document(line, field, lambda at=number: f"{file.path}:{at}")
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{file.path}:{number + 1}: the gzip file is damaged or incomplete: {error}") from None
-
-
-def _document(line: bytes, field: str, where) -> str:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"not JSON: {error}"
-        raise UserError(f"{where()}: {reason}") from None
+def _text_in(found: Any, field: str, where: Callable[[], str]) -> str:
     if not isinstance(found, dict) or not isinstance(found.get(field), str):
         has = f"an object with {', '.join(map(repr, found))}" if isinstance(found, dict) else type(found).__name__
         raise UserError(f"{where()}: no text in {field!r} (--field names it): this is {has}")
