@@ -64,7 +64,9 @@ def _initialize(spec: ProcessSpec, *, patience: Patience, say: Callable[[str], N
 
     if "JAX_CPU_COLLECTIVES_IMPLEMENTATION" not in os.environ:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    host = (spec.coordinator or "").rpartition(":")[0]
+    bind = None
+    if spec.process == 0 and spec.coordinator and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        bind = _bind_address(spec.coordinator)
     whole = lambda seconds: int(min(seconds, LONGEST))
     nothing = (spec.coordinator, spec.processes, spec.process) == (None, None, None)
     try:
@@ -75,14 +77,11 @@ def _initialize(spec: ProcessSpec, *, patience: Patience, say: Callable[[str], N
                 spec.processes,
                 spec.process,
                 cluster_detection_method=None if spec.cluster else "deactivate",
-                coordinator_bind_address=spec.coordinator if host in LOOPBACK else None,
+                coordinator_bind_address=bind,
                 initialization_timeout=whole(patience.start + 60),
                 heartbeat_timeout_seconds=whole(2 * patience.lost + 60),
                 shutdown_timeout_seconds=whole(patience.lost + 60),
             )
-    except jax.errors.JaxRuntimeError as error:
-        why = str(error).splitlines()[0]
-        raise UserError(f"process 0 cannot listen at {spec.coordinator}: {why}; is the port free?") from None
     except Exception as error:  # of whatever the cluster's own service raises
         if spec.cluster == CHIPS and nothing and isinstance(error, ValueError):
             return False
@@ -91,6 +90,22 @@ def _initialize(spec: ProcessSpec, *, patience: Patience, say: Callable[[str], N
             raise UserError(f"jax cannot join the other processes: {why}") from None
         raise incomplete(f"{spec.cluster} was recognised, but {why}", spec) from None
     return True
+
+
+def _bind_address(coordinator: str) -> str | None:
+    """Where jax listens: on the loopback interface if that is HOST, else on all (None).
+
+    Raises UserError where another program does: some versions of jax crash on it.
+    """
+    host, _, port = coordinator.rpartition(":")
+    family = socket.AF_INET6 if host == "[::1]" else socket.AF_INET
+    alone = host in LOOPBACK
+    try:
+        socket.create_server((host.strip("[]") if alone else "", int(port)), family=family).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"process 0 cannot listen on port {port}: {why}; choose another in --coordinator") from None
+    return coordinator if alone else None
 
 
 @contextlib.contextmanager

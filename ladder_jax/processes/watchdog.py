@@ -121,7 +121,7 @@ class Watchdog:
         while time.monotonic() < until:
             reports = self._reports().items()
             if all(report.left for process, report in reports if process > 0 and process not in about):
-                return
+                return time.sleep(SETTLE)  # those that have left are about to end
             time.sleep(TICK)
 
     def _write(self) -> None:

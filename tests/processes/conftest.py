@@ -1,5 +1,6 @@
 """Processes of one run, as a cluster starts them, on one machine."""
 
+import json
 import os
 import socket
 import subprocess
@@ -35,6 +36,10 @@ except RunFailed as error:
 
 @pytest.fixture
 def port():
+    return free_port()
+
+
+def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
@@ -43,8 +48,6 @@ def port():
 @pytest.fixture
 def started(port):
     """Starts processes that run `body` once they have joined; kills what is left of them."""
-    import json
-
     running = []
 
     def start(body="", *, processes=2, only=None, settings=({},), patience=None, counts=None):

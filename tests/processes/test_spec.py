@@ -106,13 +106,18 @@ def test_jax_fills_in_and_has_the_longer_time_outs(monkeypatch):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
-    for given in (ProcessSpec("login:1", None, None, "SLURM"), ProcessSpec("localhost:1", 4, 2)):
+    for given in (ProcessSpec("login:1", None, None, "SLURM"), ProcessSpec("gpu-0:8476", 4, 2)):
         join._initialize(given, patience=Patience(start=60, lost=30), say=print)
     (found, detected), (said, fixed) = calls
     assert found == ("login:1", None, None) and detected["cluster_detection_method"] is None
-    assert said == ("localhost:1", 4, 2) and fixed["cluster_detection_method"] == "deactivate"
-    assert detected["coordinator_bind_address"] is None and fixed["coordinator_bind_address"] == "localhost:1"
+    assert said == ("gpu-0:8476", 4, 2) and fixed["cluster_detection_method"] == "deactivate"
     assert fixed["initialization_timeout"] == 120 and fixed["heartbeat_timeout_seconds"] == 120
+
+
+def test_a_coordinator_on_this_machine_listens_to_it_alone(port):
+    for host in ("localhost", "127.0.0.1"):
+        assert join._bind_address(f"{host}:{port}") == f"{host}:{port}"
+    assert join._bind_address(f"gpu-0:{port}") is None
 
 
 def test_one_host_with_chips(monkeypatch):
