@@ -31,7 +31,7 @@ CASES = {
     "one device": ("all", {}, {}, 1, 1),
     "data x tensor": ("all", dict(data=2, tensor=4), {}, 2, 4),
     "sequence parallel": ("all", dict(data=2, tensor=4), dict(sequence_parallel=True), 2, 4),
-    "fsdp x tensor": ("tied", dict(fsdp=2, tensor=4), {}, 2, 4),
+    "fsdp x tensor": ("all", dict(fsdp=2, tensor=4), {}, 2, 4),
     "accumulate": ("tied", {}, dict(accumulate=4), 4, 1),
     "lora": ("lora", dict(fsdp=2, tensor=4), {}, 2, 4),
 }
