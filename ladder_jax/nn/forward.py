@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ladder_jax import residual
 from ladder_jax.config import Launch, Loop, Remat
-from ladder_jax.nn import loss, prefetch, sublayers
+from ladder_jax.nn import loss, modules, prefetch
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
@@ -38,7 +38,7 @@ class ForwardPass:
         self._definition, self._loop, self._remat, self._launch = definition, loop_form, remat, launch
         self._dtype, self._axes = jnp.dtype(config.dtype.value), layout.tensor
         self._split = sequence_parallel and layout.ranks > 1 and not layout.emulated
-        normalise = lambda x: sublayers.normalise(x, eps=config.norm_eps).astype(self._dtype)
+        normalise = lambda x: modules.normalise(x, eps=config.norm_eps).astype(self._dtype)
         topology = definition.topology
         self._steps = sequence.layers(topology, normalise=normalise) if self._split else topology.layers
         self._context = layer_context(

@@ -9,9 +9,9 @@ from flax import nnx
 from ladder_jax import residual
 from ladder_jax.config import Launch, ModelConfig
 from ladder_jax.nn import kernels
+from ladder_jax.nn.modules import MLP, Attention, RMSNorm
 from ladder_jax.nn.parameter import Sizes, sizes_of
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables
-from ladder_jax.nn.sublayers import MLP, Attention, RMSNorm
 from ladder_jax.parallel import rank
 from ladder_jax.residual import State, Step
 

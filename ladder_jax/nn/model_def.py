@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 from ladder_jax import residual
 from ladder_jax.config import Loop, ModelConfig, Phase
 from ladder_jax.nn import kernels, parameter
-from ladder_jax.nn.embedding import Embedding
 from ladder_jax.nn.layer import Layer
-from ladder_jax.nn.sublayers import RMSNorm
+from ladder_jax.nn.modules import Embedding, RMSNorm
 from ladder_jax.parallel import Layout, Split, Traits, layout
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
@@ -94,3 +93,20 @@ def initialize(definition: ModelDef, *, seed: int = 0, key: jax.Array | None = N
     settings = dict(layout=definition.layout, key=key, vocab_size=definition.config.vocab_size)
     modules = definition.modules.items()
     return {name: parameter.initial_values(module, name=name, **settings) for name, module in modules}
+
+
+def attention_flops(config: ModelConfig, *, rows: int, length: int, heads: int) -> int:
+    """Scores and values of causal attention, forward, in all layers: 2 B n H T (T + 1) a layer.
+
+    2 H each for the t + 1 positions that t sees. What a kernel computes of the masked half is not counted.
+    """
+    return 2 * rows * heads * config.head_dim * length * (length + 1) * config.num_layers
+
+
+def matrix_elements(definition: ModelDef) -> int:
+    """Elements of all matrices that multiply a token's activations: the head counts; the embedding's lookup and the
+    rows that pad the vocabulary do not.
+    """
+    leaves = list(zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True))
+    layers = sum(leaf.size for leaf, dims in leaves if parameter.is_matrix(dims) and not dims.startswith("V"))
+    return layers + definition.config.vocab_size * definition.config.d_model
