@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ladder_jax import decode, nn, parallel
+from ladder_jax import decode, parallel
 from ladder_jax.config import DecodeConfig, Loop
 from ladder_jax.decode import cache, steps, weights
 from ladder_jax.nn import kernels, splash
-from tests import cases
+from tests import cases, covering
 
 CAPACITY = 1100  # positions, no multiple of the kernels' blocks
 
@@ -71,27 +71,17 @@ def test_the_splash_kernel_of_a_traced_start_lowers_for_tpus():
 
 LENGTHS = np.array([1, 4, 10, 7], np.int32)
 MESHES = [(1, 1), (1, 4), (1, 8), (2, 4)]  # over 8 ranks, two share each of the 4 key/value heads
+CASES = covering.rows(cases.TOPOLOGIES, MESHES, Loop, pairs=[(1, 2)], even=[1])
 
 
-@pytest.mark.parametrize("loop", Loop)
-@pytest.mark.parametrize("name", cases.TOPOLOGIES)
-def test_chunks_equal_one_pass(name, loop):
-    """Each topology on two of the meshes; a chunk that does not divide the length, ends in every chunk."""
-    which = list(cases.TOPOLOGIES).index(name) + 2 * (loop is Loop.SCAN)
-    check_chunks(name, MESHES[which % 4], loop)
-
-
-@pytest.mark.parametrize("mesh", [(1, 1), (1, 8)], ids=str)
-def test_chunks_equal_one_pass_on_the_other_meshes(mesh):
-    check_chunks("ladder", mesh, Loop.UNROLLED)
-
-
-def check_chunks(name, mesh, loop):
+@pytest.mark.parametrize("name, mesh, loop", CASES)
+def test_chunks_equal_one_pass(name, mesh, loop):
+    """A chunk that does not divide the length; prompts that end in every chunk."""
     emulated = mesh == (1, 1) and name in cases.DEPEND_ON_RANKS
     definition = cases.define(name, data=mesh[0], tensor=mesh[1], ranks=4 if emulated else None)
     params = cases.place(cases.parameters(definition), definition)
     tokens, rows = cases.tokens(), np.arange(4)
-    full = np.asarray(nn.compiled_logits(definition)(params, tokens))
+    full = cases.dense_logits(name, 4 if emulated else mesh[1])
     prompts = np.where(np.arange(10)[None] < LENGTHS[:, None], tokens, 99)
     stored = weights.prepare(definition, params, loop=loop)
     logits, _ = decode.prefill_in_chunks(definition, stored, prompts, LENGTHS, capacity=12, chunk=4, loop=loop)

@@ -6,6 +6,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Loop, Quantize
@@ -319,7 +320,7 @@ def test_an_engine_is_one_replica():
 
 
 def test_an_engine_of_a_model():
-    model = nn.Transformer(cases.model("ladder", num_layers=1), mesh=parallel.make_mesh(tensor=2))
+    model = nn.Transformer(cases.model("ladder", num_layers=1), rngs=nnx.Rngs(0), mesh=parallel.make_mesh(tensor=2))
     result = Engine(model, capacity=32).submit(Request([1, 2], max_new_tokens=3)).result()
     assert len(result.tokens) == 3 and result.text is None and result.finish is Finish.LENGTH
 

@@ -21,7 +21,7 @@ NAMES = (
 
 @dataclasses.dataclass(frozen=True)
 class ResidualName:
-    """`kind` without its number, and the number: the delay of a ladder, the period of a desync."""
+    """kind: the name without its number; number: the delay of a ladder, the period of a desync."""
 
     kind: str
     number: int = 1
@@ -37,7 +37,7 @@ class ResidualName:
 
 
 def parse(name: str) -> ResidualName:
-    """`ladder-3` and `desync-4` take any number from 1; the other names stand for themselves."""
+    """Of any name in NAMES, `ladder-K` and `desync-N`, numbers from 1. Raises UserError for any other."""
     numbered = re.fullmatch(r"(ladder|desync)-([1-9]\d*)", name)
     if numbered:
         return ResidualName(numbered[1], int(numbered[2]))
@@ -47,7 +47,7 @@ def parse(name: str) -> ResidualName:
 
 
 def as_text(which: object) -> object:
-    """2, (0, 2) and [0, 2] as `layer_indices` has them, "2" and "0,2,"; anything else as it is."""
+    """2, (0, 2) and [0, 2] as text for `layer_indices`, "2" and "0,2,"; any other value unchanged."""
     if isinstance(which, list | tuple | range):
         return ",".join(map(str, which)) + ","
     return str(which) if isinstance(which, numbers.Integral) and not isinstance(which, bool) else which

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax import decode, nn, schedule, train
-from ladder_jax.config import Phase, TrainConfig, presets
+from ladder_jax.config import Phase, TrainConfig, recipe
 from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.overlap.request import Request
@@ -31,7 +31,7 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     rows, loop, split = request.batch * request.fsdp, request.loop, request.sequence_parallel
     if request.phase is Phase.TRAIN:
         shape = dict(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
-        config = TrainConfig(**{**presets.recipe(request.model), **shape}, sequence_parallel=split)
+        config = TrainConfig(**{**recipe(request.model), **shape}, sequence_parallel=split)
         arguments = train.abstract_state(definition, config=config), train.abstract_batch(definition, config=config)
         return train.train_step(definition, config=config), arguments
     form = dict(loop=loop, quantize=request.quantize)

@@ -3,8 +3,18 @@
 import dataclasses
 import enum
 
-from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Quantize, Remat, preset, residual_names
-from ladder_jax.config.schema import MeshConfig, check_fits_mesh
+from ladder_jax.config import (
+    Launch,
+    Loop,
+    MeshConfig,
+    ModelConfig,
+    Phase,
+    Quantize,
+    Remat,
+    check_fits_mesh,
+    preset,
+    residual_names,
+)
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import shards, targets
 from ladder_jax.schedule.targets import Target

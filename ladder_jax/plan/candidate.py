@@ -5,8 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from ladder_jax.config import MeshConfig, ModelConfig, Remat, TrainConfig, residual_names
-from ladder_jax.config.schema import check_fits_mesh
+from ladder_jax.config import MeshConfig, ModelConfig, Remat, TrainConfig, check_fits_mesh, residual_names
 from ladder_jax.errors import UserError
 from ladder_jax.plan.request import Request
 from ladder_jax.schedule.targets import Target

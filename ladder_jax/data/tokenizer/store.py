@@ -1,4 +1,4 @@
-"""A tokenizer by its path, and its copy in a run's folder."""
+"""A tokenizer by its path, its copy in a run's folder, and whether it fits a model."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ from ladder_jax.data.tokenizer.tokenizer import BYTES, Bytes, Tokenizer
 from ladder_jax.errors import UserError
 
 FOLDER = "tokenizer"
-"""Of a run's folder: where its tokenizer lies."""
+"""The tokenizer's folder in a run's folder."""
 
 
 def load(path: str | os.PathLike | None) -> Tokenizer:
@@ -45,3 +45,11 @@ def save(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int) -> None:
+    """Raises UserError where the model has fewer tokens than the tokenizer. More is fine: tables are often padded."""
+    if vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size={vocab_size} is too small for {tokenizer.name} (at least {tokenizer.vocab_size})"
+        )

@@ -89,11 +89,3 @@ class Bytes:
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise UserError("a model of bytes has no chat template; ask it with --prompt")
-
-
-def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int) -> None:
-    """Raises UserError where the model has fewer tokens than the tokenizer. More is fine: tables are often padded."""
-    if vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"model.vocab_size={vocab_size} is too small for {tokenizer.name} (at least {tokenizer.vocab_size})"
-        )

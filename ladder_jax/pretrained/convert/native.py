@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from ladder_jax import nn
 from ladder_jax.checkpoint import manifest, saved
 from ladder_jax.checkpoint.stream import Stream
-from ladder_jax.config import DataConfig, RunConfig, TrainConfig, to_dict
-from ladder_jax.config.schema import FolderConfig
+from ladder_jax.config import DataConfig, FolderConfig, RunConfig, TrainConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained.source import Key, Source
