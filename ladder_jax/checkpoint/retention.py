@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last n, every m-th step, and the best by held-out loss."""
+"""Which checkpoints are kept: the last n, every m-th step, and the best by held-out loss."""
 
 import dataclasses
 import pathlib
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from ladder_jax.errors import UserError, unknown
 
-DELETING = "deleting."  # a folder's name while it goes: a kill in between leaves nothing that looks like a checkpoint
+DELETING = "deleting."  # a folder's prefix while it is removed: after a kill it does not look like a checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """last: the newest that many; every: also each step that it divides; best: also that many of the lowest
-    held-out loss. 0 is none. The newest always stays.
+    """last: how many of the newest are kept. every: also each step that it divides. best: also how many of the lowest
+    held-out loss. 0 keeps none of that kind; the newest is always kept.
     """
 
     last: int = 1
@@ -35,7 +35,7 @@ def parse(words: str) -> Keep:
 
 
 def doomed(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
-    """The steps to remove, of those in `losses` (held-out loss by step; None where it was not measured)."""
+    """The steps to remove among those in `losses` (held-out loss by step; None where it was not measured)."""
     steps = sorted(losses)
     measured = sorted((step for step in steps if losses[step] is not None), key=lambda step: (losses[step], -step))
     stay = {*steps[-keep.last :], *measured[: keep.best]}
@@ -43,11 +43,11 @@ def doomed(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
 
 
 def remove(folder: pathlib.Path) -> None:
-    """Remove one step's folder, in a way that a kill cannot leave half of it in its place."""
+    """Remove one step's folder. It is renamed first, so that a kill cannot leave half of a checkpoint."""
     going = folder.with_name(DELETING + folder.name)
     shutil.rmtree(going, ignore_errors=True)
     try:
         folder.rename(going)
-    except FileNotFoundError:  # another process was faster
+    except FileNotFoundError:  # another process has removed it
         return
     shutil.rmtree(going, ignore_errors=True)
