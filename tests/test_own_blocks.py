@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual
-from ladder_jax.config import Loop, residual_names
+from ladder_jax.config import RESIDUALS, Loop
 from ladder_jax.errors import UserError
 from ladder_jax.residual import anneal, sequence
 from tests import cases
@@ -45,7 +45,7 @@ def unrolled(x, blocks, *, name="ladder"):
     return example(UNROLLED.replace('"ladder"', repr(name)), residual=residual, x=x, blocks=blocks)
 
 
-@pytest.mark.parametrize("name", residual_names.NAMES)
+@pytest.mark.parametrize("name", RESIDUALS)
 def test_the_docstrings_scan_is_the_docstrings_loop(name):
     topology = residual.topology(name, num_layers=3)
     assert len(set(topology.layers)) == 1
