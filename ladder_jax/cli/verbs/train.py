@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ladder_jax.processes.options import SETTINGS
 
-SUMMARY = "Train a model, or go on where the run's last checkpoint stands."
+SUMMARY = "Train a model, or resume the run from its last checkpoint."
 EXAMPLE = "ladder-jax train tiny --cpu-devices 8 mesh.data=2 mesh.tensor=4 data.path=book.txt run.dir=runs/book"
 
 
