@@ -2,13 +2,15 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 
+from ladder_jax.decode import Finish
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.answers import MAX_NEW_TOKENS, STOP
 from ladder_jax.evaluate.examples import Choice, Question
 from ladder_jax.evaluate.model import SLOTS, Model
-from ladder_jax.evaluate.rows import Progress
+from ladder_jax.evaluate.rows import Progress, carry_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +74,12 @@ def multiple_choice(
     """
     local = library()
     pool = _pool(examples, shots, shots_from)
-    task = local.multiple_choice(examples, shots=shots, pool=pool)
-    lm = local.Choices(model, examples, task, file=file, progress=progress)
-    found = local.run(lm, task)
-    names = dict(accuracy="acc", accuracy_normalised="acc_norm", accuracy_bytes="acc_bytes")
+    task = local.LocalTask(local.CHOICES, examples, shots=shots, pool=pool)
+    lm = local.Recorded(model, task, examples, carry=functools.partial(carry_out, file=file, progress=progress))
+    names = dict(accuracy="acc,none", accuracy_normalised="acc_norm,none", accuracy_bytes="acc_bytes,none")
     return MultipleChoice(
         examples=len(examples),
-        **_scores(found, {name: (metric, "none") for name, metric in names.items()}),
+        **local.run(lm, task, names),
         truncated=lm.truncated,
         shots=shots,
         window=model.window,
@@ -112,15 +113,17 @@ def generation(
         raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")
     local = library()
     pool = _pool(examples, shots, shots_from)
-    task = local.generation(examples, shots=shots, pool=pool, stop=stop, max_new_tokens=max_new_tokens)
-    lm = local.Texts(model, examples, task, slots=slots, file=file, progress=progress)
-    found = local.run(lm, task)
-    names = dict(accuracy="strict-match", accuracy_normalised="flexible-extract")
+    settings = {"until": list(stop), "do_sample": False, "max_gen_toks": max_new_tokens}
+    config = {**local.GENERATION, "generation_kwargs": settings}
+    task = local.LocalTask(config, examples, shots=shots, pool=pool)
+    carry = functools.partial(carry_out, file=file, progress=progress)
+    lm = local.Recorded(model, task, examples, carry=carry, slots=slots)
+    names = dict(accuracy="exact_match,strict-match", accuracy_normalised="exact_match,flexible-extract")
     return Generation(
         examples=len(examples),
-        **_scores(found, {name: ("exact_match", taken) for name, taken in names.items()}),
+        **local.run(lm, task, names),
         truncated=lm.truncated,
-        unfinished=lm.unfinished,
+        unfinished=sum(result["finish_reason"] == Finish.LENGTH for result in lm.results),
         shots=shots,
         window=model.window,
         max_new_tokens=max_new_tokens,
@@ -149,11 +152,3 @@ def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
         if others < shots:
             raise UserError(f"line {example.line}: --shots {shots}: --shots-file holds only {others} other questions")
     return list(source[: shots + max(counts.values())])
-
-
-def _scores(found: dict, names: dict[str, tuple[str, str]]) -> dict[str, float | None]:
-    """name: the metric, and the filter before it, in the harness's results."""
-    error = lambda value: None if value == "N/A" else float(value)
-    scores = {name: float(found[f"{metric},{taken}"]) for name, (metric, taken) in names.items()}
-    errors = {f"{name}_stderr": error(found[f"{metric}_stderr,{taken}"]) for name, (metric, taken) in names.items()}
-    return scores | errors
