@@ -1,4 +1,4 @@
-"""What `tasks` needs of lm-evaluation-harness: its tasks on our questions, and our model with a file of results.
+"""Tasks of lm-evaluation-harness on questions in memory, and our model in it with a file of results.
 
 `lm_eval.evaluate` is called rather than `simple_evaluate`, which also seeds Python's and numpy's generators, runs `git`
 and, where PyTorch is installed, asks the system for its versions.
@@ -90,7 +90,7 @@ class LocalTask(ConfigurableTask):
             super().build_all_requests(**how)
 
     def judged(self, index: int, responses: list) -> dict[str, tuple[list, dict]]:
-        """By filter: what it takes from the responses to a question, and its metrics."""
+        """For each filter: the filtered responses to question `index`, and their metrics."""
         document = self.eval_docs[index]
         instances = [Instance(self.OUTPUT_TYPE, document, (), i, resps=[one]) for i, one in enumerate(responses)]
         for taken in self._filters:
@@ -115,9 +115,9 @@ def run(lm: LadderJax, task: LocalTask, names: dict[str, str]) -> dict[str, floa
 
 
 class Recorded(LadderJax):
-    """Answers a task's questions, each with its choices a row of the file of results.
+    """Answers a task's questions; each question is a row in the file of results.
 
-    carry: `carry_out` with its file and progress. results: of all rows, in the end.
+    carry: `carry_out` with its file and progress. results: of all rows, once they are answered.
     truncated: how many prompts lost tokens on their left.
     """
 

@@ -1,4 +1,5 @@
-"""A file of questions as a task of lm-evaluation-harness, which writes the prompts and judges the answers."""
+"""Multiple choice and generation: questions as tasks of lm-evaluation-harness, which writes the prompts and judges the
+answers."""
 
 import collections
 import dataclasses
@@ -67,10 +68,12 @@ def multiple_choice(
     file: str | None = None,
     progress: Progress | None = None,
 ) -> MultipleChoice:
-    """file, progress: see `carry_out`; a row is a question, with its choices' log-likelihoods.
+    """The accuracies over `examples`.
 
-    shots, shots_from: the first `shots` of these questions stand before each, with their answers; a question is not its
-    own shot. Raises UserError, with the line's number, for what cannot be scored; and without lm-evaluation-harness.
+    file, progress: see `carry_out`; a row is a question, with its choices' log-likelihoods.
+    shots, shots_from: the first `shots` questions of `shots_from` stand before each question, with their answers; a
+    question is not its own shot.
+    Raises UserError, with the line's number, where a question cannot be scored; and without lm-evaluation-harness.
     """
     local = library()
     pool = _pool(examples, shots, shots_from)
@@ -98,11 +101,12 @@ def generation(
     file: str | None = None,
     progress: Progress | None = None,
 ) -> Generation:
-    """file, progress: see `carry_out`; a row is a question with what the model wrote.
+    """The accuracies of the answers that the model writes to `examples`.
 
-    stop: texts that end an answer, and are not part of it; the tokenizer's stop tokens do too.
+    file, progress: see `carry_out`; a row is a question, with the model's answer.
+    stop: texts that end an answer and are not part of it. The tokenizer's stop tokens end it too.
     slots: questions that are answered at the same time. shots, shots_from: see `multiple_choice`.
-    Raises UserError, with the line's number, for what cannot be asked; and without lm-evaluation-harness.
+    Raises UserError, with the line's number, where a question cannot be asked; and without lm-evaluation-harness.
     """
     if not 0 < max_new_tokens < model.window:
         raise UserError(
@@ -131,7 +135,7 @@ def generation(
 
 
 def library():
-    """What builds on lm-evaluation-harness. Raises UserError where that is not installed."""
+    """The module that imports lm-evaluation-harness. Raises UserError where that is not installed."""
     try:
         import lm_eval  # noqa: F401
     except ImportError:
@@ -142,13 +146,13 @@ def library():
 
 
 def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
-    """As many of `source` as suffice for every question's shots. Raises UserError where there are too few."""
+    """The first questions of `source`, enough for the shots of every example. Raises UserError for too few."""
     if not shots:
         return []
-    asked = lambda one: (one.prompt, one.answer)
-    counts = collections.Counter(map(asked, source))
+    key = lambda one: (one.prompt, one.answer)
+    counts = collections.Counter(map(key, source))
     for example in examples:
-        others = len(source) - counts[asked(example)]
+        others = len(source) - counts[key(example)]
         if others < shots:
             raise UserError(f"line {example.line}: --shots {shots}: --shots-file holds only {others} other questions")
     return list(source[: shots + max(counts.values())])
