@@ -78,7 +78,7 @@ class Watchdog:
         self._finish()
 
     def _fail(self, end: End, how: str) -> None:
-        """Report the end. Process 0 then waits for its verdict, and after a crash all do: another may have caused it."""
+        """Report the end. Process 0 then waits for its verdict, as all do after a crash: another may have caused it."""
         self._ending.set()
         self._publish(end=end, how=how)
         if self._process == 0 or end is End.CRASHED:
