@@ -15,7 +15,7 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.processes.options import CHIPS, Patience, ProcessSpec, incomplete
 
 KEY = "ladder_jax/settings"
-SAID_AFTER = 10.0  # seconds until a process says that it waits for others
+ANNOUNCE_AFTER = 10.0  # seconds until a process prints that it waits for others
 LONGEST = 1e6  # seconds: jax's time-outs are integers
 SHOWN = 3  # differing settings in a message
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -110,27 +110,27 @@ def _bind_address(coordinator: str) -> str | None:
 
 @contextlib.contextmanager
 def _in_time(spec: ProcessSpec, *, patience: Patience, say: Callable[[str], None]) -> Iterator[None]:
-    """While jax waits for all processes: say so after a while, and end this process with one line after `start`."""
-    came = threading.Event()
+    """While jax waits for all processes: print that it does, and end this process with one line after `start`."""
+    joined = threading.Event()
     number = "this process" if spec.process is None else f"process {spec.process} of {spec.processes}"
     me = f"{number} (host {socket.gethostname()})"
 
     def watch() -> None:
-        began, said = time.monotonic(), False
+        began, announced = time.monotonic(), False
         unreachable = "not tried" if spec.coordinator and spec.process else ""
         while (waited := time.monotonic() - began) < patience.start:
-            if came.wait(min(1.0, patience.start - waited)):
+            if joined.wait(min(1.0, patience.start - waited)):
                 return
             if unreachable:
                 unreachable = _unreachable(spec.coordinator)
-            if waited > SAID_AFTER and not said:
-                say(f"{me} waits for the others; one that does not say so has not come")
-                said = True
+            if waited > ANNOUNCE_AFTER and not announced:
+                say(f"{me} waits for the others; a process that prints no such line has not started")
+                announced = True
         where = f" at {spec.coordinator}" if spec.coordinator else ""
         if unreachable:
             why = f"has not reached process 0{where} within {patience.start:g} s ({unreachable})"
         else:
-            why = f"has waited{where} for {patience.start:g} s, and not all processes have come"
+            why = f"has waited{where} for {patience.start:g} s, and not all processes have joined"
         line = f"{me} {why}: start all with the same --coordinator and --processes, or wait longer with --start-timeout"
         os.write(2, f"ladder-jax: {line}\n".encode())
         os._exit(1)
@@ -138,10 +138,24 @@ def _in_time(spec: ProcessSpec, *, patience: Patience, say: Callable[[str], None
     thread = threading.Thread(target=watch, name="start time-out", daemon=True)
     thread.start()
     try:
+        with _interruptible():
+            yield
+    finally:
+        joined.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the process by the system's own action: Python's handler waits until native code returns."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
         yield
     finally:
-        came.set()
-        thread.join()
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 def _unreachable(coordinator: str) -> str:
