@@ -14,8 +14,9 @@ import pytest
 
 from ladder_jax import config, train
 from ladder_jax.checkpoint import open_checkpoint
-from ladder_jax.decode import Engine, Finish, chat
-from ladder_jax.decode.chat import Conversation
+from ladder_jax.cli import chat
+from ladder_jax.cli.chat import Conversation
+from ladder_jax.decode import Engine, Finish
 from ladder_jax.errors import UserError
 from ladder_jax.nn import define
 from ladder_jax.parallel import make_mesh

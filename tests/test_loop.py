@@ -18,7 +18,7 @@ from ladder_jax import progress as progresses
 from ladder_jax.config import TrainConfig
 from ladder_jax.data import batches
 from ladder_jax.errors import UserError
-from ladder_jax.nn import flops
+from ladder_jax.nn import attention_flops
 from ladder_jax.train import metrics, signals, timing
 from ladder_jax.train import step as steps
 from tests import cases
@@ -208,7 +208,7 @@ def test_flops_a_token():
     expected = 3 * (2 * (4 * layer + 251 * 32) + 2 * 4 * 8 * 4 * 11)
     for changes in (dict(), dict(tensor=8), dict(biases=config.Biases.ALL, qk_norm=True), dict(tie_embeddings=True)):
         assert timing.flops_a_token(cases.define("ladder", **changes), length=10) == expected
-    assert flops.attention(cases.model(), rows=3, length=1, heads=8) == 3 * 8 * 4 * 4 * 4  # one position, itself
+    assert attention_flops(cases.model(), rows=3, length=1, heads=8) == 3 * 8 * 4 * 4 * 4  # one position, itself
 
 
 def test_flops_agree_with_the_compiler():

@@ -95,15 +95,20 @@ def test_every_kind_of_source(tmp_path):
     with pytest.raises(UserError, match="f.parquet: row 2 has no text"):
         make([folder / "f.parquet"], tmp_path / "r")
     (folder / "f.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(UserError, match="f.parquet: not a Parquet file, or a damaged one"):
+    with pytest.raises(UserError, match="f.parquet: cannot be read, or is damaged: Parquet magic bytes not found"):
         make([folder / "f.parquet"], tmp_path / "s")
 
 
-def test_parquet_without_pyarrow(tmp_path, monkeypatch):
-    (tmp_path / "f.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"reading Parquet needs pyarrow: pip install 'ladder-jax\[data\]'"):
-        sources.plan([str(tmp_path / "f.parquet")])
+def test_tables_without_datasets(tmp_path, monkeypatch):
+    """Text and JSON lines do not need it."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text(lines(["two"]))
+    assert len(sources.plan([str(tmp_path)])) == 2
+    for name in ("f.parquet", "f.csv", "f.tar"):
+        (tmp_path / name).write_bytes(b"PAR1")
+        with pytest.raises(UserError, match=r"needs datasets: pip install 'ladder-jax\[data\]'"):
+            sources.plan([str(tmp_path / name)])
 
 
 def test_another_tokenizer(tmp_path):
@@ -313,10 +318,9 @@ def test_nested_lines(tmp_path):
     (tmp_path / "x.jsonl").write_text("[" * 100_000)
     with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
         make([tmp_path / "x.jsonl"], tmp_path / "out", workers=1, part_bytes=10**6)
-    with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
-        lines_of_examples._object(b"[" * 100_000, "x.jsonl:1")
-    with pytest.raises(UserError, match="this is not JSON"):
-        examples_of_tasks._object(b"[" * 100_000)
+    for read in (lines_of_examples.read, examples_of_tasks.read_choices):
+        with pytest.raises(UserError, match="x.jsonl:1: not JSON: maximum recursion depth"):
+            list(read(str(tmp_path / "x.jsonl")))
 
 
 def flip(path):

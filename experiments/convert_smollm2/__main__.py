@@ -55,10 +55,12 @@ def study(args: argparse.Namespace) -> None:
     cli.prepare_devices(None)
     from experiments.convert_smollm2 import measured, prepare
     from ladder_jax import evaluate
+    from ladder_jax.evaluate import tasks
 
     size = plan.size(args.size)
+    tasks.library()  # refused now, and not after an arm's training
     if args.questions:
-        evaluate.read_questions(args.questions)  # refused now, and not after an arm's training
+        evaluate.read_questions(args.questions)
     folder = (args.runs or pathlib.Path("runs/convert_smollm2") / size.name).expanduser().absolute()
     ready = prepare.prepare(size, overrides=args.overrides, folder=folder, source=args.source or prepare.source())
     every = plan.arms(size, num_layers=ready.config.model.num_layers)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
+from ladder_jax import pyplot
 from ladder_jax.train import metrics
 
 
@@ -22,12 +23,8 @@ def table(runs: Mapping[str, pathlib.Path], *, baseline: float | None = None, ro
 
 def plot(runs: Mapping[str, pathlib.Path], path: pathlib.Path, *, baseline: float | None = None) -> None:
     """The curves of `table` as a PNG (or whatever `path`'s ending says)."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    plt = pyplot.load()
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, folder in runs.items():
         curve = _losses(folder)
         axes.plot(list(curve), list(curve.values()), label=name)
@@ -37,7 +34,7 @@ def plot(runs: Mapping[str, pathlib.Path], path: pathlib.Path, *, baseline: floa
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _losses(folder: pathlib.Path) -> dict[int, float]:

@@ -13,7 +13,7 @@ import jax
 from ladder_jax.config import Loop
 from ladder_jax.decode import weights
 from ladder_jax.decode.memory import cache_bytes, shard_bytes, shard_size
-from ladder_jax.nn import ModelDef, flops
+from ladder_jax.nn import ModelDef, attention_flops
 
 
 def decode_bytes(definition: ModelDef, *, rows: int, prompt_length: int, new_tokens: int) -> float:
@@ -47,7 +47,7 @@ def prefill_flops(definition: ModelDef, *, rows: int, prompt_length: int) -> int
     params = weights.abstract(definition, loop=Loop.UNROLLED)
     elements = lambda tree: sum(shard_size(leaf) for leaf in jax.tree.leaves(tree) if len(leaf.shape) > 1)
     config, heads = definition.config, definition.config.num_heads // definition.layout.ranks
-    attention = flops.attention(config, rows=rows, length=prompt_length, heads=heads)
+    attention = attention_flops(config, rows=rows, length=prompt_length, heads=heads)
     head = params.get("head", params["embedding"])
     return 2 * elements(params["layers"]) * rows * prompt_length + attention + 2 * elements(head) * rows
 

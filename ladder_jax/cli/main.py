@@ -21,7 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
             raise unknown("verb", argv[0], VERBS)
         args = _parser(argv[0] if argv else None).parse_args(argv)
-        args.argv = argv
         prepare_devices(args.cpu_devices)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?"

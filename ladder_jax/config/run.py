@@ -80,7 +80,7 @@ class DataConfig:
 
 
 class Remat(enum.Enum):
-    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/launch.py)."""
+    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/layers.py)."""
 
     NONE = "none"  # keep every activation
     FULL = "full"  # recompute the layer from its input

@@ -1,35 +1,34 @@
-"""Whether a written answer is the right one, as lm-evaluation-harness's task gsm8k finds out.
+"""Texts that the model writes after many prompts."""
 
-Its patterns (lm_eval/tasks/gsm8k/gsm8k.yaml, version 3.0), the filters regex and take_first (lm_eval/filters) and
-the metric exact_match (lm_eval/api/metrics.py).
-"""
+import collections
+from collections.abc import Callable, Iterator, Sequence
 
-import re
+from ladder_jax.data.tokenizer import Tokenizer
+from ladder_jax.decode import Request, Result
+from ladder_jax.evaluate.model import Model
 
-STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
-FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
-IGNORED = (",", r"\$", r"(?s).*#### ", r"\.$")
-NONE = "[invalid]"
-
-
-def strict(text: str) -> str:
-    """The first number that stands after "#### "."""
-    found = STRICT.findall(text)
-    return found[0].strip() if found else NONE
+STOP = ("Question:", "</s>", "<|im_end|>")  # of lm-evaluation-harness's gsm8k
+MAX_NEW_TOKENS = 256  # its default (max_gen_toks)
 
 
-def flexible(text: str) -> str:
-    """The last number, of those with a dollar sign, a comma or a point too."""
-    found = FLEXIBLE.findall(text)
-    return next(part for part in found[-1] if part).strip() if found else NONE
+def stop_ids(stop: Sequence[str], *, tokenizer: Tokenizer) -> list[int]:
+    """The tokenizer's own, and those of `stop` that are special tokens: they are never seen in a text."""
+    single = [tokens for text in stop if len(tokens := tokenizer.encode_bare(text)) == 1]
+    return [*tokenizer.stop_ids, *(tokens[0] for tokens in single if not tokenizer.to_bytes(tokens))]
 
 
-def matches(found: str, answer: str) -> bool:
-    """Equal but for commas, dollar signs, all up to the last "#### ", a point at the end, and capitals."""
-    return _bare(found) == _bare(answer)
-
-
-def _bare(text: str) -> str:
-    for pattern in IGNORED:
-        text = re.sub(pattern, "", text)
-    return text.lower()
+def answer[Key](
+    model: Model, left: Sequence[Key], *, request: Callable[[Key], Request], slots: int
+) -> Iterator[tuple[Key, Result]]:
+    """The result of each one's request, as they finish; `slots` of them are written at the same time."""
+    requests = {one: request(one) for one in left}
+    capacity = max(len(one.prompt) + one.max_new_tokens for one in requests.values())
+    engine = model.engine(capacity=capacity, slots=min(slots, len(left)))
+    waiting, running = collections.deque(left), {}
+    while waiting or running:
+        while waiting and engine.stats().queued < engine.max_queue:
+            one = waiting.popleft()
+            running[engine.submit(requests[one])] = one
+        engine.step()
+        for handle in [handle for handle in running if handle.done]:
+            yield running.pop(handle), handle.result()

@@ -14,9 +14,10 @@ from ladder_jax.evaluate import (
     open_model,
     read_choices,
     read_questions,
+    tasks,
     text_perplexity,
 )
-from ladder_jax.evaluate.generation import MAX_NEW_TOKENS, STOP
+from ladder_jax.evaluate.answers import MAX_NEW_TOKENS, STOP
 from ladder_jax.evaluate.model import SLOTS
 from ladder_jax.evaluate.scorer import BATCH_TOKENS
 from ladder_jax.progress import progress
@@ -103,10 +104,13 @@ def _generation(args: dict):
 
 
 def _questions(args: dict, way: str, read) -> dict:
+    examples = read(args[way])[: args["limit"]]
+    shots_from = read(args["shots_file"]) if args["shots_file"] else ()
+    tasks.library()
     return dict(
-        examples=read(args[way])[: args["limit"]],
+        examples=examples,
         shots=args["shots"] or 0,
-        shots_from=read(args["shots_file"]) if args["shots_file"] else (),
+        shots_from=shots_from,
         file=args["out"],
         progress=_progress("questions"),
     )

@@ -3,15 +3,12 @@
 import dataclasses
 import difflib
 import json
-import pathlib
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from ladder_jax.data import json_lines
 from ladder_jax.errors import UserError
-
-DELIMITER = " "  # between a prompt and its answer; lm-evaluation-harness's target_delimiter
-BETWEEN = "\n\n"  # examples; its fewshot_delimiter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,46 +45,17 @@ def read_questions(file: str) -> list[Question]:
     return _read(file, lambda line, found: Question(line, _prompt(found), _text(found, "answer")))
 
 
-def with_shots(example: Choice | Question, *, shots: int, source: Sequence[Choice | Question]) -> str:
-    """The prompt after the first `shots` of the source's questions with their answers; a question is not its own shot.
-
-    As lm-evaluation-harness with `sampler: first_n`; its default draws them at random. Raises UserError.
-    """
-    others = [one for one in source[: shots + 1] if (one.prompt, one.answer) != (example.prompt, example.answer)]
-    if len(others) < shots:
-        raise UserError(f"--shots {shots}: --shots-file holds only {len(others)} other questions")
-    before = [one.prompt + DELIMITER + one.answer + BETWEEN for one in others[:shots]]
-    return "".join(before) + example.prompt
-
-
 def _read(file: str, parse: Callable[[int, dict], Any]) -> list:
-    try:
-        lines = pathlib.Path(file).read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"cannot read {file!r}: {error.strerror}") from None
     found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in json_lines.read(file):
+        if not isinstance(line, dict):
+            raise UserError(f"{file}:{number}: this must be a JSON object, not {type(line).__name__}")
         try:
-            found.append(parse(number, _object(line)))
+            found.append(parse(number, line))
         except UserError as error:
-            raise UserError(f"{file} line {number}: {error}") from None
+            raise UserError(f"{file}:{number}: {error}") from None
     if not found:
         raise UserError(f"{file!r} holds no questions")
-    return found
-
-
-def _object(line: bytes) -> dict:
-    try:
-        text = line.decode("utf-8-sig")
-        found = json.loads(text)
-    except UnicodeDecodeError:
-        raise UserError("this is not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"this is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"this must be a JSON object, not {type(found).__name__}")
     return found
 
 

@@ -6,18 +6,17 @@ is its own command line, `lm_eval`, which knows the model once this module is im
 judged by the harness; only log-likelihoods and texts come from here.
 """
 
-import functools
 from typing import Any
 
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from ladder_jax.decode import Engine, Request
+from ladder_jax.decode import Request
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import pairs
-from ladder_jax.evaluate.generation import MAX_NEW_TOKENS, answer, stop_ids
-from ladder_jax.evaluate.model import Model, open_model
+from ladder_jax.evaluate.answers import MAX_NEW_TOKENS, answer, stop_ids
+from ladder_jax.evaluate.model import SLOTS, Model, open_model
 from ladder_jax.evaluate.scorer import BATCH_TOKENS, Span
 from ladder_jax.progress import progress
 
@@ -98,7 +97,8 @@ class LadderJax(TemplateLM):
         asked = [self._request(*request.args, seed=index) for index, request in enumerate(requests)]
         texts: list[str] = [""] * len(asked)
         with self._progress(len(asked), quiet=disable_tqdm) as update:
-            for done, (index, result) in enumerate(answer(self._engine, range(len(asked)), request=asked.__getitem__)):
+            answers = answer(self.model, range(len(asked)), request=asked.__getitem__, slots=SLOTS)
+            for done, (index, result) in enumerate(answers):
                 texts[index] = result.text
                 self.cache_hook.add_partial("generate_until", requests[index].args, result.text)
                 update(done + 1, "")
@@ -122,10 +122,6 @@ class LadderJax(TemplateLM):
 
     def _progress(self, total: int, *, quiet: bool):
         return progress(total, label="{done}/{total} requests", say=(lambda line: None) if quiet else None)
-
-    @functools.cached_property
-    def _engine(self) -> Engine:
-        return self.model.engine(capacity=self.max_length)
 
     def _request(self, context: str, settings: dict[str, Any], *, seed: int) -> Request:
         """As the harness's model `hf` reads its settings. Raises UserError for what would be ignored."""

@@ -8,7 +8,7 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.config import Loop, Phase
-from ladder_jax.decode import winner
+from ladder_jax.decode import sampling
 from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import Compiled, on_mesh, over_ranks
 
@@ -37,7 +37,7 @@ def compiled_scores(definition: ModelDef, *, loop_form: Loop = Loop.SCAN) -> Com
 def _scores(definition: ModelDef, params: nn.Params, x_BTD: jax.Array, targets_BT: jax.Array):
     axes = definition.layout.tensor
     logits = nn.logits(definition, params, x_BTD)
-    best = winner.argmax(logits.reshape(-1, logits.shape[-1]), axes=axes).reshape(targets_BT.shape)
+    best = sampling.argmax(logits.reshape(-1, logits.shape[-1]), axes=axes).reshape(targets_BT.shape)
     return -nn.cross_entropy(logits, targets_BT, axes=axes), best == targets_BT
 
 

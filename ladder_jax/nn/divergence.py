@@ -2,8 +2,8 @@
 
     loss = (1 - alpha) CE(target) + alpha tau^2 KL(teacher || student),    both softmaxes of the KL of logits / tau
 
-as in "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531), whose tau^2 keeps the gradient's size. Neither
-model's logits are ever there for more than a few positions, and the teacher has no gradient.
+as in "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531), whose tau^2 keeps the gradient's size. Both
+models' logits are computed for a few positions at a time, and the teacher has no gradient.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.nn.chunked import over_chunks
+from ladder_jax.nn.loss import over_chunks
 from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED
 

@@ -1,11 +1,14 @@
-"""Where a block of tokens stands in its rows: what it writes to a key/value cache and what it sees of it."""
+"""The positions of a block of tokens: what it writes to the key/value cache and attends to, and its rotary angles."""
 
 import dataclasses
+import math
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ladder_jax.config import ModelConfig, RopeScaling
 from ladder_jax.nn import kernels
 
 
@@ -30,7 +33,7 @@ class Positions(Protocol):
     def attend(
         self, query: jax.Array, key: jax.Array, value: jax.Array, *, cache: Cache | None, kernel: kernels.Kernel
     ) -> tuple[jax.Array, Cache | None]:
-        """What each position of the block sees, as query; and the cache with the block's keys and values.
+        """(attention's output, shaped as the query; the cache with the block's keys and values).
 
         A rank's query [B, T, N, H], key and value [B, T, K, H].
         """
@@ -38,7 +41,7 @@ class Positions(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FullSequence:
-    """Positions 0..T-1. Nothing comes before them, so the cache is filled and not read, and need not be there."""
+    """Positions 0..T-1. Nothing precedes them, so a cache is written and not read; without one nothing is written."""
 
     def indices(self, length):
         return jnp.arange(length)[None, :]
@@ -53,9 +56,9 @@ FULL_SEQUENCE = FullSequence()
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Rows of several documents, each of which sees itself alone and begins at position 0. For training: no cache.
+    """Rows of several documents, for training: each attends only to itself, and starts at position 0. No cache.
 
-    segments: [B, T] integers, the same throughout a document, another one in its neighbours.
+    segments: [B, T] integers, equal within a document and different in adjacent documents.
     """
 
     segments: jax.Array
@@ -71,9 +74,9 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedPrefill:
-    """Positions start..start+T-1 of every row, of which the cache must have room for the last.
+    """Positions start..start+T-1 of every row; the cache holds those before, and must have room for these.
 
-    start: an int32 scalar. Each row's positions before it are in the cache already.
+    start: an int32 scalar.
     """
 
     start: jax.Array
@@ -88,7 +91,7 @@ class ChunkedPrefill:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """One position a row (T is 1), which is row b's length: `lengths` [B] int32 positions are in the cache already."""
+    """One token a row (T is 1), at row b's position `lengths[b]`: [B] int32, how many positions the cache holds."""
 
     lengths: jax.Array
 
@@ -109,3 +112,33 @@ def _write(cache: Cache, key: jax.Array, value: jax.Array, *, start: int | jax.A
         return jax.lax.dynamic_update_slice_in_dim(into, block, start, axis)
 
     return Cache(write(cache.key, key), write(cache.value, value))
+
+
+def rotary_frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians a position, [H/2], in float64: rotary position embedding (arXiv 2104.09864)."""
+    exponents = np.arange(0, config.head_dim, 2) / config.head_dim
+    plain = config.rope_theta**-exponents
+    return plain if config.rope_scaling is None else _llama3(plain, config.rope_scaling)
+
+
+def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Llama 3's stretch (arXiv 2407.21783): slow rotations by `factor`, fast ones not, a ramp between."""
+    turns = scaling.original_context * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def rotary_tables(positions: jax.Array, *, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, T, H/2], float32, for `positions` [B, T]; made once for all layers."""
+    frequencies = jnp.asarray(rotary_frequencies(config)[None, None, :], jnp.float32)
+    angles = positions[:, :, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """x [B, T, heads, H] turned by its positions' angles: dimension i pairs with i + H/2."""
+    cos, sin = (part[:, :, None, :] for part in table)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -19,11 +19,47 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ladder_jax.config import Loop, Remat
 from ladder_jax.parallel.collectives import pvary, varying
 from ladder_jax.parallel.fsdp import FsdpLayer
-from ladder_jax.residual import State
+from ladder_jax.residual import State, Step
+from ladder_jax.residual.layers import Body, rematerialised, runs_of, unstacked
 
 LayerOf = Callable[[State, Any], State]  # (state, one layer's whole parameters) -> state
+
+
+def run_layers(
+    body: Body,
+    state: State,
+    *,
+    params: Any,
+    steps: tuple[tuple[Step, ...], ...],
+    loop: Loop,
+    remat: Remat,
+    fsdp_layer: FsdpLayer,
+    axes: tuple[str, ...],
+    dtype: jnp.dtype,
+    first: int,
+) -> State:
+    """`residual.layers.run_layers` without caches, where `params` are this rank's shares along the fsdp axis."""
+
+    def layer(kind):
+        # Loop.SCAN, because this loop's own barriers keep a recomputation from being merged.
+        of_layer = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN)
+        return lambda state, whole: of_layer(state, whole, None)[0]
+
+    unrolled = [(0, len(steps), 1)]
+    for start, period, repeats in unrolled if loop is Loop.UNROLLED else runs_of(steps):
+        stop = start + period * repeats
+        if repeats == 1:
+            scopes, arrays = [f"layer_{first + n}" for n in range(start, stop)], unstacked(params)[start:stop]
+        else:
+            scopes = [f"layers_{first + start}_to_{first + stop - 1}"] * period
+            arrays = jax.tree.map(lambda a: a[start:stop], params)
+            state = steps[start][0].fill(state, axes=axes, dtype=dtype)
+        layers = [layer(kind) for kind in steps[start : start + period]]
+        state = Run(layers, scopes, repeats, fsdp_layer, recomputes=remat is not Remat.NONE)(state, arrays)
+    return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +153,7 @@ class Run:
             return self.fsdp_layer.scatter(gradients)
 
     def _take(self, params: Any, layer: int | jax.Array) -> Any:
-        """A layer's shares; beyond the ends None, or (of several turns) those of the layer there."""
+        """A layer's shares. Past either end: None, or (with several turns) the last or first layer's."""
         if isinstance(params, tuple):
             return params[layer] if 0 <= layer < len(params) else None
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, _inside(layer, a), keepdims=False), params)
@@ -155,7 +191,7 @@ class _Kept:
         leaves, arrays = list(self.leaves), jax.tree.leaves(whole)
         for place, which in self.places:
             leaves[place] = arrays[which]
-        if tied:  # as in `loop.run`, a recomputation hides the later layer's reduction
+        if tied:  # as in residual/remat.py: recomputation overlaps the later layer's all-reduce
             gradient, leaves = _tie(gradient, leaves)
         return jax.tree.unflatten(self.structure, leaves)(gradient)
 
@@ -182,7 +218,7 @@ def _pull_back(layer: LayerOf, state: State, whole: Any, *, trained: Callable) -
 
 
 def _tie(state: State, others: Any) -> tuple[State, Any]:
-    """`others`, there only when the newest array of `state` is (or of its gradient): the one not in flight."""
+    """Barrier: `others` cannot start before the state's newest array (or its gradient), which no collective makes."""
     newest = "residual" if state.partial is None else "partial"
     here, others = lax.optimization_barrier((getattr(state, newest), others))
     return dataclasses.replace(state, **{newest: here}), others

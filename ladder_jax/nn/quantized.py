@@ -1,7 +1,7 @@
-"""Matrices of 8 bits: whole numbers and one scale an output channel, and the operations that read either kind.
+"""Int8 matrices with one scale per output channel, and the matmul and lookup that take either kind of parameter.
 
-The model calls `einsum` and `rows` with whatever a parameter holds: an array, or an `Int8` in its place; `einsum` also
-takes what brings an `einsum` of its own (nn/low_rank.py).
+The model calls `einsum` and `rows` with an array or an `Int8`; `einsum` also takes an object with its own `einsum`
+(nn/low_rank.py).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ladder_jax.parallel import pvary, varying
 
 CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D"}
-"""The matrices by their dimensions, and those that a matmul sums over; what is not here (gains, biases) stays as it is.
+"""The contracted dimensions of each matrix. Parameters that are not listed (gains, biases) are never quantized.
 
 A table's rows are summed over D by the head, and a looked-up row is a channel of its own: tied, one serves both.
 """

@@ -1,4 +1,4 @@
-"""Call a kernel that knows no varying types inside a type-checked `shard_map`, and differentiate it."""
+"""Kernels that do not support varying types, called and differentiated inside a type-checked `shard_map`."""
 
 from collections.abc import Callable
 

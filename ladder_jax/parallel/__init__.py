@@ -3,7 +3,6 @@
 from ladder_jax.parallel.agreement import PATIENCE as PATIENCE
 from ladder_jax.parallel.agreement import Agreement as Agreement
 from ladder_jax.parallel.agreement import first_of as first_of
-from ladder_jax.parallel.cache import use_compilation_cache as use_compilation_cache
 from ladder_jax.parallel.collectives import all_gather as all_gather
 from ladder_jax.parallel.collectives import all_max as all_max
 from ladder_jax.parallel.collectives import all_ranks as all_ranks
@@ -15,14 +14,15 @@ from ladder_jax.parallel.collectives import ranks as ranks
 from ladder_jax.parallel.collectives import reduce_scatter as reduce_scatter
 from ladder_jax.parallel.collectives import varying as varying
 from ladder_jax.parallel.compiled import Compiled as Compiled
+from ladder_jax.parallel.compiled import compile_options as compile_options
+from ladder_jax.parallel.compiled import is_v5e as is_v5e
+from ladder_jax.parallel.compiled import use_compilation_cache as use_compilation_cache
 from ladder_jax.parallel.mesh import Layout as Layout
 from ladder_jax.parallel.mesh import layout as layout
 from ladder_jax.parallel.mesh import make_mesh as make_mesh
+from ladder_jax.parallel.mesh import on_mesh as on_mesh
+from ladder_jax.parallel.mesh import over_ranks as over_ranks
 from ladder_jax.parallel.mesh import with_ranks as with_ranks
-from ladder_jax.parallel.on_mesh import on_mesh as on_mesh
-from ladder_jax.parallel.on_mesh import over_ranks as over_ranks
-from ladder_jax.parallel.options import compile_options as compile_options
-from ladder_jax.parallel.options import is_v5e as is_v5e
 from ladder_jax.parallel.traits import Overlap as Overlap
 from ladder_jax.parallel.traits import Split as Split
 from ladder_jax.parallel.traits import Traits as Traits

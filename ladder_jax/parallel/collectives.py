@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 EMULATED = "emulated_rank"
-"""The axis of ranks that one device computes together: a `vmap`, not a mesh axis (see `over_ranks`)."""
+"""The axis of emulated ranks, all on one device: a `vmap`'s, not the mesh's (see `over_ranks`)."""
 
 # The two places where a topology communicates, named so that a compiled program can be searched for
 # them: the outputs, forward, and (the gradients of) the inputs, backward. PREVIOUS stands inside
@@ -31,10 +31,10 @@ def varying(x: jax.Array) -> frozenset[str]:
 
 
 def pvary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """`x`, equal on all ranks of `axes`, as a value that may differ between them.
+    """`x`, equal on all ranks of `axes`, typed as a value that may differ between them.
 
-    Costs nothing forward. Its transpose is the all-reduce of the gradient over the axes that
-    were added, so where it is called decides where a backward pass communicates.
+    Free in the forward pass. Its transpose all-reduces the gradient over the axes that were added, so the place of
+    this call decides where the backward pass communicates.
     """
     # Sorted, because the order becomes part of the program: a set's differs from process to process.
     missing = tuple(axis for axis in sorted(axes) if axis != EMULATED and axis not in varying(x))

@@ -16,9 +16,7 @@ from collections.abc import Sequence
 import jax
 
 from ladder_jax.parallel.collectives import ENTER, PREVIOUS, pvary
-from ladder_jax.residual.launch import reduced
-from ladder_jax.residual.state import State, Sublayer, add, check_axes, compute
-from ladder_jax.residual.steps import Delayed
+from ladder_jax.residual.steps import Delayed, State, Sublayer, add, check_axes, compute, reduced
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, all_gather, ranks, reduce_scatter
-from ladder_jax.residual.launch import REDUCED, barrier_forward
-from ladder_jax.residual.state import State, Sublayer, add, check_axes, compute
-from ladder_jax.residual.steps import Delayed
+from ladder_jax.residual.steps import REDUCED, Delayed, State, Sublayer, add, barrier_forward, check_axes, compute
 from ladder_jax.residual.topologies import Topology
 
 LENGTH = 1  # the dimension of [B, T, D] that is split
@@ -35,10 +33,10 @@ Normalise = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class SequenceParallelStep:
-    """A step of the one rule where `State.residual` and `State.sums` are this rank's positions, [B, T/ranks, D].
+    """A `Delayed` step where `State.residual` and `State.sums` are this rank's positions, [B, T/ranks, D].
 
-    step: when what is reduced, read and kept.
-    normalise: what a sublayer's input goes through before it is gathered, in the compute dtype.
+    step: which outputs are pending before and after it, and which its input leaves out.
+    normalise: applied to a sublayer's input before it is gathered; returns the compute dtype.
     """
 
     step: Delayed
@@ -72,7 +70,7 @@ class SequenceParallelStep:
         return State(stream, sums, partial, entered=following)
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
-        """`state` with an array for every None: what a loop must carry, so that its first turn is like all."""
+        """`state` with zeros in place of None: a scan's carry has one structure from its first turn on."""
         if self.step.pending_before == 0:
             return state
         if state.entered is None:
@@ -87,11 +85,11 @@ class SequenceParallelStep:
 
     @property
     def _prepared(self) -> bool:
-        """Whether the step before could make this one's input: it leaves out all that was pending then."""
+        """Whether the previous step can make this one's input, because the input leaves out everything pending."""
         return self.step.delay == self.step.pending_before > 0
 
     def _enter(self, stream: jax.Array, axes: tuple[str, ...], scope: str = "") -> jax.Array:
-        """The input [B, T, D] of a stream's own positions. A fresh ladder adds to it before it is normalised."""
+        """A sublayer's input [B, T, D], gathered. A fresh ladder adds its partial before it is normalised."""
         return gather(stream if self.step.fresh else self.normalise(stream), axes, scope)
 
 

@@ -3,14 +3,17 @@
 import dataclasses
 import enum
 import itertools
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from ladder_jax.config import ModelConfig, layer_indices, parse_residual
+from ladder_jax.config import Loop, ModelConfig, Phase, layer_indices, parse_residual
+from ladder_jax.errors import member
 from ladder_jax.parallel.collectives import pvary
-from ladder_jax.parallel.traits import Overlap
-from ladder_jax.residual.state import State, check_axes
-from ladder_jax.residual.steps import Delayed, Desynced, Silent, Step
+from ladder_jax.parallel.compiled import compile_options
+from ladder_jax.parallel.traits import Overlap, Split, Traits
+from ladder_jax.residual.steps import Delayed, Desynced, Silent, State, Step, check_axes
 
 
 class Communication(enum.Enum):
@@ -21,7 +24,7 @@ class Communication(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A residual topology, as a value: two are equal if they compute the same function the same way.
+    """A residual topology, as a value. Two are equal if they compute the same function in the same way.
 
     delays: d_i of sublayers 1..2L (attention, MLP, attention, ...).
     joint: for each layer, whether attention and MLP are summed before one all-reduce.
@@ -43,8 +46,21 @@ class Topology:
 
     @property
     def overlap(self) -> Overlap:
-        """Whether some all-reduce has a sublayer to hide under: what the compiler's best options depend on."""
+        """Whether some all-reduce can overlap a sublayer: the best compiler options depend on it."""
         return Overlap.HIDES if any(step.delay for steps in self.layers for step in steps) else Overlap.WAITS
+
+    def compile_options(
+        self, mesh: Mesh, *, phase: Phase | str, loop: Loop | str = Loop.SCAN, sequence_parallel: bool = False
+    ) -> dict[str, Any]:
+        """For `jax.jit(..., compiler_options=...)`: what lets the compiler for `mesh` hide this topology's all-reduces.
+
+        phase: what the program does: "train", "prefill" (a forward pass over many tokens) or "decode" (one token a
+            row). loop: "scan" or "unrolled". A mesh with an axis "fsdp" of more than one rank splits weights over it.
+        """
+        phase, loop = member(Phase, "phase", phase), member(Loop, "loop", loop)
+        splits = {Split.WEIGHTS: mesh.shape.get("fsdp", 1) > 1, Split.SEQUENCE: sequence_parallel}
+        split = frozenset(what for what, is_split in splits.items() if is_split)
+        return compile_options(mesh, traits=Traits(self.overlap, phase, loop, split))
 
     @property
     def layers(self) -> tuple[tuple[Step, ...], ...]:
@@ -107,7 +123,7 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
 
 
 def _delayed_layers(topology: Topology) -> tuple[tuple[Delayed, ...], ...]:
-    """Delays, counted in sublayers, as steps that know how much is pending before and after them."""
+    """Steps with their numbers of pending outputs, from delays counted in sublayers."""
     delays = list(itertools.batched(topology.delays, 2))
     # Plan extra layers, so that the last real layers have the same counts as the others and one scan body serves
     # all; `flush` adds what the last layer leaves pending.

@@ -54,8 +54,8 @@ class RetrainPlan:
 
     def initial_adapters(self, *, seed: int) -> Params:
         layout, vocab_size = self.definition.layout, self.definition.config.vocab_size
-        values = parameter.initial_values(self.adapters, name=ADAPTERS, layout=layout, seed=seed, vocab_size=vocab_size)
-        return {ADAPTERS: values}
+        settings = dict(name=ADAPTERS, layout=layout, key=parameter.root_key(seed), vocab_size=vocab_size)
+        return {ADAPTERS: parameter.initial_values(self.adapters, **settings)}
 
     def split(self, params: Params, *, teacher: Params | None = None) -> tuple[Params, Params]:
         """(trained, frozen) of all the model's `params`; LoRA's factors are not among them.

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from ladder_jax.config import RunConfig
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import PEAKS
-from ladder_jax.nn import ModelDef, flops
+from ladder_jax.nn import ModelDef, attention_flops, matrix_elements
 
 PARTS = {
     "steps": "steps",
@@ -146,8 +146,8 @@ class Mfu:
 def flops_a_token(definition: ModelDef, *, length: int) -> int:
     """Forward and backward, in sequences of `length` tokens."""
     config = definition.config
-    attention = flops.attention(config, rows=1, length=length, heads=config.num_heads)
-    return 3 * (2 * flops.matrix_elements(definition) + attention // length)
+    attention = attention_flops(config, rows=1, length=length, heads=config.num_heads)
+    return 3 * (2 * matrix_elements(definition) + attention // length)
 
 
 def peak_of(device_kind: str) -> float | None:

@@ -119,9 +119,9 @@ def test_a_killed_evaluation_goes_on(run, run_cli, evaluate, files, tmp_path, ca
 
 
 BROKEN = {
-    "not json": ("{'choices'", "line 2: this is not JSON"),
-    "a list": ("[1]", "line 2: this must be a JSON object, not list"),
-    "latin 1": (b'{"context": "\xe9"}', "line 2: this is not UTF-8 text"),
+    "not json": ("{'choices'", ":2: not JSON"),
+    "a list": ("[1]", ":2: this must be a JSON object, not list"),
+    "latin 1": (b'{"context": "\xe9"}', ":2: not UTF-8 text"),
     "choises": ('{"context": "x", "choises": ["a", "b"]}', "must be a list of two texts or more; there is 'choises'"),
     "one choice": ('{"context": "x", "choices": ["a"], "answer": 0}', "must be a list of two texts or more"),
     "no text": ('{"context": "x", "choices": ["a", 1], "answer": 0}', "must be a list of two texts or more"),
@@ -148,7 +148,7 @@ def test_broken_lines(name, run, tmp_path, capsys):
     line = line if isinstance(line, bytes) else line.encode()
     file.write_bytes(json.dumps(CHOICES[1]).encode() + b"\n" + line + b"\n")
     is_mistake(capsys, [run, "--multiple-choice", file], message)
-    assert "line 2" in message or name != "not json"
+    assert ":2:" in message or name != "not json"
 
 
 def is_mistake(capsys, args, message):
@@ -166,7 +166,7 @@ MISTAKES = {
     "--text pages.jsonl": "pages.jsonl:1: no text in 'text' (--field names it)",
     "--multiple-choice empty.txt": "'empty.txt' holds no questions",
     "--multiple-choice nowhere.jsonl": "cannot read 'nowhere.jsonl': No such file",
-    "--generation choices.jsonl": 'choices.jsonl line 3: "answer" must be a text',
+    "--generation choices.jsonl": 'choices.jsonl:3: "answer" must be a text',
     "--text book.txt --shots 2": "--shots is for --multiple-choice and --generation",
     "--multiple-choice choices.jsonl --stride 2": "--stride is for --text",
     "--multiple-choice choices.jsonl --shots 2": "--shots N and --shots-file FILE go together",
@@ -196,3 +196,27 @@ def test_mistakes(words, run, files, monkeypatch, capsys):
 def test_no_checkpoint(capsys, files):
     is_mistake(capsys, [files / "gone", "--text", files / "book.txt"], "there is no checkpoint at")
     is_mistake(capsys, [files, "--text", files / "book.txt"], "holds no ladder_jax checkpoint")
+
+
+@pytest.mark.parametrize("way, file", [("multiple-choice", "choices.jsonl"), ("generation", "questions.jsonl")])
+def test_without_the_harness(way, file, evaluate, files, capsys, monkeypatch):
+    """One line that names the extra, after what is wrong in a file and before anything of the checkpoint is read; a
+    text's perplexity does not need it."""
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    (files / "bad.jsonl").write_text("no\n")
+    is_mistake(capsys, ["nowhere", f"--{way}", files / "bad.jsonl"], "bad.jsonl:1: not JSON")
+    is_mistake(capsys, ["nowhere", f"--{way}", files / file], "need lm-eval: pip install 'ladder-jax[lm-eval]'")
+    assert evaluate("--text", "book.txt")["tokens"] == len(TEXT.encode())
+
+
+def test_nothing_beside_the_result(run, run_cli, files, tmp_path):
+    """The harness's bars, warnings and caches stay out of the user's way."""
+    for name in ("home", "temporary"):
+        (tmp_path / name).mkdir()
+    here = dict(HOME=str(tmp_path / "home"), TMPDIR=str(tmp_path / "temporary"), HF_HOME=str(tmp_path / "home" / "hf"))
+    cache = dict(LADDER_JAX_CACHE=str(tmp_path / "cache"))
+    ask = ["--multiple-choice", "choices.jsonl", "--shots", "1", "--shots-file", "choices.jsonl", "--json"]
+    done = run_cli("evaluate", run, *ask, cwd=files, check_status=0, **here, **cache)
+    assert one_object(done.stdout)["shots"] == 1
+    assert done.stderr.splitlines()[-1:] == ["3/3 questions"] and len(done.stderr.splitlines()) < 5, done.stderr
+    assert not list((tmp_path / "home").rglob("*")) and not list((tmp_path / "temporary").rglob("*"))

@@ -8,7 +8,6 @@ import yaml
 
 from ladder_jax import cli, evaluate
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate import answers
 from tests import tokenizers
 from tests.evaluate.conftest import WINDOW
 from tests.pretrained import models
@@ -78,7 +77,8 @@ def harness(tmp_path_factory):
     for name, rows in ROWS.items():
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        local = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
+        kept = {"data_files": {"test": str(file)}, "cache_dir": str(folder / "cache")}
+        local = {"dataset_path": "json", "dataset_kwargs": kept, "test_split": "test"}
         shots = {"fewshot_split": "test", "fewshot_config": {"sampler": "first_n"}}
         task = {"task": f"local_{name}", **local, **shots, **METRICS[name]}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
@@ -177,32 +177,17 @@ def test_generation(ours, adapter, harness, shots, tmp_path):
         assert lines[sample["doc_id"]]["text"] == sample["resps"][0][0]
 
 
-def test_answers_are_extracted_and_judged_alike():
-    """By the harness's own filters and metric, on texts that a tiny model would never write."""
-    from lm_eval.api.metrics import exact_match_hf_evaluate
-    from lm_eval.filters.extraction import RegexFilter
+def test_answers_are_taken_and_judged_as_gsm8k_has_it():
+    """The harness's own file is the definition."""
+    import lm_eval
 
-    ours = {"strict-match": answers.strict, "flexible-extract": answers.flexible}
-    texts = [
-        "so #### 1,234. The end",
-        "#### -7 and #### 8.",
-        "it is $18.50",
-        "####9",
-        "7",
-        "$",
-        "..",
-        "",
-        "a\n#### 5\n6",
-    ]
-    settings = {k: v for k, v in GSM8K["metric_list"][0].items() if k.startswith(("ignore", "regexes"))}
-    for described in GSM8K["filter_list"]:
-        how = {key: value for key, value in described["filter"][0].items() if key != "function"}
-        found = [one for (one,) in RegexFilter(**how).apply([[text] for text in texts], [{}] * len(texts))]
-        assert [ours[described["name"]](text) for text in texts] == found
-        for one in found:
-            for gold in ("#### 1234", "8 and\n#### -7", "18.50", "[INVALID]", "#### 5."):
-                judged = exact_match_hf_evaluate(predictions=[one], references=[gold], **settings)["exact_match"]
-                assert answers.matches(one, gold) == (judged == 1.0)
+    from ladder_jax.evaluate import answers, local_tasks
+
+    theirs = yaml.safe_load((pathlib.Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml").read_text())
+    for name in ("output_type", "metric_list", "filter_list"):
+        assert local_tasks.GENERATION[name] == theirs[name]
+    assert theirs["doc_to_text"] == "Question: {{question}}\nAnswer:"
+    assert list(answers.STOP) == theirs["generation_kwargs"]["until"]
 
 
 def test_what_tasks_ask_for(model, adapter):

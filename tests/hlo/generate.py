@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from ladder_jax import parallel, residual, schedule  # noqa: E402
 from ladder_jax.config import Loop, Phase  # noqa: E402
 from ladder_jax.nn import prefetch  # noqa: E402
-from ladder_jax.nn.norm import normalise  # noqa: E402
+from ladder_jax.nn.modules import normalise  # noqa: E402
 from ladder_jax.parallel import Overlap, Split, Traits, fsdp  # noqa: E402
 from ladder_jax.residual import sequence  # noqa: E402
 

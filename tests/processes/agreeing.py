@@ -1,10 +1,10 @@
 """One process of several, which `test_agreement` starts: it trains, and something is wrong in one of them.
 
-    python -m tests.processes.agreeing COORDINATOR COUNT PROCESS JSON
+    python -m tests.processes.agreeing COORDINATOR COUNT PROCESS
 
-JSON: the runs to make one after the other, [{"overrides": [...], "wrong": {name: arguments}, "patience": seconds}].
-Of each a line of JSON is printed: the steps that it went on from, its losses by step, the digest of the parameters
-that it ended with, its error, and the seconds that it took.
+Each line of its input is a run to make, {"overrides": [...], "wrong": {name: arguments}, "patience": seconds}. Of each
+a line is printed: the steps that it went on from, its losses by step, the digest of the parameters that it ended with,
+its error, and the seconds that it took.
 """
 
 import contextlib
@@ -137,8 +137,8 @@ def made(overrides, wrong, patience):
 
 
 if __name__ == "__main__":
-    coordinator, count, process, runs = sys.argv[1:]
+    coordinator, count, process = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, int(count), int(process))
-    for run in json.loads(runs):
-        print(json.dumps(made(**run)), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(made(**json.loads(line))), flush=True)

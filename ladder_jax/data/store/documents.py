@@ -1,12 +1,12 @@
 """The documents of a part, as text. What is wrong is named by its file and line."""
 
-import gzip
-import json
 import pathlib
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from ladder_jax.data.store.sources import File, Kind, Part, parquet
+from ladder_jax.data import json_lines
+from ladder_jax.data.store import rows
+from ladder_jax.data.store.sources import File, Kind, Part
 from ladder_jax.errors import UserError
 
 
@@ -20,7 +20,12 @@ def read(part: Part, *, field: str) -> Iterator[str | None]:
     (file,) = part.files
     if part.kind is Kind.LINES:
         return _lines(file, part.begin, part.end, field)
-    return _gzip(file, field) if part.kind is Kind.GZIP else _rows(file, part.begin, part.end, field)
+    if part.kind is Kind.GZIP:
+        return (
+            _text_in(found, field, lambda at=number: f"{file.path}:{at}")
+            for number, found in json_lines.read(file.path)
+        )
+    return rows.read(file.path, part.begin, part.end, field=field, modified=file.modified)
 
 
 def _text(file: File) -> str | None:
@@ -43,7 +48,8 @@ def _lines(file: File, begin: int, end: int, field: str) -> Iterator[str]:
                 source.readline()  # what is left of a line that began before
             while (position := source.tell()) < end and (line := source.readline()):
                 if line.strip():
-                    yield _document(line, field, lambda at=position: f"{file.path}:{_number(file.path, at)}")
+                    where = lambda at=position: f"{file.path}:{_number(file.path, at)}"
+                    yield _text_in(json_lines.parse(line, where=where), field, where)
     except OSError as error:
         raise UserError(f"cannot read {file.path!r}: {error.strerror}") from None
 
@@ -57,23 +63,7 @@ def _number(path: str, position: int) -> int:
         return count
 
 
-def _gzip(file: File, field: str) -> Iterator[str]:
-    number = 0
-    try:
-        with gzip.open(file.path, "rb") as source:
-            for number, line in enumerate(source, start=1):
-                if line.strip():
-                    yield _document(line, field, lambda at=number: f"{file.path}:{at}")
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{file.path}:{number + 1}: the gzip file is damaged or incomplete: {error}") from None
-
-
-def _document(line: bytes, field: str, where) -> str:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"not JSON: {error}"
-        raise UserError(f"{where()}: {reason}") from None
+def _text_in(found: Any, field: str, where: Callable[[], str]) -> str:
     if not isinstance(found, dict) or not isinstance(found.get(field), str):
         has = f"an object with {', '.join(map(repr, found))}" if isinstance(found, dict) else type(found).__name__
         raise UserError(f"{where()}: no text in {field!r} (--field names it): this is {has}")
@@ -88,27 +78,3 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _rows(file: File, begin: int, end: int, field: str) -> Iterator[str]:
-    import pyarrow
-
-    source = parquet(file.path)
-    names = source.schema_arrow.names
-    if field not in names:
-        raise UserError(f"{file.path}: no column {field!r} (--field names it): there is {', '.join(map(repr, names))}")
-    kind = source.schema_arrow.field(field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise UserError(f"{file.path}: the column {field!r} holds {kind}, not text")
-    number = sum(source.metadata.row_group(index).num_rows for index in range(begin))
-    try:
-        for batch in source.iter_batches(row_groups=range(begin, end), columns=[field], batch_size=1024):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                if value is None:
-                    raise UserError(f"{file.path}: row {number} has no text in {field!r}")
-                yield value
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"{file.path}: damaged after row {number}: {' '.join(str(error).split())}") from None
-    finally:
-        source.close()

@@ -11,10 +11,13 @@ import os
 import pathlib
 import re
 
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 
 FORMAT, VERSION = "ladder_jax tokens", 1
 MANIFEST, JOURNAL = "manifest.json", "unfinished.json"
+PORTION, FINISHED = re.compile(r"part-([1-9][0-9]{0,5})-of-([1-9][0-9]{0,5})"), "part.json"
+"""The folder of a portion (see portion.py), and its manifest."""
 SETTINGS = ("tokenizer", "field", "shard_tokens")
 """What one command decides for a whole store."""
 
@@ -46,6 +49,11 @@ class Manifest:
     shard_tokens: int
     shards: tuple[Shard, ...] = ()
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, *, field: str, shard_tokens: int) -> "Manifest":
+        """Of a store without shards yet."""
+        return cls(tokenizer.name, tokenizer.vocab_size, dtype_for(tokenizer.vocab_size), field, shard_tokens)
+
     @property
     def tokens(self) -> int:
         return sum(shard.tokens for shard in self.shards)
@@ -65,7 +73,10 @@ def is_store(folder: pathlib.Path) -> bool:
     """Whether a token store lies there. Raises UserError for one that is not finished."""
     if (folder / JOURNAL).is_file() and not (folder / MANIFEST).is_file():
         raise UserError(f"the token store {str(folder)!r} is not finished: run its `ladder-jax tokenize` again")
-    return (folder / MANIFEST).is_file()
+    finished = (folder / MANIFEST).is_file()
+    if not finished and any(PORTION.fullmatch(path.parent.name) for path in folder.glob(f"part-*/{JOURNAL}")):
+        raise UserError(f"the token store {str(folder)!r} is in parts: `ladder-jax tokenize` without --part joins them")
+    return finished
 
 
 def read(file: pathlib.Path) -> Manifest:

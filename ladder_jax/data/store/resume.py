@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ladder_jax.data.store import manifest as manifests
-from ladder_jax.data.store.manifest import JOURNAL, MANIFEST, SETTINGS, Manifest, Shard
+from ladder_jax.data.store.manifest import FINISHED, JOURNAL, MANIFEST, PORTION, SETTINGS, Manifest, Shard
 from ladder_jax.data.store.shard import PARTS
 from ladder_jax.data.store.sources import Part
 from ladder_jax.errors import UserError
@@ -18,6 +18,7 @@ LOCK = ".lock"
 _BEGUN = {LOCK, manifests.partial(pathlib.Path(JOURNAL)).name}
 """What a kill can leave before there is a journal."""
 _SHARD = re.compile(r"[0-9]{5,}\.(tokens|offsets)")
+_PORTIONS_OWN = {LOCK, JOURNAL, FINISHED} | {manifests.partial(pathlib.Path(name)).name for name in (JOURNAL, FINISHED)}
 _PART = re.compile(r"[0-9a-f]{20}\.(json|tokens|offsets)(\.partial)?")
 
 
@@ -39,17 +40,18 @@ def locked(out: pathlib.Path) -> Iterator[None]:
 
 
 def check_folder(out: pathlib.Path, plan: Sequence[Part]) -> None:
-    """Raises UserError where `out` is anything but new, empty or a store's, or holds one of the sources.
+    """Raises UserError where `out` is anything but new, empty, a store's or of portions, or holds one of the sources.
 
     A store's folder is one with a manifest or a journal that can be read: whatever else lies in a folder, `parts/` and
     `.lock` too, may be the user's.
     """
     if not os.path.lexists(out):
         return
-    if not out.is_dir() or not (_is_begun(out) or _is_store(out)) or (out / PARTS).is_symlink():
+    ours = out.is_dir() and (_is_begun(out) or _is_store(out) or _is_portions(out))
+    if not ours or (out / PARTS).is_symlink():
         raise UserError(f"--out {out}: something else is there; name a new folder")
     inside, resolved = out.resolve(), functools.cache(pathlib.Path.resolve)
-    for file in (pathlib.Path(file.path) for part in plan for file in part.files):
+    for file in (pathlib.Path(file.path) for part in plan for file in part.files if not file.on_hub):
         real = file.resolve() if file.is_symlink() else resolved(file.parent)
         if real.is_relative_to(inside):
             raise UserError(f"the source {str(file)!r} lies in --out {out}: name a new folder")
@@ -62,6 +64,13 @@ def _is_begun(out: pathlib.Path) -> bool:
         return True
     plain = all(path.is_file() and not path.is_symlink() for path in found.values())
     return found.keys() <= _BEGUN and plain and LOCK in found and found[LOCK].stat().st_size == 0
+
+
+def _is_portions(out: pathlib.Path) -> bool:
+    """Whether it holds folders of portions, and nothing else."""
+    found = [path for path in out.iterdir() if path.name not in _BEGUN]
+    folder = lambda path: PORTION.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    return all(folder(path) and (_is_begun(path) or _is_store(path)) for path in found)
 
 
 def _is_store(out: pathlib.Path) -> bool:
@@ -77,18 +86,32 @@ def _is_store(out: pathlib.Path) -> bool:
 
 
 def tidy(out: pathlib.Path, shards: Sequence[Shard]) -> None:
-    """Remove the journal, the parts, and shards of sources that have changed since; a name that is none of ours stays,
-    and so does a folder that holds one."""
+    """Remove the journal, the parts, the portions, and shards of sources that have changed since; a name that is none
+    of ours stays, and so does a folder that holds one."""
     (out / JOURNAL).unlink(missing_ok=True)
-    for file in (out / PARTS).iterdir():
-        if _PART.fullmatch(file.name):
-            file.unlink()
-    if not any((out / PARTS).iterdir()):
-        (out / PARTS).rmdir()
     names = {shard.name for shard in shards}
-    for file in out.iterdir():
-        if _SHARD.fullmatch(file.name) and file.stem not in names:
+    for path in list(out.iterdir()):
+        if _SHARD.fullmatch(path.name) and path.stem not in names:
+            path.unlink()
+        elif (path.name == PARTS or PORTION.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
+            remove_parts(path, keep=())
+            _remove_folder(path)
+
+
+def remove_parts(folder: pathlib.Path, *, keep: Sequence[Part]) -> None:
+    """The files of parts, but for those of `keep`."""
+    kept = {part.digest for part in keep}
+    for file in folder.iterdir():
+        if _PART.fullmatch(file.name) and file.name.partition(".")[0] not in kept:
             file.unlink()
+
+
+def _remove_folder(folder: pathlib.Path) -> None:
+    """Where it holds nothing but a portion's own files."""
+    if {file.name for file in folder.iterdir()} <= _PORTIONS_OWN:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
 
 
 def journal(out: pathlib.Path, wanted: Manifest) -> Sequence[Shard]:

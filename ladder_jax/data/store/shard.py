@@ -3,7 +3,7 @@
 import hashlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,12 +16,19 @@ PARTS = "parts"
 BLOCK = 2**24
 
 
-def join(group: Sequence[Part], counts: Sequence[Done], *, index: int, out: pathlib.Path) -> Shard:
+def join(
+    group: Sequence[Part],
+    counts: Sequence[Done],
+    *,
+    folder_of: Callable[[Part], pathlib.Path],
+    index: int,
+    out: pathlib.Path,
+) -> Shard:
     """Shard `index` of those parts. Its files are on the disk when this returns."""
     name, digest = f"{index:05d}", hashlib.sha256()
     with (out / f"{name}.tokens").open("wb") as tokens:
         for part in group:
-            with (out / PARTS / f"{part.digest}.tokens").open("rb") as file:
+            with (folder_of(part) / f"{part.digest}.tokens").open("rb") as file:
                 while block := file.read(BLOCK):
                     digest.update(block)
                     tokens.write(block)
@@ -29,7 +36,7 @@ def join(group: Sequence[Part], counts: Sequence[Done], *, index: int, out: path
         os.fsync(tokens.fileno())
     begins, first = [], 0
     for part, done in zip(group, counts):
-        offsets = np.fromfile(out / PARTS / f"{part.digest}.offsets", "<u8")
+        offsets = np.fromfile(folder_of(part) / f"{part.digest}.offsets", "<u8")
         begins.append(offsets[:-1] + np.uint64(first))
         first += done.tokens
     content = np.concatenate([*begins, np.array([first], "<u8")]).astype("<u8").tobytes()

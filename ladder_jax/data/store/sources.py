@@ -8,6 +8,7 @@ import json
 import pathlib
 from collections.abc import Iterable, Sequence
 
+from ladder_jax.data.store import rows
 from ladder_jax.errors import UserError
 
 PART_BYTES = 2**24  # of the sources: what a worker does at once, and at most loses when it is killed
@@ -17,25 +18,32 @@ class Kind(enum.StrEnum):
     TEXT = "text"  # a file is a document
     LINES = "lines"  # of JSON, each a document
     GZIP = "gzip"  # the same, compressed
-    PARQUET = "parquet"  # a row is a document
+    ROWS = "rows"  # of a table, each a document
 
 
-ENDINGS = {".jsonl": Kind.LINES, ".ndjson": Kind.LINES, ".jsonl.gz": Kind.GZIP, ".parquet": Kind.PARQUET}
+ENDINGS = {".jsonl": Kind.LINES, ".ndjson": Kind.LINES, ".jsonl.gz": Kind.GZIP} | dict.fromkeys(rows.ENDINGS, Kind.ROWS)
+ALLOWED = f"a text file, a folder, {', '.join(ENDINGS)} or {rows.HUB}OWNER/NAME"
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """modified: nanoseconds. named: by the user, and not found in a folder, where what is no text is skipped."""
+    """path: or the address of a data set on the Hub, with its revision. size: bytes. modified: nanoseconds.
+    named: by the user; of a folder's files those that are no text are skipped."""
 
     path: str
     size: int
     modified: int
     named: bool
 
+    @property
+    def on_hub(self) -> bool:
+        return self.path.startswith(rows.HUB)
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Several files of text, or of one file: lines that begin at bytes begin..end-1, or row groups begin..end-1."""
+    """Several files of text; of one file, the lines that begin at bytes begin..end-1; or of one table, the shards
+    begin..end-1 (see `rows`)."""
 
     kind: Kind
     files: tuple[File, ...]
@@ -46,14 +54,18 @@ class Part:
     @functools.cached_property
     def digest(self) -> str:
         """Tells this part, as its files are now, from others."""
-        files = [(str(pathlib.Path(file.path).absolute()), file.size, file.modified) for file in self.files]
+        path = lambda file: file.path if file.on_hub else str(pathlib.Path(file.path).absolute())
+        files = [(path(file), file.size, file.modified) for file in self.files]
         return hashlib.sha256(json.dumps([self.kind, files, self.begin, self.end]).encode()).hexdigest()[:20]
 
 
-def plan(sources: Sequence[str], *, part_bytes: int = PART_BYTES) -> list[Part]:
+def plan(
+    sources: Sequence[str], *, subset: str | None = None, split: str = "train", part_bytes: int = PART_BYTES
+) -> list[Part]:
     """All parts of all sources, in their order; a folder's files in the order of their paths.
 
-    Raises UserError for a source that is not there, or is named twice, or for Parquet without pyarrow.
+    subset, split: of the data sets on the Hub among the sources.
+    Raises UserError for a source that does not exist or is named twice, and for tables without `datasets`.
     """
     parts, texts = [], []
 
@@ -62,7 +74,7 @@ def plan(sources: Sequence[str], *, part_bytes: int = PART_BYTES) -> list[Part]:
             parts.append(Part(Kind.TEXT, tuple(texts), 0, 0, sum(file.size for file in texts)))
             texts.clear()
 
-    for file in _files(sources):
+    for file in _files(sources, subset, split):
         kind = kind_of(file.path)
         if kind is Kind.TEXT:
             texts.append(file)
@@ -76,50 +88,40 @@ def plan(sources: Sequence[str], *, part_bytes: int = PART_BYTES) -> list[Part]:
         elif kind is Kind.GZIP:
             parts.append(Part(kind, (file,), 0, 0, file.size))
         else:
-            parts += _row_groups(file, part_bytes)
+            parts += _tables(file, part_bytes)
     end_texts()
     return parts
 
 
 def kind_of(path: str) -> Kind:
+    if path.startswith(rows.HUB):
+        return Kind.ROWS
     return next((kind for ending, kind in ENDINGS.items() if path.lower().endswith(ending)), Kind.TEXT)
 
 
-def _files(sources: Sequence[str]) -> Iterable[File]:
+def _files(sources: Sequence[str], subset: str | None, split: str) -> Iterable[File]:
     seen = set()
     for source in sources:
         path = pathlib.Path(source).expanduser()
-        if not path.exists():
-            raise UserError(f"{source!r} does not exist (a text file, a folder, .jsonl, .jsonl.gz or .parquet)")
-        found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        if source.startswith(rows.HUB):
+            found = [File(rows.address(source, subset=subset, split=split), 0, 0, named=True)]
+        elif not path.exists():
+            raise UserError(f"{source!r} does not exist ({ALLOWED})")
+        else:
+            paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+            states = [(p, p.stat()) for p in paths]
+            found = [File(str(p), state.st_size, state.st_mtime_ns, named=p is path) for p, state in states]
         for file in found:
-            real = file.resolve()
+            real = file.path if file.on_hub else pathlib.Path(file.path).resolve()
             if real in seen:
-                raise UserError(f"{str(file)!r} is named twice")
+                raise UserError(f"{file.path!r} is named twice")
             seen.add(real)
-            state = file.stat()
-            yield File(str(file), state.st_size, state.st_mtime_ns, named=file is path)
+            yield file
 
 
-def _row_groups(file: File, part_bytes: int) -> list[Part]:
-    groups = parquet(file.path).metadata
-    parts, begin, size = [], 0, 0
-    for index in range(groups.num_row_groups):
-        size += groups.row_group(index).total_byte_size
-        if size >= part_bytes or index + 1 == groups.num_row_groups:
-            parts.append(Part(Kind.PARQUET, (file,), begin, index + 1, size))
-            begin, size = index + 1, 0
-    return parts
-
-
-def parquet(path: str):
-    """The file, opened by pyarrow. Raises UserError where that is missing, or the file is damaged."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError("reading Parquet needs pyarrow: pip install 'ladder-jax[data]'") from None
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path}: not a Parquet file, or a damaged one: {' '.join(str(error).split())}") from None
+def _tables(file: File, part_bytes: int) -> list[Part]:
+    """A part is as many shards as hold `part_bytes`, if they are equally long; on the Hub it is one shard."""
+    count = rows.shards(file.path)
+    together = 1 if file.on_hub else max(1, part_bytes * count // max(1, file.size))
+    bounds = [*range(0, count, together), count]
+    return [Part(Kind.ROWS, (file,), a, b, file.size * (b - a) // count) for a, b in zip(bounds, bounds[1:])]

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ladder_jax import config
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.engine.engine import Engine
-from ladder_jax.decode.engine.request import SAMPLING, NoNumbers, Request, Result, with_seed
-from ladder_jax.decode.generate import check_prompts
+from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, check_prompts, with_seed
 from ladder_jax.errors import RunFailed, UserError, unknown
 
 KEYS = ("prompt", "id", "stop", "stop_ids", *SAMPLING)

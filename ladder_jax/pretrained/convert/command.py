@@ -7,7 +7,7 @@ import math
 import pathlib
 import tempfile
 
-from ladder_jax import nn, parallel
+from ladder_jax import nn, parallel, pyplot
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import formats, sensitivity, staging
@@ -20,7 +20,7 @@ from ladder_jax.pretrained.source import Source
 from ladder_jax.progress import progress
 
 MEASURED = "sensitivity"
-"""The names of the measurement's files, .json and .png, in what is written."""
+"""The names of the measurement's files, .json and (where matplotlib is installed) .png, in what is written."""
 
 
 def run(args: dict) -> None:
@@ -41,7 +41,8 @@ def run(args: dict) -> None:
         write(source, folder, definition=definition, request=request)
         if result is not None:
             (folder / f"{MEASURED}.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
-            picture.plot(result, file=str(folder / f"{MEASURED}.png"))
+            if pyplot.installed():
+                picture.plot(result, file=str(folder / f"{MEASURED}.png"))
     _tell(source, definition, request, result, as_json=args["json"])
 
 
@@ -96,4 +97,5 @@ def _tell(source: Source, definition: nn.ModelDef, request: Request, result: Res
     which = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
     print(f"{request.destination}: {parameters:,} parameters, {model.residual}{which}; read back and compared")
     if result is not None:
-        print(f"the measurement is in {MEASURED}.json and {MEASURED}.png there")
+        drawn = f" and {MEASURED}.png there" if pyplot.installed() else " there; its picture needs 'ladder-jax[plot]'"
+        print(f"the measurement is in {MEASURED}.json{drawn}")

@@ -15,10 +15,8 @@ from jax import lax
 
 from ladder_jax import nn, residual
 from ladder_jax.config import ModelConfig
-from ladder_jax.nn import rotary
-from ladder_jax.nn.layer import LayerContext
-from ladder_jax.nn.positions import FULL_SEQUENCE
-from ladder_jax.parallel import all_reduce, on_mesh, over_ranks, pvary, rank
+from ladder_jax.nn.layer import layer_context
+from ladder_jax.parallel import all_reduce, on_mesh, over_ranks, pvary
 
 
 @jax.tree_util.register_dataclass
@@ -80,19 +78,12 @@ def programs(definition: nn.ModelDef) -> Programs:
 
     def advance(params, streams, delays, start, stop):
         length = streams.partial.shape[1]
-        call = LayerContext(
-            axes=axes,
-            dtype=dtype,
-            kernel=definition.kernel,
-            table=rotary.tables(FULL_SEQUENCE.indices(length), config=config),
-            first_rank=rank(axes) == 0,
-            positions=FULL_SEQUENCE,
-        )
+        context = layer_context(config, length, axes=axes, kernel=definition.kernel)
 
         def layer(index, streams):
             params_of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), params)
             steps = tuple(Chosen((which,), delays[index, which], fresh) for which in (0, 1))
-            return definition.bind("layers", params_of_layer)(streams, None, steps=steps, call=call)[0]
+            return definition.bind("layers", params_of_layer).advance(streams, None, steps=steps, context=context)[0]
 
         return lax.fori_loop(start, stop, layer, streams)
 

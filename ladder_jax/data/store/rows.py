@@ -1,0 +1,165 @@
+"""Documents that are rows of a table: Parquet, CSV, Arrow and WebDataset files, and data sets of the Hub.
+
+The library `datasets` reads them, streaming: nothing is converted or copied to the disk first. A table is one shard or
+more, which can be read apart: a Parquet file's row groups, a Hub data set's files; other files are one shard.
+"""
+
+import contextlib
+import functools
+import glob
+import re
+import tarfile
+import tempfile
+import urllib.parse
+from collections.abc import Iterator
+
+from ladder_jax.errors import UserError
+
+ENDINGS = (".parquet", ".csv", ".tsv", ".arrow", ".tar")
+HUB = "hf://datasets/"
+BATCH = 1024  # rows
+BUILDERS = {
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", {"sep": ","}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".arrow": ("arrow", {}),
+    ".tar": ("webdataset", {}),
+}
+
+
+def address(source: str, *, subset: str | None, split: str) -> str:
+    """`source`, hf://datasets/OWNER/NAME or .../NAME@REVISION, with the commit that this is now, so that every part
+    and every later call reads the same. Raises UserError where the Hub has no such data set, or does not answer."""
+    given = re.fullmatch(r"([^/@?]+/[^/@?]+)(?:@([^?]+))?", source.removeprefix(HUB))
+    if not given:
+        raise UserError(f"{source!r}: a data set of the Hub is {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION")
+    with _explained(source):
+        import huggingface_hub
+
+        commit = huggingface_hub.HfApi().dataset_info(given[1], revision=given[2]).sha
+    query = {"split": split} | ({"subset": subset} if subset else {})
+    return f"{HUB}{given[1]}@{commit}?{urllib.parse.urlencode(query)}"
+
+
+def shards(table: str) -> int:
+    """How many there are. Raises UserError for what cannot be read."""
+    if not table.startswith(HUB) and not table.lower().endswith(".parquet"):
+        _library()
+        return 1
+    with _explained(table):
+        return _opened(table).num_shards
+
+
+def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iterator[str]:
+    """The texts of the shards begin..end-1, in order. Raises UserError for rows without text in `field`.
+
+    modified: another value makes the table be opened again, where this process has read it before.
+    """
+    number = 0
+    with _explained(table, lambda: number and f"row {number}{f' of shards {begin} to {end - 1}' if begin else ''}"):
+        whole = _column(table, field, modified)
+        for shard in range(begin, end):
+            for batch in whole.shard(whole.num_shards, shard).with_format("arrow").iter(BATCH):
+                for text in batch[field].to_pylist():
+                    number += 1
+                    if text is None:
+                        raise UserError(f"{table}: row {_before(whole, begin) + number} has no text in {field!r}")
+                    yield text
+
+
+def _before(whole, begin: int) -> int:
+    """Rows of the shards before `begin`. They are counted only where something is wrong."""
+    return sum(1 for shard in range(begin) for _ in whole.shard(whole.num_shards, shard))
+
+
+@functools.lru_cache(maxsize=8)
+def _column(table: str, field: str, modified: int):
+    """The table's column of texts. Raises UserError where it has none of that name, or one of something else."""
+    datasets = _library()
+    whole = _opened(table)
+    # A CSV file has no schema, and without one numbers would be made of digits.
+    features = whole.features or dict.fromkeys(_header(table, whole), datasets.Value("string"))
+    if field not in features:
+        names = ", ".join(map(repr, features))
+        raise UserError(f"{table}: no column {field!r} (--field names it): there is {names}")
+    kind = getattr(features[field], "dtype", features[field])
+    if kind not in ("string", "large_string"):
+        raise UserError(f"{table}: the column {field!r} holds {kind}, not text")
+    if whole.features is None:
+        return _opened(table, features=datasets.Features({field: features[field]}))
+    return _opened(table, columns=[field]).select_columns([field])
+
+
+def _header(table: str, whole) -> list[str]:
+    """The names of a CSV file's columns."""
+    if table.startswith(HUB):
+        return list(next(iter(whole)))
+    import pandas
+
+    return list(pandas.read_csv(table, nrows=0, **_builder(table)[1]))
+
+
+def _builder(file: str) -> tuple[str, dict]:
+    return next(found for ending, found in BUILDERS.items() if file.lower().endswith(ending))
+
+
+def _opened(table: str, *, features=None, columns: list[str] | None = None):
+    """features: of formats without a schema. columns: those to be read, where the format has columns."""
+    datasets = _library()
+    if table.startswith(HUB):
+        parts = urllib.parse.urlsplit(table.removeprefix(HUB))
+        query = dict(urllib.parse.parse_qsl(parts.query))
+        name, _, commit = parts.path.partition("@")
+        where, split = dict(path=name, name=query.get("subset"), revision=commit), query["split"]
+    else:
+        kind, settings = _builder(table)
+        # A path with brackets would be a pattern, which matches nothing.
+        where, split = dict(path=kind, data_files=glob.escape(table), **settings), "train"
+    with tempfile.TemporaryDirectory() as cache:  # for a lock, which would be left in the user's cache
+        builder = datasets.load_dataset_builder(cache_dir=cache, features=features, **where)
+        # pandas would read the texts "null" and "NA" as missing.
+        for name, value in dict(columns=columns, batch_size=BATCH, keep_default_na=False).items():
+            if hasattr(builder.config, name):
+                setattr(builder.config, name, value)
+        found = builder.as_streaming_dataset(split=split)
+    return found if table.startswith(HUB) else found.reshard()
+
+
+def _library():
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"reading {', '.join(ENDINGS)} and {HUB} needs datasets: pip install 'ladder-jax[data]'"
+        ) from None
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said here, once
+    return datasets
+
+
+@contextlib.contextmanager
+def _explained(table: str, after=lambda: "") -> Iterator[None]:
+    """What the libraries below raise, as one line."""
+    datasets = _library()
+    import pyarrow
+
+    expected = (
+        OSError,
+        ValueError,
+        EOFError,
+        tarfile.TarError,
+        pyarrow.ArrowException,
+        datasets.exceptions.DatasetsError,
+    )
+    on_hub = table.startswith(HUB)
+    if on_hub:  # what fails on the way there is of whatever library the Hub's client is made with
+        expected = (Exception,)
+    try:
+        yield
+    except UserError:
+        raise
+    except expected as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        what = (
+            f"damaged after {after()}" if after() else "cannot be read" if on_hub else "cannot be read, or is damaged"
+        )
+        raise UserError(f"{table}: {what}: {reason}") from None

@@ -1,0 +1,228 @@
+"""Documents from tables: Parquet, CSV, Arrow, WebDataset and the Hub, read by `datasets`; nothing is left elsewhere."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+
+import pytest
+
+from ladder_jax.data.store import documents, sources
+from ladder_jax.errors import UserError
+from tests import hub
+from tests.test_token_parts import contents
+from tests.test_tokens import make, texts_in
+
+datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'ladder-jax[data]'")
+
+TEXTS = ["001", "null", 'a, "quoted"\nsecond line é', "NA", "1.50"]
+
+
+def texts(path, *, field="text", **how):
+    return [text for part in sources.plan([str(path)], **how) for text in documents.read(part, field=field)]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv"])
+def test_csv(tmp_path, ending):
+    """Digits stay digits, and "null" is a word; a folder's name may have brackets."""
+    import csv
+
+    folder = tmp_path / "a[b]*c"
+    folder.mkdir()
+    with open(folder / f"a{ending}", "w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, delimiter="\t" if ending == ".tsv" else ",")
+        rows.writerows([["id", "text"], *([index, text] for index, text in enumerate(TEXTS)), ["9", ""]])
+    assert texts(folder / f"a{ending}") == [*TEXTS, ""]
+    assert texts(folder / f"a{ending}", field="id") == ["0", "1", "2", "3", "4", "9"]
+    made = make([folder], tmp_path / "out")
+    assert texts_in(tmp_path / "out") == TEXTS and made.shards[0].empty == 1
+
+
+def test_arrow(tmp_path):
+    datasets.Dataset.from_dict({"n": range(5), "text": TEXTS}).save_to_disk(str(tmp_path / "a"))
+    (file,) = (tmp_path / "a").glob("*.arrow")
+    assert texts(file) == TEXTS
+
+
+def archive(path, *, count=5):
+    with tarfile.open(path, "w") as file:
+        for index in range(count):
+            for ending, content in ((".txt", TEXTS[index].encode()), (".json", b'{"n": 1}')):
+                entry = tarfile.TarInfo(f"{index:03d}{ending}")
+                entry.size = len(content)
+                file.addfile(entry, io.BytesIO(content))
+
+
+def test_webdataset(tmp_path):
+    archive(tmp_path / "a.tar")
+    assert texts(tmp_path / "a.tar", field="txt") == TEXTS
+    with pytest.raises(UserError, match="no column 'text' .*: there is 'txt', 'json'"):
+        texts(tmp_path / "a.tar")
+    with pytest.raises(UserError, match="the column 'json' holds .*, not text"):
+        texts(tmp_path / "a.tar", field="json")
+
+
+BROKEN = {
+    "a.csv": (b"id,text\n1,a\n1,2,3,4\n", "cannot be read, or is damaged: .*Expected 2 fields in line 3"),
+    "b.csv": (b"id,text\n1,caf\xe9\n", "cannot be read, or is damaged: .*utf-8"),
+    "c.csv": (b"", "cannot be read, or is damaged: No columns to parse"),
+    "d.csv": (b"id,body\n1,a\n", "no column 'text' .*: there is 'id', 'body'"),
+    "e.tar": (b"no" * 1000, "cannot be read, or is damaged"),
+    "f.arrow": (b"ARROW1 nothing", "cannot be read, or is damaged"),
+    "g.parquet": (b"PAR1", "cannot be read, or is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_table(tmp_path, name):
+    content, message = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name}: {message}") as caught:
+        texts(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_damage_in_the_middle(tmp_path):
+    """Named by its row, as is a row without text, wherever the part begins."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [f"{index:08d}" * 200 for index in range(40)]
+    parquet.write_table(pyarrow.table({"text": [*rows, None]}), tmp_path / "a.parquet", row_group_size=10)
+    plan = sources.plan([str(tmp_path / "a.parquet")], part_bytes=1)
+    assert [(part.begin, part.end) for part in plan] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    with pytest.raises(UserError, match="a.parquet: row 41 has no text in 'text'"):
+        list(documents.read(plan[-1], field="text"))
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    middle = content.index(b"\x00" * 3, len(content) // 3)
+    content[middle : middle + 600] = b"\xff" * 600
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(UserError, match="a.parquet: .*damaged"):
+        texts(tmp_path / "a.parquet")
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    """Of Parquet, row group by row group; its parts, made on their own and joined, are the same store too."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [f"{'la ' * (index % 50)}{index}" for index in range(3000)]
+    parquet.write_table(pyarrow.table({"text": rows, "n": range(3000)}), tmp_path / "a.parquet", row_group_size=100)
+    script = f"""
+import pathlib
+from ladder_jax.data import tokenizer
+from ladder_jax.data.store import build, sources
+if __name__ == "__main__":
+    plan = sources.plan(["{tmp_path}/a.parquet"], part_bytes=500)
+    more = dict(tokenizer=tokenizer.load("bytes"), source="bytes", field="text", shard_tokens=9000, workers=2)
+    build.build(plan, out=pathlib.Path("{tmp_path}/out"), **more)
+"""
+    (tmp_path / "build.py").write_text(script)
+    kills = 0
+    while True:
+        process = subprocess.Popen(
+            [sys.executable, tmp_path / "build.py"], stderr=subprocess.PIPE, start_new_session=True
+        )
+        seen = len(list((tmp_path / "out").glob("0*.tokens")))
+        while process.poll() is None and (kills >= 2 or len(list((tmp_path / "out").glob("0*.tokens"))) < seen + 5):
+            time.sleep(0.002)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        _, error = process.communicate(timeout=60)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, error
+    made = make([tmp_path / "a.parquet"], tmp_path / "whole", shard_tokens=9000)
+    assert kills == 2 and len(made.shards) > 20
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole") and texts_in(tmp_path / "out") == rows
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """A data set of two splits, in files, and one of CSV."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "pages" / "data").mkdir(parents=True)
+    for name, index in (("train", 0), ("train", 1), ("train", 2), ("test", 0)):
+        rows = [f"{name} {index} {row}" for row in range(4)]
+        parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "pages" / "data" / f"{name}-{index:05d}.parquet")
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("id,text\n1,001\n2,null\n")
+    return tmp_path / "pages"
+
+
+READ = """
+import json, sys
+from ladder_jax.data.store import documents, sources
+from ladder_jax.errors import UserError
+
+def read(source, **how):
+    try:
+        plan = sources.plan([source], **how)
+        assert [part.digest for part in plan] == [part.digest for part in sources.plan([source], **how)]
+        return [list(documents.read(part, field="text")) for part in plan]
+    except UserError as error:
+        return str(error)
+
+print(json.dumps([read(source, **how) for source, how in json.loads(sys.argv[1])]))
+"""
+
+
+def test_the_hub(run_cli, pages, tmp_path):
+    """Streamed in order; in the user's folders only the Hub client's notes of small files are left."""
+    home, where = tmp_path / "home", "hf://datasets/someone/pages"
+    home.mkdir()
+    with hub.served(pages) as (url, asked), hub.served(tmp_path / "csv", name="someone/csv") as (other, _):
+        there = dict(HOME=str(home), HF_HUB_OFFLINE="0", HF_HOME=str(home / "hf"), HF_HUB_DISABLE_TELEMETRY="1")
+
+        def read(*ask, url=url):
+            command, environment = [sys.executable, "-c", READ, json.dumps(ask)], {**os.environ, **there}
+            done = subprocess.run(command, capture_output=True, text=True, env={**environment, "HF_ENDPOINT": url})
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout)
+
+        train = [[f"train {index} {row}" for row in range(4)] for index in range(3)]
+        ask = ["tokenize", where, "--out", "out", "--workers", "1"]
+        done = run_cli(*ask, cwd=tmp_path, check_status=0, HF_ENDPOINT=url, **there)
+        assert done.stdout == "out: 12 documents, 108 tokens of bytes\n"
+        assert texts_in(tmp_path / "out") == sum(train, [])
+        found = read(
+            (f"{where}@main", {}),
+            (where, {"split": "test"}),
+            (where, {"split": "tset"}),
+            (where, {"subset": "en"}),
+            ("hf://datasets/someone/nothing", {}),
+            ("hf://datasets/pages", {}),
+        )
+        assert found[:2] == [train, [[f"test 0 {row}" for row in range(4)]]]
+        for error, message in zip(found[2:], (
+            "Bad split: tset. Available splits: ['train', 'test']",
+            "BuilderConfig 'en' not found. Available: ['default']",
+            "Repository Not Found",
+            "a data set of the Hub is hf://datasets/OWNER/NAME or",
+        )):  # fmt: skip
+            assert message in error and "\n" not in error
+        assert read(("hf://datasets/someone/csv", {}), url=other) == [[["001", "null"]]]
+    assert any(hub.COMMIT in one for one in asked)
+    assert not any(path.suffix in (".parquet", ".arrow", ".csv") for path in home.rglob("*"))
+    assert sum(path.stat().st_size for path in home.rglob("*") if path.is_file()) < 1000
+    (nothing,) = read((where, {}), url="http://127.0.0.1:9")
+    assert nothing.startswith(f"{where}: cannot be read: ")
+
+
+def test_nothing_is_left_behind(run_cli, tmp_path):
+    """No cache and no lock, at home or in the system's temporary folder."""
+    for name in ("home", "temporary"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a.csv").write_text("text\none\ntwo\n")
+    here = dict(HOME=str(tmp_path / "home"), TMPDIR=str(tmp_path / "temporary"), HF_HOME=str(tmp_path / "home" / "hf"))
+    run_cli("tokenize", "a.csv", "--out", "out", "--workers", "1", cwd=tmp_path, check_status=0, **here)
+    assert texts_in(tmp_path / "out") == ["one", "two"]
+    assert not list((tmp_path / "home").rglob("*")) and not list((tmp_path / "temporary").rglob("*"))
+    assert sorted(os.listdir(tmp_path / "out")) == [".lock", "00000.offsets", "00000.tokens", "manifest.json"]
