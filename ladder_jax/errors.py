@@ -36,8 +36,8 @@ def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
     return UserError(f"unknown {what} {str(name)!r}{hint} (allowed: {', '.join(names)})")
 
 
-def member(kind: type[enum.Enum], what: str, word: str) -> enum.Enum:
-    """The member of `kind` that is written `word`."""
+def member[E: enum.Enum](kind: type[E], what: str, word: E | str) -> E:
+    """The member of `kind` that is written `word`; a member is returned unchanged."""
     try:
         return kind(word)
     except ValueError:

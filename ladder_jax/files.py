@@ -7,6 +7,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 
+from ladder_jax import pyplot
 from ladder_jax.errors import RunFailed, UserError
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -30,6 +31,13 @@ def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = 
     folder = path.resolve().parent  # a link's own place is not where its file is written
     if not os.access(folder, os.W_OK):
         raise UserError(f"--{option} {file}: the folder {folder} cannot be written to")
+
+
+def check_picture(option: str, file: str | None) -> None:
+    """Raises UserError where `--option FILE` could not be drawn, as `check_writable` does."""
+    check_writable(option, file, endings=PICTURES)
+    if file is not None:
+        pyplot.check_installed(f"--{option} {file}")
 
 
 def check_apart(**named: str | None) -> None:

@@ -1,7 +1,6 @@
 """Over how many devices a preset can be split, for the command line."""
 
-from ladder_jax.config.presets import preset
-from ladder_jax.config.schema import MeshConfig, check_fits_mesh
+from ladder_jax.config import MeshConfig, check_fits_mesh, preset
 from ladder_jax.errors import UserError
 
 

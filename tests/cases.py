@@ -1,6 +1,7 @@
 """What the numerical tests share: every topology, a small model, random parameters, float32 bounds."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -62,7 +63,7 @@ def shape(name: str, config: ModelConfig, *, ranks: int) -> reference.Shape:
         number=number,
         ladder=ladder,
         # Where the function does not depend on them, the reference computes on one rank.
-        ranks=ranks if kind in ("fresh", "desync", "none") else 1,
+        ranks=ranks if _depends_on_ranks(name) else 1,
         theta=config.rope_theta,
         eps=config.norm_eps,
         llama3=None
@@ -71,7 +72,7 @@ def shape(name: str, config: ModelConfig, *, ranks: int) -> reference.Shape:
     )
 
 
-def parameters(definition: nn.Definition, *, seed: int = 0):
+def parameters(definition: nn.ModelDef, *, seed: int = 0):
     """Random values large enough that every sublayer moves the logits: NumPy, by stored names."""
     rng = np.random.default_rng(seed)
 
@@ -97,7 +98,7 @@ def tokens(shape_BT=(4, 10), *, vocab: int = 251, seed: int = 1) -> np.ndarray:
 
 def define(
     name: str, *, data: int = 1, fsdp: int = 1, tensor: int = 1, ranks: int | None = None, **changes
-) -> nn.Definition:
+) -> nn.ModelDef:
     """A definition on data x fsdp x tensor devices; `ranks` emulates that many on one."""
     config = model(name, **changes)
     if name in DEPEND_ON_RANKS:
@@ -105,8 +106,29 @@ def define(
     return nn.define(config, mesh=parallel.make_mesh(data=data, fsdp=fsdp, tensor=tensor))
 
 
-def place(params, definition: nn.Definition):
+def place(params, definition: nn.ModelDef):
     return jax.device_put(params, jax.tree.map(lambda a: a.sharding, definition.abstract))
+
+
+def dense_logits(name: str, ranks: int) -> np.ndarray:
+    """What the reference computes of `parameters` and `tokens` of the small model on that many ranks."""
+    return _dense(name, ranks if _depends_on_ranks(name) else 1, reference.logits)
+
+
+def dense_gradients(name: str, ranks: int):
+    """(loss, gradients), likewise."""
+    return _dense(name, ranks if _depends_on_ranks(name) else 1, reference.loss)
+
+
+def _depends_on_ranks(name: str) -> bool:
+    return TOPOLOGIES[name][2] in ("fresh", "desync", "none")
+
+
+@functools.cache
+def _dense(name: str, ranks: int, function):
+    definition = define(name, tensor=ranks)
+    of = shape(name, definition.config, ranks=ranks)
+    return reference.evaluate(function, parameters(definition), tokens(), of, gradient=function is reference.loss)
 
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32

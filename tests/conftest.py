@@ -1,5 +1,7 @@
 """Eight simulated devices, strict jax settings, and compilations shared between tests and runs."""
 
+import collections
+import itertools
 import os
 import pathlib
 import signal
@@ -14,9 +16,10 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # of what a compilation costs, and changes neither the collectives nor, beyond rounding, the numbers.
 FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-# Inherited by the processes that tests start; keyed by jax's own version and the program.
+# Shared by all workers and inherited by the processes that they start; keyed by jax's own version and the program.
+# Small programs as well: what a process has compiled, or a file whose programs have gone, the next only reads.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / ".cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -27,14 +30,28 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # What takes longest comes first, in this order: a file is one worker's, and at the end the others would be idle.
 FIRST = """
     test_gradients_bfloat16 test_numerics test_resume test_meshes test_program test_decode test_cli test_chat test_int8
-    test_training test_supervise test_chunks test_overlap test_convert test_retrain test_pretrain test_convert_smollm2
-    test_process test_client
+    test_training test_chunks test_overlap test_convert test_retrain test_pretrain test_convert_smollm2
+    test_agreement test_watchdog test_process test_client
 """.split()
 
 
 def pytest_collection_modifyitems(items):
     place = {name: index for index, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The files that took longest, in seconds of a worker: where to look when the suite has become slow."""
+    seconds, tests = collections.Counter(), collections.Counter()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            file = report.nodeid.partition("::")[0]
+            seconds[file] += report.duration
+            tests[file] += report.when == "call"
+    if seconds.total() > 60:
+        terminalreporter.section(f"{seconds.total():,.0f} s of {len(seconds)} files; the slowest")
+        for file, taken in seconds.most_common(15):
+            terminalreporter.write_line(f"{taken:7.0f} s {tests[file]:5d} tests  {file}")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,6 +4,7 @@ A fault that one value causes, or two together, shows in some row (Kuhn, Wallace
 of real programs to need no more). `make test` runs those rows; the others are marked `full`: `make test-all`.
 """
 
+import collections
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
@@ -13,25 +14,30 @@ import pytest
 Pairs = Iterable[tuple[int, int]]  # of columns
 
 
-def array(*factors: Iterable, pairs: Pairs | None = None) -> list[tuple]:
-    """Rows in which every value appears, and every pair of values of two columns, or of the columns in `pairs`."""
+def array(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = ()) -> list[tuple]:
+    """Rows in which every value appears, and every pair of values of two columns, or of the columns in `pairs`.
+
+    Of rows that add as many of these, the one whose values of the columns `even` are the rarest; then the first.
+    """
     product = list(itertools.product(*map(tuple, factors)))
     covered = functools.partial(_covered, columns=_columns(len(factors), pairs))
     missing, rows = set().union(*map(covered, product)), []
     while missing:
-        rows.append(max(product, key=lambda row: len(covered(row) & missing)))  # the first of equals
+        used = collections.Counter((i, str(row[i])) for row in rows for i in even)
+        times = lambda row, used=used: sum(used[i, str(row[i])] for i in even)
+        rows.append(max(product, key=lambda row: (len(covered(row) & missing), -times(row))))
         missing -= covered(rows[-1])
     return rows
 
 
-def rows(*factors: Iterable, pairs: Pairs | None = None) -> list:
+def rows(*factors: Iterable, pairs: Pairs | None = None, even: Sequence[int] = ()) -> list:
     """The product for `pytest.mark.parametrize`, what is not in the array marked `full`."""
-    return marked(itertools.product(*map(tuple, factors)), chosen=array(*factors, pairs=pairs))
+    return marked(itertools.product(*map(tuple, factors)), chosen=array(*factors, pairs=pairs, even=even))
 
 
 def marked(product: Iterable[tuple], *, chosen: Sequence[tuple]) -> list:
     """These rows for `pytest.mark.parametrize`, `chosen` first, the others marked `full`."""
-    others = [row for row in product if row not in chosen]
+    others = [row for row in dict.fromkeys(product) if row not in chosen]
     return [*(pytest.param(*row) for row in chosen), *(pytest.param(*row, marks=pytest.mark.full) for row in others)]
 
 

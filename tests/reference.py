@@ -15,6 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def exactly(y, forward=True, backward=True):
+    """No rounding."""
+    return y
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """What the reference needs to know of a model; `kind` and `ladder` say which layers are what."""
@@ -31,7 +36,7 @@ class Shape:
     eps: float = 1e-5
     llama3: tuple[float, float, float, float] | None = None  # factor, low, high, context
     lora: float | None = None  # the factors' scale; they are p["adapters"][name]
-    rounds: Callable = lambda y, forward=True, backward=True: y
+    rounds: Callable = exactly
 
 
 def rms(x, scale, eps):
@@ -131,17 +136,27 @@ def on_first(partials, bias, shape):
     return partials if bias is None else partials.at[0].set(shape.rounds(partials[0] + bias))
 
 
+def sublayer(layers, l, inputs, *, attends, shape):
+    """Layer l's attention or MLP, with its norm: [R, B, T, D], each rank's partial sum of its own input."""
+    p, r = jax.tree.map(lambda a: a[l], layers), shape.rounds
+    name = "attention_norm" if attends or "mlp_norm" not in p else "mlp_norm"
+    # With sequence parallelism what is normalised crosses the wire before its gain.
+    normed = r(r(rms(r(inputs, forward=False), 1.0, shape.eps)) * p[name]["scale"])
+    return attention(p["attention"], normed, shape) if attends else mlp(p["mlp"], normed, shape)
+
+
+# All layers of all topologies call these two programs (attends or not), which compile once.
+COMPILED_SUBLAYER = jax.jit(sublayer, static_argnames=("attends", "shape"))
+
+
 def streams(params, tokens, shape):
     """The final residual stream of every rank, [R, B, T, D] (all equal where ranks communicate)."""
-    layer, r = lambda l: jax.tree.map(lambda a: a[l], params["layers"]), shape.rounds
+    r, call = shape.rounds, sublayer if shape.rounds is not exactly else COMPILED_SUBLAYER
+    one_for_all = dataclasses.replace(shape, layers=0, vocab=0, kind="", number=1, ladder=None)
 
     def partials(i, inputs):
         """h_i (1-based) on each rank's own input."""
-        p = layer((i - 1) // 2)
-        name = "attention_norm" if i % 2 or "mlp_norm" not in p else "mlp_norm"
-        # With sequence parallelism what is normalised crosses the wire before its gain.
-        normed = r(r(rms(r(inputs, forward=False), 1.0, shape.eps)) * p[name]["scale"])
-        return attention(p["attention"], normed, shape) if i % 2 else mlp(p["mlp"], normed, shape)
+        return call(params["layers"], (i - 1) // 2, inputs, attends=bool(i % 2), shape=one_for_all)
 
     x0 = r(r(params["embedding"]["table"], forward=False)[tokens])
     last = 2 * shape.layers
@@ -212,5 +227,5 @@ def evaluate(function, params, tokens, shape, *, gradient=False):
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):  # plain NumPy broadcasting
         wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
         call = jax.value_and_grad(function) if gradient else function
-        out = jax.jit(lambda p: call(p, np.asarray(tokens), shape))(wide)
+        out = call(wide, np.asarray(tokens), shape)
         return jax.tree.map(np.asarray, out)

@@ -14,8 +14,9 @@ import pytest
 
 from ladder_jax import config, train
 from ladder_jax.checkpoint import open_checkpoint
-from ladder_jax.decode import Engine, Finish, chat
-from ladder_jax.decode.chat import Conversation
+from ladder_jax.cli import chat
+from ladder_jax.cli.chat import Conversation
+from ladder_jax.decode import Engine, Finish
 from ladder_jax.errors import UserError
 from ladder_jax.nn import define
 from ladder_jax.parallel import make_mesh
@@ -67,7 +68,7 @@ def engine(run):
     saved = open_checkpoint(run)
     definition = define(saved.config.model, mesh=make_mesh())
     decoder = saved.tokenizer().to_bytes
-    with Engine(definition, saved.params(definition), slots=1, capacity=64, decoder=decoder) as engine:
+    with Engine(definition, saved.params(definition), slots=1, capacity=64, chunk=1, decoder=decoder) as engine:
         yield engine
 
 

@@ -15,7 +15,7 @@ from ladder_jax.checkpoint.saved import reason
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
-from ladder_jax.train import optimizer
+from ladder_jax.train.step import optimizer_to_dict
 from tests import cases
 
 
@@ -35,7 +35,7 @@ def save(folder, name="ladder", **mesh):
     state = train.initial_state(definition, config=RECIPE)
     state, _ = train.train_step(definition, config=RECIPE)(state, cases.tokens((4, 9)))
     store = Store(folder, config=RunConfig(model=definition.config, train=RECIPE))
-    store.save(1, params=state.params, optimizer=optimizer.to_dict(state.optimizer))
+    store.save(1, params=state.params, optimizer=optimizer_to_dict(state.optimizer))
     store.close()
     return definition, jax.tree.map(np.asarray, state.params)
 
@@ -75,7 +75,7 @@ def test_restored_on_another_mesh(saved, mesh):
     )
     assert cases.error(here, there) < 2 * cases.bound(definition.config)
     state = train.initial_state(definition, config=RECIPE)
-    moments = checkpoint.optimizer(optimizer.to_dict(state.optimizer))
+    moments = checkpoint.optimizer(optimizer_to_dict(state.optimizer))
     assert int(moments["count"]) == 1 and np.asarray(moments["mu"]["layers"]["mlp"]["up"]).any()
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ladder_jax import decode, nn, parallel
+from ladder_jax import decode, parallel
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import cache, chunks, generate, weights
+from ladder_jax.decode import cache, steps, weights
 from ladder_jax.nn import kernels, splash
-from tests import cases
+from tests import cases, covering
 
 CAPACITY = 1100  # positions, no multiple of the kernels' blocks
 
@@ -71,27 +71,17 @@ def test_the_splash_kernel_of_a_traced_start_lowers_for_tpus():
 
 LENGTHS = np.array([1, 4, 10, 7], np.int32)
 MESHES = [(1, 1), (1, 4), (1, 8), (2, 4)]  # over 8 ranks, two share each of the 4 key/value heads
+CASES = covering.rows(cases.TOPOLOGIES, MESHES, Loop, pairs=[(1, 2)], even=[1])
 
 
-@pytest.mark.parametrize("loop", Loop)
-@pytest.mark.parametrize("name", cases.TOPOLOGIES)
-def test_chunks_equal_one_pass(name, loop):
-    """Each topology on two of the meshes; a chunk that does not divide the length, ends in every chunk."""
-    which = list(cases.TOPOLOGIES).index(name) + 2 * (loop is Loop.SCAN)
-    check_chunks(name, MESHES[which % 4], loop)
-
-
-@pytest.mark.parametrize("mesh", [(1, 1), (1, 8)], ids=str)
-def test_chunks_equal_one_pass_on_the_other_meshes(mesh):
-    check_chunks("ladder", mesh, Loop.UNROLLED)
-
-
-def check_chunks(name, mesh, loop):
+@pytest.mark.parametrize("name, mesh, loop", CASES)
+def test_chunks_equal_one_pass(name, mesh, loop):
+    """A chunk that does not divide the length; prompts that end in every chunk."""
     emulated = mesh == (1, 1) and name in cases.DEPEND_ON_RANKS
     definition = cases.define(name, data=mesh[0], tensor=mesh[1], ranks=4 if emulated else None)
     params = cases.place(cases.parameters(definition), definition)
     tokens, rows = cases.tokens(), np.arange(4)
-    full = np.asarray(nn.compiled_logits(definition)(params, tokens))
+    full = cases.dense_logits(name, 4 if emulated else mesh[1])
     prompts = np.where(np.arange(10)[None] < LENGTHS[:, None], tokens, 99)
     stored = weights.prepare(definition, params, loop=loop)
     logits, _ = decode.prefill_in_chunks(definition, stored, prompts, LENGTHS, capacity=12, chunk=4, loop=loop)
@@ -99,9 +89,9 @@ def check_chunks(name, mesh, loop):
 
 
 def test_blocks_cover_a_prompt_and_stay_inside_it():
-    assert chunks.starts(8, chunk=4) == [0, 4]
-    assert chunks.starts(10, chunk=4) == [0, 4, 6]
-    assert chunks.starts(9, chunk=8) == [0, 1]
+    assert steps.chunk_starts(8, chunk=4) == [0, 4]
+    assert steps.chunk_starts(10, chunk=4) == [0, 4, 6]
+    assert steps.chunk_starts(9, chunk=8) == [0, 1]
 
 
 def test_a_cache_without_room():
@@ -152,9 +142,15 @@ def test_one_program_reads_prompts_of_any_length():
         jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pytest.mark.parametrize("length, rounded", [(1, 32), (32, 32), (33, 64), (500, 512), (513, 576), (32_000, 32_768)])
-def test_lengths_are_rounded_to_few(length, rounded):
-    assert generate._round_up(length) == rounded
+@pytest.mark.parametrize("length, padded", [(1, 32), (32, 32), (33, 64), (500, 512), (513, 1024), (32_000, 32_768)])
+def test_prompts_are_padded_to_few_lengths(length, padded):
+    assert cache.padded_length(length, positions=10**6) == padded
+    assert cache.padded_length(length, positions=length + 7) == min(padded, length + 7)
+
+
+@pytest.mark.parametrize("tokens, chunk, positions", [(1, 16, 32), (16, 16, 32), (17, 16, 64), (1000, 5, 1024)])
+def test_caches_have_room_for_the_last_chunk(tokens, chunk, positions):
+    assert cache.positions_for(tokens, chunk=chunk) == positions
 
 
 def program(definition, *, chunk, capacity):

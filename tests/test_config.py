@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from ladder_jax import config, parallel
-from ladder_jax.config import presets
 from ladder_jax.errors import UserError
 
 
-@pytest.mark.parametrize("name", presets.NAMES)
+@pytest.mark.parametrize("name", config.PRESETS)
 def test_presets_survive_being_written_down(name):
     loaded = config.load(name)
     assert loaded.run.name == name

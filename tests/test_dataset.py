@@ -119,21 +119,21 @@ import sys, jax, numpy as np
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), initialization_timeout=60)
 from ladder_jax.config import DataConfig, TrainConfig
 from ladder_jax.data import dataset
-from ladder_jax.data.batches import Batches
-from ladder_jax.train.feed import Feed
+from ladder_jax.data.batches import Batches, DataLoader
 from jax.sharding import NamedSharding, PartitionSpec as P
 recipe = TrainConfig(batch=4, sequence=16, seed=3)
 data = dataset.load(DataConfig(path=sys.argv[3]), train=recipe, vocab_size=256)
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-feed, whole = Feed(data, config=recipe, sharding=NamedSharding(mesh, P("data"))), Batches(data.training, 4)[5]
+whole = Batches(data.training, 4)[5]
+loader = DataLoader(data.training, config=recipe, sharding=NamedSharding(mesh, P("data")))
 asked = []
 rows = data.training
 class Asked:
     def __getitem__(self, index):
         asked.append(index)
         return rows[index]
-object.__setattr__(feed._batches, "rows", Asked())
-batch = feed[5]
+object.__setattr__(loader._batches, "rows", Asked())
+batch = loader[5]
 assert batch.tokens.shape == (4, 17) and not batch.tokens.is_fully_addressable
 for array, expected in ((batch.tokens, whole.tokens), (batch.segments, whole.segments)):
     for shard in array.addressable_shards:

@@ -1,6 +1,7 @@
-"""Prefill, decode, sampling and generation against the full forward pass and NumPy."""
+"""Prefill, decode, sampling and generation against the reference, the full forward pass and NumPy."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Launch, Loop
-from ladder_jax.decode import generate, steps, weights, winner
+from ladder_jax.decode import generate, sampling, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import explicit
 from tests import cases, covering, one_step
@@ -16,7 +17,13 @@ from tests import cases, covering, one_step
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 NEW = 3
 MESHES = ((2, 4), (1, 8), (1, 1))  # data x tensor
-CASES = covering.rows(cases.TOPOLOGIES, MESHES, Loop, pairs=[(0, 1), (0, 2), (1, 2)])
+CASES = covering.marked(
+    itertools.product(cases.TOPOLOGIES, MESHES, Loop),
+    chosen=[
+        *covering.array(cases.TOPOLOGIES, MESHES[:2], Loop, pairs=[(0, 2), (1, 2)], even=[1]),
+        *covering.array(cases.DEPEND_ON_RANKS, MESHES[2:], Loop, pairs=[(0, 1), (1, 2)]),
+    ],
+)
 
 
 @pytest.mark.parametrize("name, mesh, loop", CASES)
@@ -28,7 +35,7 @@ def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
     definition = cases.define(name, data=mesh[0], tensor=mesh[1], ranks=4 if emulated else None)
     params = cases.place(cases.parameters(definition), definition)
     tokens, rows = cases.tokens(), np.arange(4)
-    full = np.asarray(nn.compiled_logits(definition)(params, tokens))
+    full = cases.dense_logits(name, 4 if emulated else mesh[1])
     prompts = np.where(np.arange(8)[None] < LENGTHS[:, None], tokens[:, :8], 99)
 
     stored = weights.prepare(definition, params, loop=loop)
@@ -63,13 +70,12 @@ def generator(name="ladder", **mesh):
 PROMPTS = [[1, 2, 3], [200], list(range(40))]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_same_seed_gives_the_same_tokens_on_every_mesh(temperature):
+@pytest.mark.parametrize("data, temperature", covering.rows([1, 2], [0.0, 1.0], pairs=[], even=[0, 1]))
+def test_the_same_seed_gives_the_same_tokens_on_every_mesh(data, temperature):
     config = DecodeConfig(max_new_tokens=20, temperature=temperature, seed=5)
     expected = generator().tokens(PROMPTS, config=config)
     assert expected.shape == (3, 20) and expected.max() < 251
-    for mesh in (dict(tensor=4), dict(data=2, tensor=4)):
-        np.testing.assert_array_equal(generator(**mesh).tokens(PROMPTS, config=config), expected)
+    np.testing.assert_array_equal(generator(data=data, tensor=4).tokens(PROMPTS, config=config), expected)
     if temperature:
         other = dataclasses.replace(config, seed=6)
         assert not np.array_equal(generator().tokens(PROMPTS, config=other), expected)
@@ -120,7 +126,7 @@ def test_argmax_takes_the_first_of_equals():
     axes = definition.layout.tensor
     from ladder_jax.parallel import on_mesh
 
-    pick = on_mesh(lambda s: winner.argmax(s, axes=axes), layout=definition.layout, in_dims=("BV",), out_dims="B")
+    pick = on_mesh(lambda s: sampling.argmax(s, axes=axes), layout=definition.layout, in_dims=("BV",), out_dims="B")
     np.testing.assert_array_equal(jax.jit(pick)(scores), [3, 900, 0])
 
 

@@ -12,11 +12,14 @@ import subprocess
 import sys
 import urllib.parse
 
+import numpy as np
 import pytest
 import yaml
+from flax import nnx
 
 import ladder_jax
 from ladder_jax import cli
+from tests import cases
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -54,6 +57,45 @@ def test_examples_print_what_stands_there(path):
 def test_snippets_run(page):
     for block in blocks(DOCS / page, "python"):
         exec(compile(block, page, "exec"), {})  # noqa: S102
+
+
+def test_your_own_model_trains():
+    """The page's NNX model, and its Linen one; what the audit says of the first is in the test below."""
+    *nnx_blocks, _, linen = blocks(DOCS / "guides/your_model.md", "python")
+    scope = {}
+    for block in nnx_blocks:
+        exec(compile(block, "your_model.md", "exec"), scope)  # noqa: S102
+    assert scope["losses"] == sorted(scope["losses"], reverse=True) and scope["losses"][-1] < 0.8 * scope["losses"][0]
+    exec(compile(linen, "your_model.md", "exec"), {})  # noqa: S102
+
+
+def test_your_own_model_as_a_standard_is_the_plain_one():
+    """With the plain model's values, on a mesh and on one device: only the topology makes the difference."""
+    import jax
+
+    plain_and_ladder = blocks(DOCS / "guides/your_model.md", "python")[:3]
+    scope = {}
+    exec(compile("".join(plain_and_ladder).replace('"ladder", num', '"standard", num'), "page", "exec"), scope)  # noqa: S102
+    plain, alone = scope["Plain"](rngs=nnx.Rngs(1)), scope["Ladder"](rngs=nnx.Rngs(0), axes=())
+    stacked = jax.tree.map(lambda *layers: np.stack(layers), *(nnx.state(block) for block in plain.blocks))
+    nnx.update(alone, {"embed": nnx.state(plain.embed), "norm": nnx.state(plain.norm), "blocks": {"layers": stacked}})
+    split = scope["Ladder"](rngs=nnx.Rngs(0))
+    nnx.update(split, nnx.state(alone))
+    _, params, forward = scope["parts"](scope["mesh"], split)
+    tokens = np.arange(32).reshape(4, 8)
+    expected = plain(tokens)
+    bound = cases.bound(cases.model(d_model=64, d_ff=128))
+    assert cases.error(alone(tokens), expected) < bound and cases.error(forward(params, tokens), expected) < bound
+
+
+@pytest.mark.audit
+def test_your_own_model_hides_its_all_reduces():
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
+    code = "".join(blocks(DOCS / "guides/your_model.md", "python")[:5])
+    command = [sys.executable, "-c", code]
+    environment = {**plain, "JAX_NUM_CPU_DEVICES": "8"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines()[-1] == "8 of 9", done.stderr[-2000:]
 
 
 def test_the_snippet_that_serves(capsys):
@@ -145,7 +187,7 @@ def test_docstrings_become_restructured_text():
 
 
 def test_shapes_that_the_format_names():
-    definition = ladder_jax.Transformer(ladder_jax.preset("tiny")).definition
+    definition = ladder_jax.Transformer(ladder_jax.preset("tiny"), rngs=nnx.Rngs(0)).definition
     text, sizes = " ".join((DOCS / "checkpoints.md").read_text().split()), {}
     for path, dims in re.findall(r"`([\w/]+)` \[(\w(?:, \w)*)\]", text):
         array = definition.abstract

@@ -8,7 +8,7 @@ import pytest
 
 from ladder_jax import files
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.parallel import cache as jax_cache
+from ladder_jax.parallel import use_compilation_cache
 
 
 def write(path):
@@ -117,7 +117,7 @@ def test_no_cache(why, tmp_path, monkeypatch):
     assert files.cache_folder("x") is None
     monkeypatch.setattr(jax.config, "update", None)  # not called
     before = jax.config.jax_compilation_cache_dir
-    jax_cache.use_compilation_cache()
+    use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == before
     with files.cache("x") as folder:
         (folder / "kept").touch()

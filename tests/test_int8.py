@@ -111,7 +111,7 @@ def test_a_looked_up_row_loses_at_most_half_a_step():
 @pytest.mark.parametrize("loop", Loop)
 def test_every_mesh_has_the_same_bits(loop, monkeypatch):
     """Also of the matrices that tensor parallelism splits along what is summed, whose scales span all ranks."""
-    monkeypatch.setattr(weights, "faster_joined", lambda _: False)  # joined matrices are in the ranks' order
+    monkeypatch.setattr(weights, "faster_fused", lambda _: False)  # joined matrices are in the ranks' order
     made = []
     for mesh in (dict(), dict(data=2, tensor=4), dict(tensor=8)):
         definition = cases.define("ladder", **mesh)
@@ -152,12 +152,12 @@ def stepped(definition, params, *, loop, quantize=INT8):
 
 @pytest.mark.parametrize("name", cases.TOPOLOGIES)
 def test_every_topology_computes_with_the_numbers_as_they_are(name):
-    """Against a full pass over the dense float32 matrices that the whole numbers stand for."""
+    """Against the reference on the dense matrices that the whole numbers stand for."""
     loop = list(Loop)[list(cases.TOPOLOGIES).index(name) % 2]
     definition = cases.define(name, tensor=4)
     params = cases.parameters(definition)
-    wide = cases.place(jax.tree.map(np.float32, dense(definition, params)), definition)
-    full = np.asarray(nn.compiled_logits(definition)(wide, cases.tokens()))
+    shape = cases.shape(name, definition.config, ranks=4)
+    full = reference.evaluate(reference.logits, dense(definition, params), cases.tokens(), shape)
     expected = full[:, :3].swapaxes(0, 1)
     assert cases.error(stepped(definition, params, loop=loop), expected) < 2 * cases.bound(definition.config)
 
@@ -280,7 +280,7 @@ def test_the_audit_knows_of_it():
 
 def test_params_are_those_of_the_model(monkeypatch):
     """The stored names stay: only leaves are replaced."""
-    monkeypatch.setattr(weights, "faster_joined", lambda _: False)
+    monkeypatch.setattr(weights, "faster_fused", lambda _: False)
     definition = cases.define("ladder", biases=Biases.ALL, qk_norm=True)
     of = weights.dims(definition, loop=Loop.SCAN, quantize=INT8)
     leaves = jax.tree.leaves_with_path(of, is_leaf=lambda leaf: isinstance(leaf, Int8))

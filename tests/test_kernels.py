@@ -86,7 +86,7 @@ def test_the_paged_kernel_attends_to_each_rows_length_only(heads, kv_heads):
         for x in cached:
             x[row, :, length:] = 1e4
     mesh = parallel.make_mesh()
-    local = jax.shard_map(paged.decode, mesh=mesh, in_specs=P(), out_specs=P())
+    local = jax.shard_map(functools.partial(paged.decode, page=kernels.PAGE), mesh=mesh, in_specs=P(), out_specs=P())
     with pltpu.force_tpu_interpret_mode():
         out = np.asarray(jax.jit(local)(query[:, -1:], *cached, lengths))
     for row, length in enumerate(lengths):

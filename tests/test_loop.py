@@ -16,9 +16,10 @@ import pytest
 from ladder_jax import config, nn, parallel, train
 from ladder_jax import progress as progresses
 from ladder_jax.config import TrainConfig
+from ladder_jax.data import batches
 from ladder_jax.errors import UserError
-from ladder_jax.nn import flops
-from ladder_jax.train import ahead, goodput, metrics, mfu, signals, trackers
+from ladder_jax.nn import attention_flops
+from ladder_jax.train import metrics, signals, timing
 from ladder_jax.train import step as steps
 from tests import cases
 
@@ -116,7 +117,7 @@ def test_tensorboard_holds_what_the_log_holds(finished):
 
 
 def test_tensorboard_has_no_step_twice_after_a_return(tmp_path):
-    board = trackers.TensorBoard(tmp_path / "tensorboard")
+    board = metrics.TensorBoard(tmp_path / "tensorboard")
     log = metrics.Metrics(tmp_path, step=0, trackers=[board], say=print)
     for step in (1, 2, 3):
         log.add({"step": step, "loss": step / 2})
@@ -124,7 +125,7 @@ def test_tensorboard_has_no_step_twice_after_a_return(tmp_path):
     log.add({"step": 2, "loss": float("nan"), "event": "batch left out"})
     log.add({"step": 3, "loss": 7.0})
     log.close()
-    again = metrics.Metrics(tmp_path, step=2, trackers=[trackers.TensorBoard(tmp_path / "tensorboard")], say=print)
+    again = metrics.Metrics(tmp_path, step=2, trackers=[metrics.TensorBoard(tmp_path / "tensorboard")], say=print)
     again.add({"step": 3, "loss": 8.0})
     again.close()
     assert events(tmp_path) == [(1, "loss", 0.5), (3, "loss", 8.0)]
@@ -170,12 +171,12 @@ def test_what_is_lost_to_restarts(monkeypatch):
     """A clock that moves only here. 10 s of steps with 2 s of saving in it; 5 s made in vain; 100 s down."""
     clock = types.SimpleNamespace(now=0.0)
     fake = types.SimpleNamespace(time=lambda: 1000 + clock.now, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(goodput, "time", fake)
+    monkeypatch.setattr(timing, "time", fake)
 
     def passes(seconds):
         clock.now += seconds
 
-    account = goodput.Account()
+    account = timing.TimeAccount()
     passes(3)
     with account.time("steps"):
         passes(8)
@@ -186,7 +187,7 @@ def test_what_is_lost_to_restarts(monkeypatch):
     seconds = account.summary()["seconds"]
     assert (seconds["start"], seconds["steps"], seconds["saving"]) == (3, 13, 2)
     passes(100)
-    resumed = goodput.Account()
+    resumed = timing.TimeAccount()
     passes(1)
     resumed.go_back(saved, restarts=1)
     with resumed.time("steps"):
@@ -196,7 +197,7 @@ def test_what_is_lost_to_restarts(monkeypatch):
         "steps": 12, "data": 0, "evaluation": 0, "saving": 2, "compile": 0, "start": 3, "lost": 106,
     }  # fmt: skip
     assert (summary["wall_seconds"], summary["restarts"]) == (123, 1)
-    assert goodput.as_text(summary) == (
+    assert timing.goodput_text(summary) == (
         "goodput 9.8% of 123 s, 1 restart: steps 9.8%, saving 1.6%, starting 2.4%, lost to restarts 86.2%"
     )
 
@@ -206,8 +207,8 @@ def test_flops_a_token():
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
     expected = 3 * (2 * (4 * layer + 251 * 32) + 2 * 4 * 8 * 4 * 11)
     for changes in (dict(), dict(tensor=8), dict(biases=config.Biases.ALL, qk_norm=True), dict(tie_embeddings=True)):
-        assert mfu.flops_a_token(cases.define("ladder", **changes), length=10) == expected
-    assert flops.attention(cases.model(), rows=3, length=1, heads=8) == 3 * 8 * 4 * 4 * 4  # one position, itself
+        assert timing.flops_a_token(cases.define("ladder", **changes), length=10) == expected
+    assert attention_flops(cases.model(), rows=3, length=1, heads=8) == 3 * 8 * 4 * 4 * 4  # one position, itself
 
 
 def test_flops_agree_with_the_compiler():
@@ -217,20 +218,20 @@ def test_flops_agree_with_the_compiler():
     example = jax.ShapeDtypeStruct((2, 33), np.int32, sharding=definition.layout.sharding("BT"))
     gradients = jax.jit(train.loss_and_gradients(definition, loop=recipe.loop))
     counted = gradients.lower(definition.abstract, example).compile().cost_analysis()["flops"]
-    assert mfu.flops_a_token(definition, length=32) * 64 == pytest.approx(counted, rel=0.15)
+    assert timing.flops_a_token(definition, length=32) * 64 == pytest.approx(counted, rel=0.15)
 
 
 def test_peaks():
-    assert mfu.peak_of("NVIDIA H100 80GB HBM3") == 989e12 and mfu.peak_of("NVIDIA H100 PCIe") == 756e12
-    assert mfu.peak_of("TPU v5 lite") == 197e12 and mfu.peak_of("TPU v5p") == mfu.peak_of("TPU v5") == 459e12
-    assert mfu.peak_of("TPU v6 lite") == 918e12 and mfu.peak_of("NVIDIA GeForce GTX 285") is None
+    assert timing.peak_of("NVIDIA H100 80GB HBM3") == 989e12 and timing.peak_of("NVIDIA H100 PCIe") == 756e12
+    assert timing.peak_of("TPU v5 lite") == 197e12 and timing.peak_of("TPU v5p") == timing.peak_of("TPU v5") == 459e12
+    assert timing.peak_of("TPU v6 lite") == 918e12 and timing.peak_of("NVIDIA GeForce GTX 285") is None
 
 
 def test_mfu_is_shown_with_its_formula(finished):
     directory, said = finished
     (formula,) = [line for line in said if line.startswith("MFU")]
     settings = config.load("tiny", overrides=TINY)
-    work = mfu.flops_a_token(nn.define(settings.model, mesh=parallel.make_mesh(tensor=2)), length=32)
+    work = timing.flops_a_token(nn.define(settings.model, mesh=parallel.make_mesh(tensor=2)), length=32)
     assert f"tokens/s x {work:.4g} FLOPs a token / (2 x 0.001 TFLOP/s, train.peak_tflops)" in formula
     for row in metrics.read(directory):
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * work / 2e9)
@@ -272,14 +273,14 @@ def test_the_compilation_cache_is_on_unless_the_user_decides(tmp_path):
 
 def test_no_handler_stays_and_none_is_set_in_a_thread():
     before = signal.getsignal(signal.SIGTERM)
-    with signals.caught() as asked:
-        assert signal.getsignal(signal.SIGTERM) is not before and not asked.at(3) and not asked.now
+    with signals.caught() as stop:
+        assert signal.getsignal(signal.SIGTERM) is not before and not stop.after(3) and not stop.interrupts
     assert signal.getsignal(signal.SIGTERM) is before
     found = []
 
     def thread():
-        with signals.caught() as asked:
-            found.append((signal.getsignal(signal.SIGTERM), asked.at(1)))
+        with signals.caught() as stop:
+            found.append((signal.getsignal(signal.SIGTERM), stop.after(1)))
 
     worker = threading.Thread(target=thread)
     worker.start()
@@ -297,7 +298,7 @@ def test_read_ahead_raises_where_the_batch_is_asked_for():
                 raise OSError(5, "Input/output error")
             return np.full(2, int(index))
 
-    with ahead.read_ahead(Source().__getitem__, first=4, last=9) as read:
+    with batches.read_ahead(Source().__getitem__, first=4, last=9) as read:
         assert [next(read)[0] for _ in range(2)] == [4, 5]
         with pytest.raises(OSError, match="Input/output"):
             next(read)

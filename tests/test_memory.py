@@ -9,9 +9,8 @@ import pytest
 from ladder_jax import checkpoint, cli, nn
 from ladder_jax.checkpoint import Pieces, pieces
 from ladder_jax.config import DecodeConfig, Loop, Quantize
-from ladder_jax.decode import Engine, build, memory, weights
+from ladder_jax.decode import Engine, memory, steps, weights
 from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
-from ladder_jax.decode.engine.slots import Slots
 from ladder_jax.errors import UserError
 from tests import cases, starts
 
@@ -34,7 +33,7 @@ def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkey
     )
     form = dict(loop=Loop.UNROLLED, quantize=Quantize.NONE)
     kept = memory.shard_bytes(weights.abstract(definition, **form))
-    most = weights.starting(definition, **form)
+    most = weights.peak_bytes(definition, **form)
     cached = memory.cache_bytes(definition, rows=1, capacity=64)
     assert kept + cached < most == 4096 * 32 * 6  # the table in both
     monkeypatch.setattr(memory, "room", lambda *_, **__: most - 1)
@@ -63,20 +62,20 @@ def no_memory(*_, **__):
 @pytest.mark.parametrize(
     "what, where, error",
     [
-        (build, "_made", exhausted),
+        (weights, "_convert", exhausted),
         (pieces._Array, "begin", no_memory),
-        (Slots, "insert", no_memory),
-        (Slots, "decode", exhausted),
+        (steps, "prefill_chunks", no_memory),
+        (steps, "decode_many", lambda *_, **__: exhausted),
     ],
 )
 def test_memory_that_does_not_suffice_is_one_line(wide, tmp_path, what, where, error, monkeypatch, capsys):
-    """While loading, compiling or running; the same for each verb that has an engine."""
+    """While loading, compiling or running; the same for each verb that decodes."""
     monkeypatch.setattr(what, where, error)
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"question": "2 + 2 =", "answer": "#### 4"}) + "\n")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "a"}) + "\n")
-    said = "Out of memory allocating 9 bytes" if error is exhausted else "no more of it"
+    said = "Out of memory allocating 9 bytes" if error is not no_memory else "no more of it"
     for verb in (
         ["generate", "--prompt", "a", "--max-new-tokens", "3"],
         ["generate", "--prompts", prompts, "--out", tmp_path / "out", "--max-new-tokens", "3"],
@@ -94,7 +93,7 @@ def test_other_errors_stay_what_they_are(wide, monkeypatch):
     def broken(*_, **__):
         raise jax.errors.JaxRuntimeError("INTERNAL: no more of it")
 
-    monkeypatch.setattr(build, "_made", broken)
+    monkeypatch.setattr(weights, "_convert", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         cli.main(["generate", str(wide), "--prompt", "a", "--tensor", "1"])
 

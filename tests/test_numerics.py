@@ -1,4 +1,4 @@
-"""Every topology, mesh and loop form against the dense float64 reference: values and gradients."""
+"""Every topology, mesh and loop form against the dense float64 reference: values, gradients, and what communicates."""
 
 import functools
 import itertools
@@ -9,66 +9,70 @@ import pytest
 
 from ladder_jax import nn, train
 from ladder_jax.config import Biases, Loop, Remat, RopeScaling
-from tests import cases, covering, reference
+from ladder_jax.parallel.collectives import ENTER, LAUNCH
+from tests import cases, communication, covering, reference
 
-MESHES = ((1, 1), (1, 4), (2, 4))  # data x tensor
-FORWARD = covering.rows(cases.TOPOLOGIES, (1, 2, 4, 8), Loop, pairs=[(0, 1), (0, 2), (1, 2)])
-RECOMPUTED = ("standard", "ladder", "ladder-2", "ladder-fresh", "desync-2")
+FORWARD = covering.marked(
+    itertools.product(cases.TOPOLOGIES, (1, 2, 4, 8), Loop),
+    chosen=[
+        *covering.array(cases.TOPOLOGIES, (2, 4, 8), Loop, pairs=[(0, 2), (1, 2)], even=[1]),
+        *covering.array(["standard", "ladder"], [1], Loop, pairs=[(1, 2)]),
+    ],
+)
+ONE_DEVICE, MESHES = (1, 1), ((1, 4), (2, 4))  # data x tensor
+HYBRIDS = [name for name in cases.TOPOLOGIES if name.startswith("hybrid")]
 GRADIENTS = covering.marked(
     [
-        *itertools.product(cases.TOPOLOGIES, MESHES, Loop, [Remat.NONE]),
-        *itertools.product(RECOMPUTED, [(2, 4)], Loop, [Remat.FULL, Remat.SAVE_MATMULS]),
+        *itertools.product(cases.TOPOLOGIES, [ONE_DEVICE, *MESHES], Loop, [Remat.NONE]),
+        *itertools.product(communication.A_LAYER, [(2, 4)], Loop, Remat),
+        *itertools.product(HYBRIDS, [(2, 4)], [Loop.UNROLLED], [Remat.FULL]),
     ],
-    chosen=covering.array(cases.TOPOLOGIES, MESHES, Loop, Remat, pairs=[(0, 1), (0, 2), (1, 2), (0, 3)]),
+    chosen=[
+        *covering.array(
+            cases.TOPOLOGIES, MESHES, Loop, Remat, pairs=[(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)], even=[1]
+        ),
+        *covering.array(cases.TOPOLOGIES, [ONE_DEVICE], Loop, [Remat.NONE], pairs=[(1, 2)]),
+    ],
 )
 
 
-def dense_ranks(name: str, ranks: int) -> int:
-    """One reference serves all meshes where the function does not depend on the ranks."""
-    return ranks if cases.TOPOLOGIES[name][2] in ("fresh", "desync", "none") else 1
-
-
-def dense_logits(name: str, ranks: int) -> np.ndarray:
-    return _dense(name, dense_ranks(name, ranks), reference.logits)
-
-
-def dense_gradients(name: str, ranks: int):
-    return _dense(name, dense_ranks(name, ranks), reference.loss)
-
-
-@functools.cache
-def _dense(name: str, ranks: int, function):
-    definition = cases.define(name, tensor=ranks)
-    shape = cases.shape(name, definition.config, ranks=ranks)
-    params = cases.parameters(definition)
-    return reference.evaluate(function, params, cases.tokens(), shape, gradient=function is reference.loss)
-
-
-def logits(definition, *, loop, params=None):
-    params = cases.parameters(definition) if params is None else params
-    return np.asarray(nn.compiled_logits(definition, loop_form=loop)(cases.place(params, definition), cases.tokens()))
-
-
-def check_gradients(definition, *, loop, expected, remat=Remat.NONE):
+def logits(definition, *, loop):
+    """The logits, and the program's text."""
     params = cases.place(cases.parameters(definition), definition)
-    compute = jax.jit(train.loss_and_gradients(definition, loop=loop, remat=remat))
-    loss, grads = compute(params, cases.tokens())
+    program = nn.compiled_logits(definition, loop_form=loop).lower(params, cases.tokens()).compile()
+    return np.asarray(program(params, cases.tokens())), program.as_text()
+
+
+def check_gradients(definition, *, loop, expected, remat=Remat.NONE) -> str:
+    """The program's text."""
+    params = cases.place(cases.parameters(definition), definition)
+    step = jax.jit(train.loss_and_gradients(definition, loop=loop, remat=remat))
+    program = step.lower(params, cases.tokens()).compile()
+    loss, grads = program(params, cases.tokens())
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected[0]) < limit
     errors = jax.tree.map(cases.error_but_for_padding, grads, expected[1])
     assert max(jax.tree.leaves(errors)) < limit, errors
+    return program.as_text()
 
 
 @pytest.mark.parametrize("name, tensor, loop", FORWARD)
 def test_forward(name, tensor, loop):
+    """The logits; and that the program has each topology's all-reduces, one by one."""
     definition = cases.define(name, tensor=tensor)
-    assert cases.error(logits(definition, loop=loop), dense_logits(name, tensor)) < cases.bound(definition.config)
+    found, text = logits(definition, loop=loop)
+    assert cases.error(found, cases.dense_logits(name, tensor)) < cases.bound(definition.config)
+    if tensor > 1:
+        communication.check(text, name=name, loop=loop)
 
 
 @pytest.mark.parametrize("name, mesh, loop, remat", GRADIENTS)
 def test_gradients(name, mesh, loop, remat):
+    """Loss and gradients; and that the program has each topology's all-reduces in both directions, one by one."""
     definition = cases.define(name, data=mesh[0], tensor=mesh[1])
-    check_gradients(definition, loop=loop, remat=remat, expected=dense_gradients(name, mesh[1]))
+    text = check_gradients(definition, loop=loop, remat=remat, expected=cases.dense_gradients(name, mesh[1]))
+    if mesh != ONE_DEVICE:
+        communication.check(text, name=name, loop=loop, directions=(LAUNCH, ENTER))
 
 
 @pytest.mark.parametrize("name", cases.DEPEND_ON_RANKS)
@@ -76,9 +80,10 @@ def test_one_device_emulates_the_ranks(name):
     definition = cases.define(name, tensor=1, ranks=4)
     limit = cases.bound(definition.config)
     for loop in Loop:
-        assert cases.error(logits(definition, loop=loop), dense_logits(name, 4)) < limit
-    assert cases.error(logits(definition, loop=Loop.SCAN), dense_logits(name, 2)) > 100 * limit
-    check_gradients(definition, loop=Loop.SCAN, expected=dense_gradients(name, 4))
+        found, _ = logits(definition, loop=loop)
+        assert cases.error(found, cases.dense_logits(name, 4)) < limit
+    assert cases.error(found, cases.dense_logits(name, 2)) > 100 * limit
+    check_gradients(definition, loop=Loop.SCAN, expected=cases.dense_gradients(name, 4))
 
 
 def test_the_bound_tells_topologies_apart():
@@ -87,34 +92,32 @@ def test_the_bound_tells_topologies_apart():
     names = [name for name in cases.TOPOLOGIES if name != "parallel-shared-norm"]  # other parameters
     for index, a in enumerate(names):
         for b in names[:index]:
-            assert cases.error(dense_logits(a, 4), dense_logits(b, 4)) > 100 * limit, (a, b)
+            assert cases.error(cases.dense_logits(a, 4), cases.dense_logits(b, 4)) > 100 * limit, (a, b)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(tie_embeddings=True),
-        dict(biases=Biases.QKV),
-        dict(biases=Biases.ALL),
-        dict(qk_norm=True),
-        dict(num_kv_heads=1),
-        dict(num_kv_heads=8),
-        dict(num_kv_heads=2, head_dim=6),
-        dict(rope_theta=500_000.0, rope_scaling=RopeScaling(factor=8.0, original_context=16)),
-        dict(vocab_size=1000),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("tensor", [1, 8])
-def test_llama_family(changes, tensor):
+FAMILY = {
+    "tied": dict(tie_embeddings=True),
+    "qkv-biases": dict(biases=Biases.QKV),
+    "biases": dict(biases=Biases.ALL),
+    "qk-norm": dict(qk_norm=True),
+    "1-kv-head": dict(num_kv_heads=1),
+    "8-kv-heads": dict(num_kv_heads=8),
+    "head-of-6": dict(num_kv_heads=2, head_dim=6),
+    "rope-scaling": dict(rope_theta=500_000.0, rope_scaling=RopeScaling(factor=8.0, original_context=16)),
+    "vocabulary-of-1000": dict(vocab_size=1000),
+}
+
+
+@pytest.mark.parametrize("member, tensor", covering.rows(FAMILY, [8, 1], pairs=[]))
+def test_llama_family(member, tensor):
     """Everything that members of the family differ in, over more ranks than key/value heads too."""
-    definition = cases.define("ladder", tensor=tensor, **changes)
-    check_gradients(definition, loop=Loop.SCAN, expected=_family(tuple(changes.items())))
+    definition = cases.define("ladder", tensor=tensor, **FAMILY[member])
+    check_gradients(definition, loop=Loop.SCAN, expected=_family(member))
 
 
 @functools.cache
-def _family(changes: tuple):
-    definition = cases.define("ladder", **dict(changes))
+def _family(member: str):
+    definition = cases.define("ladder", **FAMILY[member])
     shape = cases.shape("ladder", definition.config, ranks=1)
     return reference.evaluate(reference.loss, cases.parameters(definition), cases.tokens(), shape, gradient=True)
 
@@ -150,4 +153,4 @@ def test_bfloat16_stays_close_to_float32():
 
     definition = cases.define("ladder", tensor=4, dtype=Dtype.BFLOAT16)
     limit = 4 * (2 * definition.config.num_layers + 2) * 2.0**-9
-    assert limit > cases.error(logits(definition, loop=Loop.SCAN), dense_logits("ladder", 4)) > 2.0**-10
+    assert limit > cases.error(logits(definition, loop=Loop.SCAN)[0], cases.dense_logits("ladder", 4)) > 2.0**-10

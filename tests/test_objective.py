@@ -12,9 +12,9 @@ from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.data.batch import Batch
 from ladder_jax.errors import UserError
 from ladder_jax.nn.low_rank import LowRank
-from ladder_jax.retrain import Plan, conversion, of_run
+from ladder_jax.retrain import Retraining, Sources, conversion, of_sources
 from ladder_jax.train import step as steps
-from ladder_jax.train.gradients import Terms, planned
+from ladder_jax.train.gradients import task_gradients
 from tests import cases, reference
 
 TWO = dict(num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16, vocab_size=61)
@@ -38,12 +38,14 @@ def shape(definition, kind, layers=None):
     return reference.Shape(model.num_layers, model.num_heads, model.num_kv_heads, model.vocab_size, kind, 1, layers)
 
 
-def compute(plan, params, tokens=TOKENS, *, trained=None, late=None, chunk=2048, accumulate=1):
+def compute(plan, params, tokens=TOKENS, *, trained=None, ladder_fraction=None, chunk=2048, accumulate=1):
     """((loss, terms), gradients) of a plan's weights, with what trained and was fixed."""
     mine, fixed = plan.split(cases.place(params, plan.definition))
     mine = mine if trained is None else jax.device_put(trained, jax.tree.map(lambda a: a.sharding, plan.abstract))
-    function = planned(plan, terms=Terms(chunk=chunk), accumulate=accumulate)
-    return jax.jit(function)(mine, fixed, tokens, {} if late is None else {"late": late}), fixed
+    function = task_gradients(plan, config=TrainConfig(loss_chunk=chunk, accumulate=accumulate))
+    return jax.jit(function)(
+        mine, fixed, tokens, {} if ladder_fraction is None else {"ladder_fraction": ladder_fraction}
+    ), fixed
 
 
 def dense_distillation(definition, teacher, weights):
@@ -89,7 +91,7 @@ def test_distillation_is_the_dense_one(mesh, dense):
     params, trained, learnt, expected, wanted = dense
     definition = define(**mesh)
     distill = DistillConfig(START, alpha=ALPHA, temperature=TAU, hidden_weight=HIDDEN, hidden_every=2)
-    plan = Plan(definition, 1, distill=distill, teacher=original(definition))
+    plan = Retraining(definition, 1, distill=distill, teacher=original(definition))
     batch, padded = Batch(TOKENS, np.ones_like(TOKENS), learnt), cases.parameters(definition)
     trained = {**trained, "head": cases.parameters(definition, seed=5)["head"]}
     ((loss, terms), grads), fixed = compute(plan, padded, batch, trained=trained, chunk=8)
@@ -100,12 +102,12 @@ def test_distillation_is_the_dense_one(mesh, dense):
     worst = jax.tree.map(cases.error, grads, {name: wanted[name] for name in grads})
     assert max(jax.tree.leaves(worst)) < limit, worst
     # What is shared lies there once: the teacher holds no more than what trains.
-    assert set(fixed.frozen) == {"embedding", "lower"} and set(fixed.teacher) == set(trained)
+    assert set(fixed["model"]) == {"embedding", "lower"} and set(fixed["teacher"]) == set(trained)
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing():
     definition = original(define())
-    plan = Plan(definition, distill=DistillConfig(START, hidden_weight=1.0), teacher=definition)
+    plan = Retraining(definition, distill=DistillConfig(START, hidden_weight=1.0), teacher=definition)
     ((loss, terms), grads), _ = compute(plan, cases.parameters(definition))
     limit = cases.bound(definition.config, passes=2)
     assert abs(float(loss)) < limit and float(terms["cross_entropy"]) > 1
@@ -116,7 +118,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing():
 def low_rank():
     """A plan with factors that do something, their gradients, and the model that they are merged into."""
     definition = define(fsdp=2)
-    plan = Plan(definition, 1, LoraConfig(rank=2, alpha=4.0))
+    plan = Retraining(definition, 1, LoraConfig(rank=2, alpha=4.0))
     rng = np.random.default_rng(3)
     factors = jax.tree.map(lambda a: 0.3 * rng.standard_normal(a.shape, np.float32), plan.abstract)
     params = cases.parameters(definition)
@@ -128,7 +130,7 @@ def test_merged_low_rank_factors_equal_unmerged(low_rank):
     """And their gradients are the chain rule's of the merged matrices' in float64."""
     plan, params, factors, fixed, loss, grads = low_rank
     placed = jax.device_put(factors, jax.tree.map(lambda a: a.sharding, plan.abstract))
-    merged = jax.tree.map(np.asarray, plan.exported(placed, fixed.frozen))
+    merged = jax.tree.map(np.asarray, plan.exported(placed, fixed))
     changed = jax.tree.map(lambda a, b: bool((a != b).any(axis=tuple(range(1, a.ndim))).any()), merged, params)
     assert not any(jax.tree.leaves({**changed, "layers": 0})) and changed["layers"]["mlp"]["down"]
     assert not (merged["layers"]["mlp"]["down"][0] != params["layers"]["mlp"]["down"][0]).any()  # a frozen layer
@@ -150,12 +152,12 @@ def test_merged_low_rank_factors_equal_unmerged(low_rank):
 
 def test_what_is_frozen_has_no_optimizer_state(low_rank):
     plan, *_ = low_rank
-    state = steps.abstract_state(plan.definition, config=TrainConfig(), plan=plan)
+    state = steps.abstract_state(plan.definition, config=TrainConfig(), task=plan)
     assert set(state.params) == {"adapters"}
     sizes = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     assert sizes(state.optimizer) == 2 * sizes(plan.abstract) + 1
     frozen = dataclasses.replace(plan, lora=LoraConfig())
-    state = steps.abstract_state(plan.definition, config=TrainConfig(), plan=frozen)
+    state = steps.abstract_state(plan.definition, config=TrainConfig(), task=frozen)
     assert set(state.params) == {"layers", "final_norm", "head"}
     assert {leaf.shape[0] for leaf in jax.tree.leaves(state.params["layers"])} == {1}
     assert sizes(state.optimizer) == 2 * sizes(frozen.abstract) + 1
@@ -165,10 +167,16 @@ def test_what_is_frozen_has_no_optimizer_state(low_rank):
 def turning():
     definition = define("all")
     params = cases.parameters(definition)
-    plan = Plan(definition, conversion=ConversionConfig(steps=4))
+    plan = Retraining(definition, conversion=ConversionConfig(steps=4))
     mine, fixed = plan.split(cases.place(params, definition))
-    function = jax.jit(planned(plan))
-    return definition, params, lambda late: function(mine, fixed, TOKENS, {"late": jnp.asarray(late, jnp.float32)})
+    function = jax.jit(task_gradients(plan, config=TrainConfig()))
+    return (
+        definition,
+        params,
+        lambda ladder_fraction: function(
+            mine, fixed, TOKENS, {"ladder_fraction": jnp.asarray(ladder_fraction, jnp.float32)}
+        ),
+    )
 
 
 def test_layers_between_standard_and_ladder(turning):
@@ -176,11 +184,11 @@ def test_layers_between_standard_and_ladder(turning):
     definition, params, function = turning
     of = shape(definition, "standard")
 
-    def loss(params, late):
+    def loss(params, ladder_fraction):
         h = lambda i, x: _sublayer(params, i, x, of)
         xs = [params["embedding"]["table"][TOKENS[:, :-1]]]
         for i in range(1, 5):
-            share = late[(i - 1) // 2]
+            share = ladder_fraction[(i - 1) // 2]
             xs.append(xs[-1] + h(i, (1 - share) * xs[-1] + share * xs[max(0, i - 2)]))
         x = reference.rms(xs[-1], params["final_norm"]["scale"], of.eps)
         scores = (x @ params["head"]["table"].T)[..., : of.vocab]
@@ -191,11 +199,16 @@ def test_layers_between_standard_and_ladder(turning):
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
         dense = jax.jit(jax.value_and_grad(loss))
-        expected = {late: dense(wide, jnp.asarray(late)) for late in ((0.0, 0.0), (0.25, 0.75), (0.0, 1.0), (1.0, 1.0))}
+        expected = {
+            ladder_fraction: dense(wide, jnp.asarray(ladder_fraction))
+            for ladder_fraction in ((0.0, 0.0), (0.25, 0.75), (0.0, 1.0), (1.0, 1.0))
+        }
         ends = [float(reference.loss(wide, TOKENS, shape(definition, kind))) for kind in ("standard", "ladder")]
-    assert [float(expected[late][0]) for late in ((0.0, 0.0), (1.0, 1.0))] == pytest.approx(ends, rel=1e-12)
-    for late, (wanted, slopes) in expected.items():
-        (found, _), grads = function(late)
+    assert [float(expected[ladder_fraction][0]) for ladder_fraction in ((0.0, 0.0), (1.0, 1.0))] == pytest.approx(
+        ends, rel=1e-12
+    )
+    for ladder_fraction, (wanted, slopes) in expected.items():
+        (found, _), grads = function(ladder_fraction)
         assert cases.error(found, wanted) < limit
         worst = jax.tree.map(cases.error, grads, slopes)
         assert max(jax.tree.leaves(worst)) < limit, worst
@@ -210,11 +223,16 @@ def _sublayer(params, i, x, of):
 
 def test_groups_turn_from_the_top():
     topology = cases.define("hybrid-last-2").topology  # layers 2 and 3 of 4 are ladder layers
-    late = lambda step, pace: np.asarray(
-        conversion.late(jnp.int32(step), topology=topology, config=ConversionConfig(8, 2, pace))
+    ladder_fraction = lambda step, pace: np.asarray(
+        conversion.ladder_fraction(jnp.int32(step), topology=topology, config=ConversionConfig(8, 2, pace))
     ).tolist()
-    assert [late(step, Pace.JUMP) for step in (0, 3, 4, 9)] == [[1, 1, 0, 1], [1, 1, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
-    assert [late(step, Pace.RAMP) for step in (0, 1, 4, 6, 8)] == [
+    assert [ladder_fraction(step, Pace.JUMP) for step in (0, 3, 4, 9)] == [
+        [1, 1, 0, 1],
+        [1, 1, 0, 1],
+        [1, 1, 1, 1],
+        [1, 1, 1, 1],
+    ]
+    assert [ladder_fraction(step, Pace.RAMP) for step in (0, 1, 4, 6, 8)] == [
         [1, 1, 0, 0], [1, 1, 0, 0.25], [1, 1, 0, 1], [1, 1, 0.5, 1], [1, 1, 1, 1],
     ]  # fmt: skip
 
@@ -222,13 +240,13 @@ def test_groups_turn_from_the_top():
 def test_no_layer_that_could_turn():
     for standard in (cases.define("standard"), cases.define("hybrid-last-2", ladder_layers="0")):
         with pytest.raises(UserError, match="conversion.steps=8 has no ladder layer to turn"):
-            conversion.late(jnp.int32(0), topology=standard.topology, config=ConversionConfig(8, 2))
+            conversion.ladder_fraction(jnp.int32(0), topology=standard.topology, config=ConversionConfig(8, 2))
 
 
 def test_a_fresh_ladder_emulated_on_one_device_is_taught():
     """The teacher computes on the emulated ranks, too; what is accumulated in parts is the same."""
     definition = cases.define("ladder-fresh", ranks=2, **TWO)
-    plan = Plan(definition, distill=DistillConfig(START), teacher=original(definition))
+    plan = Retraining(definition, distill=DistillConfig(START), teacher=original(definition))
     params = cases.parameters(definition)
     ((loss, _), grads), _ = compute(plan, params, accumulate=2)
     real = dataclasses.replace(plan, definition=cases.define("ladder-fresh", tensor=2, **TWO))
@@ -259,4 +277,4 @@ def test_a_teacher_that_would_be_the_student_is_refused():
     definition = original(define())
     settings = config.load("tiny", overrides=["distill.teacher=start", "train.start=x", "model.residual=standard"])
     with pytest.raises(UserError, match="distill.residual=standard"):
-        of_run(settings, definition=definition, teacher=definition.config)
+        of_sources(settings, definition=definition, teacher=definition.config, sources=Sources())

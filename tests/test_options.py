@@ -9,11 +9,9 @@ import pytest
 
 from ladder_jax import decode, nn, parallel, train
 from ladder_jax.config import Loop, Phase, TrainConfig
-from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled, options
-from ladder_jax.parallel.options import options_for
-from ladder_jax.parallel.table import TABLE
-from ladder_jax.parallel.traits import Option, When
-from ladder_jax.retrain import Plan
+from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled
+from ladder_jax.parallel.compiled import options_for
+from ladder_jax.parallel.compiler_options import TABLE, Option, When
 from ladder_jax.train import gradients
 from tests import cases
 
@@ -156,11 +154,11 @@ def test_other_failures_are_not_hidden(monkeypatch):
 
 def test_train_and_decode_hand_them_over(on_cpu):
     on_cpu(option("xla_cpu_enable_fast_math", False))
-    options._known.cache_clear()
+    compiled._known.cache_clear()
     definition = cases.define("ladder", tensor=2, num_kv_heads=2)
     programs = [
         train.train_step(definition, config=TrainConfig(steps=1, batch=1, sequence=4)),
-        gradients.planned_loss(Plan(definition)),
+        gradients.held_out_loss(train.Pretraining(definition)),
         nn.compiled_logits.__wrapped__(definition),
         decode.prefill.__wrapped__(definition, capacity=8),
         decode.decode_many.__wrapped__(definition, count=2),

@@ -13,12 +13,12 @@ import pytest
 
 from ladder_jax.config import Launch, Loop, Phase
 from ladder_jax.errors import UserError
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture, record, result
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import text as words
 from ladder_jax.schedule import hlo, judge, targets, timeline
-from ladder_jax.schedule.hardware import HARDWARE
 from tests.test_schedule import text
 
 ASKED = "--model tiny --target cpu:8 --phase decode --residual ladder --batch 2 --context 32".split()

@@ -12,7 +12,7 @@ from ladder_jax import config, train
 from ladder_jax.config import OnBadStep, TrainConfig
 from ladder_jax.data import batches
 from ladder_jax.errors import RunFailed
-from ladder_jax.train import metrics, policy
+from ladder_jax.train import bad_steps, metrics
 from tests import cases
 
 RECIPE = TrainConfig(steps=10, batch=4, sequence=8, warmup_steps=2, spike_factor=1.5, spike_window=2)
@@ -54,37 +54,39 @@ def test_the_compiled_step_keeps_the_old_state():
 
 def test_the_limits():
     bad = {"loss": float("nan"), "gradient_norm": 1.0}
-    judge = policy.Judge(dataclasses.replace(RECIPE, on_bad_step=OnBadStep.SKIP, max_bad_steps=2), skipped=[3])
-    judge.bad(5, bad, saved=0)
-    judge.bad(6, bad, saved=0)
-    judge.good()
-    judge.bad(8, bad, saved=4)
-    judge.bad(9, bad, saved=4)
+    policy = bad_steps.BadStepPolicy(
+        dataclasses.replace(RECIPE, on_bad_step=OnBadStep.SKIP, max_bad_steps=2), {3: "before"}
+    )
+    policy.bad(5, bad, saved=0)
+    policy.bad(6, bad, saved=0)
+    policy.good()
+    policy.bad(8, bad, saved=4)
+    policy.bad(9, bad, saved=4)
     with pytest.raises(
         RunFailed, match="step 10: the loss is nan: stopped after 3 bad steps in a row; the newest .* 4"
     ):
-        judge.bad(10, bad, saved=4)
-    assert sorted(judge.left_out) == [3, 5, 6, 8, 9]
+        policy.bad(10, bad, saved=4)
+    assert sorted(policy.left_out) == [3, 5, 6, 8, 9]
 
-    back = policy.Judge(
-        dataclasses.replace(RECIPE, on_bad_step=OnBadStep.ROLLBACK, max_bad_steps=2, rollback_batches=3), skipped=[]
+    back = bad_steps.BadStepPolicy(
+        dataclasses.replace(RECIPE, on_bad_step=OnBadStep.ROLLBACK, max_bad_steps=2, rollback_batches=3)
     )
     jump = {"loss": 9.0, "gradient_norm": 1.0}
     for step, left_out in ((20, range(18, 21)), (21, range(19, 22))):
-        with pytest.raises(policy.RollBack, match="the loss jumped to 9.000, over 1.5 times") as raised:
+        with pytest.raises(bad_steps.RollBack, match="the loss jumped to 9.000, over 1.5 times") as raised:
             back.bad(step, jump, saved=10)
         assert back.returned(raised.value, to=10) == left_out
     assert sorted(back.left_out) == [18, 19, 20, 21]
     with pytest.raises(RunFailed, match="stopped after 2 returns"):
         back.bad(22, jump, saved=10)
     back.saved()
-    with pytest.raises(policy.RollBack) as raised:
+    with pytest.raises(bad_steps.RollBack) as raised:
         back.bad(12, jump, saved=11)
     assert back.returned(raised.value, to=11) == range(12, 13)
     with pytest.raises(
         RunFailed, match="the gradient norm is inf: stopped; there is no checkpoint yet.*=skip or rollb"
     ):
-        policy.Judge(RECIPE, skipped=[]).bad(1, {"loss": 1.0, "gradient_norm": float("inf")}, saved=0)
+        bad_steps.BadStepPolicy(RECIPE).bad(1, {"loss": 1.0, "gradient_norm": float("inf")}, saved=0)
 
 
 SPIKE, STEPS = 20, 32
@@ -167,7 +169,7 @@ def test_a_stopped_run_goes_on_with_another_policy(book, stopped, skipped, tmp_p
 
 
 @pytest.mark.parametrize("left", [16, 24])
-def test_a_resumed_run_judges_alike(book, skipped, tmp_path, left):
+def test_a_resumed_run_policys_alike(book, skipped, tmp_path, left):
     """From before the jump, and from after it: the mean that it is measured against is part of the checkpoint."""
     directory = tmp_path / "run"
     shutil.copytree(skipped, directory)

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax.config import Loop, LoraConfig, Remat
+from ladder_jax.config import Loop, LoraConfig, Remat, TrainConfig
 from ladder_jax.nn import prefetch
 from ladder_jax.parallel import fsdp
-from ladder_jax.retrain import Fixed, Plan
-from ladder_jax.train.gradients import loss_and_gradients, planned
+from ladder_jax.retrain import Retraining
+from ladder_jax.train.gradients import loss_and_gradients, task_gradients
 from tests import cases
 from tests.test_meshes import LENGTH, ROWS
 
@@ -46,12 +46,13 @@ def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, kept):
 @pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])
 @pytest.mark.parametrize("loop", Loop)
 def test_beside_low_rank_factors_no_matrix_is_kept_and_none_has_a_gradient(loop, remat, kept, monkeypatch):
-    scattered, scatter = [], fsdp.Shares.scatter
-    monkeypatch.setattr(fsdp.Shares, "scatter", lambda self, g: (scattered.extend(g), scatter(self, g))[1])
-    plan = Plan(cases.define("ladder", num_layers=2, fsdp=4, tensor=2), lora=LoraConfig(rank=3))
+    scattered, scatter = [], fsdp.FsdpLayer.scatter
+    monkeypatch.setattr(fsdp.FsdpLayer, "scatter", lambda self, g: (scattered.extend(g), scatter(self, g))[1])
+    plan = Retraining(cases.define("ladder", num_layers=2, fsdp=4, tensor=2), lora=LoraConfig(rank=3))
     batch = jax.ShapeDtypeStruct((ROWS, LENGTH + 1), "int32", sharding=plan.definition.layout.sharding("BT"))
-    frozen = Fixed(plan.definition.abstract)
-    jax.jit(planned(plan, loop=loop, remat=remat)).lower(plan.abstract, frozen, batch, {})
+    frozen = {"model": plan.definition.abstract}
+    gradients = task_gradients(plan, config=TrainConfig(loop=loop, remat=remat))
+    jax.jit(gradients).lower(plan.abstract, frozen, batch, {})
     for whole, leaves in kept:
         matrices = {a.shape for a in whole if a.ndim > 1 and 3 not in a.shape}
         assert len(matrices) >= 4 and not matrices & {leaf.shape for leaf in leaves}

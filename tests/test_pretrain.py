@@ -19,7 +19,7 @@ from ladder_jax.config import preset
 from ladder_jax.errors import UserError
 from ladder_jax.predict import machine
 from ladder_jax.schedule import targets
-from ladder_jax.train import optimizer
+from ladder_jax.train import step as steps
 
 HERE = pathlib.Path(plan.__file__).parent
 ROOT = HERE.parent.parent
@@ -77,7 +77,7 @@ def test_initial_values_and_schedule_are_the_papers():
         # The deviation of n normal values is off by a share of about 1 / sqrt(2 n).
         assert abs(values.std() / deviation - 1) < 5 / math.sqrt(2 * values.size), name
     # In float32, as the difference of two rates: to about 1e-5 of the larger one.
-    rate = lambda step: float(optimizer.schedule(recipe.train)(step))
+    rate = lambda step: float(steps.learning_rate(recipe.train)(step))
     assert rate(0) == pytest.approx(3e-4 / 2_000, abs=3e-9) and rate(1_999) == pytest.approx(3e-4, abs=3e-9)
     assert rate(999) == pytest.approx(1.5e-4, abs=3e-9)
     half_way = 3e-4 * (1 + 0.1) / 2

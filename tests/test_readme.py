@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import ladder_jax
 
@@ -30,7 +31,9 @@ def test_public_names():
 
 
 def test_a_model_shows_its_shardings():
-    model = ladder_jax.Transformer(ladder_jax.preset("tiny"), mesh=ladder_jax.make_mesh(data=2, tensor=4))
+    model = ladder_jax.Transformer(
+        ladder_jax.preset("tiny"), rngs=nnx.Rngs(0), mesh=ladder_jax.make_mesh(data=2, tensor=4)
+    )
     query = model.layers.attention.query
     assert query[...].shape == (4, 128, 8, 16)
     assert query[...].sharding.spec == jax.sharding.PartitionSpec(None, None, "tensor", None)

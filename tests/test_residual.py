@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import nn, parallel, residual
 from ladder_jax.config import Loop
 from ladder_jax.errors import UserError
-from ladder_jax.nn.loop import runs_of
+from ladder_jax.residual.layers import runs_of
 from tests import cases
 
 
@@ -37,13 +37,13 @@ def test_equal_functions_are_equal_values():
 
 def test_a_standard_layer_before_a_ladder_layer_leaves_its_mlp_pending():
     layers = topology("ladder", "2").layers
-    assert [[step.keep for step in layer] for layer in layers] == [[0, 0], [0, 1], [1, 1], [1, 1]]
+    assert [[step.pending_after for step in layer] for layer in layers] == [[0, 0], [0, 1], [1, 1], [1, 1]]
     assert layers[0] == topology("standard").layers[0] and layers[2] == topology("ladder").layers[0]
 
 
 def test_a_standard_layer_after_a_ladder_layer_waits_for_everything():
     layers = topology("ladder", "0,").layers
-    assert [step.keep for step in layers[0]] == [1, 0]
+    assert [step.pending_after for step in layers[0]] == [1, 0]
     assert layers[1:] == topology("standard").layers[1:]
 
 
@@ -152,7 +152,7 @@ class Block(nnx.Module):
         return jax.nn.relu(x @ self.c[...]) @ self.d[...]
 
 
-UNROLLED = residual.__doc__.split("    from ladder_jax import residual\n")[1].split("\n`block.attention`")[0]
+UNROLLED = residual.__doc__.split("in a loop of your own:\n\n")[1].split("\nA `lax.scan`")[0]
 
 
 def example(code, **scope):
@@ -172,7 +172,7 @@ def test_the_docstrings_example_runs_in_a_users_model(name):
 
     def local(params, x):
         blocks = [nnx.merge(g, p) for g, p in zip(graphs, params)]
-        return example(UNROLLED.replace('"ladder"', repr(name)), residual=residual, x=x, blocks=blocks)
+        return example(UNROLLED, topology=residual.topology(name, num_layers=3), residual=residual, x=x, blocks=blocks)
 
     def run(tensor):
         mesh = parallel.make_mesh(tensor=tensor)

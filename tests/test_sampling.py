@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax import decode, nn
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import candidates, cuts, sampling, steps, weights
+from ladder_jax.decode import logit_filters, sampling, steps, weights
 from ladder_jax.parallel import on_mesh, over_ranks
 from tests import cases
 from tests.test_decode import PROMPTS, generator
@@ -59,20 +59,21 @@ def logits(rows, *, seed=0):
 
 
 @functools.cache
-def compiled(mesh, kind="sample", count=candidates.COUNT):
+def compiled(mesh, kind="sample", count=logit_filters.COUNT):
     """(logits [B, VOCAB], settings, positions, seen) -> (tokens, log-probabilities), or scores cut: all on `mesh`."""
     layout = cases.define(**MESHES[mesh]).layout
     in_dims, out_dims = ("BV", "B", "B", "BV"), {"sample": ("B", "B"), "greedy": "B"}.get(kind, "BV")
 
     def local(logits, settings, positions, seen):
         if kind in ("top_k", "top_p", "min_p"):
-            return getattr(cuts, kind)(logits, getattr(settings, kind), axes=layout.tensor)
-        asked = sampling.Asked.of(settings)
-        if kind == "candidates":
-            return candidates.cut(logits, settings=settings, asked=asked, axes=layout.tensor, count=count)
+            return getattr(logit_filters, kind)(logits, getattr(settings, kind), axes=layout.tensor)
+        any_row = sampling.AnyRow.of(settings)
+        if kind == "filtered":
+            filters = sampling.filters(settings, any_row)
+            return logit_filters.filtered(logits, filters=filters, axes=layout.tensor, count=count)
         if kind == "greedy":
             return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=layout.tensor)
-        ask = dict(settings=settings, asked=asked, positions=positions, seen_BV=seen)
+        ask = dict(settings=settings, any_row=any_row, positions=positions, seen_BV=seen)
         return sampling.sample(logits, **ask, vocab_size=VOCAB, axes=layout.tensor)
 
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
@@ -128,7 +129,7 @@ CUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [1, 4, candidates.COUNT])
+@pytest.mark.parametrize("count", [1, 4, logit_filters.COUNT])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_candidates_cut_where_the_definitions_do(mesh, count):
     """All three at once. With few candidates a row, cuts lie deeper than these, and are found digit by digit."""
@@ -136,7 +137,7 @@ def test_candidates_cut_where_the_definitions_do(mesh, count):
     some = np.where(np.arange(VOCAB) % 3 == 1, plain, -np.float32(np.inf))
     zeros = np.where(plain > 0, np.float32(0), -np.float32(0))
     for scores in (plain, 30 * plain, np.round(plain), some, zeros):
-        out = compiled(mesh, "candidates", count)(scores, settings(CUTS))
+        out = compiled(mesh, "filtered", count)(scores, settings(CUTS))
         none = np.zeros(VOCAB, bool)
         expected = np.array([distribution(row, none, **one) for row, one in zip(scores, CUTS, strict=True)]) > 0
         np.testing.assert_array_equal(out[:, :VOCAB] > -np.inf, expected)

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import parallel, schedule
 from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule import collectives, cost, groups, hlo, judge, targets, timeline, traffic
-from ladder_jax.schedule.hardware import HARDWARE
 from ladder_jax.schedule.report import Status
 
 FOLDER = pathlib.Path(__file__).parent / "hlo"

@@ -1,6 +1,7 @@
 """A minute that tells whether the package works at all: train, resume, generate, on a mesh."""
 
 import numpy as np
+from flax import nnx
 
 import ladder_jax
 
@@ -31,7 +32,7 @@ def test_ladder_on_a_mesh_equals_ladder_on_one_device():
     config = ladder_jax.preset("tiny", residual="ladder")
     tokens = np.arange(32).reshape(2, 16)
     one, eight = (
-        np.asarray(ladder_jax.Transformer(config, mesh=mesh, seed=0)(tokens))
+        np.asarray(ladder_jax.Transformer(config, rngs=nnx.Rngs(0), mesh=mesh)(tokens))
         for mesh in (ladder_jax.make_mesh(), ladder_jax.make_mesh(data=2, tensor=4))
     )
     assert np.abs(one - eight).max() < 0.02 * np.abs(one).max() + 0.02  # bfloat16

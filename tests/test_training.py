@@ -10,7 +10,8 @@ import pytest
 from ladder_jax import config, train
 from ladder_jax.config import Loop, TrainConfig
 from ladder_jax.errors import UserError
-from ladder_jax.train import metrics, optimizer
+from ladder_jax.train import metrics
+from ladder_jax.train import step as steps
 from tests import cases, reference
 
 RECIPE = TrainConfig(steps=100, batch=4, sequence=9, warmup_steps=10, clip_norm=0.05, learning_rate=1e-2)
@@ -82,17 +83,17 @@ def test_the_old_states_buffers_are_reused():
 
 def test_the_papers_schedule():
     recipe = TrainConfig()
-    rate = optimizer.schedule(recipe)
+    rate = steps.learning_rate(recipe)
     assert float(rate(1_999)) == pytest.approx(3e-4) and float(rate(999)) == pytest.approx(1.5e-4)
     halfway = 2_000 + (25_000 - 2_000) // 2
     assert float(rate(halfway)) == pytest.approx(3e-4 * 0.55, rel=1e-3)
     assert float(rate(25_000)) == pytest.approx(3e-5)
-    assert float(optimizer.schedule(TrainConfig(steps=5, warmup_steps=10))(4)) == pytest.approx(3e-4)
+    assert float(steps.learning_rate(TrainConfig(steps=5, warmup_steps=10))(4)) == pytest.approx(3e-4)
 
 
 def test_what_is_not_a_matrix_is_not_decayed():
     definition = cases.define("ladder", biases=config.Biases.ALL, qk_norm=True)
-    adamw = optimizer.adamw(RECIPE, dims=definition.dims)
+    adamw = steps.adamw(RECIPE, dims=definition.dims)
     params = jax.tree.map(lambda a: np.ones(a.shape, np.float32), definition.abstract)
     zero = jax.tree.map(np.zeros_like, params)
     updates, _ = adamw.update(zero, adamw.init(params), params)

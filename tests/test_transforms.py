@@ -14,8 +14,7 @@ from flax import nnx
 from ladder_jax import nn, parallel
 from ladder_jax.config import Loop, Phase
 from ladder_jax.parallel import Compiled, Overlap, Traits, compiled
-from ladder_jax.parallel.table import TABLE
-from ladder_jax.parallel.traits import Option
+from ladder_jax.parallel.compiler_options import TABLE, Option
 from tests import cases
 
 CONFIG = cases.model("ladder", num_layers=1, d_model=16, num_heads=2, num_kv_heads=2, d_ff=16)
@@ -36,7 +35,7 @@ def an_option_for_the_cpu():
 
 @pytest.fixture(scope="module")
 def model():
-    made = nn.Transformer(CONFIG, mesh=parallel.make_mesh(tensor=2))
+    made = nn.Transformer(CONFIG, rngs=nnx.Rngs(0), mesh=parallel.make_mesh(tensor=2))
     return nn.Transformer(CONFIG, mesh=made.definition.layout.mesh, params=cases.parameters(made.definition))
 
 

@@ -21,9 +21,9 @@ PROMPT = "def "
 def main(overrides: list[str]) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+    from experiments.demo import curves
     from ladder_jax import cli, config, train
     from ladder_jax.errors import RunFailed, UserError
-    from ladder_jax.train import curves
 
     cli.prepare_devices(None)
     console, began = Console(), time.perf_counter()

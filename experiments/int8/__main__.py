@@ -67,7 +67,7 @@ def of_file(saved: checkpoint.Checkpoint, args: argparse.Namespace) -> list[np.n
     return list(tokens[: count * size].reshape(count, 1, size))
 
 
-def score(definition: nn.Definition, saved, quantize: Quantize, blocks: list) -> tuple[np.ndarray, np.ndarray, int]:
+def score(definition: nn.ModelDef, saved, quantize: Quantize, blocks: list) -> tuple[np.ndarray, np.ndarray, int]:
     """Each batch's loss in nats a token, the most probable token at every position, and the bytes of the weights."""
     layout, form = definition.layout, dict(loop=Loop.SCAN, quantize=quantize)
     params = weights.prepare(definition, saved.params(definition), **form)

@@ -83,7 +83,7 @@ def in_processes(args: argparse.Namespace) -> None:
     measure.report({**found[0], "processes": args.processes, "rows": rows, **measure.environment()}, file=args.out)
 
 
-def definition(residual: str, dtype: str, args) -> nn.Definition:
+def definition(residual: str, dtype: str, args) -> nn.ModelDef:
     config = ModelConfig(
         num_layers=args.layers,
         d_model=args.d_model,
@@ -98,23 +98,23 @@ def definition(residual: str, dtype: str, args) -> nn.Definition:
     return nn.define(config, mesh=parallel.make_mesh())
 
 
-def gradients(of: nn.Definition, args):
+def gradients(of: nn.ModelDef, args):
     """A call of the compiled program on fixed arguments, and its cost_analysis. So the others."""
     return _on_tokens(jax.jit(train.loss_and_gradients(of, loop=args.loop)), of, args)
 
 
-def forward(of: nn.Definition, args):
+def forward(of: nn.ModelDef, args):
     return _on_tokens(train.mean_loss(of, loop=args.loop), of, args)
 
 
-def _on_tokens(function, of: nn.Definition, args):
+def _on_tokens(function, of: nn.ModelDef, args):
     params = nn.initialize(of, seed=0)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 4096, (args.batch, args.sequence + 1)), jnp.int32)
     compiled = function.lower(params, tokens).compile()
     return lambda: compiled(params, tokens), compiled.cost_analysis()
 
 
-def decode(of: nn.Definition, args):
+def decode(of: nn.ModelDef, args):
     params = weights.prepare(of, nn.initialize(of, seed=0), loop=Loop.UNROLLED)
     caches = cache.make(of, rows=args.batch, capacity=args.sequence, loop=Loop.UNROLLED)()
     tokens = jnp.ones(args.batch, jnp.int32)

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 from ladder_jax import decode
-from ladder_jax.residual import launch
+from ladder_jax.residual import steps
 
 RANKS = 8  # from two on, topologies keep their all-reduces apart by barriers
 
@@ -21,7 +21,7 @@ RANKS = 8  # from two on, topologies keep their all-reduces apart by barriers
 @contextlib.contextmanager
 def host_wire() -> Iterator[None]:
     """What is traced inside communicates by way of the host; on entry and exit, nothing traced is kept."""
-    with mock.patch.multiple(launch, all_reduce=_there_and_back, ranks=lambda axes: RANKS), _traced_anew():
+    with mock.patch.multiple(steps, all_reduce=_there_and_back, ranks=lambda axes: RANKS), _traced_anew():
         yield
 
 

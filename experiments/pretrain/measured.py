@@ -13,7 +13,7 @@ from ladder_jax.train import folder, metrics
 def train_once(run: Run) -> None:
     """Nothing is computed where the run's folder holds its result. Raises UserError where it is of other settings."""
     place = folder.path_of(run.config)
-    folder.check(train.loop.resolve(run.config), place)
+    folder.check(train.resolve(run.config), place)
     if not (place / "result.json").is_file():
         train.run(run.config, say=_say)
     if run.watched and not (place / gradients.NAME).is_file():

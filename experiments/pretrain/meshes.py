@@ -68,7 +68,7 @@ def measure(recipe: str, target: targets.Target, overrides: list[str]) -> dict:
     from ladder_jax.schedule import hlo, judge
 
     over = make_mesh(**dataclasses.asdict(mesh), devices=schedule.devices(target))
-    definition = nn.define(train.loop.resolve(config).model, mesh=over)
+    definition = nn.define(train.resolve(config).model, mesh=over)
     began = time.perf_counter()
     step = train.train_step(definition, config=how)
     arguments = train.abstract_state(definition, config=how), train.abstract_batch(definition, config=how)

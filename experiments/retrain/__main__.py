@@ -30,7 +30,7 @@ from ladder_jax.config import (
     TrainConfig,
     preset,
 )
-from ladder_jax.retrain import Plan
+from ladder_jax.retrain import Retraining
 
 RANK = 16
 
@@ -75,7 +75,7 @@ def main() -> None:
     )
 
 
-def plans(definition: nn.Definition) -> dict[str, Plan]:
+def plans(definition: nn.ModelDef) -> dict[str, Retraining]:
     """The ways, by name: what trains, and on what."""
     half = definition.config.num_layers // 2
     standard = dataclasses.replace(definition.config, residual="standard", ladder_layers=None)
@@ -84,19 +84,19 @@ def plans(definition: nn.Definition) -> dict[str, Plan]:
     hidden = dict(distill=DistillConfig(START, hidden_weight=0.1, hidden_every=2), teacher=teacher)
     lora = LoraConfig(rank=RANK)
     return {
-        "all weights, tokens": Plan(definition),
-        "all weights, tokens, gradual": Plan(definition, conversion=ConversionConfig(100, 2)),
-        "all weights, teacher": Plan(definition, **taught),
-        "upper half, tokens": Plan(definition, half),
-        "upper half, teacher": Plan(definition, half, **taught),
-        "upper half, teacher and streams": Plan(definition, half, **hidden),
-        "low rank, tokens": Plan(definition, 0, lora),
-        "low rank, teacher": Plan(definition, 0, lora, **taught),
-        "low rank in the upper half, teacher": Plan(definition, half, lora, **taught),
+        "all weights, tokens": Retraining(definition),
+        "all weights, tokens, gradual": Retraining(definition, conversion=ConversionConfig(100, 2)),
+        "all weights, teacher": Retraining(definition, **taught),
+        "upper half, tokens": Retraining(definition, half),
+        "upper half, teacher": Retraining(definition, half, **taught),
+        "upper half, teacher and streams": Retraining(definition, half, **hidden),
+        "low rank, tokens": Retraining(definition, 0, lora),
+        "low rank, teacher": Retraining(definition, 0, lora, **taught),
+        "low rank in the upper half, teacher": Retraining(definition, half, lora, **taught),
     }
 
 
-def prepared(plan: Plan, recipe: TrainConfig):
+def prepared(plan: Retraining, recipe: TrainConfig):
     """(what is kept and needed, in bytes of one device; a function that makes one step and waits for it)."""
     definition = plan.definition
     whole = nn.initialize(definition, seed=0)
@@ -104,11 +104,11 @@ def prepared(plan: Plan, recipe: TrainConfig):
     if plan.lora.rank:
         trained = plan.initial_adapters(seed=0)
     del whole
-    state = train.initial_state(definition, config=recipe, params=trained, plan=plan)
+    state = train.initial_state(definition, config=recipe, params=trained, task=plan)
     shape = (recipe.batch, recipe.sequence + 1)
     tokens = np.random.default_rng(0).integers(0, definition.config.vocab_size, shape).astype(np.int32)
     tokens = jax.device_put(tokens, definition.layout.sharding("BT"))
-    step = train.train_step(definition, config=recipe, plan=plan).compile(state, tokens, fixed)
+    step = train.train_step(definition, config=recipe, task=plan).compile(state, tokens, fixed)
     held = [state]
 
     def run() -> None:
@@ -118,8 +118,8 @@ def prepared(plan: Plan, recipe: TrainConfig):
     kept = dict(
         trained_bytes=size_of(state.params),
         moments_bytes=size_of(state.optimizer),
-        frozen_bytes=size_of(fixed.frozen),
-        teacher_bytes=size_of(fixed.teacher),
+        frozen_bytes=size_of(fixed.get("model", {})),
+        teacher_bytes=size_of(fixed.get("teacher", {})),
     )
     needed = step.memory_analysis().temp_size_in_bytes
     return {**kept, "kept_bytes": sum(kept.values()), "temporary_bytes": needed}, run

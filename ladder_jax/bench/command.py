@@ -18,7 +18,7 @@ COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin
 def run(args: dict) -> None:
     """Print the answer; raises UserError for what cannot be asked, before anything is measured or written."""
     files.check_writable("out", args["out"])
-    files.check_writable("plot", args["plot"], endings=files.PICTURES)
+    files.check_picture("plot", args["plot"])
     files.check_apart(out=args["out"], plot=args["plot"])
     numbers = {name: args[name] for name in NUMBERS}
     request = requests.make(model=args["model"], residual=args["residual"], batch=args["batch"], **numbers)

@@ -15,7 +15,7 @@ from ladder_jax.config import Loop
 from ladder_jax.decode import memory, sampling
 from ladder_jax.decode import steps as decoding
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 from ladder_jax.schedule import roofline
 from ladder_jax.schedule.roofline import Ceiling
 
@@ -60,7 +60,7 @@ def samples(request: Request, *, mesh: Mesh) -> tuple[Samples, ...]:
     return _samples(request, definitions, room=room, advance=lambda what: None)
 
 
-def _checked(request: Request, *, mesh: Mesh) -> tuple[dict[str, Definition], int | None]:
+def _checked(request: Request, *, mesh: Mesh) -> tuple[dict[str, ModelDef], int | None]:
     """What is to be measured by residual, and the bytes that a device has, which suffice as far as is known."""
     definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
     room = memory.room(mesh.devices.flat[0], devices=mesh.size)
@@ -72,7 +72,7 @@ def _checked(request: Request, *, mesh: Mesh) -> tuple[dict[str, Definition], in
 
 
 def _samples(
-    request: Request, definitions: dict[str, Definition], *, room: int | None, advance: Callable[[str], None]
+    request: Request, definitions: dict[str, ModelDef], *, room: int | None, advance: Callable[[str], None]
 ) -> tuple[Samples, ...]:
     try:
         params = dict(zip(definitions, programs.random_weights(list(definitions.values()))))
@@ -124,7 +124,7 @@ def _batch(request: Request, definitions: dict, run: dict, batch: int, advance: 
 
 
 def _generation(
-    request: Request, definition: Definition, params: Params, *, batch: int, room: int | None
+    request: Request, definition: ModelDef, params: Params, *, batch: int, room: int | None
 ) -> Callable[[], tuple[float, float]]:
     """Compiles; returns what generates once: () -> (prefill seconds, decode seconds)."""
     place = definition.layout.sharding

@@ -1,6 +1,6 @@
 """A plot of the rows: tokens a second above, the share of the copy's bandwidth below, a column a batch."""
 
-from ladder_jax import files
+from ladder_jax import files, pyplot
 from ladder_jax.bench.result import Result
 from ladder_jax.bench.text import number
 
@@ -9,15 +9,11 @@ PANELS = (("tokens_per_second", "tokens/s", 1), ("bandwidth_share", "% of the co
 
 def plot(answer: Result, *, file: str) -> None:
     """Bars are medians, the lines on them the range over the repeats; the format is that of the file's ending."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    plt = pyplot.load()
     names, batches = answer.request.residuals, answer.request.batches
     size = (1.6 + len(batches) * max(1.8, 0.8 * len(names)), 6)
     # Batches differ in tokens/s by far more than residuals do: each has an axis of its own, and the shares have one.
-    figure, axes = pyplot.subplots(2, len(batches), figsize=size, sharex=True, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(2, len(batches), figsize=size, sharex=True, squeeze=False, layout="constrained")
     for column, batch in enumerate(batches):
         rows = [row for row in answer.rows if row["batch"] == batch]
         for axis, (key, label, scale) in zip(axes[:, column], PANELS):
@@ -39,4 +35,4 @@ def plot(answer: Result, *, file: str) -> None:
     what = f"{request.title} on {answer.device}"
     figure.suptitle(f"{what}: prompt {request.prompt_length}, {request.new_tokens} new tokens", fontsize=10)
     files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
-    pyplot.close(figure)
+    plt.close(figure)

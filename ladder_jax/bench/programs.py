@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from ladder_jax.config import Loop
 from ladder_jax.decode import weights
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 
 
-def random_weights(definitions: Sequence[Definition]) -> list[Params]:
+def random_weights(definitions: Sequence[ModelDef]) -> list[Params]:
     """For each definition unrolled parameters in the compute dtype: norms' gains 1, all else normal x 0.02.
 
     Each array is made sharded, in its dtype: no float32 copy, no host. Arrays of the same name, shape and

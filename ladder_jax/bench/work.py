@@ -13,10 +13,10 @@ import jax
 from ladder_jax.config import Loop
 from ladder_jax.decode import weights
 from ladder_jax.decode.memory import cache_bytes, shard_bytes, shard_size
-from ladder_jax.nn import Definition, flops
+from ladder_jax.nn import ModelDef, attention_flops
 
 
-def decode_bytes(definition: Definition, *, rows: int, prompt_length: int, new_tokens: int) -> float:
+def decode_bytes(definition: ModelDef, *, rows: int, prompt_length: int, new_tokens: int) -> float:
     """Bytes that a device must read and write in a decode step, the mean over a generation's G - 1 steps:
 
         weights  every parameter once, less the embedding table where the head is another
@@ -35,7 +35,7 @@ def decode_bytes(definition: Definition, *, rows: int, prompt_length: int, new_t
     return shard_bytes(read) + lookup + position * (prompt_length + new_tokens / 2)
 
 
-def prefill_flops(definition: Definition, *, rows: int, prompt_length: int) -> int:
+def prefill_flops(definition: ModelDef, *, rows: int, prompt_length: int) -> int:
     """Floating-point operations of a device's matmuls in a prefill, two a multiply-add:
 
         layers     2 x matrix elements x B T
@@ -47,12 +47,12 @@ def prefill_flops(definition: Definition, *, rows: int, prompt_length: int) -> i
     params = weights.abstract(definition, loop=Loop.UNROLLED)
     elements = lambda tree: sum(shard_size(leaf) for leaf in jax.tree.leaves(tree) if len(leaf.shape) > 1)
     config, heads = definition.config, definition.config.num_heads // definition.layout.ranks
-    attention = flops.attention(config, rows=rows, length=prompt_length, heads=heads)
+    attention = attention_flops(config, rows=rows, length=prompt_length, heads=heads)
     head = params.get("head", params["embedding"])
     return 2 * elements(params["layers"]) * rows * prompt_length + attention + 2 * elements(head) * rows
 
 
-def weight_bytes(definitions: Iterable[Definition]) -> int:
+def weight_bytes(definitions: Iterable[ModelDef]) -> int:
     """A device's share of the weights, those that the definitions have in common counted once."""
     shared: dict[str, Any] = {}
     for definition in definitions:

@@ -1,5 +1,6 @@
-"""Checkpoints in and out."""
+"""Checkpoints: written in the background, verified, and read onto any mesh."""
 
+from ladder_jax.checkpoint.pieces import Key as Key
 from ladder_jax.checkpoint.pieces import Pieces as Pieces
 from ladder_jax.checkpoint.saved import Checkpoint as Checkpoint
 from ladder_jax.checkpoint.saved import Damaged as Damaged

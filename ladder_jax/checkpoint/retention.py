@@ -5,7 +5,6 @@ import pathlib
 import shutil
 from collections.abc import Mapping
 
-from ladder_jax.config import TrainConfig
 from ladder_jax.errors import UserError, unknown
 
 DELETING = "deleting."  # a folder's name while it goes: a kill in between leaves nothing that looks like a checkpoint
@@ -20,10 +19,6 @@ class Keep:
     last: int = 1
     every: int = 0
     best: int = 0
-
-
-def of(config: TrainConfig) -> Keep:
-    return Keep(last=config.keep_checkpoints, every=config.keep_every, best=config.keep_best)
 
 
 def parse(words: str) -> Keep:

@@ -1,12 +1,13 @@
-"""Checkpoints as they lie on the disk: found, verified, read onto any mesh.
+"""Saved checkpoints: opened, verified, and read onto any mesh.
 
 A checkpoint is a folder `checkpoints/<step>/`: the items `params` and `optimizer`, plain nested dicts of arrays;
 `data`, JSON: the position in the data and what was skipped; `meta`, JSON: this format's name and version, the run's
-resolved configuration, the held-out loss; and `manifest.json`. Those that were written before there was a manifest
-can be read, but not verified.
+resolved configuration, the held-out loss; and `manifest.json`. Older checkpoints without a manifest can be read, but
+not verified.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -15,27 +16,29 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore
 
-from ladder_jax.checkpoint import arrays, manifest
+from ladder_jax.checkpoint import manifest
 from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
 VERSION = 1
 
 
 class Damaged(UserError):
-    """A checkpoint that is not what was written. The message names the newest whole one before it."""
+    """A checkpoint whose files differ from what was written. The message names the newest intact one before it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """One saved step: where it lies, and the configuration of the run that wrote it.
+    """One saved step: its folder, and the configuration of the run that wrote it.
 
-    data: the position in the data; time: of writing, in seconds since 1970; validation_loss: held-out, nats a token;
-    listed: whether it has a manifest (without one, a changed bit goes unseen); compared: with its contents, already.
+    data: the position in the data. time: of writing, in seconds since 1970. validation_loss: held-out, nats a token.
+    listed: whether it has a manifest; without one, a changed bit is not detected. compared: whether all its files were
+    compared with the manifest already.
     """
 
     path: pathlib.Path
@@ -48,19 +51,19 @@ class Checkpoint:
     compared: bool = False
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """The run's own copy of its tokenizer. Raises UserError where it is gone, or has more tokens than the model."""
+        """The run's own copy of its tokenizer. Raises UserError if it is missing, or has more tokens than the model."""
         folder = self.path.parent.parent / tokenizers.FOLDER
         stored = folder.exists() or self.config.data.tokenizer != tokenizers.BYTES
-        found = tokenizers.load(folder if stored else None)
-        tokenizers.check_vocabulary(found, vocab_size=self.config.model.vocab_size)
-        return found
+        tokenizer = tokenizers.load(folder if stored else None)
+        tokenizers.check_vocabulary(tokenizer, vocab_size=self.config.model.vocab_size)
+        return tokenizer
 
-    def params(self, definition: Definition) -> Params:
-        """Parameters as `definition` lays them out. Raises Damaged where a file is not what was written."""
+    def params(self, definition: ModelDef) -> Params:
+        """Parameters as `definition` lays them out. Raises Damaged where a file differs from what was written."""
         return self._restore("params", definition.abstract)
 
     def optimizer(self, like: Params) -> Params:
-        """The optimizer's dict; `like` gives shapes and shardings. Raises UserError where there never was one."""
+        """The optimizer's state, with the shapes and shardings of `like`. Raises UserError where none was saved."""
         if self.listed and not manifest.lists(self.path, part="optimizer"):
             raise UserError(
                 f"checkpoint {str(self.path)!r} was converted, not trained: it has no optimizer's state to go on with"
@@ -69,11 +72,11 @@ class Checkpoint:
 
     @property
     def identity(self) -> str:
-        """What tells these parameters from others: a digest of what the manifest lists; without one, the folder."""
+        """Identifies these parameters: a digest of their entries in the manifest; without a manifest, the folder."""
         return manifest.digest(self.path, part="params") if self.listed else str(self.path.resolve())
 
     def check(self) -> "Checkpoint":
-        """This, with every file compared with the manifest. Raises Damaged."""
+        """This checkpoint, after every file was compared with the manifest. Raises Damaged."""
         if self.listed:
             _check_files(self.path, part="")
         return dataclasses.replace(self, compared=self.listed)
@@ -81,7 +84,7 @@ class Checkpoint:
     def _restore(self, item: str, like: Any) -> Any:
         self.compare(item, like)
         try:
-            # Not strict: the vocabulary's zero padding depends on the mesh. All else was compared.
+            # Not strict: the vocabulary's zero padding depends on the mesh. All other shapes were compared above.
             place = lambda a: ocp.ArrayRestoreArgs(
                 sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False
             )
@@ -91,42 +94,91 @@ class Checkpoint:
             raise damaged(self.path, error) from error
 
     def compare(self, item: str, like: Any) -> None:
-        """Raises Damaged where a file of an item is not what was written, UserError for other arrays than `like`."""
+        """Raises Damaged where a file of an item was changed, UserError where its arrays are not like `like`."""
         folder = self.path / item
         if self.listed and not self.compared:
             _check_files(self.path, part=item)
         try:
             if not self.listed:
-                arrays.check_readable(folder, set(arrays.shapes(like)))
-            arrays.check_shapes(ocp.PyTreeCheckpointHandler().metadata(folder).tree, like, folder=folder)
+                _check_readable(folder, set(array_shapes(like)))
+            check_shapes(ocp.PyTreeCheckpointHandler().metadata(folder).tree, like, folder=folder)
         except UserError:
             raise
         except Exception as error:
             raise damaged(self.path, error) from error
 
 
+def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of a nested dict's arrays, by name: "layers/mlp/up"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
+    return {"/".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def check_shapes(stored: Any, like: Any, *, folder: pathlib.Path) -> None:
+    """Raises UserError where arrays are missing, extra or of another shape; the padded vocabulary may differ."""
+    have, need = array_shapes(stored), array_shapes(like)
+    for name in sorted(have.keys() | need.keys()):
+        a, b = have.get(name), need.get(name)
+        padded = name.endswith("table") and a is not None and b is not None and a[1:] == b[1:]
+        if a != b and not padded:
+            raise UserError(f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}")
+
+
+def check_listed(folder: pathlib.Path, names: set[str]) -> None:
+    """Raises ValueError where an item's folder lacks an array of `names`. Reads only the list of its arrays."""
+    _check_listed(_keys(_open_store(folder)), names)
+
+
+def _check_readable(folder: pathlib.Path, names: set[str]) -> None:
+    """Reads every stored value once, a few at a time; raises ValueError for the first that is damaged or missing.
+
+    For checkpoints without a manifest. Where Orbax meets a damaged value, it abandons its other reads, and their errors
+    bury the one line that the user needs.
+    """
+    store = _open_store(folder)
+    keys = _keys(store)
+    _check_listed(keys, names)
+    for some in itertools.batched(keys, 16):
+        for key, read in [(key, store.read(key)) for key in some]:
+            if not read.result().value:
+                raise ValueError(f"the data of {key.partition('/')[0]} is not there")
+
+
+def _open_store(folder: pathlib.Path) -> tensorstore.KvStore:
+    return tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
+
+
+def _keys(store: tensorstore.KvStore) -> list[str]:
+    return [key.decode() for key in store.list().result()]
+
+
+def _check_listed(keys: list[str], names: set[str]) -> None:
+    if missing := {name.replace("/", ".") for name in names} - {key.partition("/")[0] for key in keys}:
+        raise ValueError(f"{sorted(missing)[0]} is not there")
+
+
 def steps(folder: pathlib.Path) -> list[int]:
-    """The finished checkpoints below `folder`, oldest first. One that is being written does not count."""
+    """The steps of the finished checkpoints in `folder`, in order, without one that is still being written."""
     if not folder.is_dir():
         return []
     return sorted(int(p.name) for p in folder.iterdir() if _is_step(p.name) and p.is_dir())
 
 
 def _is_step(name: str) -> bool:
-    """As a run writes it: "20", not "020", nor other digits than ASCII's."""
+    """Whether a run writes a step so: "20", not "020", nor with other digits than ASCII's."""
     return name.isascii() and name.isdigit() and name == str(int(name))
 
 
 def folder_of(path: pathlib.Path) -> pathlib.Path:
-    """The folder of the steps' folders: `path`, or `checkpoints` in it where `path` is a run's folder."""
+    """The folder that holds the steps' folders: `path`, or its `checkpoints` where `path` is a run's folder."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
-    """The checkpoint at `path`: a run's folder, its `checkpoints/` (the newest of them), or one step's folder.
+    """The checkpoint at `path`: one step's folder, or the newest in a run's folder or its `checkpoints/`.
 
-    Its files are all there; their contents are compared when they are read. Raises UserError where there is none, or
-    something else, and Damaged.
+    All its files exist with their sizes; their contents are compared when they are read. Raises UserError where `path`
+    holds no checkpoint of this program, and Damaged.
     """
     path = pathlib.Path(path).expanduser().absolute()
     if not path.exists():
@@ -134,19 +186,19 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     folder = folder_of(path)
     if not folder.is_dir():
         raise UserError(f"{str(path)!r} is a file; a checkpoint is a folder that `ladder-jax train` wrote")
-    if found := steps(folder):
-        folder = folder / str(found[-1])
+    if finished := steps(folder):
+        folder = folder / str(finished[-1])
     meta = _meta(folder, path)
     listed = "manifest" in meta
     if listed and (wrong := manifest.problems(folder, contents=False)):
         raise _damaged(folder, wrong[0])
     data = _json(folder, "data") if listed else {}
-    told = dict(time=meta.get("time"), validation_loss=meta.get("validation_loss"), listed=listed)
-    return Checkpoint(folder, meta["step"], from_dict(meta["config"]), data, **told)
+    about = dict(time=meta.get("time"), validation_loss=meta.get("validation_loss"), listed=listed)
+    return Checkpoint(folder, meta["step"], from_dict(meta["config"]), data, **about)
 
 
 def verify(folder: pathlib.Path) -> list[str]:
-    """Everything that is wrong with one step's folder, a line a file: reads all of it. Empty: whole, or no manifest."""
+    """What is wrong with one step's folder, a line a file, after reading all of it. Empty if intact, or no manifest."""
     try:
         checkpoint = open_checkpoint(folder)
     except Damaged:
@@ -155,24 +207,25 @@ def verify(folder: pathlib.Path) -> list[str]:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of the innermost error, which says what is wrong; of one of the system only that."""
+    """The first line of the innermost error, which names the cause; for an error of the operating system its text."""
     while error.__cause__:
         error = error.__cause__
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if found := re.search(r"\[os_error_code='(\d+)'\]", str(error)):  # tensorstore's, which has its words anywhere
-        return os.strerror(int(found[1]))
+    if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):  # tensorstore puts the cause anywhere
+        return os.strerror(int(code[1]))
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def damaged(folder: pathlib.Path, error: BaseException) -> Damaged:
-    """What is said of one step's folder where reading its files raised `error`."""
+    """The error to raise where reading one step's folder raised `error`."""
     return _damaged(folder, reason(error))
 
 
-def _meta(folder: pathlib.Path, asked: pathlib.Path) -> dict:
+def _meta(folder: pathlib.Path, path: pathlib.Path) -> dict:
+    """path: as the user gave it, for messages."""
     if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
-        raise UserError(f"{str(asked)!r} holds no ladder_jax checkpoint")
+        raise UserError(f"{str(path)!r} holds no ladder_jax checkpoint")
     meta = _json(folder, "meta")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise UserError(f"{str(folder)!r} is a checkpoint of another program, not of ladder_jax")
@@ -186,7 +239,7 @@ def _meta(folder: pathlib.Path, asked: pathlib.Path) -> dict:
 
 
 def _json(folder: pathlib.Path, item: str) -> Any:
-    """A JSON item, compared with the manifest where there is one."""
+    """A JSON item. Where there is a manifest, it is compared with that first."""
     file = folder / item / "metadata"
     if (folder / manifest.NAME).is_file():
         _check_files(folder, part=item)
@@ -199,7 +252,7 @@ def _json(folder: pathlib.Path, item: str) -> Any:
 
 
 def _check_files(folder: pathlib.Path, *, part: str) -> None:
-    # On many processes only the first reads everything twice; the others trust the sizes.
+    # Comparing contents reads every file once more: one process does it, the others compare sizes.
     if wrong := manifest.problems(folder, part=part, contents=jax.process_index() == 0):
         raise _damaged(folder, wrong[0])
 

@@ -53,7 +53,8 @@ class Store:
 
     def __init__(self, folder: pathlib.Path, *, config: RunConfig, patience: float = PATIENCE):
         self.folder, self._config, self._patience = folder.absolute(), config, patience
-        self._keep = retention.of(config.train)
+        train = config.train
+        self._keep = retention.Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None
         self._failure: Failure | None = None
         self._lost: RunFailed | None = None
@@ -61,7 +62,8 @@ class Store:
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear()
-        self._quiet, self._failures = Quiet(), 0
+        self._quiet: Quiet | None = None
+        self._failures = 0
 
     def save(
         self,
@@ -74,6 +76,7 @@ class Store:
     ) -> None:
         """Copy to the host, then write in the background; waits first for the save before."""
         self.wait()
+        self._quiet = self._quiet or Quiet()
         meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
         meta |= {"validation_loss": validation_loss, "config": to_dict(self._config)}
         items = {"params": params, "optimizer": optimizer}
@@ -99,7 +102,8 @@ class Store:
 
     def close(self) -> None:
         self._join()
-        self._quiet.close(after=LATE if self._failures else 0)
+        if self._quiet is not None:
+            self._quiet.close(after=LATE if self._failures else 0)
 
     def _join(self) -> None:
         if self._thread is not None:

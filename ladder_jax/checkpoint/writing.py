@@ -15,7 +15,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # the paths that Orbax's handlers take
 
-from ladder_jax.checkpoint import arrays, manifest
+from ladder_jax.checkpoint import manifest
+from ladder_jax.checkpoint.saved import array_shapes, check_listed
 from ladder_jax.nn import Params
 
 
@@ -27,7 +28,7 @@ class Writing:
 
     def __init__(self, folder: pathlib.Path, items: Mapping[str, Params]):
         self._folder = epath.Path(folder)
-        self._names = {item: set(arrays.shapes(tree)) for item, tree in items.items()}
+        self._names = {item: set(array_shapes(tree)) for item, tree in items.items()}
         self._handler = ocp.PyTreeCheckpointHandler()
         # In a thread: the caller's own may have an event loop already, as in notebooks.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -42,7 +43,7 @@ class Writing:
         """Once all processes have waited, in one of them: add the JSON items `texts`, and the manifest."""
         for item, names in self._names.items():
             self._handler.finalize(self._folder / item)
-            arrays.check_listed(pathlib.Path(self._folder / item), names)
+            check_listed(pathlib.Path(self._folder / item), names)
         for item, value in texts.items():
             (self._folder / item).mkdir()
             (self._folder / item / "metadata").write_text(json.dumps(value), encoding="utf-8")

@@ -1,6 +1,5 @@
 """`ladder-jax <verb>`: a file a verb, in `verbs`, each with SUMMARY, EXAMPLE, `arguments(parser)` and `run(args)`."""
 
-from ladder_jax.cli.devices import prepare_devices
-from ladder_jax.cli.main import main
+from ladder_jax.cli.main import main, prepare_devices
 
 __all__ = ["main", "prepare_devices"]

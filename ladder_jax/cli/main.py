@@ -1,4 +1,4 @@
-"""From the words of a command line to one verb, and from what becomes of it to an exit status."""
+"""`ladder-jax VERB ...`: parses the command line, runs the verb, and makes one line and an exit status of an error."""
 
 import argparse
 import errno
@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ladder_jax.cli.devices import prepare_devices
-from ladder_jax.cli.parser import Parser
 from ladder_jax.cli.verbs import VERBS
 from ladder_jax.errors import RunFailed, UserError, printable, unknown
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # no fault of the program's
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # errors of the disk, not of the program
+# Many simulated devices on few cores take long to reach a collective.
+SIMULATION_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,13 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
             raise unknown("verb", argv[0], VERBS)
-        args = _parser().parse_args(argv)
-        args.argv = argv
+        args = _parser(argv[0] if argv else None).parse_args(argv)
         prepare_devices(args.cpu_devices)
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # a terminal without some character still shows the others
+            sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?"
         VERBS[args.verb].run(args)
-        sys.stdout.flush()  # what fails at the very end would be nobody's
+        sys.stdout.flush()  # here, so that its errors are handled below
     except UserError as error:
         print(f"ladder-jax: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -43,18 +42,55 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in DISK:
             raise
         _give_up_output()
-        told = ": ".join(filter(None, (error.filename, error.strerror)))
-        print(f"ladder-jax: {printable(told)}", file=sys.stderr)
+        line = ": ".join(filter(None, (error.filename, error.strerror)))
+        print(f"ladder-jax: {printable(line)}", file=sys.stderr)
         return 1
     return 0
 
 
 def _give_up_output() -> None:
-    """What is still to be written goes nowhere, also when Python ends."""
+    """Discards what is still to be written, also what Python flushes at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> Parser:
+def prepare_devices(cpu_devices: int | None) -> None:
+    """Simulate `cpu_devices` devices, if that is not None; before jax starts. Raises UserError below one."""
+    if cpu_devices is not None:
+        if cpu_devices < 1:
+            raise UserError(f"--cpu-devices must be positive, not {cpu_devices}")
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
+    if os.environ.get("JAX_NUM_CPU_DEVICES") and SIMULATION_TIMEOUT.split("=")[0] not in os.environ.get(
+        "XLA_FLAGS", ""
+    ):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SIMULATION_TIMEOUT}".strip()
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UserError for a mistake, with the nearest option's name; positionals may continue after an option."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        # Before argparse looks, which would report a misspelt option as a missing one.
+        known = [option for action in self._actions for option in action.option_strings]
+        for word in args if self._subparsers is None else ():
+            name = word.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in known):
+                raise unknown("option", name, [option for option in known if option.startswith("--")])
+        namespace, rest = super().parse_known_args(args, namespace)
+        # Argparse ends a list of positionals at the first option; here the words after it belong to the list, too.
+        for action in self._actions:
+            if action.nargs == "*" and not action.option_strings:
+                more = [word for word in rest if not word.startswith("-")]
+                setattr(namespace, action.dest, [*getattr(namespace, action.dest), *more])
+                rest = [word for word in rest if word not in more]
+        return namespace, rest
+
+    def error(self, message: str):
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def _parser(verb: str | None = None) -> Parser:
+    """With the arguments of `verb` alone, if it is one, else of all."""
     from ladder_jax import __version__
 
     parser = Parser(
@@ -62,14 +98,15 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"ladder_jax {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    for name, verb in VERBS.items():
+    for name, module in VERBS.items():
         sub = verbs.add_parser(
             name,
-            help=verb.SUMMARY,
-            description=verb.SUMMARY,
-            epilog=f"example:\n  {verb.EXAMPLE}",
+            help=module.SUMMARY,
+            description=module.SUMMARY,
+            epilog=f"example:\n  {module.EXAMPLE}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.add_argument("--cpu-devices", type=int, metavar="N", help="simulate N devices on the CPU")
-        verb.arguments(sub)
+        if verb not in VERBS or verb == name:
+            module.arguments(sub)
     return parser

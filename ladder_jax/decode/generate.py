@@ -1,28 +1,31 @@
-"""Text from a model: byte-level prompts of different lengths in one batch, streamed in chunks."""
+"""Text from a model: prefill, then the token loop, a chunk of tokens at a time."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator as GeneratorOf
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import DecodeConfig, Loop, Quantize, RunConfig
-from ladder_jax.decode import sampling, steps, weights
-from ladder_jax.decode.chunks import prefill_in_chunks
-from ladder_jax.decode.sampling import NO_NUMBER, Choice
+from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, RunConfig
+from ladder_jax.decode import cache, steps, weights
+from ladder_jax.decode.request import Decoder, NoNumbers, Piece, Request, Result, TokenSequence, check_prompts
+from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
-from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.nn import Definition, Params
+from ladder_jax.errors import RunFailed
+from ladder_jax.nn import ModelDef, Params
 
-BUCKET = 32  # short prompt and cache lengths are rounded up to a multiple, so that few shapes are compiled
+type Chunk = tuple[jax.Array, jax.Array | None]
+"""New tokens of all rows, [B] or [B, n], and their log-probabilities, if the program gives them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Generator:
     """Generates with fixed parameters: `Generator.of(definition, params).tokens([[1, 2]], config=...)`."""
 
-    definition: Definition
+    definition: ModelDef
     params: Params
     loop: Loop
     quantize: Quantize = Quantize.NONE
@@ -30,91 +33,120 @@ class Generator:
     @classmethod
     def of(
         cls,
-        definition: Definition,
+        definition: ModelDef,
         params: Params | weights.Reader,
         *,
         loop: Loop = Loop.UNROLLED,
         quantize: Quantize = Quantize.NONE,
     ) -> "Generator":
-        """`params` as trained and stored, float32 and stacked, or what reads them one by one."""
+        """`params` as they are trained and stored, float32 and stacked, in memory or read one by one."""
         return cls(definition, weights.prepare(definition, params, loop=loop, quantize=quantize), loop, quantize)
+
+    def pieces(
+        self,
+        request: Request,
+        *,
+        decoder: Decoder | None = None,
+        launch: Launch = Launch.CHAINED,
+        prefill_chunk: int = DecodeConfig.prefill_chunk,
+    ) -> GeneratorOf[Piece, None, Result]:
+        """Yields the request's text as it grows, and returns its Result: what `Engine` gives the same request.
+
+        decoder: the bytes of tokens; without it there is no text, and no stop strings.
+        prefill_chunk: the most tokens of the prompt that are read at once.
+        Raises UserError for a prompt outside the vocabulary, NoNumbers where the logits are NaN or infinite.
+        """
+        request.check(vocab_size=self.definition.config.vocab_size, decoder=decoder)
+        sequence = TokenSequence(request, decoder=decoder)
+        rows = self.definition.layout.batch_ranks  # of which the first counts
+        settings = Settings.like(request, keys=_row_keys(request.seed, rows=rows))
+        choice = Choice.GREEDY if request.is_greedy else Choice.SAMPLED
+        form = dict(choice=choice, launch=launch, prefill_chunk=prefill_chunk)
+        first = lambda x: None if x is None else np.asarray(x).reshape(rows, -1)[0]
+        for tokens, logprobs in self._chunks([request.prompt] * rows, settings, new=request.max_new_tokens, **form):
+            try:
+                reason = sequence.take(first(tokens), first(logprobs))
+            except NoNumbers:
+                if piece := sequence.piece():
+                    yield piece
+                raise
+            result = sequence.finish(reason) if reason else None
+            if piece := sequence.piece():
+                yield piece
+            if result:
+                return result
+        raise AssertionError("a request ends at max_new_tokens")
 
     def tokens(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> np.ndarray:
         """New tokens [prompts, max_new_tokens]; the same seed gives the same tokens.
 
-        Raises RunFailed where a prompt's logits are no numbers.
+        Raises UserError for a prompt outside the vocabulary, RunFailed where a prompt's logits are no numbers.
         """
         return np.concatenate(list(self.stream(prompts, config=config)), axis=1)
 
     def stream(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> Iterator[np.ndarray]:
-        """New tokens as they come, in chunks [prompts, up to CHUNK]."""
+        """`tokens` in chunks [prompts, up to CHUNK], each as soon as it is computed."""
         check_prompts(prompts, vocab_size=self.definition.config.vocab_size)
-        batch_ranks = self.definition.layout.batch_ranks
-        rows = list(prompts) + [prompts[0]] * (-len(prompts) % batch_ranks)
-        lengths = np.array([len(row) for row in rows], np.int32)
-        padded = np.zeros((len(rows), _round_up(lengths.max())), np.int32)
-        for row, prompt in zip(padded, rows, strict=True):
+        rows = [*prompts] + [prompts[0]] * (-len(prompts) % self.definition.layout.batch_ranks)
+        settings = Settings.like(config, keys=_row_keys(config.seed, rows=len(rows)))
+        choice, left = Choice.SAMPLED if config.temperature else Choice.GREEDY, config.max_new_tokens
+        form = dict(choice=choice, launch=config.launch, prefill_chunk=config.prefill_chunk)
+        for tokens, _ in self._chunks(rows, settings, new=left, **form):
+            new = np.asarray(tokens).reshape(len(rows), -1)[: len(prompts), :left]
+            if (failed := (new == NO_NUMBER).any(axis=1)).any():
+                which = f"prompt {np.argmax(failed) + 1} of {len(prompts)}"
+                raise RunFailed(f"{which}: the model's logits are no numbers (NaN or infinite)")
+            yield new
+            left -= new.shape[1]
+
+    def _chunks(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Settings,
+        *,
+        new: int,
+        choice: Choice,
+        launch: Launch,
+        prefill_chunk: int,
+    ) -> Iterator[Chunk]:
+        """The first token of each prompt, then CHUNK tokens at a time until there are at least `new`.
+
+        Each chunk is sent to the devices before the one before it is yielded: they need not wait for the host.
+        """
+        definition, form = self.definition, dict(loop=self.loop, quantize=self.quantize)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        positions = cache.positions_for(int(lengths.max()) + new, chunk=CHUNK)
+        padded = np.zeros((len(prompts), cache.padded_length(int(lengths.max()), positions=positions)), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = prompt
-        capacity = _round_up(lengths.max() + config.max_new_tokens + CHUNK)
+        ends, settings = jax.device_put((lengths, settings), definition.layout.sharding("B"))
 
-        form = dict(loop=self.loop, quantize=self.quantize)
-        choice = Choice.SAMPLED if config.temperature else Choice.GREEDY
-        decode = steps.decode_many(self.definition, choice=choice, launch=config.launch, **form)
-        place = self.definition.layout.sharding("B")
-        settings = jax.device_put(_settings(config, rows=len(rows)), place)
-
-        sizes = dict(capacity=capacity, chunk=config.prefill_chunk)
-        logits, caches = prefill_in_chunks(self.definition, self.params, padded, lengths, **sizes, **form)
-        seen = steps.seen_in(self.definition)(padded, lengths)
-        token, _ = steps.sample_first(self.definition)(logits, settings, lengths, seen)
-        yield _numbers(token[:, None], take=1, prompts=len(prompts))
-        made = 1
-        while made < config.max_new_tokens:
-            at = jax.device_put(lengths, place)
-            new, _, caches, seen = decode(self.params, caches, seen, token, at, settings)
-            token, lengths = jax.device_put(new[:, -1], place), lengths + CHUNK
-            take = min(CHUNK, config.max_new_tokens - made)
-            yield _numbers(new, take=take, prompts=len(prompts))
-            made += take
+        sizes = dict(capacity=positions, chunk=prefill_chunk)
+        logits, caches = steps.prefill_in_chunks(definition, self.params, padded, lengths, **sizes, **form)
+        seen = steps.seen_in(definition)(padded, lengths)
+        token, logprob = steps.sample_first(definition, choice=choice)(logits, settings, ends, seen)
+        decode, chunk = steps.decode_many(definition, choice=choice, launch=launch, **form), (token, logprob)
+        for made in range(1, new, CHUNK):
+            if made > 1:
+                token, ends = _advance(definition)(chunk[0], ends)
+            tokens, logprobs, caches, seen = decode(self.params, caches, seen, token, ends, settings)
+            yield chunk
+            chunk = tokens, logprobs
+        yield chunk
 
 
-def _numbers(new: jax.Array, *, take: int, prompts: int) -> np.ndarray:
-    found = np.asarray(new)[:prompts, :take]
-    if (found == NO_NUMBER).any():
-        row = np.argmax((found == NO_NUMBER).any(axis=1))
-        raise RunFailed(f"prompt {row + 1} of {prompts}: the model's logits are no numbers (NaN or infinite)")
-    return found
+@functools.cache
+def _advance(definition: ModelDef) -> Callable:
+    """A compiled (new tokens [B, n], lengths [B]) -> (last tokens [B], lengths [B]), laid out for `decode_many`."""
+    local = lambda new, lengths: (new[:, -1], lengths + new.shape[1])
+    return jax.jit(local, out_shardings=(definition.layout.sharding("B"),) * 2)
 
 
-def _settings(config: DecodeConfig, *, rows: int) -> sampling.Settings:
-    """`config` for every row, each with a key of its own."""
-    return sampling.Settings.of(
-        jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(config.seed), jnp.arange(rows)),
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        repetition_penalty=config.repetition_penalty,
-    )
+def _row_keys(seed: int, *, rows: int) -> jax.Array:
+    """One key a row, [rows]: row 0 of a batch has the noise of a prompt alone."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
 
 
 def default_tensor(config: RunConfig) -> int:
-    """As many tensor-parallel devices as the model was trained on, if this machine has them; else one."""
+    """As many tensor-parallel devices as the model was trained on, if this machine has as many; else one."""
     return config.mesh.tensor if config.mesh.tensor <= len(jax.devices()) else 1
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
-    if not prompts:
-        raise UserError("there is no prompt")
-    for prompt in prompts:
-        if not len(prompt):
-            raise UserError("the prompt is empty; generation needs at least one token to start from")
-        worst = min(prompt) if min(prompt) < 0 else max(prompt)
-        if not 0 <= worst < vocab_size:
-            raise UserError(f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}")
-
-
-def _round_up(length: int) -> int:
-    """To a multiple of BUCKET, of more from 16 BUCKETs on: at most 8 shapes from one power of two to the next."""
-    unit = max(BUCKET, 2 ** (int(length) - 1).bit_length() // 16)
-    return -(-int(length) // unit) * unit

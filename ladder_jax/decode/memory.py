@@ -1,4 +1,4 @@
-"""Whether what is asked fits the device's memory: before it is allocated, and again once it is compiled."""
+"""Whether weights and caches fit the devices' memory, checked before they are allocated; out-of-memory errors."""
 
 import contextlib
 import math
@@ -13,7 +13,7 @@ import jax
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.decode import cache, weights
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.nn import Definition
+from ladder_jax.nn import ModelDef
 
 GIB = 2**30
 LOWER = (
@@ -23,15 +23,15 @@ LOWER = (
 
 
 def room(device: jax.Device, *, devices: int) -> int | None:
-    """Bytes for each of `devices` devices like `device`; simulated ones share the machine's. None where unknown."""
+    """Bytes that each of `devices` devices like `device` has, None if unknown; simulated ones share the machine's."""
     if device.platform == "cpu":
-        found = _available()
-        return None if found is None else found // devices
+        available = _available()
+        return None if available is None else available // devices
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def check(parts: dict[str, float], *, room: int | None, what: str, instead: str) -> None:
-    """Raises UserError where the parts (bytes a device, by name) are more than `room` together; `instead` is advice."""
+    """Raises UserError where the parts (bytes a device, by name) sum to more than `room`; `instead` is advice."""
     if room is None or sum(parts.values()) <= room:
         return
     total, listed = sum(parts.values()), ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
@@ -41,35 +41,36 @@ def check(parts: dict[str, float], *, room: int | None, what: str, instead: str)
 
 
 def check_slots(
-    definition: Definition, *, slots: int, positions: int, loop: Loop, quantize: Quantize, held: int = 0
+    definition: ModelDef, *, slots: int, capacity: int, chunk: int, loop: Loop, quantize: Quantize, held: int = 0
 ) -> None:
-    """Raises UserError where the weights and so many rows of so many cached positions do not fit.
+    """Raises UserError where the weights, or they and `slots` rows of `capacity` cached tokens, do not fit.
 
-    Neither at the end nor while the weights are read. held: bytes a device of parameters that are in memory already.
+    chunk: positions beyond the capacity, see `cache.positions_for`.
+    held: bytes a device of the parameters in memory from which the weights are made.
     """
-    if slots * positions >= 2**31:  # no shape may be larger, nor need it: it would not fit either
-        raise UserError(f"{slots} slots of {positions:,} tokens are too many: ask for fewer, or shorter ones")
+    if slots * (capacity + chunk) >= 2**31:  # no array may be larger, and none this large would fit
+        raise UserError(f"{slots} slots of {capacity:,} tokens are too many: ask for fewer, or shorter ones")
     kept = shard_bytes(weights.abstract(definition, loop=loop, quantize=quantize))
-    most = weights.starting(definition, loop=loop, quantize=quantize)
+    most = weights.peak_bytes(definition, loop=loop, quantize=quantize)
     size = check_start(definition, kept=kept, most=most, held=held, quantize=quantize)
-    parts = {"weights": kept, "cache": cache_bytes(definition, rows=slots, capacity=positions)}
+    parts = {"weights": kept, "cache": cache_bytes(definition, rows=slots, capacity=capacity + chunk)}
     advice = f"ask for fewer, or shorter ones; {_less(quantize)}"
-    check(parts, room=size, what=f"a cache of {slots} x {positions:,} tokens", instead=advice)
+    check(parts, room=size, what=f"a cache of {slots} x {capacity:,} tokens", instead=advice)
 
 
-def check_stacked(definition: Definition) -> None:
+def check_stacked(definition: ModelDef) -> None:
     """Raises UserError where `weights.stacked` does not fit."""
     kept, most = weights.stacked_bytes(definition)
     check_start(definition, kept=kept, most=most)
 
 
 def check_start(
-    definition: Definition, *, kept: int, most: int, held: int = 0, quantize: Quantize | None = None
+    definition: ModelDef, *, kept: int, most: int, held: int = 0, quantize: Quantize | None = None
 ) -> int | None:
-    """Raises UserError where `most` bytes a device, of which weights keep `kept`, do not fit; returns the room."""
+    """Raises UserError where `most` bytes a device, of which the weights keep `kept`, do not fit; returns `room`."""
     devices = definition.layout.mesh.devices
     size = room(devices.flat[0], devices=devices.size)
-    on_host = devices.flat[0].platform == "cpu"  # where what is available does not count what is held
+    on_host = devices.flat[0].platform == "cpu"  # its available memory excludes the parameters already
     parts = {"weights": kept, "one of them as it is stored": most - kept, "those in memory": 0 if on_host else held}
     parts = {name: bytes_ for name, bytes_ in parts.items() if bytes_ or name == "weights"}
     check(parts, room=size, what="reading the weights", instead=_less(quantize))
@@ -78,19 +79,19 @@ def check_start(
 
 @contextlib.contextmanager
 def explained(what: str, *, instead: str = LOWER) -> Iterator[None]:
-    """What is raised for want of memory, by jax or by Python, as a UserError; `instead` is advice."""
+    """Raises jax's and Python's out-of-memory errors as a UserError of one line; `instead` is advice."""
     try:
         yield
     except (UserError, RunFailed):
         raise
     except Exception as error:
-        if (said := _exhausted(error)) is None:
+        if (reason := _exhausted(error)) is None:
             raise
-        raise UserError(f"out of memory {what} ({said}): {instead}") from error
+        raise UserError(f"out of memory {what} ({reason}): {instead}") from error
 
 
 def _exhausted(error: BaseException | None) -> str | None:
-    """What an error, or one that caused it, says of memory; None where it is about something else."""
+    """The line of an out-of-memory error, or of one among its causes; None for other errors."""
     while error is not None:
         if isinstance(error, MemoryError):
             return (str(error).strip().splitlines() or ["MemoryError"])[0][:200]
@@ -105,7 +106,7 @@ def _less(quantize: Quantize | None) -> str:
     return f"{smaller}more tensor ranks (--tensor) need less a device"
 
 
-def cache_bytes(definition: Definition, *, rows: int, capacity: int) -> int:
+def cache_bytes(definition: ModelDef, *, rows: int, capacity: int) -> int:
     """A device's share of the key/value cache."""
     return shard_bytes(cache.abstract(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED))
 
@@ -116,7 +117,7 @@ def shard_bytes(tree: Any) -> int:
 
 
 def held_bytes(params: Any) -> int:
-    """A device's share of parameters that are in memory; 0 of what reads them, and of the host's arrays."""
+    """A device's share of parameters in memory; 0 for a reader, and for NumPy arrays."""
     return shard_bytes([leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)])
 
 
@@ -125,10 +126,10 @@ def shard_size(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _available() -> int | None:
-    """Linux's estimate of what can be had without swapping; elsewhere all of the machine's memory."""
+    """Linux's estimate of the bytes available without swapping; elsewhere all of the machine's memory."""
     file = pathlib.Path("/proc/meminfo")
-    if file.exists() and (found := re.search(r"MemAvailable:\s+(\d+) kB", file.read_text())):
-        return int(found[1]) * 1024
+    if file.exists() and (line := re.search(r"MemAvailable:\s+(\d+) kB", file.read_text())):
+        return int(line[1]) * 1024
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,28 +1,32 @@
-"""Compiled prefill and decode: one shard_map each, caches updated in place."""
+"""The compiled programs of inference: prefill, whole or in chunks, and decode, a chunk of tokens a call.
+
+Each is one shard_map over the whole mesh; key/value caches are updated in place.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ladder_jax import nn
 from ladder_jax.config import Launch, Loop, Phase, Quantize
 from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition
-from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, over_ranks, vary
+from ladder_jax.nn import ModelDef, Params
+from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, over_ranks, pvary
 from ladder_jax.parallel.collectives import TOKEN_LOOP
 
-CHUNK = 16  # tokens a compiled call: one host round trip for as many
+CHUNK = 16  # tokens that a call of `decode_many` makes by default, without a round trip to the host between them
 
 
 @functools.cache
 def prefill(
-    definition: Definition,
+    definition: ModelDef,
     *,
     capacity: int,
     loop: Loop = Loop.UNROLLED,
@@ -31,14 +35,14 @@ def prefill(
 ) -> Compiled:
     """A compiled (params, tokens [B, T], lengths [B]) -> (logits [B, V] after each row's last token, caches).
 
-    Rows are right-padded; what lies beyond a row's length does not matter. The caches hold `capacity`
-    positions a row. `params` are `weights.prepare`d, for the same loop and quantize.
-    With `sequence_parallel`, T is divisible by the tensor ranks: see residual/sequence.py.
+    Rows are right-padded; tokens beyond a row's length have no effect. The caches hold `capacity` positions a row.
+    `params` are `weights.prepare`d, for the same loop and quantize. With `sequence_parallel`, T is divisible by the
+    tensor ranks: see residual/sequence.py.
     """
 
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
-        caches = jax.tree.map(lambda c: vary(c, definition.layout.all_axes), caches)
+        caches = jax.tree.map(lambda c: pvary(c, definition.layout.all_axes), caches)
         settings = dict(loop_form=loop, caches=caches, sequence_parallel=sequence_parallel)
         x, caches = nn.hidden(definition, params, tokens, **settings)
         logits = nn.logits(definition, params, sampling.pick_last(x, lengths))
@@ -50,16 +54,18 @@ def prefill(
 
 
 @functools.cache
-def extend(definition: Definition, *, loop: Loop = Loop.UNROLLED, quantize: Quantize = Quantize.NONE) -> Compiled:
-    """A compiled (params, caches, tokens [B, T], start, lengths [B]) -> (logits [B, V], caches): a part of the prompts.
+def extend(definition: ModelDef, *, loop: Loop = Loop.UNROLLED, quantize: Quantize = Quantize.NONE) -> Compiled:
+    """A compiled (params, caches, tokens [B, T], start, lengths [B]) -> (logits [B, V], caches): one chunk of prompts.
 
-    The tokens stand at positions start..start+T-1 of every row, `start` an int32 scalar; the caches hold what comes
-    before, have room for all T, and are consumed. A row's logits are those after its last token where this
-    block holds it, and mean nothing where not. What lies beyond a row's length does not matter.
+    The tokens are at positions start..start+T-1 of every row, `start` an int32 scalar. The caches, which are donated,
+    hold the positions before `start` and have room for all T. A row's logits are those after its last token if this
+    chunk holds it, otherwise meaningless. Tokens beyond a row's length have no effect.
     """
 
     def local(params, caches, tokens, start, lengths):
-        x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches, place=nn.Extend(start))
+        x, caches = nn.hidden(
+            definition, params, tokens, loop_form=loop, caches=caches, positions=nn.ChunkedPrefill(start)
+        )
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
         return nn.logits(definition, params, sampling.pick_last(x, inside))[:, 0], caches
 
@@ -69,29 +75,98 @@ def extend(definition: Definition, *, loop: Loop = Loop.UNROLLED, quantize: Quan
     return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
 
 
+def prefill_in_chunks(*args: Any, **settings: Any) -> tuple[jax.Array, Any]:
+    """All of `prefill_chunks` at once: (logits [B, V] after each row's last token, caches)."""
+    return run_to_end(prefill_chunks(*args, **settings))
+
+
+def prefill_chunks(
+    definition: ModelDef,
+    params: Params,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    capacity: int,
+    chunk: int,
+    loop: Loop = Loop.UNROLLED,
+    quantize: Quantize = Quantize.NONE,
+) -> Generator[None, None, tuple[jax.Array, Any]]:
+    """`prefill` of at most `chunk` tokens a row per `next`, so that others can compute in between; it returns the same.
+
+    tokens [B, T], lengths [B]: right-padded, on the host. Up to `chunk` tokens are one prefill. Longer prompts run one
+    program of `chunk` tokens repeatedly: neither its compilation, nor its activations and attention scores grow with
+    the prompt. Raises ValueError where the caches have no room for the tokens.
+    """
+    form, sharding = dict(loop=loop, quantize=quantize), definition.layout.sharding
+    ends = jax.device_put(lengths, sharding("B"))
+    if tokens.shape[1] <= chunk:
+        whole = prefill(definition, capacity=capacity, **form)
+        return whole(params, jax.device_put(tokens, sharding("BT")), ends)
+    length = max(int(lengths.max()), chunk)  # the rest is padding in every row
+    if capacity < length:  # jax would write the last chunk over the one before
+        raise ValueError(f"a cache of {capacity} positions has no room for {length} tokens")
+    program = extend(definition, **form)
+    caches = cache.make(definition, rows=len(tokens), capacity=capacity, loop=loop)()
+    logits = None
+    for start in chunk_starts(length, chunk=chunk):
+        if logits is not None:
+            yield
+        part = tokens[:, start : start + chunk]
+        new, caches = program(params, caches, jax.device_put(part, sharding("BT")), np.int32(start), ends)
+        # A row's logits are those of the last chunk that begins before its end: that chunk holds its last token.
+        logits = new if logits is None else _replace_rows(new, logits, lengths > start)
+    return logits, caches
+
+
+def run_to_end[T](generator: Generator[None, None, T]) -> T:
+    """What the generator returns, after all its steps."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return end.value
+
+
+def chunk_starts(length: int, *, chunk: int) -> list[int]:
+    """The first position of each chunk. The last one ends with the tokens and overlaps the one before, writing the same
+    values again: padding it would cost as much compute, and positions in the cache."""
+    return [min(start, length - chunk) for start in range(0, length, chunk)]
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def _replace_rows(new_BV: jax.Array, old_BV: jax.Array, replaced_B: jax.Array) -> jax.Array:
+    return jnp.where(replaced_B[:, None], new_BV, old_BV)
+
+
 @functools.cache
-def seen_in(definition: Definition) -> jax.stages.Wrapped:
-    """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens of right-padded rows."""
+def seen_in(definition: ModelDef) -> jax.stages.Wrapped:
+    """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens that right-padded rows hold."""
     size = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks) // definition.layout.ranks
     local = functools.partial(sampling.seen_of, size=size, axes=definition.layout.tensor)
     return _jit(definition, local, in_dims=("BT", "B"), out_dims="BV")
 
 
 @functools.cache
-def sample_first(definition: Definition) -> jax.stages.Wrapped:
-    """A compiled (logits [B, V], settings, positions [B], seen [B, V]) -> (tokens [B], log-probabilities [B])."""
+def sample_first(definition: ModelDef, *, choice: Choice = Choice.SAMPLED) -> jax.stages.Wrapped:
+    """A compiled (logits [B, V], settings, positions [B], seen [B, V]) -> (tokens [B], log-probabilities [B] or None).
+
+    With Choice.GREEDY as in `decode_many`: no log-probabilities, and of the settings only the penalty counts.
+    """
+    axes, sample = definition.layout.tensor, _sampler(definition)
 
     def local(logits, settings, positions, seen):
-        asked = sampling.Asked.of(settings)
-        return sample(logits, settings=settings, asked=asked, positions=positions, seen_BV=seen)
+        if choice is Choice.GREEDY:
+            return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=axes), None
+        any_row = sampling.AnyRow.of(settings)
+        return sample(logits, settings=settings, any_row=any_row, positions=positions, seen_BV=seen)
 
-    sample = _sampler(definition)
-    return _jit(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=("B", "B"))
+    out_dims = ("B", None if choice is Choice.GREEDY else "B")
+    return _jit(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=out_dims)
 
 
 @functools.cache
 def decode_many(
-    definition: Definition,
+    definition: ModelDef,
     *,
     count: int = CHUNK,
     choice: Choice = Choice.SAMPLED,
@@ -102,28 +177,29 @@ def decode_many(
     """A compiled (params, caches, seen [B, V], tokens [B], lengths [B], settings)
     -> (new tokens [B, count], log-probabilities [B, count], caches, seen).
 
-    All that decodes runs this. The token loop runs on the devices: `count` decode steps and choices without the host.
-    Row b's token is written at position lengths[b]. Like the caches, `seen` is of what came before `tokens`, and
-    is consumed. With Choice.GREEDY there are no log-probabilities (None), and of the settings only the penalty counts:
-    each token takes the layers' collectives, the embedding's and one to choose. With SAMPLED, one more where a row is
-    cut (see `candidates`).
+    The token loop of generation, serving, benchmarks and audits: `count` decode steps and choices without the host.
+    Row b's token is written at position lengths[b]. The caches and `seen` hold what comes before `tokens`; both are
+    donated. With Choice.GREEDY there are no log-probabilities (None), and of the settings only the penalty counts: a
+    token takes the layers' collectives, the embedding's and one to choose. With SAMPLED, a token for which a row uses
+    a filter takes one more (see `logit_filters`).
 
-    Raises UserError where `launch` is by name and this jax cannot, or the weights are quantised.
+    Raises UserError where `launch` is explicit and this jax cannot do that, or the weights are quantised.
     """
     axes = definition.layout.tensor
 
     def local(params, caches, seen, tokens, lengths, settings):
-        asked = None if choice is Choice.GREEDY else sampling.Asked.of(settings)
+        any_row = None if choice is Choice.GREEDY else sampling.AnyRow.of(settings)
 
         def choose(logits, positions, seen):
             if choice is Choice.GREEDY:
                 return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=axes), None
-            return sample(logits, settings=settings, asked=asked, positions=positions, seen_BV=seen)
+            return sample(logits, settings=settings, any_row=any_row, positions=positions, seen_BV=seen)
 
         def turn(carry, _):
             caches, seen, tokens, lengths = carry
             logits, caches = one(params, caches, tokens, lengths)
-            # Whoever chooses, the step before is compiled alike: a neighbour's settings must not decide a near tie.
+            # The barrier keeps the choice from being fused into the step: both choices then compute the same logits,
+            # and a neighbour's settings cannot decide a near tie.
             logits = jax.lax.optimization_barrier(logits)
             lengths, seen = lengths + 1, sampling.mark(seen, tokens, axes=axes)
             tokens, logprobs = choose(logits, lengths, seen)
@@ -142,7 +218,7 @@ def decode_many(
 
 
 def abstract(
-    definition: Definition, *, rows: int, positions: int, loop: Loop, quantize: Quantize = Quantize.NONE
+    definition: ModelDef, *, rows: int, positions: int, loop: Loop, quantize: Quantize = Quantize.NONE
 ) -> tuple[Any, ...]:
     """Shapes, dtypes and shardings of `decode_many`'s arguments, for `rows` rows of `positions` cached positions."""
     sharding = definition.layout.sharding
@@ -156,21 +232,8 @@ def abstract(
     return params, caches, seen, integers, integers, settings
 
 
-def _sampler(definition: Definition) -> Callable:
-    """`sampling.sample` for this model, on one rank."""
-    return functools.partial(sampling.sample, vocab_size=definition.config.vocab_size, axes=definition.layout.tensor)
-
-
-def _jit(definition: Definition, local: Callable, *, in_dims: tuple, out_dims: Any) -> jax.stages.Wrapped:
-    """What reads no parameters and reduces next to nothing: no options to choose."""
-    layout = definition.layout
-    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims))
-
-
 def step(
-    definition: Definition,
+    definition: ModelDef,
     *,
     loop: Loop = Loop.UNROLLED,
     launch: Launch = Launch.CHAINED,
@@ -181,30 +244,43 @@ def step(
     Raises UserError as `decode_many`.
     """
     if definition.layout.ranks == 1 or definition.layout.emulated:
-        launch = Launch.CHAINED  # nothing to launch
+        launch = Launch.CHAINED  # there is no collective to launch
     if launch is Launch.EXPLICIT:
-        if quantize is not Quantize.NONE:  # in order means unfused: bfloat16 copies of the matrices, 14 % more bytes
+        if quantize is not Quantize.NONE:  # ordered code is not fused: bfloat16 copies of matrices, 14 % more bytes
             raise UserError(
                 f"launch 'explicit' would undo quantize={quantize.value!r}: use 'chained', or quantize='none'"
             )
         explicit.check(definition.layout.mesh)
 
     def one(params, caches, tokens, lengths):
-        settings = dict(loop_form=loop, caches=caches, place=nn.Next(lengths), launch=launch)
+        settings = dict(loop_form=loop, caches=caches, positions=nn.DecodeStep(lengths), launch=launch)
         x, caches = nn.hidden(definition, params, tokens[:, None], **settings)
         return nn.logits(definition, params, x)[:, 0], caches
 
     return one
 
 
-def _decode_traits(definition: Definition, *, loop: Loop, launch: Launch) -> Traits:
-    """What is launched by name needs no option to be overlapped, only the fastest reduction."""
+def _sampler(definition: ModelDef) -> Callable:
+    """`sampling.sample` for this model, on one rank."""
+    return functools.partial(sampling.sample, vocab_size=definition.config.vocab_size, axes=definition.layout.tensor)
+
+
+def _decode_traits(definition: ModelDef, *, loop: Loop, launch: Launch) -> Traits:
+    """Explicit launches overlap without compiler options: only the options for the fastest reduction are left."""
     traits = definition.traits(phase=Phase.DECODE, loop=loop)
     return dataclasses.replace(traits, overlap=Overlap.WAITS) if launch is Launch.EXPLICIT else traits
 
 
+def _jit(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any) -> jax.stages.Wrapped:
+    """For programs without parameters or large reductions, which need no compiler options."""
+    layout = definition.layout
+    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    return jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims))
+
+
 def _compile(
-    definition: Definition,
+    definition: ModelDef,
     local: Callable,
     quantize: Quantize,
     *,
@@ -216,6 +292,6 @@ def _compile(
     in_dims, layout = (weights.dims(definition, loop=traits.loop, quantize=quantize), *in_dims), definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    # Said again, as jax leaves axes of one device out of what it infers: a call takes what the one before it gave.
+    # Explicit, as jax omits axes of one device from the shardings that it infers, and the next call would recompile.
     out_shardings = jax.tree.map(layout.sharding, out_dims)
     return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate, out_shardings=out_shardings)

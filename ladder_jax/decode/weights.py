@@ -1,69 +1,86 @@
-"""Parameters as inference reads them: matrices in the compute dtype or in 8 bits, and, unrolled, each layer's apart."""
+"""Parameters as inference reads them: matrices in the compute dtype or in 8 bits; unrolled, each layer's arrays apart.
 
+They are built one array at a time: each is read, cast or quantized, and fused or stacked before the next is read. So
+the devices never hold more than the finished arrays and one array as it is stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+from flax import traverse_util
 
 from ladder_jax.config import Loop, Quantize
-from ladder_jax.decode import build, targets
-from ladder_jax.decode.build import Reader
-from ladder_jax.decode.targets import dims_of, stored
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition, Params, parameter
-from ladder_jax.parallel import is_v5e
+from ladder_jax.nn import ModelDef, Params, parameter, quantized
+from ladder_jax.nn.quantized import Int8
+from ladder_jax.parallel import Layout, is_v5e, on_mesh, over_ranks, placing
+
+if TYPE_CHECKING:
+    from ladder_jax.checkpoint import Key
+
+type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
+"""Yields each key's array in turn, laid out as the definition has it, without L: `checkpoint.Pieces`, for example."""
+
+FUSED = {  # matrices that are concatenated, and along which axis from the end: the same in a matrix and its scales
+    "layers/attention/query_key_value": (("query", "key", "value"), -2),
+    "layers/mlp/gate_up": (("gate", "up"), -1),
+}
 
 
-def prepare(
-    definition: Definition, params: Params | Reader, *, loop: Loop, quantize: Quantize = Quantize.NONE
-) -> Params:
-    """From parameters as trained and stored, in memory or from what reads them (`checkpoint.Pieces`).
+def prepare(definition: ModelDef, params: Params | Reader, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
+    """From parameters as they are trained and stored, in memory or read one by one (`checkpoint.Pieces`).
 
-    In the compute dtype the values agree: the model casts matrices as it uses them. Each array, unrolled each layer's,
-    is made by itself, so that beside the result no more is held than `starting` says: the largest array as it is
-    stored. Parameters in memory are the caller's, and stay beside that. Matrices that read the same input stand side by
-    side where that is `faster_joined`.
+    In the compute dtype the values stay the same, as the model casts matrices where it uses them. Matrices that read
+    the same input are fused where that is `faster_fused`. Beside the result no more is held than `peak_bytes` says;
+    parameters in memory stay the caller's.
     """
     return _build(definition, params, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)
 
 
-def stacked(definition: Definition, params: Params | Reader) -> Params:
-    """`prepare`d in the compute dtype, by the names and shapes that are trained and stored."""
+def stacked(definition: ModelDef, params: Params | Reader) -> Params:
+    """The parameters in the compute dtype, by the names and shapes in which they are trained and stored."""
     return _build(definition, params, definition.dims, loop=Loop.SCAN, quantize=Quantize.NONE)
 
 
-def stacked_bytes(definition: Definition) -> tuple[int, int]:
-    """A device's share of what `stacked` gives, and the most that it holds meanwhile."""
-    return targets.sizes(definition, definition.dims, loop=Loop.SCAN, quantize=Quantize.NONE)
-
-
-def dims(definition: Definition, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
+def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The dimensions of `prepare`'s arrays."""
-    return _each(definition, loop, functools.partial(_dims, quantize), _kept(definition, parameter.dims_of))
+    of = lambda dims, layer: _stored_dims(quantize, dims if layer is None else dims.removeprefix("L"))
+    return _each(definition, loop, of, _kept(definition, parameter.dims_of))
 
 
-def abstract(definition: Definition, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
-    """Their shapes, dtypes and shardings."""
+def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
+    """The shapes, dtypes and shardings of `prepare`'s arrays."""
 
     def place(array, dims, layer):
         if layer is not None:
             array, dims = jax.ShapeDtypeStruct(array.shape[1:], array.dtype), dims.removeprefix("L")
-        kept = jax.eval_shape(lambda a: stored(quantize, definition.config.dtype.value, a, dims), array)
+        stored = jax.eval_shape(lambda a: _stored(quantize, definition.config.dtype.value, a, dims), array)
         sharding = definition.layout.sharding
-        return jax.tree.map(lambda a, d: a.update(sharding=sharding(d)), kept, dims_of(quantize, dims))
+        return jax.tree.map(lambda a, d: a.update(sharding=sharding(d)), stored, _stored_dims(quantize, dims))
 
     shapes = _kept(definition, functools.partial(parameter.abstract, layout=definition.layout))
     return _each(definition, loop, place, shapes, _kept(definition, parameter.dims_of))
 
 
-def starting(definition: Definition, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> int:
-    """The most bytes that a device holds while `prepare` reads, with all that is done by then."""
-    return targets.sizes(definition, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)[1]
+def peak_bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> int:
+    """The most that a device holds while `prepare` reads, its finished arrays included."""
+    return _bytes(definition, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)[1]
 
 
-def faster_joined(definition: Definition) -> bool:
-    """Whether one matmul is faster than those of queries, keys and values, and of gate and up, each for itself.
+def stacked_bytes(definition: ModelDef) -> tuple[int, int]:
+    """A device's share of `stacked`'s arrays, and the most that it holds while they are read."""
+    return _bytes(definition, definition.dims, loop=Loop.SCAN, quantize=Quantize.NONE)
+
+
+def faster_fused(definition: ModelDef) -> bool:
+    """Whether one matmul is faster than one each for queries, keys and values, and for gate and up.
 
     By the compilers' estimates of a decode step: 3 % fewer cycles on v5p, 8 % on v6e, 1 % more on tpu7x; on v5e 5 %
     fewer, but then a reduction and the larger matmul that should hide it do not fit into vector memory together, and
@@ -73,20 +90,16 @@ def faster_joined(definition: Definition) -> bool:
     return kind != "TPU7x" and not is_v5e(kind)
 
 
-def _build(definition: Definition, params: Params | Reader, kept: Params, **form) -> Params:
-    return build.build(definition, params if callable(params) else build.held(params), kept, **form)
-
-
-def _kept(definition: Definition, of: Callable) -> Params:
-    """`of` every module as inference keeps it. Raises UserError for a mesh that splits parameters for training."""
+def _kept(definition: ModelDef, of: Callable) -> Params:
+    """`of` each module as inference has it. Raises UserError for a mesh that splits parameters for training."""
     if definition.layout.fsdp > 1:
         raise UserError(f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)")
-    modules = definition.joined if faster_joined(definition) else definition.modules
+    modules = definition.fused if faster_fused(definition) else definition.modules
     return {name: of(module) for name, module in modules.items()}
 
 
-def _each(definition: Definition, loop: Loop, fn: Callable, *trees: Params) -> Params:
-    """fn(leaf, ..., layer) of every leaf: unrolled, once a layer of a leaf that holds them all; else layer is None."""
+def _each(definition: ModelDef, loop: Loop, fn: Callable, *trees: Params) -> Params:
+    """fn(leaf, ..., layer) for every leaf: unrolled, once a layer for a leaf that stacks layers; else layer is None."""
     whole = functools.partial(fn, layer=None)
     if loop is Loop.SCAN:
         return jax.tree.map(whole, *trees)
@@ -97,5 +110,189 @@ def _each(definition: Definition, loop: Loop, fn: Callable, *trees: Params) -> P
     return {**jax.tree.map(whole, *rest), "layers": layers}
 
 
-def _dims(quantize: Quantize, dims: str, layer: Any) -> Any:
-    return dims_of(quantize, dims if layer is None else dims.removeprefix("L"))
+def _stored_dims(quantize: Quantize, dims: str) -> str | Int8:
+    """The dimensions in which an array of these dimensions is stored."""
+    return Int8.dims(dims) if quantize is Quantize.INT8 and quantized.is_matrix(dims) else dims
+
+
+def _stored(quantize: Quantize, dtype: str, array: jax.Array, dims: str) -> jax.Array | Int8:
+    if quantize is Quantize.INT8 and quantized.is_matrix(dims):
+        return Int8.of(array, dims)
+    return array.astype(_dtype(dtype, dims))
+
+
+def _dtype(dtype: str, dims: str) -> Any:
+    """Norm gains stay float32: they multiply in it."""
+    return dtype if len(dims.removeprefix("L")) > 1 else jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """An array to build, or one for every layer: its name, its dimensions without L, and the stored arrays in it.
+
+    axis: along which `parts` are concatenated, counted from the end.
+    """
+
+    definition: ModelDef
+    name: str
+    dims: str
+    parts: tuple[str, ...]
+    axis: int
+
+    @classmethod
+    def of(cls, definition: ModelDef, name: str, dims: str) -> _Target:
+        folder, _, own = name.rpartition("/")
+        parts, axis = FUSED.get(name, ((own,), 0))
+        return cls(definition, name, dims.removeprefix("L"), tuple(f"{folder}/{part}" for part in parts), axis)
+
+    @property
+    def stacked(self) -> bool:
+        return self.name.startswith("layers/")
+
+    @functools.cached_property
+    def part_dims(self) -> tuple[str, ...]:
+        stored = traverse_util.flatten_dict(self.definition.dims, sep="/")
+        return tuple(stored[part].removeprefix("L") for part in self.parts)
+
+    @functools.cached_property
+    def part_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """A device's share of each part, of one layer."""
+        stored = traverse_util.flatten_dict(self.definition.abstract, sep="/")
+        leaves = [stored[part] for part in self.parts]
+        return tuple(leaf.sharding.shard_shape(leaf.shape)[self.stacked :] for leaf in leaves)
+
+
+def _targets(definition: ModelDef, kept: Params) -> list[_Target]:
+    """The largest arrays first: then the least is held beside them. kept: the dimensions of all."""
+    targets = [_Target.of(definition, *item) for item in traverse_util.flatten_dict(kept, sep="/").items()]
+    return sorted(targets, key=lambda target: -max(map(math.prod, target.part_shapes)))
+
+
+def _bytes(definition: ModelDef, kept: Params, *, loop: Loop, quantize: Quantize) -> tuple[int, int]:
+    """A device's share of `_build`'s arrays, and the most that it holds meanwhile, from arrays stored in float32."""
+
+    def sizes(shape: tuple[int, ...], dims: str) -> tuple[int, int]:
+        """Bytes of a stored share, and of the float32 share that it is made from."""
+        read = jax.ShapeDtypeStruct(shape, jnp.float32)
+        stored = jax.eval_shape(lambda a: _stored(quantize, definition.config.dtype.value, a, dims), read)
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
+        return size, 0 if stored == read else 4 * math.prod(shape)
+
+    done, most = 0, 0
+    for target in _targets(definition, kept):
+        layers = definition.config.num_layers if target.stacked else 1
+        stored, read = zip(*map(sizes, target.part_shapes, target.part_dims))
+        total = layers * sum(stored)
+        in_place = loop is Loop.SCAN and target.stacked  # into a stack, which is allocated with the first layer
+        for index, size in enumerate(read):
+            before = total + sum(stored[: index + 1]) if in_place else layers * sum(stored[: index + 1])
+            most = max(most, done + before + size)
+        if len(stored) > 1:
+            most = max(most, done + total + sum(stored) * (1 + in_place))
+        done += total
+    return done, max(most, done)
+
+
+def _build(definition: ModelDef, params: Params | Reader, kept: Params, *, loop: Loop, quantize: Quantize) -> Params:
+    """The arrays whose dimensions are `kept`, unrolled or stacked as `loop` has them."""
+    read = params if callable(params) else _in_memory(params)
+    work = [_Work(target, loop, quantize) for target in _targets(definition, kept)]
+    pieces = read([key for one in work for key in one.keys])
+    done = {one.target.name: one.build(pieces) for one in work}
+    alone = {name: value for name, value in done.items() if not name.startswith("layers/")}
+    layers = {name.removeprefix("layers/"): value for name, value in done.items() if name.startswith("layers/")}
+    nested = functools.partial(traverse_util.unflatten_dict, sep="/")
+    if loop is Loop.SCAN:
+        return {**nested(alone), "layers": nested(layers)}
+    each = range(definition.config.num_layers)
+    return {**nested(alone), "layers": tuple(nested({n: of[i] for n, of in layers.items()}) for i in each)}
+
+
+def _in_memory(params: Params) -> Callable:
+    """A reader of parameters in memory. It yields whole stacks, each with the index of the layer to take from it."""
+    flat = traverse_util.flatten_dict(params, sep="/")
+    return lambda keys: ((flat[name], layer) for name, layer in keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """Builds one target from its parts."""
+
+    target: _Target
+    loop: Loop
+    quantize: Quantize
+
+    @property
+    def keys(self) -> list[Key]:
+        """The parts in the order of reading: unrolled part by part, so that a stack is read once; scanned by layer."""
+        parts, layers = self.target.parts, range(self.target.definition.config.num_layers)
+        if not self.target.stacked:
+            return [(part, None) for part in parts]
+        if self.loop is Loop.SCAN:
+            return [(part, layer) for layer in layers for part in parts]
+        return [(part, layer) for part in parts for layer in layers]
+
+    def build(self, pieces: Iterator) -> Any:
+        """The array, a tuple with one for each layer, or their stack. `pieces` yields the arrays of `keys`."""
+        waiting, layers, stack = {}, [], None
+        for part, layer in self.keys:
+            waiting[part, layer] = self._make(pieces, part)
+            if part != self.target.parts[-1]:
+                continue
+            value = self._fuse([waiting.pop((one, layer)) for one in self.target.parts])
+            if layer is None:
+                return value
+            if self.loop is Loop.UNROLLED:
+                layers.append(value)
+                continue
+            stack = self._empty(value) if stack is None else stack
+            stack = jax.block_until_ready(placing.put(stack, value, layer))
+            del value
+        return stack if self.loop is Loop.SCAN else tuple(layers)
+
+    def _make(self, pieces: Iterator, part: str) -> jax.Array | Int8:
+        """The next piece as it is to be stored. The piece that was read is freed on return."""
+        piece, definition = next(pieces), self.target.definition
+        array, layer = piece if isinstance(piece, tuple) else (piece, None)
+        dims, dtype = self.target.part_dims[self.target.parts.index(part)], definition.config.dtype.value
+        if layer is None and _is_stored(self.quantize, dtype, array, dims, definition.layout):
+            return array
+        return jax.block_until_ready(_convert(definition.layout, self.quantize, dtype, array, dims, layer))
+
+    def _fuse(self, parts: list) -> jax.Array | Int8:
+        if len(parts) == 1:
+            return parts[0]
+        of = functools.partial(_stored_dims, self.quantize)
+        fuse = _fuser(
+            self.target.definition.layout, tuple(map(of, self.target.part_dims)), of(self.target.dims), self.target.axis
+        )
+        return jax.block_until_ready(fuse(*parts))
+
+    def _empty(self, value: jax.Array | Int8) -> jax.Array | Int8:
+        definition = self.target.definition
+        sharding, count = definition.layout.sharding, definition.config.num_layers
+        zeros = lambda a, d: placing.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
+        return jax.tree.map(zeros, value, _stored_dims(self.quantize, self.target.dims))
+
+
+def _is_stored(quantize: Quantize, dtype: str, array: jax.Array, dims: str, layout: Layout) -> bool:
+    as_is = isinstance(_stored_dims(quantize, dims), str) and array.dtype == _dtype(dtype, dims)
+    return as_is and isinstance(array, jax.Array) and array.sharding == layout.sharding(dims)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
+def _convert(
+    layout: Layout, quantize: Quantize, dtype: str, array: jax.Array, dims: str, layer: Any
+) -> jax.Array | Int8:
+    """An array, or a layer of a stack, as the compiled steps take it. One program for all layers of a stack."""
+    place = lambda a, d: jax.lax.with_sharding_constraint(a, layout.sharding(d))
+    array = array if layer is None else array[layer]
+    return jax.tree.map(place, _stored(quantize, dtype, array, dims), _stored_dims(quantize, dims))
+
+
+@functools.cache
+def _fuser(layout: Layout, dims: tuple, out_dims: str | Int8, axis: int) -> Callable:
+    """A compiled (arrays of these dimensions) -> one array, concatenated on each rank."""
+    local = lambda *parts: jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *parts)
+    ranked = over_ranks(local, layout=layout, in_dims=dims, out_dims=out_dims)
+    return jax.jit(on_mesh(ranked, layout=layout, in_dims=dims, out_dims=out_dims))

@@ -13,7 +13,7 @@ from ladder_jax.decode import Engine, default_tensor, memory, weights
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import pairs
 from ladder_jax.evaluate.scorer import BATCH_TOKENS, Scorer
-from ladder_jax.nn import Definition, Params, Transformer
+from ladder_jax.nn import ModelDef, Params, Transformer
 
 WINDOW = 2048  # lm-evaluation-harness's default, where a model names none
 SLOTS = 8  # texts that are written at the same time
@@ -29,7 +29,7 @@ class Model:
     digest: tells the model from others; results in a file are only taken up for the same.
     """
 
-    definition: Definition
+    definition: ModelDef
     load: Callable[[], Params | weights.Reader]
     tokenizer: Tokenizer
     window: int

@@ -15,7 +15,7 @@ from ladder_jax.evaluate.model import WINDOW, Model, open_model
 from ladder_jax.evaluate.rows import Progress, Row, carry_out
 from ladder_jax.evaluate.scorer import Scorer, Span
 from ladder_jax.evaluate.windows import windows
-from ladder_jax.nn import Definition, Params, Transformer
+from ladder_jax.nn import ModelDef, Params, Transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Perplexity:
 
 
 def perplexity(
-    model: Transformer | Definition | Scorer | Model | str | os.PathLike,
+    model: Transformer | ModelDef | Scorer | Model | str | os.PathLike,
     tokens: Sequence[int] | Sequence[Sequence[int]],
     *,
     params: Params | None = None,
@@ -75,7 +75,7 @@ def perplexity(
 ) -> Perplexity:
     """Of one document's tokens [N], or of several documents', each by itself.
 
-    model: a Transformer, a Definition with its `params`, a Scorer, a Model, or a checkpoint's path. Programs are kept
+    model: a Transformer, a ModelDef with its `params`, a Scorer, a Model, or a checkpoint's path. Programs are kept
         by definition and shape: the same model with other parameters is not compiled again.
     window: the most tokens that the model reads at once; by default a Model's or checkpoint's own, else 2,048.
     stride, prefix: see `windows`; with no prefix the first token of each document is not scored.

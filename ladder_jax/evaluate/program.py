@@ -8,15 +8,15 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.config import Loop, Phase
-from ladder_jax.decode import winner
-from ladder_jax.nn import Definition
+from ladder_jax.decode import sampling
+from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import Compiled, on_mesh, over_ranks
 
 CHUNK = 512  # positions, B x T, whose float32 logits are there at once: 0.3 GB of a vocabulary of 128k, if not split
 
 
 @functools.lru_cache(maxsize=32)
-def compiled_scores(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> Compiled:
+def compiled_scores(definition: ModelDef, *, loop_form: Loop = Loop.SCAN) -> Compiled:
     """A compiled (params, tokens [B, T], targets [B, T]) -> (log-probabilities float32, greedy bool), both [B, T].
 
     Entry t is that of `targets[:, t]` after `tokens[:, :t+1]`: the log-softmax of the float32 logits, in nats, and
@@ -34,10 +34,10 @@ def compiled_scores(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> C
     return Compiled(meshed, mesh=definition.layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop_form))
 
 
-def _scores(definition: Definition, params: nn.Params, x_BTD: jax.Array, targets_BT: jax.Array):
+def _scores(definition: ModelDef, params: nn.Params, x_BTD: jax.Array, targets_BT: jax.Array):
     axes = definition.layout.tensor
     logits = nn.logits(definition, params, x_BTD)
-    best = winner.argmax(logits.reshape(-1, logits.shape[-1]), axes=axes).reshape(targets_BT.shape)
+    best = sampling.argmax(logits.reshape(-1, logits.shape[-1]), axes=axes).reshape(targets_BT.shape)
     return -nn.cross_entropy(logits, targets_BT, axes=axes), best == targets_BT
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.evaluate.program import compiled_scores
-from ladder_jax.nn import Definition, Params, Transformer
+from ladder_jax.nn import ModelDef, Params, Transformer
 
 SHORTEST = 32  # rows are padded to this or to a power of two above it, so that few programs are compiled
 BATCH_TOKENS = 4096  # of a batch, padding included
@@ -48,14 +48,14 @@ class Score:
 class Scorer:
     """Scores spans on a model's mesh: `for index, score in Scorer(model).scores(spans)`.
 
-    params: those of a Definition, float32 as stored or in the compute dtype; a Transformer has its own.
+    params: those of a ModelDef, float32 as stored or in the compute dtype; a Transformer has its own.
     batch_tokens: the most tokens of a batch, padding included. Where a device's memory does not suffice it is
     halved, for good, and what has not been scored is tried again.
     """
 
     def __init__(
         self,
-        model: Transformer | Definition,
+        model: Transformer | ModelDef,
         params: Params | None = None,
         *,
         batch_tokens: int = BATCH_TOKENS,
@@ -63,7 +63,7 @@ class Scorer:
         self.definition = model.definition if isinstance(model, Transformer) else model
         self.params = model.params if isinstance(model, Transformer) and params is None else params
         if self.params is None:
-            raise UserError("an evaluation needs a Transformer, or a Definition and its params")
+            raise UserError("an evaluation needs a Transformer, or a ModelDef and its params")
         if batch_tokens < 1:
             raise UserError(f"batch_tokens must be at least 1, not {batch_tokens}")
         self.batch_tokens = batch_tokens

@@ -2,8 +2,8 @@
 
     loss = (1 - alpha) CE(target) + alpha tau^2 KL(teacher || student),    both softmaxes of the KL of logits / tau
 
-as in "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531), whose tau^2 keeps the gradient's size. Neither
-model's logits are ever there for more than a few positions, and the teacher has no gradient.
+as in "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531), whose tau^2 keeps the gradient's size. Both
+models' logits are computed for a few positions at a time, and the teacher has no gradient.
 """
 
 import functools
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.nn.chunked import over_chunks
-from ladder_jax.parallel import all_max, all_reduce, rank, vary, varying
+from ladder_jax.nn.loss import over_chunks
+from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED
 
 
@@ -58,9 +58,9 @@ def divergence_sum(
     teacher = lax.stop_gradient(teacher)
     if EMULATED in axes:  # as in `loss.cross_entropy_sum`
         return _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, teacher, terms, gradient=False)[0]
-    x_BTD = vary(x_BTD, axes)
-    table_VD = vary(table_VD, varying(x_BTD))
-    teacher = (vary(teacher[0], axes), vary(teacher[1], varying(x_BTD)))
+    x_BTD = pvary(x_BTD, axes)
+    table_VD = pvary(table_VD, varying(x_BTD))
+    teacher = (pvary(teacher[0], axes), pvary(teacher[1], varying(x_BTD)))
     return _summed(x_BTD, table_VD, targets_BT, weights_BT, teacher, terms)
 
 

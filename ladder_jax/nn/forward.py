@@ -1,39 +1,36 @@
-"""A forward pass on one rank, in parts: the embedding, the layers (all of them, or some after others), the end."""
+"""A forward pass on one rank, in parts: embedding, layers (all, or one range after another), final norm."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ladder_jax import residual
 from ladder_jax.config import Launch, Loop, Remat
-from ladder_jax.nn import loop, norm, rotary
-from ladder_jax.nn.layer import Call
-from ladder_jax.nn.place import BEGIN, Place
-from ladder_jax.parallel import all_reduce, explicit, fsdp, rank, vary
+from ladder_jax.nn import loss, modules, prefetch
+from ladder_jax.nn.layer import layer_context
+from ladder_jax.nn.model_def import ModelDef, Params
+from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
+from ladder_jax.parallel import all_reduce, explicit, fsdp, pvary
 from ladder_jax.parallel.collectives import HEAD
 from ladder_jax.residual import State, anneal, sequence
+from ladder_jax.residual.layers import run_layers
 
-if TYPE_CHECKING:
-    from ladder_jax.nn.transformer import Definition, Params
-
-LATE = "late"
-"""Beside a stack of layers' modules: how far each is from standard to its topology, [L] (see residual/anneal.py)."""
+LADDER_FRACTION = "ladder_fraction"
+"""The name of each layer's ladder fraction, [L], beside the modules of a layer stack (see residual/anneal.py)."""
 
 
-class Pass:
-    """What all parts of one forward pass share, for blocks of `length` tokens. The settings as in `nn.hidden`."""
+class ForwardPass:
+    """One forward pass over blocks of `length` tokens. The settings are those of `nn.hidden`."""
 
     def __init__(
         self,
-        definition: Definition,
+        definition: ModelDef,
         length: int,
         *,
         loop_form: Loop = Loop.SCAN,
         remat: Remat = Remat.NONE,
-        place: Place = BEGIN,
+        positions: Positions = FULL_SEQUENCE,
         launch: Launch = Launch.CHAINED,
         sequence_parallel: bool = False,
     ):
@@ -41,16 +38,15 @@ class Pass:
         self._definition, self._loop, self._remat, self._launch = definition, loop_form, remat, launch
         self._dtype, self._axes = jnp.dtype(config.dtype.value), layout.tensor
         self._split = sequence_parallel and layout.ranks > 1 and not layout.emulated
-        normalise = lambda x: norm.normalise(x, eps=config.norm_eps).astype(self._dtype)
+        normalise = lambda x: modules.normalise(x, eps=config.norm_eps).astype(self._dtype)
         topology = definition.topology
         self._steps = sequence.layers(topology, normalise=normalise) if self._split else topology.layers
-        self._call = Call(
+        self._context = layer_context(
+            config,
+            length,
             axes=self._axes,
-            dtype=self._dtype,
             kernel=definition.kernel,
-            table=rotary.tables(place.positions(length), config=config),
-            first_rank=rank(self._axes) == 0,
-            place=place,
+            positions=positions,
             launch=launch,
             normalised=self._split,
         )
@@ -58,8 +54,8 @@ class Pass:
     def embed(self, params: Params, tokens: jax.Array) -> State:
         """The state before the first layer, for `tokens` [B, T]."""
         definition = self._definition
-        table = definition.bind("embedding", whole(definition, "embedding", params["embedding"]))
-        reduce = sequence.share if self._split else all_reduce
+        table = definition.bind("embedding", unshard(definition, "embedding", params["embedding"]))
+        reduce = sequence.scatter_sequence if self._split else all_reduce
         return self.begin(table.lookup(tokens, axes=self._axes, dtype=self._dtype, reduce=reduce))
 
     def begin(self, x: jax.Array) -> State:
@@ -73,33 +69,30 @@ class Pass:
         """The state after the layers from `first` on that `stack` holds, and their caches.
 
         stack: [L, ...], or (unrolled only) a tuple with each layer's own arrays. dims: of one that holds other arrays
-        than the definition has. trains: as in `fsdp.Shares`; what does not must not be differentiated anyway.
+        than the definition has. trains: as in `fsdp.FsdpLayer`; what does not must not be differentiated anyway.
         """
         definition, layout = self._definition, self._definition.layout
         dims = definition.dims["layers"] if dims is None else dims
         count = len(stack) if isinstance(stack, tuple) else jax.tree.leaves(stack)[0].shape[0]
-        shares = None
+        settings = dict(
+            steps=self._steps[first : first + count],
+            loop=self._loop,
+            remat=self._remat,
+            axes=self._axes,
+            dtype=self._dtype,
+            first=first,
+        )
+        body = self._layer
         if layout.fsdp > 1:
-            shares = fsdp.Shares(jax.tree.map(lambda dims: dims.removeprefix("L"), dims), self._dtype, trains)
-
-        def layers(state, params, caches):
-            return loop.run(
-                self._layer,
-                state,
-                params=params,
-                caches=caches,
-                steps=self._steps[first : first + count],
-                loop=self._loop,
-                remat=self._remat,
-                axes=self._axes,
-                dtype=self._dtype,
-                shares=shares,
-                first=first,
-            )
-
+            fsdp_layer = fsdp.FsdpLayer(jax.tree.map(lambda dims: dims.removeprefix("L"), dims), self._dtype, trains)
+            stack = fsdp.with_vectors(stack, dims, layout=layout)
+            if caches is None:
+                return prefetch.run_layers(body, state, params=stack, fsdp_layer=fsdp_layer, **settings), None
+            body = lambda state, layer, cache, steps: self._layer(state, fsdp_layer.gather(layer), cache, steps)
+        run = lambda state, stack, caches: run_layers(body, state, params=stack, caches=caches, **settings)
         # Only the layers: XLA's common-subexpression pass aborts on ordered code around them (jax 0.12.0.1).
-        run = explicit.ordered(layers) if self._launch is Launch.EXPLICIT else layers
-        return run(state, fsdp.with_vectors(stack, dims, layout=layout), caches)
+        run = explicit.ordered(run) if self._launch is Launch.EXPLICIT else run
+        return run(state, stack, caches)
 
     def stream(self, state: State) -> jax.Array:
         """The stream [B, T, D] (of a split one this rank's positions), to which all that is pending was added."""
@@ -109,19 +102,86 @@ class Pass:
         """The final, normed stream [B, T, D] after the last layer."""
         definition, x = self._definition, self.stream(state)
         with jax.named_scope(HEAD):
-            x = vary(x, self._axes)
-        final = definition.bind("final_norm", whole(definition, "final_norm", params["final_norm"]))
+            x = pvary(x, self._axes)
+        final = definition.bind("final_norm", unshard(definition, "final_norm", params["final_norm"]))
         x = final(x, dtype=self._dtype)
         return sequence.gather(x, self._axes) if self._split else x
 
     def _layer(self, state, layer, cache, steps):
-        if LATE in layer:
-            steps = anneal.steps(steps, late=layer[LATE])
-            layer = {name: module for name, module in layer.items() if name != LATE}
-        return self._definition.bind("layers", layer)(state, cache, steps=steps, call=self._call)
+        if LADDER_FRACTION in layer:
+            steps = anneal.steps(steps, ladder_fraction=layer[LADDER_FRACTION])
+            layer = {name: module for name, module in layer.items() if name != LADDER_FRACTION}
+        return self._definition.bind("layers", layer).advance(state, cache, steps=steps, context=self._context)
 
 
-def whole(definition: Definition, name: str, params: Params) -> Params:
-    """The parameters of the module called `name`, from a rank's shares of them."""
+def unshard(definition: ModelDef, name: str, params: Params) -> Params:
+    """The parameters of the module called `name`, gathered from the shares along the fsdp axis."""
+    if definition.layout.fsdp == 1:
+        return params
     dtype = jnp.dtype(definition.config.dtype.value)
-    return fsdp.whole(params, definition.dims[name], layout=definition.layout, dtype=dtype)
+    return fsdp.unshard(params, definition.dims[name], layout=definition.layout, dtype=dtype)
+
+
+def hidden(
+    definition: ModelDef,
+    params: Params,
+    tokens: jax.Array,
+    *,
+    loop_form: Loop = Loop.SCAN,
+    remat: Remat = Remat.NONE,
+    caches: Any = None,
+    positions: Positions = FULL_SEQUENCE,
+    launch: Launch = Launch.CHAINED,
+    sequence_parallel: bool = False,
+) -> tuple[jax.Array, Any]:
+    """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
+
+    `positions` are those of the tokens: 0..T-1 by default. With `sequence_parallel` a
+    rank keeps T/ranks positions of the stream between sublayers: see residual/sequence.py.
+    """
+    settings = dict(
+        loop_form=loop_form, remat=remat, positions=positions, launch=launch, sequence_parallel=sequence_parallel
+    )
+    run = ForwardPass(definition, tokens.shape[1], **settings)
+    state, caches = run.layers(run.embed(params, tokens), params["layers"], caches=caches)
+    return run.finish(params, state), caches
+
+
+def logits(definition: ModelDef, params: Params, x: jax.Array) -> jax.Array:
+    """On one rank: its share [B, T, V/ranks] of the float32 logits of a normed stream [B, T, D]."""
+    name = "embedding" if definition.config.tie_embeddings else "head"
+    head = definition.bind(name, unshard(definition, name, params[name]))
+    return head.logits(x, axes=definition.layout.tensor)
+
+
+def loss_sum(
+    definition: ModelDef,
+    params: Params,
+    x: jax.Array,
+    targets: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    z_loss: float = 0.0,
+    chunk: int = 2048,
+) -> jax.Array:
+    """On one rank: the summed loss in nats of a normed stream [B, T, D] and its `targets` [B, T].
+
+    The rest as in `loss.cross_entropy_sum`; without `weights` every position counts.
+    """
+    return loss.cross_entropy_sum(
+        x,
+        output_table(definition, params),
+        targets,
+        jnp.ones(targets.shape) if weights is None else weights,
+        vocab_size=definition.config.vocab_size,
+        axes=definition.layout.tensor,
+        z_loss=z_loss,
+        chunk=chunk,
+    )
+
+
+def output_table(definition: ModelDef, params: Params) -> jax.Array:
+    """On one rank: its rows [V/ranks, D] of the table that scores tokens, in the compute dtype."""
+    name = "embedding" if definition.config.tie_embeddings else "head"
+    table = definition.bind(name, unshard(definition, name, params[name])).table.get_value()
+    return table.astype(definition.config.dtype.value)

@@ -1,4 +1,4 @@
-"""Attention kernels: which one a device has, and one signature for all of them."""
+"""Attention kernels: the choice for a device, and one signature for all of them."""
 
 import enum
 import functools
@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import Dtype, ModelConfig
 from ladder_jax.nn.unchecked import differentiable, unchecked
-from ladder_jax.parallel.collectives import vary, varying
-from ladder_jax.parallel.options import is_v5e
+from ladder_jax.parallel.collectives import pvary, varying
+from ladder_jax.parallel.compiled import is_v5e
 
 BLOCK = 512  # cached positions whose scores `extend` holds at once
 PAGE = 128  # positions that a paged cache is read by, and a divisor of its heads' size: whole tiles in every dtype
@@ -113,7 +113,7 @@ def _blockwise(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Ar
 
     axes = varying(query) | varying(key) | varying(value)
     shape = (rows, kv_heads, heads // kv_heads, length)
-    empty = lambda fill, *more: vary(jnp.full((*shape, *more), fill, jnp.float32), axes)
+    empty = lambda fill, *more: pvary(jnp.full((*shape, *more), fill, jnp.float32), axes)
     # Blocks beyond the last query are not even visited: half of the work, from a long prompt's first token to its
     # last. The price is a loop that XLA cannot count: a GPU's host asks after every turn whether there is another.
     blocks = (start + length + block - 1) // block
@@ -130,7 +130,7 @@ def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Arra
     if kernel is Kernel.PAGED:
         from ladder_jax.nn import paged
 
-        return paged.decode(query, key, value, lengths.astype(jnp.int32))
+        return paged.decode(query, key, value, lengths.astype(jnp.int32), page=PAGE)
     implementation = "xla" if kernel is Kernel.SPLASH else kernel.value
 
     def attend(query, key, value, lengths):

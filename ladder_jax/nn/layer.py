@@ -1,73 +1,99 @@
 """One Transformer layer: two sublayers, (norm, attention) and (norm, MLP), wired by the topology's steps."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ladder_jax import residual
 from ladder_jax.config import Launch, ModelConfig
 from ladder_jax.nn import kernels
-from ladder_jax.nn.attention import Attention
-from ladder_jax.nn.mlp import MLP
-from ladder_jax.nn.norm import RMSNorm
-from ladder_jax.nn.parameter import Normal, Sizes
-from ladder_jax.nn.place import Cache, Place
-from ladder_jax.residual import State, Step, Topology
+from ladder_jax.nn.modules import MLP, Attention, RMSNorm
+from ladder_jax.nn.parameter import Sizes, sizes_of
+from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables
+from ladder_jax.parallel import rank
+from ladder_jax.residual import State, Step
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """What every layer of one forward pass shares: see Attention.__call__ for table, first_rank and place."""
+class LayerContext:
+    """What every layer of one forward pass shares: see Attention.with_cache for table, first_rank and positions."""
 
     axes: tuple[str, ...]
     dtype: jnp.dtype
     kernel: kernels.Kernel
     table: tuple[jax.Array, jax.Array]
     first_rank: jax.Array
-    place: Place
+    positions: Positions
     launch: Launch = Launch.CHAINED
     normalised: bool = False  # what the steps hand to a sublayer (see residual/sequence.py)
 
 
-class Layer(nnx.Module):
-    def __init__(self, sizes: Sizes, *, topology: Topology):
-        config: ModelConfig = sizes.config
-        # As in the paper: the residual stream's writers shrink with the number of writers.
-        out_init = Normal(0.02 / math.sqrt(2 * config.num_layers))
-        self.attention_norm = RMSNorm(sizes)
-        self.attention = Attention(sizes, out_init=out_init)
-        if not topology.shared_norm:
-            self.mlp_norm = RMSNorm(sizes)
-        self.mlp = MLP(sizes, out_init=out_init)
+def layer_context(
+    config: ModelConfig,
+    length: int,
+    *,
+    axes: tuple[str, ...],
+    kernel: kernels.Kernel = kernels.Kernel.XLA,
+    positions: Positions = FULL_SEQUENCE,
+    launch: Launch = Launch.CHAINED,
+    normalised: bool = False,
+) -> LayerContext:
+    """For blocks of `length` tokens, on one rank of `axes`."""
+    table, first_rank = rotary_tables(positions.indices(length), config=config), rank(axes) == 0
+    return LayerContext(axes, jnp.dtype(config.dtype.value), kernel, table, first_rank, positions, launch, normalised)
 
-    def __call__(
-        self, state: State, cache: Cache | None, *, steps: tuple[Step, ...], call: Call
+
+class Layer(nnx.Module):
+    """`Layer(config, rngs=nnx.Rngs(0))(x)` on one device; inside `jax.shard_map` with the `axes` of its ranks."""
+
+    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
+        sizes = sizes_of(config)
+        self.config = sizes.config
+        self.attention_norm = RMSNorm(sizes, rngs=rngs)
+        self.attention = Attention(sizes, rngs=rngs)
+        if not residual.of_model(sizes.config).shared_norm:
+            self.mlp_norm = RMSNorm(sizes, rngs=rngs)
+        self.mlp = MLP(sizes, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
+        """The stream [B, T, D] of a model with only this layer, by the steps of its topology's first layer.
+
+        Equal on all ranks of `axes`, as `x_BTD` must be.
+        """
+        topology = residual.of_model(self.config)
+        state = residual.begin(x_BTD, topology=topology, axes=axes)
+        context = layer_context(self.config, x_BTD.shape[1], axes=axes)
+        state, _ = self.advance(state, None, steps=topology.layers[0], context=context)
+        return residual.flush(state, axes=axes)
+
+    def advance(
+        self, state: State, cache: Cache | None, *, steps: tuple[Step, ...], context: LayerContext
     ) -> tuple[State, Cache | None]:
+        """The state after this layer's `steps`, and its cache with the block's keys and values."""
         attention_norm, mlp_norm = self.attention_norm, getattr(self, "mlp_norm", self.attention_norm)
-        if call.normalised:
+        if context.normalised:
             attention_norm, mlp_norm = attention_norm.gain, mlp_norm.gain
 
         def attention(x):
             nonlocal cache
-            normed = attention_norm(x, dtype=call.dtype)
-            partial, cache = self.attention(
-                normed,
-                table=call.table,
-                kernel=call.kernel,
-                first_rank=call.first_rank,
-                place=call.place,
-                cache=cache,
+            partial, cache = self.attention.with_cache(
+                attention_norm(x, dtype=context.dtype),
+                cache,
+                table=context.table,
+                kernel=context.kernel,
+                first_rank=context.first_rank,
+                positions=context.positions,
             )
             return partial
 
         def mlp(x):
-            return self.mlp(mlp_norm(x, dtype=call.dtype), first_rank=call.first_rank)
+            return self.mlp(mlp_norm(x, dtype=context.dtype), first_rank=context.first_rank)
 
         for step in steps:
             with jax.named_scope(
                 "attention" if step.sublayers == (0,) else "mlp" if step.sublayers == (1,) else "joint"
             ):
-                state = step(state, (attention, mlp), axes=call.axes, launch=call.launch)
+                state = step(state, (attention, mlp), axes=context.axes, launch=context.launch)
         return state, cache

@@ -1,7 +1,7 @@
-"""A matrix that stays as it is, and beside it the product of two thin ones that train: LoRA (arXiv 2106.09685).
+"""LoRA (arXiv 2106.09685): a frozen matrix plus the product of two thin matrices that train.
 
-The model calls `quantized.einsum` with it as with an array. On a rank both factors hold what its share of the matrix
-needs, by the letters of their dimensions (R is the rank of the product): of a matrix that is split by its outputs,
+The model calls `quantized.einsum` with it as with an array. On a rank both factors are split with the matrix, by the
+letters of their dimensions (R is the rank of the product): of a matrix that is split by its outputs,
 "DNH", `down` "DR" is whole and `up` "RNH" is split; of one that is split by its inputs, "FD", `down` "FR" is split and
 the product a partial sum, as the matrix's own is.
 """
@@ -18,7 +18,7 @@ from ladder_jax.nn import quantized
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """`base + scale * down @ up`. down: [inputs, R]; up: [R, outputs]. Gradients are to be taken of these two alone."""
+    """`base + scale * down @ up`. down: [inputs, R]; up: [R, outputs]. Only these two have gradients."""
 
     base: Any
     down: Any

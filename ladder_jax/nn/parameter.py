@@ -7,6 +7,7 @@ Which mesh axis splits which letter is `parallel.Layout`'s business.
 
 import dataclasses
 import functools
+import math
 import statistics
 import zlib
 from collections.abc import Callable
@@ -15,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jax.sharding import PartitionSpec
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.parallel import Layout
+from ladder_jax.parallel.mesh import SHARDED
 
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32 values
 
@@ -43,6 +46,11 @@ def _quantiles() -> np.ndarray:
     return np.array([inverse((index + 0.5) / count) for index in range(count)])
 
 
+def residual_writer(config: ModelConfig) -> Normal:
+    """For the matrices that write to the residual stream: smaller the more of them there are, as in the paper."""
+    return Normal(0.02 / math.sqrt(2 * config.num_layers))
+
+
 def ones(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.ones(shape, jnp.float32)
 
@@ -56,8 +64,8 @@ class Sizes:
     """The size of every named dimension of a model over `ranks` tensor-parallel ranks.
 
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
-    joined: matrices that read the same input are one, as inference may keep them: side by side on each rank, so that
-        the whole is in the ranks' order.
+    fused: matrices that read the same input are one matrix, for inference: side by side on each rank, so the whole
+        array is in the ranks' order.
     low_rank: R, the size between two factors of a matrix.
     layers: how many are stacked, where that is not all of them.
     """
@@ -65,7 +73,7 @@ class Sizes:
     config: ModelConfig
     ranks: int = 1
     stacked: bool = False
-    joined: bool = False
+    fused: bool = False
     low_rank: int = 0
     layers: int | None = None
 
@@ -91,11 +99,34 @@ def padded_vocabulary(size: int, *, ranks: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def declare(dims: str, *, sizes: Sizes, init: Initializer) -> nnx.Param:
-    """A float32 parameter without a value yet: `declare("DNH", sizes=sizes, init=Normal(0.02))`."""
+def sizes_of(config: ModelConfig | Sizes) -> Sizes:
+    """What a module is declared with: a model's sizes on one rank, or the given ones."""
+    return config if isinstance(config, Sizes) else Sizes(config)
+
+
+def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None = None) -> nnx.Param:
+    """A float32 parameter: `declare("DNH", sizes=sizes, init=Normal(0.02), rngs=rngs)`.
+
+    Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a jax.ShapeDtypeStruct):
+    `initial_values` fills in a whole model, by the parameters' names.
+    """
     dims = "L" + dims if sizes.stacked else dims
     shape = tuple(sizes[dim] for dim in dims)
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
+    value = _draw(init, rngs.params(), dims=dims, shape=shape, vocab_size=sizes.config.vocab_size)
+    return nnx.Param(value, dims=dims, init=init)
+
+
+def _draw(init: Initializer, key: jax.Array, *, dims: str, shape: tuple[int, ...], vocab_size: int) -> jax.Array:
+    """Values of one array: each layer of a stack by a key of its own, and zeros in the rows that pad the vocabulary."""
+    if dims.startswith("L"):
+        keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
+        return jax.vmap(lambda k: init(k, shape[1:]))(keys)
+    if dims.startswith("V"):
+        real = init(key, (vocab_size, *shape[1:]))
+        return jnp.pad(real, ((0, shape[0] - vocab_size), (0, 0)))
+    return init(key, shape)
 
 
 def declared(module: nnx.Module) -> dict:
@@ -106,6 +137,16 @@ def declared(module: nnx.Module) -> dict:
 def dims_of(module: nnx.Module) -> dict:
     """The nested dict of the parameters' dimensions, such as {"embedding": {"table": "VD"}, ...}."""
     return jax.tree.map(lambda param: param.dims, declared(module), is_leaf=_is_param)
+
+
+def partition_specs(module: nnx.Module, *, axes: tuple[str, ...] = ("tensor",)) -> nnx.State:
+    """How `nnx.state(module)` is split over tensor-parallel ranks: `in_specs` for a `jax.shard_map` of your own.
+
+    Heads, feed-forward and vocabulary are split over `axes`, the rest is whole on every rank. Where there are fewer
+    key/value heads than ranks jax refuses it: `Transformer` knows how several ranks share a head.
+    """
+    split = lambda param: PartitionSpec(*(axes if dim in SHARDED else None for dim in param.dims))
+    return jax.tree.map(split, nnx.state(module), is_leaf=_is_param)
 
 
 def is_matrix(dims: str) -> bool:
@@ -123,26 +164,23 @@ def abstract(module: nnx.Module, *, layout: Layout) -> dict:
     return jax.tree.map(place, declared(module), is_leaf=_is_param)
 
 
-def initial_values(module: nnx.Module, *, name: str, layout: Layout, seed: int, vocab_size: int) -> dict:
+def root_key(seed: int) -> jax.Array:
+    """The key from which all initial values of a run are folded, by the same generator on every backend."""
+    return jax.random.key(seed, impl="threefry2x32")
+
+
+def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: jax.Array, vocab_size: int) -> dict:
     """Initial parameters of the module called `name`, made in place on their devices.
 
-    Each array's key is folded from the seed, its name and its layer: neither the mesh nor how
-    layers are stored changes a value. The rows that pad the vocabulary are zero, and stay zero.
+    Each array's key is folded from `key`, its name and its layer: neither the mesh nor the storage of the layers
+    changes a value. The rows that pad the vocabulary are zero, and stay zero.
     """
     shardings = jax.tree.map(lambda a: a.sharding, abstract(module, layout=layout))
-    root = jax.random.key(seed, impl="threefry2x32")
 
     def value(path, param):
-        stored = "/".join((name, *(key.key for key in path)))
-        key = jax.random.fold_in(root, zlib.crc32(stored.encode()))
-        shape, dims = param.get_raw_value().shape, param.dims
-        if dims.startswith("L"):
-            keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
-            return jax.vmap(lambda k: param.init(k, shape[1:]))(keys)
-        if dims.startswith("V"):
-            real = param.init(key, (vocab_size, *shape[1:]))
-            return jnp.pad(real, ((0, shape[0] - vocab_size), (0, 0)))
-        return param.init(key, shape)
+        stored = "/".join((name, *(step.key for step in path)))
+        own = jax.random.fold_in(key, zlib.crc32(stored.encode()))
+        return _draw(param.init, own, dims=param.dims, shape=param.get_raw_value().shape, vocab_size=vocab_size)
 
     make = lambda: jax.tree_util.tree_map_with_path(value, declared(module), is_leaf=_is_param)
     return jax.jit(make, out_shardings=shardings)()

@@ -19,11 +19,47 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.parallel.collectives import vary, varying
-from ladder_jax.parallel.fsdp import Shares
-from ladder_jax.residual import State
+from ladder_jax.config import Loop, Remat
+from ladder_jax.parallel.collectives import pvary, varying
+from ladder_jax.parallel.fsdp import FsdpLayer
+from ladder_jax.residual import State, Step
+from ladder_jax.residual.layers import Body, rematerialised, runs_of, unstacked
 
 LayerOf = Callable[[State, Any], State]  # (state, one layer's whole parameters) -> state
+
+
+def run_layers(
+    body: Body,
+    state: State,
+    *,
+    params: Any,
+    steps: tuple[tuple[Step, ...], ...],
+    loop: Loop,
+    remat: Remat,
+    fsdp_layer: FsdpLayer,
+    axes: tuple[str, ...],
+    dtype: jnp.dtype,
+    first: int,
+) -> State:
+    """`residual.layers.run_layers` without caches, where `params` are this rank's shares along the fsdp axis."""
+
+    def layer(kind):
+        # Loop.SCAN, because this loop's own barriers keep a recomputation from being merged.
+        of_layer = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN)
+        return lambda state, whole: of_layer(state, whole, None)[0]
+
+    unrolled = [(0, len(steps), 1)]
+    for start, period, repeats in unrolled if loop is Loop.UNROLLED else runs_of(steps):
+        stop = start + period * repeats
+        if repeats == 1:
+            scopes, arrays = [f"layer_{first + n}" for n in range(start, stop)], unstacked(params)[start:stop]
+        else:
+            scopes = [f"layers_{first + start}_to_{first + stop - 1}"] * period
+            arrays = jax.tree.map(lambda a: a[start:stop], params)
+            state = steps[start][0].fill(state, axes=axes, dtype=dtype)
+        layers = [layer(kind) for kind in steps[start : start + period]]
+        state = Run(layers, scopes, repeats, fsdp_layer, recomputes=remat is not Remat.NONE)(state, arrays)
+    return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +73,13 @@ class Run:
     layers: Sequence[LayerOf]
     scopes: Sequence[str]
     turns: int
-    shares: Shares
+    fsdp_layer: FsdpLayer
     recomputes: bool
 
     def __call__(self, state: State, params: Any) -> State:
         """params: a tuple with each layer's shares, or (of several turns) their stack [turns * layers, ...].
 
-        What does not train of them (`Shares.trains`) has no gradient: none is computed, and none is scattered.
+        What does not train of them (`FsdpLayer.trains`) has no gradient: none is computed, and none is scattered.
         """
         loop = jax.custom_vjp(lambda state, params: self._forward(state, params, _compute)[0][0])
         loop.defvjp(self._keep, self._backward)
@@ -68,7 +104,9 @@ class Run:
         return turn(carry, 0) if self.turns == 1 else lax.scan(turn, carry, jnp.arange(self.turns))
 
     def _keep(self, state: State, params: Any) -> tuple[State, Any]:
-        (state, last), kept = self._forward(state, params, functools.partial(_pull_back, trained=self.shares.trained))
+        (state, last), kept = self._forward(
+            state, params, functools.partial(_pull_back, trained=self.fsdp_layer.trained)
+        )
         return state, (params, last, kept)
 
     def _backward(self, residuals: tuple, gradient: State) -> tuple[State, Any]:
@@ -94,28 +132,28 @@ class Run:
             carry, _ = turn((gradient, last, None, None, gradients), (0, kept))
         else:
             # The first turns give back zeros, to places that later turns write again.
-            zero = lambda a, dtype: vary(jnp.zeros(a.shape, dtype), varying(a))
-            pending = [zero(a, a.dtype) for a in self.shares.trained(last)]
-            given = [zero(a[0], a.dtype) for a in self.shares.trained(params)]
+            zero = lambda a, dtype: pvary(jnp.zeros(a.shape, dtype), varying(a))
+            pending = [zero(a, a.dtype) for a in self.fsdp_layer.trained(last)]
+            given = [zero(a[0], a.dtype) for a in self.fsdp_layer.trained(params)]
             turns = jnp.arange(self.turns)
             carry, _ = lax.scan(turn, (gradient, last, pending, given, gradients), (turns, kept), reverse=True)
         gradient, _, pending, given, gradients = carry
         gradient, (pending, given) = _tie(gradient, (pending, given))
         gradients = _write(_write(gradients, 1, given), 0, self._scatter(pending, 0))
         if isinstance(params, tuple):
-            return gradient, tuple(map(self.shares.with_frozen, params, gradients))
-        return gradient, self.shares.with_frozen(params, gradients)
+            return gradient, tuple(map(self.fsdp_layer.with_frozen, params, gradients))
+        return gradient, self.fsdp_layer.with_frozen(params, gradients)
 
     def _gather(self, shares: Any, index: int) -> Any:
         with jax.named_scope(self.scopes[index % len(self.scopes)]):
-            return self.shares.gather(shares)
+            return self.fsdp_layer.gather(shares)
 
     def _scatter(self, gradients: Any, index: int) -> Any:
         with jax.named_scope(self.scopes[index % len(self.scopes)]):
-            return self.shares.scatter(gradients)
+            return self.fsdp_layer.scatter(gradients)
 
     def _take(self, params: Any, layer: int | jax.Array) -> Any:
-        """A layer's shares; beyond the ends None, or (of several turns) those of the layer there."""
+        """A layer's shares. Past either end: None, or (with several turns) the last or first layer's."""
         if isinstance(params, tuple):
             return params[layer] if 0 <= layer < len(params) else None
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, _inside(layer, a), keepdims=False), params)
@@ -123,7 +161,7 @@ class Run:
     def _no_gradients(self, params: Any) -> Any:
         if isinstance(params, tuple):
             return [None] * len(params)
-        return tuple(vary(jnp.zeros(a.shape, a.dtype), varying(a)) for a in self.shares.trained(params))
+        return tuple(pvary(jnp.zeros(a.shape, a.dtype), varying(a)) for a in self.fsdp_layer.trained(params))
 
 
 def _write(gradients: Any, layer: int | jax.Array, given: Any) -> Any:
@@ -153,7 +191,7 @@ class _Kept:
         leaves, arrays = list(self.leaves), jax.tree.leaves(whole)
         for place, which in self.places:
             leaves[place] = arrays[which]
-        if tied:  # as in `loop.run`, a recomputation hides the later layer's reduction
+        if tied:  # as in residual/remat.py: recomputation overlaps the later layer's all-reduce
             gradient, leaves = _tie(gradient, leaves)
         return jax.tree.unflatten(self.structure, leaves)(gradient)
 
@@ -180,7 +218,7 @@ def _pull_back(layer: LayerOf, state: State, whole: Any, *, trained: Callable) -
 
 
 def _tie(state: State, others: Any) -> tuple[State, Any]:
-    """`others`, there only when the newest array of `state` is (or of its gradient): the one not in flight."""
+    """Barrier: `others` cannot start before the state's newest array (or its gradient), which no collective makes."""
     newest = "residual" if state.partial is None else "partial"
     here, others = lax.optimization_barrier((getattr(state, newest), others))
     return dataclasses.replace(state, **{newest: here}), others

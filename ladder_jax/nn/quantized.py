@@ -1,7 +1,7 @@
-"""Matrices of 8 bits: whole numbers and one scale an output channel, and the operations that read either kind.
+"""Int8 matrices with one scale per output channel, and the matmul and lookup that take either kind of parameter.
 
-The model calls `einsum` and `rows` with whatever a parameter holds: an array, or an `Int8` in its place; `einsum` also
-takes what brings an `einsum` of its own (nn/low_rank.py).
+The model calls `einsum` and `rows` with an array or an `Int8`; `einsum` also takes an object with its own `einsum`
+(nn/low_rank.py).
 """
 
 import dataclasses
@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.parallel import vary, varying
+from ladder_jax.parallel import pvary, varying
 
 CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D"}
-"""The matrices by their dimensions, and those that a matmul sums over; what is not here (gains, biases) stays as it is.
+"""The contracted dimensions of each matrix. Parameters that are not listed (gains, biases) are never quantized.
 
 A table's rows are summed over D by the head, and a looked-up row is a channel of its own: tied, one serves both.
 """
@@ -81,7 +81,7 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
         return weight.einsum(spec, x, dtype=dtype)
     if not isinstance(weight, Int8):
         axes = varying(x) | varying(weight)
-        return _product(vary(x, axes), vary(weight, axes), spec, dtype)
+        return _product(pvary(x, axes), pvary(weight, axes), spec, dtype)
     sums = jnp.einsum(spec, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
     scale = weight.scale.reshape((1,) * (sums.ndim - weight.scale.ndim) + weight.scale.shape)
     return (sums * scale).astype(dtype or x.dtype)
@@ -94,7 +94,7 @@ def rows(table: jax.Array | Int8, indices: jax.Array, *, dtype: jnp.dtype) -> ja
     dtype once, where that is another: a table that was gathered for this.
     """
     if not isinstance(table, Int8):
-        return _looked_up(vary(table, varying(indices)), indices, jnp.dtype(dtype))
+        return _looked_up(pvary(table, varying(indices)), indices, jnp.dtype(dtype))
     values = jnp.take(table.values, indices, axis=0)
     return (values * jnp.take(table.scale, indices, axis=0)[..., None]).astype(dtype)
 
@@ -127,7 +127,7 @@ def _looked_up(table: jax.Array, indices: jax.Array, dtype: jnp.dtype) -> jax.Ar
 
 def _looked_up_backward(dtype: jnp.dtype, residuals: tuple, gradient: jax.Array) -> tuple:
     table, indices = residuals  # of the table only the type is used
-    zeros = vary(jnp.zeros(table.shape, jnp.float32), varying(table))
+    zeros = pvary(jnp.zeros(table.shape, jnp.float32), varying(table))
     return zeros.at[indices].add(gradient.astype(jnp.float32)).astype(table.dtype), None
 
 

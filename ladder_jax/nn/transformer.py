@@ -1,52 +1,43 @@
-"""The model: what parameters it has, and its forward pass on one rank of a mesh."""
+"""The Transformer as a Flax module, compiled for its mesh."""
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from ladder_jax import residual
-from ladder_jax.config import Launch, Loop, ModelConfig, Phase, Remat
+from ladder_jax.config import Loop, ModelConfig, Phase
 from ladder_jax.errors import UserError
-from ladder_jax.nn import given, kernels, loss, parameter
-from ladder_jax.nn.embedding import Embedding
-from ladder_jax.nn.forward import Pass, whole
-from ladder_jax.nn.layer import Layer
-from ladder_jax.nn.norm import RMSNorm
-from ladder_jax.nn.place import BEGIN, Place
-from ladder_jax.parallel import (
-    Compiled,
-    Layout,
-    Split,
-    Traits,
-    layout,
-    make_mesh,
-    on_mesh,
-    over_ranks,
-    with_ranks,
-)
-
-Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
+from ladder_jax.nn import arguments
+from ladder_jax.nn.forward import hidden, logits
+from ladder_jax.nn.model_def import ModelDef, Params, declare, define, initialize
+from ladder_jax.parallel import Compiled, make_mesh, on_mesh, over_ranks, with_ranks
 
 
 class Transformer(nnx.Module):
-    """A Llama-family decoder over a mesh: `Transformer(preset("tiny"), mesh=make_mesh(tensor=4))`.
+    """A Llama-family decoder: `Transformer(preset("tiny"), rngs=nnx.Rngs(0), mesh=make_mesh(tensor=4))`.
 
     Its attributes are Flax modules (`model.layers.attention.query`), each parameter of which is a
     global array laid out over the mesh; the layers' parameters are stacked, [L, ...].
     """
 
-    def __init__(self, config: ModelConfig, *, mesh: Mesh | None = None, seed: int = 0, params: Params | None = None):
-        """`mesh` (axes data, fsdp, tensor) is one device by default. `params` replaces initial values, all of them.
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs | None = None,
+        mesh: Mesh | None = None,
+        params: Params | None = None,
+    ):
+        """Initial values by `rngs.params`, or `params` in their place, all of them.
 
+        mesh: axes data, fsdp, tensor; one device by default. The initial values do not depend on it.
         Raises UserError where the model cannot be split over the mesh, or `params` are another model's.
         """
         if not isinstance(config, ModelConfig):
-            raise UserError(f"a model is made of a ModelConfig, such as preset('tiny'), not of {config!r:.80}")
+            raise UserError(f"a Transformer takes a ModelConfig, such as preset('tiny'), not {config!r:.80}")
+        if (rngs is None) == (params is None):
+            raise UserError("a Transformer takes either rngs=nnx.Rngs(seed), for new weights, or params=")
         mesh = make_mesh() if mesh is None else mesh
         config = with_ranks(config, tensor=mesh.shape["tensor"])
         self.definition = define(config, mesh=mesh)
@@ -54,9 +45,9 @@ class Transformer(nnx.Module):
         for name, module in modules.items():
             setattr(self, name, module)
         if params is None:
-            params = initialize(self.definition, seed=seed)
+            params = initialize(self.definition, key=rngs.params())
         else:
-            given.check_params(params, expected=self.definition.abstract)
+            arguments.check_params(params, expected=self.definition.abstract)
         nnx.update(self, params)
 
     @property
@@ -72,155 +63,16 @@ class Transformer(nnx.Module):
         """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp.
 
         Compiled for the mesh's devices. Under `jax.jit`, `jax.grad` and the like it is a function like any other, and
-        their program's options are the caller's: `parallel.compile_options(mesh, traits=model.definition.traits(...))`.
+        their program's options are the caller's: `model.definition.topology.compile_options(mesh, phase="train")`.
         Ids outside the vocabulary are a UserError, but for traced ones, which nobody knows yet. An array on a device
         is read for that, so the call waits until it is there.
         """
         sizes = dict(batch_ranks=self.definition.layout.batch_ranks, vocab_size=self.config.vocab_size)
-        return compiled_logits(self.definition)(self.params, given.checked_tokens(tokens, **sizes))
-
-
-@dataclasses.dataclass(frozen=True)
-class Definition:
-    """Everything about a model but its values: hashable, so compiled functions can be kept by it."""
-
-    config: ModelConfig
-    layout: Layout
-
-    @functools.cached_property
-    def topology(self) -> residual.Topology:
-        return residual.of_model(self.config)
-
-    @functools.cached_property
-    def kernel(self) -> kernels.Kernel:
-        """What computes attention on this mesh's devices; it decides how caches are kept, too."""
-        return kernels.choose(self.config, mesh=self.layout.mesh)
-
-    def traits(self, *, phase: Phase, loop: Loop, sequence_parallel: bool = False) -> Traits:
-        """What the compiler's options for a program of this model depend on."""
-        split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
-        return Traits(
-            self.topology.overlap, phase, loop, frozenset(what for what, is_split in split.items() if is_split)
-        )
-
-    @functools.cached_property
-    def dims(self) -> Params:
-        """The dimensions of every parameter, such as {"embedding": {"table": "VD"}, ...}."""
-        return {name: parameter.dims_of(module) for name, module in self.modules.items()}
-
-    @functools.cached_property
-    def abstract(self) -> Params:
-        """Shape, dtype and sharding of every parameter (jax.ShapeDtypeStruct)."""
-        return {name: parameter.abstract(m, layout=self.layout) for name, m in self.modules.items()}
-
-    @functools.cached_property
-    def modules(self) -> dict[str, nnx.Module]:
-        return declare(self.config, ranks=self.layout.ranks)
-
-    @functools.cached_property
-    def joined(self) -> dict[str, nnx.Module]:
-        """`modules`, whose matrices that read the same input are one: of inference only, never stored."""
-        return declare(self.config, ranks=self.layout.ranks, joined=True)
-
-    @functools.cached_property
-    def _graphs(self) -> dict[bool, dict[str, nnx.GraphDef]]:
-        forms = {False: self.modules, True: self.joined}
-        return {joined: {name: nnx.split(m)[0] for name, m in modules.items()} for joined, modules in forms.items()}
-
-    def bind(self, name: str, params: Params) -> Any:
-        """The module called `name` over a rank's arrays, as they are; only while tracing. "layers" binds one layer."""
-        joined = name == "layers" and "gate_up" in params["mlp"]
-        return nnx.merge(self._graphs[joined][name], params)
-
-
-def define(config: ModelConfig, *, mesh: Mesh) -> Definition:
-    return Definition(config, layout(config, mesh=mesh))
-
-
-def declare(config: ModelConfig, *, ranks: int, joined: bool = False) -> dict[str, nnx.Module]:
-    """The model's modules, their parameters declared and without values."""
-    sizes = parameter.Sizes(config, ranks)
-    stacked = parameter.Sizes(config, ranks, stacked=True, joined=joined)
-    modules = {
-        "embedding": Embedding(sizes),
-        "layers": Layer(stacked, topology=residual.of_model(config)),
-        "final_norm": RMSNorm(sizes),
-    }
-    return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
-
-
-def initialize(definition: Definition, *, seed: int) -> Params:
-    """Initial parameters, the same for every mesh and loop form."""
-    settings = dict(layout=definition.layout, seed=seed, vocab_size=definition.config.vocab_size)
-    modules = definition.modules.items()
-    return {name: parameter.initial_values(module, name=name, **settings) for name, module in modules}
-
-
-def hidden(
-    definition: Definition,
-    params: Params,
-    tokens: jax.Array,
-    *,
-    loop_form: Loop = Loop.SCAN,
-    remat: Remat = Remat.NONE,
-    caches: Any = None,
-    place: Place = BEGIN,
-    launch: Launch = Launch.CHAINED,
-    sequence_parallel: bool = False,
-) -> tuple[jax.Array, Any]:
-    """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
-
-    `place` says at which positions the tokens stand: 0..T-1 unless it says otherwise. With `sequence_parallel` a
-    rank keeps T/ranks positions of the stream between sublayers: see residual/sequence.py.
-    """
-    settings = dict(loop_form=loop_form, remat=remat, place=place, launch=launch, sequence_parallel=sequence_parallel)
-    run = Pass(definition, tokens.shape[1], **settings)
-    state, caches = run.layers(run.embed(params, tokens), params["layers"], caches=caches)
-    return run.finish(params, state), caches
-
-
-def logits(definition: Definition, params: Params, x: jax.Array) -> jax.Array:
-    """On one rank: its share [B, T, V/ranks] of the float32 logits of a normed stream [B, T, D]."""
-    name = "embedding" if definition.config.tie_embeddings else "head"
-    head = definition.bind(name, whole(definition, name, params[name]))
-    return head.logits(x, axes=definition.layout.tensor)
-
-
-def loss_sum(
-    definition: Definition,
-    params: Params,
-    x: jax.Array,
-    targets: jax.Array,
-    *,
-    weights: jax.Array | None = None,
-    z_loss: float = 0.0,
-    chunk: int = 2048,
-) -> jax.Array:
-    """On one rank: the summed loss in nats of a normed stream [B, T, D] and its `targets` [B, T].
-
-    The rest as in `loss.cross_entropy_sum`; without `weights` every position counts.
-    """
-    return loss.cross_entropy_sum(
-        x,
-        output_table(definition, params),
-        targets,
-        jnp.ones(targets.shape) if weights is None else weights,
-        vocab_size=definition.config.vocab_size,
-        axes=definition.layout.tensor,
-        z_loss=z_loss,
-        chunk=chunk,
-    )
-
-
-def output_table(definition: Definition, params: Params) -> jax.Array:
-    """On one rank: its rows [V/ranks, D] of the table that scores tokens, in the compute dtype."""
-    name = "embedding" if definition.config.tie_embeddings else "head"
-    table = definition.bind(name, whole(definition, name, params[name])).table.get_value()
-    return table.astype(definition.config.dtype.value)
+        return compiled_logits(self.definition)(self.params, arguments.checked_tokens(tokens, **sizes))
 
 
 @functools.cache
-def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> Compiled:
+def compiled_logits(definition: ModelDef, *, loop_form: Loop = Loop.SCAN) -> Compiled:
     """A compiled (params, tokens [B, T]) -> logits [B, T, V], the whole model in one shard_map.
 
     Raises UserError for another model's parameters.
@@ -234,7 +86,7 @@ def compiled_logits(definition: Definition, *, loop_form: Loop = Loop.SCAN) -> C
     meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
 
     def stripped(params, tokens):
-        given.check_params(params, expected=definition.abstract)  # once a shape, while it is traced
+        arguments.check_params(params, expected=definition.abstract)  # once a shape, while it is traced
         return meshed(params, tokens)[..., : definition.config.vocab_size]
 
     return Compiled(

@@ -1,4 +1,4 @@
-"""Call a kernel that knows no varying types inside a type-checked `shard_map`, and differentiate it."""
+"""Kernels that do not support varying types, called and differentiated inside a type-checked `shard_map`."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ladder_jax.parallel.collectives import vary, varying
+from ladder_jax.parallel.collectives import pvary, varying
 
 
 def unchecked(function: Callable) -> Callable:
@@ -29,7 +29,7 @@ def unchecked(function: Callable) -> Callable:
             out_specs=PartitionSpec(),
             check_vma=False,
         )
-        return jax.tree.map(lambda x: vary(x, axes), local(*(jax.tree.map(lambda x: vary(x, axes), args))))
+        return jax.tree.map(lambda x: pvary(x, axes), local(*(jax.tree.map(lambda x: pvary(x, axes), args))))
 
     return call
 
@@ -62,6 +62,6 @@ def differentiable(kernel: Callable, *, fixed: int = 0) -> Callable:
 
     def typed(*args):
         axes = frozenset.union(*map(varying, args))
-        return call(*(vary(x, axes) for x in args))  # so that each gradient has its argument's type
+        return call(*(pvary(x, axes) for x in args))  # so that each gradient has its argument's type
 
     return typed

@@ -12,8 +12,8 @@ from ladder_jax.overlap import request as requests
 
 def run(args: dict) -> None:
     """Print the answer; raises UserError for what cannot be asked, before anything is compiled or written."""
-    for option, endings in (("plot", files.PICTURES), ("trace", (".json",))):
-        files.check_writable(option, args[option], endings=endings)
+    files.check_picture("plot", args["plot"])
+    files.check_writable("trace", args["trace"], endings=(".json",))
     request = requests.make(
         target=args["target"],
         model=args["model"],

@@ -6,14 +6,14 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from ladder_jax import files
+from ladder_jax import files, pyplot
 from ladder_jax.config import Loop
 from ladder_jax.errors import UserError
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import hlo, timeline
 from ladder_jax.schedule.cost import sublayer_of
-from ladder_jax.schedule.hardware import HARDWARE
 from ladder_jax.schedule.timeline import Bar
 
 DRAWN = 4  # layers of the unrolled program that is drawn; all but the outermost are alike
@@ -38,10 +38,7 @@ def timelines(request: Request) -> dict[str, list[Bar]]:
 
 def plot(request: Request, *, file: str) -> None:
     """Draw layers 1 and 2 (of 0, 1, 2, 3), forward; the format is that of the file's ending."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot.load()
     from matplotlib.patches import Patch
 
     panels = {name: _two_layers(bars) for name, bars in timelines(request).items()}

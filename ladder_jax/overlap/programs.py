@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax import decode, nn, schedule, train
-from ladder_jax.config import Phase, TrainConfig, presets
+from ladder_jax.config import Phase, TrainConfig, recipe
 from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.overlap.request import Request
@@ -31,13 +31,13 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     rows, loop, split = request.batch * request.fsdp, request.loop, request.sequence_parallel
     if request.phase is Phase.TRAIN:
         shape = dict(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
-        config = TrainConfig(**{**presets.recipe(request.model), **shape}, sequence_parallel=split)
+        config = TrainConfig(**{**recipe(request.model), **shape}, sequence_parallel=split)
         arguments = train.abstract_state(definition, config=config), train.abstract_batch(definition, config=config)
         return train.train_step(definition, config=config), arguments
     form = dict(loop=loop, quantize=request.quantize)
     if request.phase is Phase.PREFILL:
         params = weights.abstract(definition, **form)
-        step = decode.prefill(definition, capacity=request.prompt_length, sequence_parallel=split, **form)
+        step = decode.prefill(definition, capacity=request.context, sequence_parallel=split, **form)
         return step, (params, tokens(rows, request.prompt_length), tokens(rows))
     many = decode.decode_many(definition, choice=decode.Choice.GREEDY, launch=request.launch, **form)
     return many, steps.abstract(definition, rows=rows, positions=request.context, **form)

@@ -1,7 +1,7 @@
-"""What one process of a run finds out, all of them act on: process 0's decisions, and each one's errors.
+"""Agreement between the processes of a run: all act on process 0's decisions, and on every process's errors.
 
-It goes through the key-value store of jax's coordination service, not through devices: whoever waits in a collective
-for a process that has failed waits for ever. Each wait here ends after `patience` seconds, in a RunFailed.
+Messages go through the key-value store of jax's coordination service, not through devices: a collective never returns
+if one process has failed. Each wait here raises RunFailed after `patience` seconds.
 """
 
 import contextlib
@@ -16,17 +16,17 @@ import jax
 from ladder_jax.errors import RunFailed, UserError
 
 PATIENCE = 1800.0  # seconds
-GIVE_UP = 0.9  # of its patience is process 0's: the rest is for telling the others why
-FAREWELL = 5.0  # seconds at most in which they hear of its error, before it ends and their store with it
+GIVE_UP = 0.9  # process 0's share of the patience; in the rest it tells the others why it gave up
+FAREWELL = 5.0  # seconds that process 0, which holds the store, waits for the others to read its error
 
 _opened = itertools.count()  # keys are never used twice; all processes open the same agreements in the same order
 
 
 class Agreement:
-    """All processes call the same methods in the same order; of one process alone each is what it decides.
+    """All processes call the same methods in the same order. A process alone decides for itself.
 
     `what`, in the methods, completes "process 1 of 2 has not answered within 60 s: ...". Values are JSON.
-    One thread at a time: what several threads agree upon has an Agreement each.
+    For one thread: each thread that needs agreement opens its own.
     """
 
     def __init__(self, name: str, *, patience: float = PATIENCE):
@@ -58,7 +58,7 @@ class Agreement:
         return value
 
     def concluded[T](self, what: str, mine: Any, conclude: Callable[[list[Any]], T]) -> T:
-        """What `conclude` makes, in process 0, of that which each process reports, in the processes' order."""
+        """`conclude` of all processes' reports, in the processes' order; process 0 alone calls it."""
         if self._client is None:
             return conclude([mine])
         key = f"{self._prefix}/{next(self._rounds)}"
@@ -71,7 +71,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """All processes come through the block, or all leave it with the error of the first that failed."""
+        """All processes complete the block, or all raise the error of the first one that failed."""
         if self._client is None:
             yield
             return
@@ -116,7 +116,7 @@ class Agreement:
 
 
 def _client() -> Any:
-    """The coordination service's; None for a process alone. It has no public name: only several processes need it."""
+    """jax's coordination client, which has no public name; None in a single process."""
     if not jax.distributed.is_initialized():
         return None
     from jax._src import distributed
@@ -125,7 +125,7 @@ def _client() -> Any:
 
 
 def first_of[T](reports: Sequence[T | None]) -> tuple[T | None, str]:
-    """The first report that is not None, and whose it is, for a reader: nothing where all reported the same."""
+    """The first report that is not None, and its process in words: "" where all processes reported the same."""
     for process, report in enumerate(reports):
         if report is not None:
             alike = all(other == report for other in reports)
@@ -151,9 +151,9 @@ def _error(described: dict[str, str]) -> UserError | RunFailed:
 
 @contextlib.contextmanager
 def _coordination(what: str) -> Iterator[None]:
-    """A service that is gone is one line; but who watches over the processes knows which one took it along."""
+    """Raises RunFailed, one line, if the coordination service is gone."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        time.sleep(FAREWELL)  # in which this process is ended, and that one named, if anybody watches
+        time.sleep(FAREWELL)  # a watchdog, if there is one, ends this process first, and names the process that failed
         raise RunFailed(f"{what}: the processes cannot hear each other: {str(error).splitlines()[0]}") from None

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 EMULATED = "emulated_rank"
-"""The axis of ranks that one device computes together: a `vmap`, not a mesh axis (see `over_ranks`)."""
+"""The axis of emulated ranks, all on one device: a `vmap`'s, not the mesh's (see `over_ranks`)."""
 
 # The two places where a topology communicates, named so that a compiled program can be searched for
 # them: the outputs, forward, and (the gradients of) the inputs, backward. PREVIOUS stands inside
@@ -30,11 +30,11 @@ def varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """`x`, equal on all ranks of `axes`, as a value that may differ between them.
+def pvary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x`, equal on all ranks of `axes`, typed as a value that may differ between them.
 
-    Costs nothing forward. Its transpose is the all-reduce of the gradient over the axes that
-    were added, so where it is called decides where a backward pass communicates.
+    Free in the forward pass. Its transpose all-reduces the gradient over the axes that were added, so the place of
+    this call decides where the backward pass communicates.
     """
     # Sorted, because the order becomes part of the program: a set's differs from process to process.
     missing = tuple(axis for axis in sorted(axes) if axis != EMULATED and axis not in varying(x))
@@ -58,7 +58,7 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Ar
 
 def all_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Every rank's `x`, stacked [ranks, ...], as a value that is the same on all of them."""
-    return lax.all_gather(vary(x, axes), axes, axis=0, to="invarying")
+    return lax.all_gather(pvary(x, axes), axes, axis=0, to="invarying")
 
 
 def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -1,7 +1,8 @@
-"""`jax.jit` with the options of the mesh's devices; without them in a trace, and where the compiler fails on them."""
+"""`jax.jit` with compiler options for the mesh's devices, and what replaces options on which the compiler fails."""
 
 import functools
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +11,49 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
-from ladder_jax.parallel.options import compile_options
-from ladder_jax.parallel.traits import Traits, When
+from ladder_jax import files
+from ladder_jax.parallel.compiler_options import TABLE, When
+from ladder_jax.parallel.traits import Traits
 
 logger = logging.getLogger("ladder_jax")
+
+ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}  # what some versions call them
+
+
+def is_v5e(device_kind: str) -> bool:
+    """v5e is the one TPU that overlaps reductions by fusing them with matmuls, in its vector memory."""
+    return ALIASES.get(device_kind, device_kind) == "TPU v5 lite"
+
+
+def options_for(device_kind: str, traits: Traits, *, when: When = When.ALWAYS) -> dict[str, Any]:
+    """The table's options for a kind of device (`jax.Device.device_kind`); none for a CPU, which hides nothing."""
+    kind = "NVIDIA" if device_kind.startswith("NVIDIA") else ALIASES.get(device_kind, device_kind)
+    return {row.name: row.value for row in TABLE.get(kind, ()) if row.when is when and row.serves(traits)}
+
+
+def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> dict[str, Any]:
+    """For `jax.jit(..., compiler_options=...)` of a program on `mesh`.
+
+    An option that the installed compiler does not know is dropped, with a notice.
+    """
+    device = mesh.devices.flat[0]
+    wanted = options_for(device.device_kind, traits, when=when)
+    return {name: value for name, value in wanted.items() if _known(name, value, device)}
+
+
+@functools.cache
+def _known(name: str, value: bool | int | float | str, device: jax.Device) -> bool:
+    """Compiles the smallest program with the option: the compiler raises an error for one that it does not know."""
+    here = jax.sharding.SingleDeviceSharding(device)
+    probe = jax.jit(lambda x: x, compiler_options={name: value})
+    try:
+        probe.lower(jax.ShapeDtypeStruct((), "float32", sharding=here)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        logger.warning("the compiler for %s does not know %s: dropped", device.device_kind, name)
+        return False
+    return True
 
 
 with jax.core.eval_context():  # this may be imported inside a trace
@@ -21,18 +61,18 @@ with jax.core.eval_context():  # this may be imported inside a trace
 
 
 def tracing() -> bool:
-    """Whether this runs under `jax.jit`, `jax.grad`, `jax.vmap` or the like, whatever the arguments are."""
+    """Whether the caller runs under `jax.jit`, `jax.grad`, `jax.vmap` or the like, even with concrete arguments."""
     return core.get_opaque_trace_state() != _EAGER
 
 
 class Compiled:
-    """`jax.jit(fn)` with the options of its mesh; where the compiler fails on them, with others and a notice.
+    """`jax.jit(fn)` with compiler options for its mesh; if the compiler fails on them, with fewer and a notice.
 
-    v5e's are fragile: what its fusions of reductions and matmuls need may not fit the vector memory.
+    v5e's options are fragile: its fusions of reductions and matmuls may not fit the vector memory.
     `options` are those in force.
 
-    Inside a trace it is `fn`, jitted with neither options, which jax refuses there, nor donation: both are the
-    outermost program's.
+    Inside a trace it is `jax.jit(fn)` without options, which jax refuses there, and without donation: both belong to
+    the outermost program.
     """
 
     def __init__(
@@ -78,7 +118,7 @@ class Compiled:
         return self._placed()
 
     def _fall_back(self, error: jax.errors.JaxRuntimeError) -> None:
-        """Take the next options, or raise `error` where it is another, or none are left."""
+        """Take the next options. Raises `error` if it has another cause, or no options are left."""
         if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
             raise error
         failed, self.options = self.options, self._left.pop(0)
@@ -91,5 +131,12 @@ class Compiled:
         self._jitted = self._jit(compiler_options=self.options)
 
 
-# The compiler's two words for it. It runs out before a program starts, so no donated buffer is lost.
+# The compiler's two names for vector memory. It fails before the program starts, so no donated buffer is lost.
 _OUT_OF_VECTOR_MEMORY = re.compile(r"vmem|alternate memory", re.IGNORECASE)
+
+
+def use_compilation_cache() -> None:
+    """Use a cache of compiled programs in this process, unless jax.config or the environment names one."""
+    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        if (folder := files.cache_folder("programs")) is not None:
+            jax.config.update("jax_compilation_cache_dir", str(folder))

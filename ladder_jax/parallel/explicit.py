@@ -1,8 +1,8 @@
-"""Collectives that are launched and awaited by name, where jax has them: an optional path, for decoding only.
+"""All-reduces with an explicit start and done, an optional path for decoding.
 
-jax 0.12's `psum_start` is not public, has no gradient and needs `check_vma=True`; so it is reached here
-alone, behind `check`, and is never the default. What it buys: on NVIDIA GPUs also the fast kernel for
-small all-reduces is overlapped, which the compiler's own scheduler never does.
+jax 0.12's `psum_start` is not public, has no gradient and needs `check_vma=True`. It is never the default, and only
+this file uses it, behind `check`. It lets NVIDIA GPUs overlap the fast kernel for small all-reduces, too, which the
+compiler's own scheduler never does.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from ladder_jax.errors import UserError
 
 
 def check(mesh: Mesh) -> None:
-    """Raises UserError where collectives cannot be launched by name: XLA aborts on them for a CPU."""
+    """Raises UserError where explicit collectives are not supported: XLA aborts on them for a CPU."""
     device = mesh.devices.flat[0]
     if device.platform not in ("gpu", "cuda"):
         raise UserError(f"launch 'explicit' is for NVIDIA GPUs, and this mesh is of {device.platform}: use 'chained'")

@@ -1,8 +1,8 @@
-"""Parameters split over the fsdp axis (ZeRO-3, arXiv 1910.02054): whole only while a layer computes with them.
+"""Parameters split over the fsdp axis (ZeRO-3, arXiv 1910.02054) and gathered only while a layer computes with them.
 
-A rank holds its share of every array along D. Matrices are gathered in the dtype in which they are used, a layer
-at a time (nn/prefetch.py says when); each gradient goes back to its shares by one reduce-scatter, in float32. The
-vectors of all layers, norm gains and the like, are smaller than one message costs: those are gathered together.
+A rank holds a shard of every array along D. Matrices are gathered one layer at a time, in the compute dtype
+(nn/prefetch.py decides when); each gradient is reduce-scattered in float32. Norm gains and other vectors are so small
+that latency dominates: those of all layers are gathered together.
 """
 
 import dataclasses
@@ -13,35 +13,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.parallel.collectives import GATHER, SCATTER, all_gather, reduce_scatter, vary, varying
+from ladder_jax.parallel.collectives import GATHER, SCATTER, all_gather, pvary, reduce_scatter, varying
 from ladder_jax.parallel.mesh import FSDP, Layout
 
 
-def whole(params: Any, dims: Any, *, layout: Layout, dtype: jnp.dtype) -> Any:
-    """The arrays of `params`, a rank's shares, as this rank computes with them: all of D, matrices in `dtype`.
+def unshard(params: Any, dims: Any, *, layout: Layout, dtype: jnp.dtype) -> Any:
+    """The arrays of `params`, a rank's shards, gathered along D; matrices in `dtype`.
 
-    dims: a tree of the arrays' dimensions, such as "DNH". Where nothing is split, `params` as they are.
-    Gradients arrive in float32, summed over the ranks of the axis in it.
+    dims: a tree of the arrays' dimensions, such as "DNH". Without an fsdp axis `params` are returned unchanged.
+    Gradients are summed over the ranks of the axis in float32.
     """
     if layout.fsdp == 1:
         return params
-    return jax.tree.map(lambda dims, a: _whole(a, dims, dtype) if "D" in dims else a, dims, params)
+    return jax.tree.map(lambda dims, a: _unsharded(a, dims, dtype) if "D" in dims else a, dims, params)
 
 
 def with_vectors(params: Any, dims: Any, *, layout: Layout) -> Any:
-    """All layers' stacked parameters, of which every "LD" is whole and the rest are shares."""
+    """All layers' stacked parameters, every vector ("LD") gathered; matrices stay shards."""
     if layout.fsdp == 1:
         return params
-    return jax.tree.map(lambda dims, a: _whole(a, dims, a.dtype) if dims == "LD" else a, dims, params)
+    return jax.tree.map(lambda dims, a: _unsharded(a, dims, a.dtype) if dims == "LD" else a, dims, params)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
-    """How the matrices of one layer are gathered from their shares, and their gradients given back.
+class FsdpLayer:
+    """Gathers the matrices of one layer, and reduce-scatters their gradients.
 
-    dims: a tree of one layer's dimensions. Vectors are whole already (`with_vectors`).
-    trains: a tree of booleans, False for what has no gradient, such as the matrices beside low-rank factors; without
-        it all have.
+    dims: a tree of one layer's dimensions. `with_vectors` has gathered the vectors before.
+    trains: a tree of booleans, False for parameters without a gradient, such as the matrices beside low-rank factors;
+        None: all have one.
     """
 
     dims: Any
@@ -49,10 +49,10 @@ class Shares:
     trains: Any = None
 
     def gather(self, shares: Any) -> Any:
-        return jax.tree.map(lambda dims, a: _whole(a, dims, self.dtype) if _split(dims) else a, self.dims, shares)
+        return jax.tree.map(lambda dims, a: _unsharded(a, dims, self.dtype) if _split(dims) else a, self.dims, shares)
 
     def scatter(self, gradients: list[jax.Array]) -> list[jax.Array]:
-        """Float32 shares of the sums over the fsdp axis of whole arrays' gradients, of those that are `trained`."""
+        """Float32 shards of the `trained` parameters' gradients, summed over the fsdp axis."""
         give = lambda dims, g: _give_back(g, dims.index("D")) if _split(dims) else g
         return list(map(give, self.trained(self.dims), gradients))
 
@@ -61,9 +61,9 @@ class Shares:
         return [leaf for leaf, trains in zip(jax.tree.leaves(tree), self._flags()) if trains]
 
     def with_frozen(self, params: Any, gradients: Sequence[jax.Array]) -> Any:
-        """The gradients of all of `params`, from those that are `trained`: zeros for the others, which nobody reads."""
+        """The `trained` parameters' gradients as a tree like `params`; zeros for the others."""
         left, (leaves, tree) = iter(gradients), jax.tree.flatten(params)
-        zeros = lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a))
+        zeros = lambda a: pvary(jnp.zeros(a.shape, a.dtype), varying(a))
         return tree.unflatten([next(left) if trains else zeros(a) for a, trains in zip(leaves, self._flags())])
 
     def _flags(self) -> list[bool]:
@@ -74,7 +74,7 @@ def _split(dims: str) -> bool:
     return "D" in dims and len(dims) > 1
 
 
-def _whole(array: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
+def _unsharded(array: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
     vector = len(dims.removeprefix("L")) == 1  # norm gains multiply in float32
     return _gather(array, dims.index("D"), jnp.dtype(array.dtype if vector else dtype))
 

@@ -1,4 +1,4 @@
-"""Arrays put onto their devices piece by piece: a device's share at a time, a layer at a time."""
+"""Arrays copied to their devices piece by piece: one device's shard, or one layer, at a time."""
 
 import functools
 from collections.abc import Callable
@@ -12,9 +12,9 @@ Index = tuple[slice, ...]
 
 
 def place(part: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array whose shares `part(index)` gives, one after the other; what one lacks at the end of `shape` is zeros.
+    """The array of `shape` whose shards `part(index)` returns, one after another, padded with zeros at the end.
 
-    A device may use the memory of what `part` gave as it is: it must not change any more.
+    A device may keep using the memory of the returned array, which therefore must not change afterwards.
     """
     shards = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -32,5 +32,5 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shardi
 
 @functools.partial(jax.jit, donate_argnums=0)
 def put(stack: Any, layer: Any, index: int) -> Any:
-    """`layer` written into a stack of layers in place, or a tree of them: the stack that comes in is gone."""
+    """`stack` [L, ...], an array or a tree of them, with `layer` written at `index`; the given stack is consumed."""
     return jax.tree.map(lambda s, a: jax.lax.dynamic_update_index_in_dim(s, a, index, 0), stack, layer)

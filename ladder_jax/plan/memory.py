@@ -78,7 +78,7 @@ def _input(steps: tuple[Step, ...], candidate: Candidate, config: ModelConfig) -
     kept = width * size_of(config.residual_dtype) / share + (len(steps) - 1) * width * size / share
     if any(getattr(step, "fresh", False) for step in steps):
         kept += width * size  # the partial sum that it reads
-    if candidate.sequence_parallel and any(getattr(step, "skip", 0) for step in steps):
+    if candidate.sequence_parallel and any(step.delay for step in steps):
         kept += width * size + width * size / share  # the input gathered before, and the shard that follows it
     return kept
 

@@ -111,7 +111,7 @@ def _reductions(config: ModelConfig) -> tuple[int, int]:
     """How many of the layers' reductions stand beside a sublayer, and how many are waited for."""
     steps = [step for layer in residual.of_model(config).layers for step in layer]
     reducing = [step for step in steps if not isinstance(step, Silent) and getattr(step, "sync", True)]
-    hiding = sum(getattr(step, "skip", 0) > 0 for step in reducing)
+    hiding = sum(step.delay > 0 for step in reducing)
     return hiding, len(reducing) - hiding
 
 

@@ -13,7 +13,7 @@ WORDS = (
 
 def run(args: dict) -> None:
     """Print the answer; raises UserError for what cannot be asked, before anything is compiled or written."""
-    files.check_writable("plot", args["plot"], endings=files.PICTURES)
+    files.check_picture("plot", args["plot"])
     target = args["from_schedule"]
     if target and args["sweep"]:
         raise UserError("--sweep is analytic: it cannot be had --from-schedule")

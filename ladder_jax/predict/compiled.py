@@ -10,6 +10,7 @@ import dataclasses
 
 from ladder_jax.config import Phase, preset
 from ladder_jax.errors import UserError
+from ladder_jax.hardware import HARDWARE, Hardware
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as overlaps
 from ladder_jax.predict import result
@@ -19,7 +20,6 @@ from ladder_jax.predict.request import BASELINE, Request
 from ladder_jax.predict.work import Model
 from ladder_jax.schedule import hlo, targets, timeline
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.hardware import HARDWARE, Hardware
 
 DEPTHS = (2, 4)
 RESIDUALS = "standard,ladder,no-communication"
@@ -83,7 +83,7 @@ def _played(request: Request, residual: str, target: str, phase: Phase, layers: 
         tensor=request.tensor,
         batch=request.batch,
         prompt_length=request.prompt_length,
-        context=request.prompt_length + request.new_tokens,
+        context=request.prompt_length + request.new_tokens if phase is Phase.DECODE else None,
     )
     program = hlo.parse(compiling.compiled(asked).hlo)
     return play(program, machine=request.machine, kind=asked.target.kind, ranks=request.tensor)

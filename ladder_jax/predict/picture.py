@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ladder_jax import files
+from ladder_jax import files, pyplot
 from ladder_jax.predict import sweep as sweeps
 from ladder_jax.predict.advice import WORTH
 from ladder_jax.predict.result import Result
@@ -29,9 +29,8 @@ def colour(residual: str, names: Sequence[str]) -> str:
 
 def plot(answer: Result, *, file: str) -> None:
     """A bar a topology for a decode step and for the prefill: compute, and what communication adds to it."""
-    pyplot = _pyplot()
     request, rows = answer.request, answer.rows
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.7 + 0.38 * len(rows)), sharey=True, layout="constrained")
+    figure, axes = pyplot.load().subplots(1, 2, figsize=(11, 1.7 + 0.38 * len(rows)), sharey=True, layout="constrained")
     for axis, (title, name) in zip(axes, (("decode step", "step"), ("prefill", "prefill"))):
         passes = [getattr(row.speed, name) for row in rows]
         exposed = [one.exposed * 1e3 for one in passes]
@@ -58,9 +57,8 @@ def plot(answer: Result, *, file: str) -> None:
 
 def plot_sweep(points: Sequence[Point], *, file: str) -> None:
     """Left: every topology's latency and throughput, and those that nothing beats. Right: a map a tensor size."""
-    pyplot = _pyplot()
     sizes = sorted({point.tensor for point in points})
-    figure = pyplot.figure(figsize=(7.2 + 2.7 * len(sizes), 5.2), layout="constrained")
+    figure = pyplot.load().figure(figsize=(7.2 + 2.7 * len(sizes), 5.2), layout="constrained")
     widths = [2.6, *([1.0] * len(sizes))]
     axes = figure.subplots(1, 1 + len(sizes), width_ratios=widths)
     request = points[0].result.request
@@ -158,15 +156,6 @@ def _ink(fill: str) -> str:
     return "#222222" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.55 else "#ffffff"
 
 
-def _pyplot():
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def _save(figure, file: str) -> None:
     files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
-    _pyplot().close(figure)
+    pyplot.load().close(figure)

@@ -79,9 +79,8 @@ class _Player:
 
     def take(self, step: Step, work: Work) -> None:
         launched = self._launch_pending(step)
-        skipped = getattr(step, "skip", 0)
-        # Sums that are None at the begin are not in the list, so it may be shorter than `lag`.
-        needed = launched[: max(0, len(launched) - skipped)]
+        # `sums` leaves out those that are None before the first layers, so it may be shorter than `pending_before`.
+        needed = launched[: max(0, len(launched) - step.delay)]
         self._compute(step, work, ready=max([self.residual, *needed]))
         if isinstance(step, Delayed):
             self._keep(step, launched)
@@ -107,11 +106,11 @@ class _Player:
         return [*self.sums, self._reduce("all-reduce", self.partial)]
 
     def _keep(self, step: Delayed, launched: list[float]) -> None:
-        if step.keep == 0:
+        if step.pending_after == 0:
             self.residual = max([self.residual, *launched, self._reduce("all-reduce", self.now)])
             self.sums, self.partial = [], None
             return
-        kept = step.keep - 1  # besides its own, which is not reduced yet
+        kept = step.pending_after - 1  # besides its own, which is not reduced yet
         added = launched[: max(0, len(launched) - kept)]
         self.residual = max([self.residual, *added])
         self.sums, self.partial = launched[len(added) :], self.now

@@ -56,7 +56,7 @@ def load(
     return {**nested(alone), "layers": nested(stacks) if loop is Loop.SCAN else tuple(map(nested, apart))}
 
 
-def reader(source: Source, definition: nn.Definition) -> Callable[[Sequence[Key]], Iterator[jax.Array]]:
+def reader(source: Source, definition: nn.ModelDef) -> Callable[[Sequence[Key]], Iterator[jax.Array]]:
     """For `Engine(definition, pretrained.reader(source, definition))`: arrays on their devices, one at a time.
 
     They come in the dtype in which they are stored; each is cast, or quantized, before the next is read.

@@ -13,7 +13,7 @@ import numpy as np
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError
-from ladder_jax.nn import parameter, transformer
+from ladder_jax.nn import model_def, parameter
 
 EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -70,7 +70,7 @@ def dims(model: ModelConfig) -> dict[str, str]:
 
     Letters as in nn.parameter; a name that begins with "layers/" stands for one array a layer.
     """
-    modules = transformer.declare(model, ranks=1)
+    modules = model_def.declare(model, ranks=1)
     nested = {name: parameter.dims_of(module) for name, module in modules.items()}
     return {name: found.removeprefix("L") for name, found in _flat(nested).items()}
 

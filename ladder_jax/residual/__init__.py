@@ -38,57 +38,45 @@ each direction does was chosen by compiled schedules (`ladder-jax overlap`, expe
 Both loop forms use the same steps. Carrying the backward's gradient un-reduced too was not needed:
 in a scan's body both of its all-reduces are hidden on every target.
 
-A sublayer never communicates; the topology owns every collective. For a model of your own, inside
+A sublayer never communicates; the topology owns every collective. For layers of your own, inside
 `jax.shard_map` over an axis named "tensor" (`x` is [B, T, D], equal on all ranks of that axis):
 
-    from ladder_jax import residual
+    topology = residual.topology("ladder", num_layers=4)
+    x = residual.run(topology, blocks, x, params=params)
 
-    topology = residual.topology("ladder", num_layers=len(blocks))
+`blocks` makes a layer's two sublayers, (attention, MLP), of its parameters, which stand stacked [L, ...] in `params`.
+A sublayer, normalisation included, is a function from a rank's [B, T, D] input to its partial sum [B, T, D]: it
+holds no `psum`, which is refused, and adds an output bias by `on_one_rank`. `Stack` is the same as a Flax module, and
+docs/guides/your_model.md makes a Ladder of a whole model. `run` is these steps, in a loop of your own:
+
     state = residual.begin(x, topology=topology, axes=("tensor",))
     for block, steps in zip(blocks, topology.layers):
         for step in steps:
             state = step(state, (block.attention, block.mlp), axes=("tensor",))
     x = residual.flush(state, axes=("tensor",))
 
-`block.attention` and `block.mlp` are callables, norm included, from a rank's [B, T, D] input to its
-partial sum [B, T, D]: it holds no `psum`, which `step` refuses, and adds a bias on one rank only. Added on
-each of 8 ranks, a bias would count 8 times, and nothing could tell:
+A `lax.scan` over layers of equal steps carries `residual.fill(state, steps, axes=...)`: zeros where nothing is pending.
 
-    bias = jnp.where(jax.lax.axis_index("tensor") == 0, bias, 0)
+What a compiler hides depends on its options, too: `topology.compile_options(mesh, phase="train")` are those for
+`jax.jit(..., compiler_options=...)`.
 
-Layers of equal steps (`len(set(topology.layers)) == 1`: all but hybrids and some desync-N) may stand in one `lax.scan`
-over `stacked`, their parameters [L, ...]:
-
-    steps = topology.layers[0]
-    state = residual.begin(x, topology=topology, axes=("tensor",))
-    state = residual.fill(state, steps, axes=("tensor",))
-
-    def turn(state, params):
-        block = Block(params)
-        for step in steps:
-            state = step(state, (block.attention, block.mlp), axes=("tensor",))
-        return state, None
-
-    state, _ = jax.lax.scan(turn, state, stacked)
-    x = residual.flush(state, axes=("tensor",))
-
-What a compiler hides depends on its options, too: hand `jax.jit(..., compiler_options=...)` those of
-`parallel.compile_options`, as `schedule.audit` shows.
-
-In reading order: topologies.py, the values; state.py and steps.py, the pipeline; launch.py, its
-all-reduces and barriers; sequence.py, the same on a stream split along the sequence; anneal.py,
-layers on their way from standard to ladder.
+In reading order: topologies.py, the values; steps.py, the recurrence; layers.py, the loop over layers; stack.py,
+for layers of your own; sequence.py, the recurrence on a stream that is split along the sequence; anneal.py, layers on
+their way from standard to ladder.
 """
 
-from ladder_jax.residual.launch import REDUCED as REDUCED
-from ladder_jax.residual.state import State as State
-from ladder_jax.residual.state import Sublayer as Sublayer
-from ladder_jax.residual.state import add as add
-from ladder_jax.residual.state import compute as compute
+from ladder_jax.residual.stack import Stack as Stack
+from ladder_jax.residual.stack import on_one_rank as on_one_rank
+from ladder_jax.residual.stack import run as run
+from ladder_jax.residual.steps import REDUCED as REDUCED
 from ladder_jax.residual.steps import Delayed as Delayed
 from ladder_jax.residual.steps import Desynced as Desynced
 from ladder_jax.residual.steps import Silent as Silent
+from ladder_jax.residual.steps import State as State
 from ladder_jax.residual.steps import Step as Step
+from ladder_jax.residual.steps import Sublayer as Sublayer
+from ladder_jax.residual.steps import add as add
+from ladder_jax.residual.steps import compute as compute
 from ladder_jax.residual.steps import fill as fill
 from ladder_jax.residual.steps import flush as flush
 from ladder_jax.residual.topologies import Communication as Communication

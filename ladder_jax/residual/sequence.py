@@ -23,9 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, all_gather, ranks, reduce_scatter
-from ladder_jax.residual.launch import REDUCED, tie_forward
-from ladder_jax.residual.state import State, Sublayer, add, check_axes, compute
-from ladder_jax.residual.steps import Delayed
+from ladder_jax.residual.steps import REDUCED, Delayed, State, Sublayer, add, barrier_forward, check_axes, compute
 from ladder_jax.residual.topologies import Topology
 
 LENGTH = 1  # the dimension of [B, T, D] that is split
@@ -34,11 +32,11 @@ Normalise = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
-    """A step of the one rule where `State.residual` and `State.sums` are this rank's positions, [B, T/ranks, D].
+class SequenceParallelStep:
+    """A `Delayed` step where `State.residual` and `State.sums` are this rank's positions, [B, T/ranks, D].
 
-    step: when what is reduced, read and kept.
-    normalise: what a sublayer's input goes through before it is gathered, in the compute dtype.
+    step: which outputs are pending before and after it, and which its input leaves out.
+    normalise: applied to a sublayer's input before it is gathered; returns the compute dtype.
     """
 
     step: Delayed
@@ -54,26 +52,26 @@ class Split:
     ) -> State:
         check_axes(axes)
         step, stream = self.step, state.residual
-        launched = (*state.sums, scatter(state.partial, axes, PREVIOUS)) if step.lag else ()
+        launched = (*state.sums, scatter(state.partial, axes, PREVIOUS)) if step.pending_before else ()
         if self._prepared and state.entered is not None:
             entered = state.entered
         else:
-            entered = self._enter(add(stream, launched[: step.lag - step.skip]), axes)
+            entered = self._enter(add(stream, launched[: step.pending_before - step.delay]), axes)
         if step.fresh:
             entered = self.normalise(add(entered, (state.partial,)))
         partial = compute(entered, step.sublayers, sublayers, axes=axes)
-        if step.keep == 0:
+        if step.pending_after == 0:
             return State(add(stream, (*launched, scatter(partial, axes))))
-        added = step.lag + 1 - step.keep
+        added = step.pending_before + 1 - step.pending_after
         stream, sums = add(stream, launched[:added]), launched[added:]
         following = self._enter(stream, axes, FOLLOWING)
         if ranks(axes) > 1:
-            partial, following, stream = tie_forward((partial, following, stream))
+            partial, following, stream = barrier_forward((partial, following, stream))
         return State(stream, sums, partial, entered=following)
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
-        """`state` with an array for every None: what a loop must carry, so that its first turn is like all."""
-        if self.step.lag == 0:
+        """`state` with zeros in place of None: a scan's carry has one structure from its first turn on."""
+        if self.step.pending_before == 0:
             return state
         if state.entered is None:
             state = dataclasses.replace(state, entered=self._enter(state.residual, axes))
@@ -87,19 +85,19 @@ class Split:
 
     @property
     def _prepared(self) -> bool:
-        """Whether the step before could make this one's input: it leaves out all that was pending then."""
-        return self.step.skip == self.step.lag > 0
+        """Whether the previous step can make this one's input, because the input leaves out everything pending."""
+        return self.step.delay == self.step.pending_before > 0
 
     def _enter(self, stream: jax.Array, axes: tuple[str, ...], scope: str = "") -> jax.Array:
-        """The input [B, T, D] of a stream's own positions. A fresh ladder adds to it before it is normalised."""
+        """A sublayer's input [B, T, D], gathered. A fresh ladder adds its partial before it is normalised."""
         return gather(stream if self.step.fresh else self.normalise(stream), axes, scope)
 
 
-def layers(topology: Topology, *, normalise: Normalise) -> tuple[tuple[Split, ...], ...]:
+def layers(topology: Topology, *, normalise: Normalise) -> tuple[tuple[SequenceParallelStep, ...], ...]:
     """`topology.layers` on a split stream. Raises UserError for topologies that do not reduce every output."""
     if not all(isinstance(step, Delayed) for steps in topology.layers for step in steps):
         raise UserError("sequence parallelism needs a residual that reduces every sublayer's output: not desync-n")
-    return tuple(tuple(Split(step, normalise) for step in steps) for steps in topology.layers)
+    return tuple(tuple(SequenceParallelStep(step, normalise) for step in steps) for steps in topology.layers)
 
 
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
@@ -121,6 +119,6 @@ def gather(stream: jax.Array, axes: tuple[str, ...], scope: str = FOLLOWING) -> 
         return all_gather(stream, axes, dimension=LENGTH)
 
 
-def share(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def scatter_sequence(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """This rank's positions of the sum of every rank's [B, T, D]: where a split stream begins."""
     return reduce_scatter(x, axes, dimension=LENGTH)

@@ -1,32 +1,60 @@
-"""The steps of a topology: each computes one sublayer, or two together, and moves the state on."""
+"""The recurrence: the state between sublayers, the steps that move it on, and their all-reduces and barriers."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import Launch
-from ladder_jax.parallel.collectives import PREVIOUS, ranks, vary, varying
-from ladder_jax.residual.launch import await_backward, await_forward, enter, reduced, set_apart, start
-from ladder_jax.residual.state import State, Sublayer, add, check_axes, compute
+from ladder_jax.errors import UserError, unknown
+from ladder_jax.parallel import explicit
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, all_reduce, pvary, ranks, varying
+
+Sublayer = Callable[[jax.Array], jax.Array]
+Sums = tuple[jax.Array | None, ...]  # oldest first; None is zero
+
+REDUCED = "reduced"
+"""The checkpoint name of every reduced sum: under a remat policy that does not save it, backward all-reduces again."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The state between two sublayers; every array is [B, T, D].
+
+    residual: the stream, equal on all tensor ranks (different on each in "no-communication").
+    sums: all-reduced outputs that are not added yet, oldest first, because the next input leaves them out.
+    partial: this rank's newest output, not reduced yet. None, here and in `sums`, is zero.
+    local: in "desync" between two all-reduces, this rank's own stream.
+    entered: with sequence parallelism, the next step's input (see sequence.py).
+    """
+
+    residual: jax.Array
+    sums: tuple[jax.Array | None, ...] = ()
+    partial: jax.Array | None = None
+    local: jax.Array | None = None
+    entered: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Delayed:
-    """A step of the one rule: launch, compute, await.
+    """A step of the general rule (see residual/__init__.py): launch, compute, await.
 
     sublayers: which of a layer's (attention, MLP) it computes; both are summed before one reduction.
-    lag: how many outputs are not yet part of the residual when the step starts.
-    skip: how many of them, the newest, its input leaves out: the delay, counted in steps.
-    keep: how many, its own among them, stay outside the residual after it; 0 reduces at once.
+    pending_before: how many outputs are not yet part of the residual when the step starts.
+    delay: how many of them, the newest, its input leaves out, counted in steps.
+    pending_after: how many, its own among them, stay outside the residual after it; 0 reduces at once.
     fresh: the input also holds this rank's own partial of the output that it leaves out.
     """
 
     sublayers: tuple[int, ...]
-    lag: int
-    skip: int
-    keep: int
+    pending_before: int
+    delay: int
+    pending_after: int
     fresh: bool = False
 
     def __call__(
@@ -38,33 +66,35 @@ class Delayed:
         launch: Launch = Launch.CHAINED,
     ) -> State:
         check_axes(axes)
-        by_name = launch is Launch.EXPLICIT and self.skip > 0
-        pending = set_apart(state.partial, axes) if self.fresh else state.partial
-        launched = (*state.sums, (start if by_name else reduced)(pending, axes, PREVIOUS)) if self.lag else ()
-        stream = add(state.residual, launched[: self.lag - self.skip])
-        entered, residual = enter(stream, axes), state.residual
-        if self.keep and not by_name:
+        by_name = launch is Launch.EXPLICIT and self.delay > 0
+        pending = opaque_copy(state.partial, axes) if self.fresh else state.partial
+        launched = (
+            (*state.sums, (start if by_name else reduced)(pending, axes, PREVIOUS)) if self.pending_before else ()
+        )
+        stream = add(state.residual, launched[: self.pending_before - self.delay])
+        entered, residual = to_sublayer_input(stream, axes), state.residual
+        if self.pending_after and not by_name:
             entered, residual, launched = await_backward(entered, residual, launched, axes)
         if self.fresh:
             entered = add(entered, (state.partial,))
         partial = compute(entered, self.sublayers, sublayers, axes=axes)
         if by_name and launched[-1] is not None:
             launched = (*launched[:-1], launched[-1].done())
-        elif self.skip:
+        elif self.delay:
             partial, launched = await_forward(partial, launched, axes)
-        if self.keep == 0:
+        if self.pending_after == 0:
             return State(add(residual, (*launched, reduced(partial, axes))))
-        added = self.lag + 1 - self.keep
+        added = self.pending_before + 1 - self.pending_after
         return State(add(residual, launched[:added]), launched[added:], partial)
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
-        """`state` with zeros for None: what a loop must carry, so that its first turn is like all."""
-        if self.lag == 0:
+        """`state` with zeros in place of None: a scan's carry has one structure from its first turn on."""
+        if self.pending_before == 0:
             return state
-        zero = vary(jnp.zeros(state.residual.shape, dtype), varying(state.residual))
+        zero = pvary(jnp.zeros(state.residual.shape, dtype), varying(state.residual))
         sums = tuple(zero if s is None else s for s in state.sums)
         return dataclasses.replace(
-            state, sums=sums, partial=vary(zero, axes) if state.partial is None else state.partial
+            state, sums=sums, partial=pvary(zero, axes) if state.partial is None else state.partial
         )
 
 
@@ -79,10 +109,12 @@ class Desynced:
     sublayers: tuple[int, ...]
     phase: int  # sublayers since the last all-reduce
     sync: bool
+    delay: ClassVar[int] = 0
+    pending_before: ClassVar[int] = 0
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
         check_axes(axes)
-        local = enter(state.residual, axes) if state.local is None else state.local
+        local = to_sublayer_input(state.residual, axes) if state.local is None else state.local
         partial = compute(local, self.sublayers, sublayers, axes=axes)
         if self.sync:
             if state.partial is not None:
@@ -92,7 +124,7 @@ class Desynced:
         return State(state.residual, (), drift, add(local, (partial,)))
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
-        return state  # loops start where the ranks agree: nothing is pending
+        return state  # a scan starts after an all-reduce, where nothing is pending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +132,8 @@ class Silent:
     """A step of the standard Transformer without its all-reduce: wrong numbers, for timing only."""
 
     sublayers: tuple[int, ...]
+    delay: ClassVar[int] = 0
+    pending_before: ClassVar[int] = 0
 
     def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...], **_) -> State:
         check_axes(axes)
@@ -115,8 +149,8 @@ Step = Delayed | Desynced | Silent
 def fill(state: State, steps: Sequence[Step], *, axes: tuple[str, ...], dtype: jnp.dtype | None = None) -> State:
     """`state` for a `lax.scan` over layers of equal `steps`: zeros where nothing is pending yet.
 
-    A carry keeps its structure from turn to turn; so the first turn reduces zeros, which an unrolled loop does not.
-    dtype: of what sublayers return, without it the stream's.
+    A carry has one structure in all turns, so the first turn reduces zeros, which an unrolled loop does not.
+    dtype: of the sublayers' outputs, by default the stream's.
     """
     return steps[0].fill(state, axes=axes, dtype=state.residual.dtype if dtype is None else dtype)
 
@@ -124,3 +158,127 @@ def fill(state: State, steps: Sequence[Step], *, axes: tuple[str, ...], dtype: j
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     """The final residual stream [B, T, D]: everything still pending is reduced and added."""
     return add(state.residual, (*state.sums, reduced(state.partial, axes, PREVIOUS)))
+
+
+def compute(x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> jax.Array:
+    """This rank's partial sum of those sublayers.
+
+    Raises UserError for a sublayer that returns the whole sum, which would be counted once per rank. With `check_vma`
+    jax's types tell: a partial sum varies over the ranks.
+    """
+    first, *rest = (_partial(sublayers[index], x, axes) for index in which)
+    return sum(rest, first)
+
+
+def check_axes(axes: tuple[str, ...]) -> None:
+    """Raises UserError for a name in place of a tuple, and for axes that the enclosing shard_map does not have."""
+    if isinstance(axes, str):
+        raise UserError(f"axes must be a tuple of the mesh's axes, as in ({axes!r},), not {axes!r}")
+    for axis in axes:
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            known = sorted(jax.sharding.get_abstract_mesh().manual_axes)
+            if known:
+                raise unknown("mesh axis", axis, known) from None
+            raise UserError(f"there are no ranks of {axis!r} here: call it inside jax.shard_map") from None
+
+
+def _partial(sublayer: Sublayer, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    out = sublayer(x)
+    if out.shape != x.shape:
+        raise UserError(f"a sublayer must return [B, T, D] as it reads, {x.shape}, not {out.shape}")
+    reduced = (varying(x) & frozenset(axes)) - varying(out)
+    if reduced:
+        raise UserError(
+            f"a sublayer's output is the same on all ranks of {', '.join(sorted(reduced))}, so they would be counted"
+            " once each: return this rank's partial sum, without psum (a bias belongs to one rank only)"
+        )
+    return out
+
+
+def add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:
+    """In the stream's dtype; None is zero."""
+    for addend in sums:
+        if addend is not None:
+            stream = stream + addend.astype(stream.dtype)
+    return stream
+
+
+def reduced(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
+    """The all-reduced `partial`, under a name scope that the schedule's report looks for."""
+    if partial is None:
+        return None
+    with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+        return checkpoint_name(all_reduce(partial, axes), REDUCED)
+
+
+def opaque_copy(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
+    """A copy of `partial` that the compiler cannot identify with it: the all-reduce's operand, where a sublayer reads
+    `partial` too.
+
+    Without it v5e hides no all-reduce, because it fuses one with matmuls only where nothing else reads its operand;
+    and v5p, unrolled, hides 3 of 8 instead of 7, because it issues every second one after the matmuls.
+    """
+    if partial is None or ranks(axes) == 1:
+        return partial
+    return jnp.where(lax.axis_index(axes) >= 0, partial, 0)
+
+
+def start(partial: jax.Array | None, axes: tuple[str, ...], scope: str) -> Any:
+    """`reduced` as an explicit asynchronous pair: this starts the all-reduce, and its `done()` is the sum."""
+    if partial is None:
+        return None
+    with jax.named_scope(f"{LAUNCH}/{scope}"):
+        return explicit.start(partial, axes)
+
+
+def to_sublayer_input(stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`stream` as a sublayer's input. Its transpose is the all-reduce of the input's gradient."""
+    with jax.named_scope(ENTER):
+        return pvary(stream, axes)
+
+
+def await_forward(partial: jax.Array, launched: Sums, axes: tuple[str, ...]) -> tuple[jax.Array, Sums]:
+    """Barrier between a step's output and the newest all-reduce, so that the next one cannot be merged with it.
+
+    Without effect on one rank, and in the first step, where no all-reduce is in flight.
+    """
+    *older, newest = launched
+    if newest is None or ranks(axes) == 1:
+        return partial, launched
+    partial, newest = barrier_forward((partial, newest))
+    return partial, (*older, newest)
+
+
+def await_backward(
+    entered: jax.Array, residual: jax.Array, launched: Sums, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array, Sums]:
+    """The same barrier for the backward pass, where the gradient of a step's input is all-reduced.
+
+    The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the later step's
+    all-reduce. The earlier step's backward starts from the gradient of the newest output: it must come after this
+    step's, because the next all-reduce hides under it.
+    """
+    if ranks(axes) == 1:
+        return entered, residual, launched
+    if not launched or launched[-1] is None:
+        return (*_barrier_backward((entered, residual)), launched)
+    entered, residual, newest = _barrier_backward((entered, residual, launched[-1]))
+    return entered, residual, (*launched[:-1], newest)
+
+
+@jax.custom_vjp
+def barrier_forward(arrays):
+    """`optimization_barrier` forward, identity backward."""
+    return lax.optimization_barrier(arrays)
+
+
+@jax.custom_vjp
+def _barrier_backward(arrays):
+    """Identity forward, `optimization_barrier` backward."""
+    return arrays
+
+
+barrier_forward.defvjp(lambda arrays: (barrier_forward(arrays), None), lambda _, cotangents: (cotangents,))
+_barrier_backward.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))

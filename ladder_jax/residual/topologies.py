@@ -3,14 +3,17 @@
 import dataclasses
 import enum
 import itertools
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from ladder_jax.config import ModelConfig, residual_names
-from ladder_jax.parallel.collectives import vary
-from ladder_jax.parallel.traits import Overlap
-from ladder_jax.residual.state import State, check_axes
-from ladder_jax.residual.steps import Delayed, Desynced, Silent, Step
+from ladder_jax.config import Loop, ModelConfig, Phase, layer_indices, parse_residual
+from ladder_jax.errors import member
+from ladder_jax.parallel.collectives import pvary
+from ladder_jax.parallel.compiled import compile_options
+from ladder_jax.parallel.traits import Overlap, Split, Traits
+from ladder_jax.residual.steps import Delayed, Desynced, Silent, State, Step, check_axes
 
 
 class Communication(enum.Enum):
@@ -21,7 +24,7 @@ class Communication(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A residual topology, as a value: two are equal if they compute the same function the same way.
+    """A residual topology, as a value. Two are equal if they compute the same function in the same way.
 
     delays: d_i of sublayers 1..2L (attention, MLP, attention, ...).
     joint: for each layer, whether attention and MLP are summed before one all-reduce.
@@ -43,8 +46,21 @@ class Topology:
 
     @property
     def overlap(self) -> Overlap:
-        """Whether some all-reduce has a sublayer to hide under: what the compiler's best options depend on."""
-        return Overlap.HIDES if any(getattr(s, "skip", 0) for layer in self.layers for s in layer) else Overlap.WAITS
+        """Whether some all-reduce can overlap a sublayer: the best compiler options depend on it."""
+        return Overlap.HIDES if any(step.delay for steps in self.layers for step in steps) else Overlap.WAITS
+
+    def compile_options(
+        self, mesh: Mesh, *, phase: Phase | str, loop: Loop | str = Loop.SCAN, sequence_parallel: bool = False
+    ) -> dict[str, Any]:
+        """For `jax.jit(..., compiler_options=...)`: what lets the compiler for `mesh` hide this topology's all-reduces.
+
+        phase: what the program does: "train", "prefill" (a forward pass over many tokens) or "decode" (one token a
+            row). loop: "scan" or "unrolled". A mesh with an axis "fsdp" of more than one rank splits weights over it.
+        """
+        phase, loop = member(Phase, "phase", phase), member(Loop, "loop", loop)
+        splits = {Split.WEIGHTS: mesh.shape.get("fsdp", 1) > 1, Split.SEQUENCE: sequence_parallel}
+        split = frozenset(what for what, is_split in splits.items() if is_split)
+        return compile_options(mesh, traits=Traits(self.overlap, phase, loop, split))
 
     @property
     def layers(self) -> tuple[tuple[Step, ...], ...]:
@@ -62,11 +78,11 @@ class Topology:
 
 
 def topology(name: str, *, num_layers: int, ladder_layers: str | None = None) -> Topology:
-    """The topology called `name` (`config.residual_names` lists them); raises UserError for an unknown one.
+    """The topology called `name` (`config.RESIDUALS` lists them); raises UserError for an unknown one.
 
     With `ladder_layers` ("N", "i,j" or "all") only those layers are of that kind, the rest standard.
     """
-    parsed = residual_names.parse(name)
+    parsed = parse_residual(name)
     of_kind = {
         "ladder": (parsed.number, parsed.number),
         "ladder-fresh": (1, 1),
@@ -76,7 +92,7 @@ def topology(name: str, *, num_layers: int, ladder_layers: str | None = None) ->
     }.get(parsed.kind, (0, 0))
     chosen = range(num_layers)
     if ladder_layers is not None:
-        chosen = residual_names.layer_indices(ladder_layers, num_layers)
+        chosen = layer_indices(ladder_layers, num_layers)
     layers = [layer in chosen for layer in range(num_layers)]
     return Topology(
         delays=sum((of_kind if ladder else (0, 0) for ladder in layers), ()),
@@ -102,39 +118,38 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
     """
     check_axes(axes)
     if topology.communication is Communication.NONE:
-        return State(vary(x, axes))
-    lag = getattr(topology.layers[0][0], "lag", 0)
-    return State(x, (None,) * (lag - 1))
+        return State(pvary(x, axes))
+    return State(x, (None,) * (topology.layers[0][0].pending_before - 1))
 
 
 def _delayed_layers(topology: Topology) -> tuple[tuple[Delayed, ...], ...]:
-    """Delays, counted in sublayers, as steps that know how much is pending before and after them."""
+    """Steps with their numbers of pending outputs, from delays counted in sublayers."""
     delays = list(itertools.batched(topology.delays, 2))
-    # One extra turn of the last layer, as if the model went on: so its last layers are like those
-    # before them, and one loop body serves all; `flush` then adds what they leave pending.
+    # Plan extra layers, so that the last real layers have the same counts as the others and one scan body serves
+    # all; `flush` adds what the last layer leaves pending.
     extra = 1 + max(topology.delays)
     kinds = list(zip(delays, topology.joint, topology.fresh, strict=True))
     kinds += kinds[-1:] * extra
     groups = [((0, 1),) if joint else ((0,), (1,)) for _, joint, _ in kinds]
 
-    skips, done = [], [0]  # done[s]: how many steps complete the first s sublayers
+    delays_in_steps, done = [], [0]  # done[s]: how many steps complete the first s sublayers
     for (delay, joint, _), layer in zip(kinds, groups, strict=True):
         first = len(done) - 1
         for group in layer:
             sublayer = first + group[0]
             read = sublayer - delay[group[0]]
-            # Before the first layer stand imagined ones of its own kind, whose outputs are zero.
+            # A read before the first sublayer counts layers of the first one's kind, whose outputs are zero.
             steps_read = done[read] if read >= 0 else -(-read // (2 if topology.joint[0] else 1))
             if steps_read is None:
                 raise ValueError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
-            skips.append(done[sublayer] - steps_read)
+            delays_in_steps.append(done[sublayer] - steps_read)
             done += [None, done[sublayer] + 1] if joint else [done[sublayer] + 1]
 
-    lags = [0] * (len(skips) + 1)
-    for index in reversed(range(len(skips))):
-        lags[index] = max(skips[index], lags[index + 1] - 1)
-    steps = iter(zip(skips, lags, lags[1:]))
+    pending = [0] * (len(delays_in_steps) + 1)
+    for index in reversed(range(len(delays_in_steps))):
+        pending[index] = max(delays_in_steps[index], pending[index + 1] - 1)
+    counts = iter(zip(pending, delays_in_steps, pending[1:]))
     return tuple(
-        tuple(Delayed(group, lag, skip, keep, fresh) for group, (skip, lag, keep) in zip(layer, steps))
+        tuple(Delayed(group, *of_step, fresh) for group, of_step in zip(layer, counts))
         for layer, (_, _, fresh) in zip(groups[: topology.num_layers], kinds)
     )

@@ -1,8 +1,8 @@
-"""Going on from a checkpoint: what trains and what stays, a teacher, low-rank factors, layers that turn to ladder."""
+"""Training that goes on from a checkpoint: frozen layers, a teacher, low-rank factors, conversion to ladder layers."""
 
-from ladder_jax.retrain.plan import ADAPTERS as ADAPTERS
-from ladder_jax.retrain.plan import NOTHING as NOTHING
-from ladder_jax.retrain.plan import Fixed as Fixed
-from ladder_jax.retrain.plan import Plan as Plan
-from ladder_jax.retrain.plan import of_run as of_run
 from ladder_jax.retrain.sources import Sources as Sources
+from ladder_jax.retrain.sources import tokenizer as tokenizer
+from ladder_jax.retrain.task import ADAPTERS as ADAPTERS
+from ladder_jax.retrain.task import Retraining as Retraining
+from ladder_jax.retrain.task import of_run as of_run
+from ladder_jax.retrain.task import of_sources as of_sources

@@ -1,4 +1,4 @@
-"""When layers turn to ladder: `late`, how far each is from standard (0) to its own topology (1), by the step."""
+"""The schedule of a gradual conversion: each layer's ladder fraction, 0 (standard) to 1 (ladder), by the step."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,14 @@ from ladder_jax.errors import UserError
 from ladder_jax.residual import Topology
 
 
-def late(step: jax.Array, *, topology: Topology, config: ConversionConfig) -> jax.Array:
-    """Float32 [L] for the step that comes after `step` others.
+def ladder_fraction(step: jax.Array, *, topology: Topology, config: ConversionConfig) -> jax.Array:
+    """Float32 [L] for step number `step`, counted from 0.
 
-    The ladder's layers are cut into groups, the topmost first, each with an equal share of the steps: in its share a
-    group ramps from 0 to 1, or jumps to 1 as it begins. Layers that are standard anyway stand at 1. Raises UserError
-    where all are.
+    The ladder layers are divided into groups, the topmost first, each with an equal share of the steps. During its
+    share a group ramps from 0 to 1, or jumps to 1 at the beginning. Layers of a hybrid that stay standard have 1: their
+    input is the same either way. Raises UserError where no layer is a ladder layer.
     """
-    ladder = [n for n, steps in enumerate(topology.layers) if any(getattr(s, "skip", 0) for s in steps)]
+    ladder = [n for n, steps in enumerate(topology.layers) if any(step.delay for step in steps)]
     if not ladder:
         raise UserError(f"conversion.steps={config.steps} has no ladder layer to turn: all are standard")
     group = np.full(topology.num_layers, -1)
@@ -24,5 +24,5 @@ def late(step: jax.Array, *, topology: Topology, config: ConversionConfig) -> ja
         group[members] = index
     span = config.steps / config.groups
     done = (step.astype(jnp.float32) - jnp.asarray(group * span, jnp.float32)) / span
-    turned = jnp.clip(done, 0, 1) if config.pace is Pace.RAMP else (done >= 0).astype(jnp.float32)
-    return jnp.where(jnp.asarray(group) < 0, 1.0, turned)
+    fraction = jnp.clip(done, 0, 1) if config.pace is Pace.RAMP else (done >= 0).astype(jnp.float32)
+    return jnp.where(jnp.asarray(group) < 0, 1.0, fraction)

@@ -1,6 +1,7 @@
-"""A model's parameters in parts: the modules by their names, of whose layers the lowest stand apart.
+"""A model's parameters with its lowest layers apart from the others, so that either can be frozen.
 
-"lower" are the stacked layers below a cut, "layers" those from there on; either is missing where it would be empty.
+"lower" holds the stacked layers below a number of them, "layers" those from there on; an empty stack is left out. All
+other modules keep their names.
 """
 
 from collections.abc import Callable
@@ -9,26 +10,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 
 LOWER, LAYERS = "lower", "layers"
 
 
-def cut(params: Params, *, below: int, layers: int) -> Params:
-    """The parts of `params`, arrays or shapes, of a model of that many layers."""
+def split(params: Params, *, below: int, layers: int) -> Params:
+    """The parts of `params` (arrays, or their shapes), of a model with that many layers."""
     return _parts(params, below, layers, _sliced)
 
 
-def cut_dims(definition: Definition, *, below: int) -> Params:
-    """The dimensions of every array of the parts."""
+def split_dims(definition: ModelDef, *, below: int) -> Params:
+    """The dimensions of every array in the parts."""
     return _parts(definition.dims, below, definition.config.num_layers, lambda dims, first, last: dims)
 
 
 def join(parts: Params) -> Params:
-    """The inverse of `cut`."""
+    """The inverse of `split`."""
     stacks = [parts[name] for name in (LOWER, LAYERS) if name in parts]
-    whole = stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *stacks)
-    return {**{name: part for name, part in parts.items() if name != LOWER}, LAYERS: whole}
+    joined = stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *stacks)
+    return {**{name: part for name, part in parts.items() if name != LOWER}, LAYERS: joined}
 
 
 def _parts(params: Params, below: int, layers: int, take: Callable[[Any, int, int], Any]) -> Params:

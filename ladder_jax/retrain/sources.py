@@ -1,4 +1,4 @@
-"""The checkpoints that a run takes weights from: where it starts, and its teacher. Noted, so that it goes on alike."""
+"""The checkpoints that a run takes weights from: where it starts, and its teacher."""
 
 import dataclasses
 import hashlib
@@ -11,39 +11,42 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 
 FUNCTION = ("residual", "ladder_layers", "ranks", "dtype", "residual_dtype")
-"""What two models that have the same parameters may differ in."""
+"""The fields in which two models with the same parameters may differ."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """start: what training begins with; teacher: whose predictions it learns. None where there is none."""
+    """start: the checkpoint that training begins with; teacher: the one that it learns from."""
 
     start: Checkpoint | None = None
     teacher: Checkpoint | None = None
 
-    def noted(self) -> dict[str, Any]:
-        """For a checkpoint's `data`: which they were."""
-        found = {"start": self.start, "teacher": self.teacher}
-        return {name: {"path": str(c.path), "digest": _digest(c)} for name, c in found.items() if c}
+    def record(self) -> dict[str, Any]:
+        """Path and digest of each, for the item `data` of a run's checkpoints."""
+        named = {"start": self.start, "teacher": self.teacher}
+        return {name: {"path": str(c.path), "digest": _digest(c)} for name, c in named.items() if c}
 
 
-def of_run(config: RunConfig, *, noted: dict[str, Any] | None = None, told: dict[str, Any] | None = None) -> Sources:
-    """Those that `config` names; of a run that goes on (`noted` in its checkpoint) only what it still needs.
+def of_run(
+    config: RunConfig, *, recorded: dict[str, Any] | None = None, decided: dict[str, Any] | None = None
+) -> Sources:
+    """The checkpoints that `config` names; of a run that is resumed only those that it still needs.
 
-    told: another process's `Sources.noted()`. A folder's newest checkpoint may be another one here.
+    recorded: `Sources.record()` in the run's own checkpoint; None for a new run.
+    decided: another process's `Sources.record()`, which says which checkpoint of a folder is meant.
 
-    Raises UserError for what is not there, has another shape, or is not what it was.
+    Raises UserError for a checkpoint that is missing, has another shape, or has changed since the run began.
     """
     teacher = config.distill.teacher
-    needs_start = noted is None or config.lora.rank or teacher == START
-    noted = (told or {}) | (noted or {})
-    start = _opened("train.start", config.train.start, config, noted.get("start")) if needs_start else None
-    other = None if teacher in (None, START) else _opened("distill.teacher", teacher, config, noted.get("teacher"))
+    needs_start = recorded is None or config.lora.rank or teacher == START
+    recorded = (decided or {}) | (recorded or {})
+    start = _opened("train.start", config.train.start, config, recorded.get("start")) if needs_start else None
+    other = None if teacher in (None, START) else _opened("distill.teacher", teacher, config, recorded.get("teacher"))
     return Sources(start, start if teacher == START else other)
 
 
 def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
-    """The teacher's model: its checkpoint's, with the topology that distill.residual names."""
+    """The teacher's model: its checkpoint's, with the topology of distill.residual."""
     if sources.teacher is None:
         return None
     dtypes = dict(dtype=config.model.dtype, residual_dtype=config.model.residual_dtype)
@@ -54,7 +57,7 @@ def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
 
 
 def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenizer | None:
-    """The one that a run which starts from a checkpoint has: its own copy, or that checkpoint's. None for any other."""
+    """With train.start: the tokenizer in the run's folder, or else that checkpoint's. None without train.start."""
     if config.train.start is None:
         return None
     if (folder / tokenizers.FOLDER).is_dir():
@@ -65,7 +68,7 @@ def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenize
 
 
 def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
-    """Refuse a checkpoint whose model has other parameters than `ours`, by the first field that differs."""
+    """Raises UserError, naming the first field that differs, for a checkpoint whose model has other parameters."""
     before, after = to_dict(theirs), to_dict(ours)
     for field in before:
         if field not in FUNCTION and before[field] != after[field]:
@@ -80,11 +83,11 @@ def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
         )
 
 
-def _opened(name: str, path: str | None, config: RunConfig, noted: dict | None) -> Checkpoint | None:
+def _opened(name: str, path: str | None, config: RunConfig, recorded: dict | None) -> Checkpoint | None:
     if path is None:
         return None
-    checkpoint = _open(name, noted["path"] if noted else path)
-    if noted and _digest(checkpoint) != noted["digest"]:
+    checkpoint = _open(name, recorded["path"] if recorded else path)
+    if recorded and _digest(checkpoint) != recorded["digest"]:
         raise UserError(f"{name}: {str(checkpoint.path)!r} is not the checkpoint any more that this run began with")
     check_shape(f"{name}={path!r}", checkpoint.config.model, config.model)
     return checkpoint
@@ -98,7 +101,7 @@ def _open(name: str, path: str) -> Checkpoint:
 
 
 def _digest(checkpoint: Checkpoint) -> str:
-    """Of the manifest, which has a digest of every file; older checkpoints have their time alone."""
+    """Of the manifest, which lists every file's digest; of an older checkpoint without one, of its time of writing."""
     file = checkpoint.path / "manifest.json"
     content = file.read_bytes() if checkpoint.listed else str(checkpoint.time).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()

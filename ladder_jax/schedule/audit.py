@@ -14,8 +14,7 @@ from ladder_jax.schedule.report import Report, Status
 def audit(fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] | None = None) -> Report:
     """What the compiler made of the reductions of a program.
 
-        traits = parallel.Traits(parallel.Overlap.HIDES, Phase.PREFILL, Loop.SCAN)  # the enums: ladder_jax.config
-        options = parallel.compile_options(mesh, traits=traits)
+        options = topology.compile_options(mesh, phase="prefill")  # of residual.topology(...)
         jitted = jax.jit(jax.shard_map(fn, ...), compiler_options=options)
         schedule.audit(jitted, x, w)                      # or their jax.ShapeDtypeStructs with shardings
         schedule.audit(jitted.lower(x, w).compile())      # the same

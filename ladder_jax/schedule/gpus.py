@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ladder_jax.schedule.hardware import Hardware
+from ladder_jax.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Shard:
 
 
 def shard(config: ModelConfig, *, ranks: int) -> Shard:
-    """`ranks` must divide the model (see `config.schema.check_fits_mesh`)."""
+    """`ranks` must divide the model (see `config.check_fits_mesh`)."""
     return Shard(
         queries=config.num_heads // ranks * config.head_dim,
         keys=max(1, config.num_kv_heads // ranks) * config.head_dim,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from ladder_jax import python
 from ladder_jax.errors import UserError, unknown
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule.gpus import GPUS
-from ladder_jax.schedule.hardware import HARDWARE
 
 ENVIRONMENT = {
     # Compile on a machine without the hardware: no look for a TPU's metadata server, no demand for a driver.

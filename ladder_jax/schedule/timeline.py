@@ -12,10 +12,10 @@ issued and the wire is free; a `done` waits for it.
 import dataclasses
 from collections.abc import Callable
 
+from ladder_jax.hardware import Hardware
 from ladder_jax.schedule import collectives, hlo
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import Costs, token_loop, turns
-from ladder_jax.schedule.hardware import Hardware
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 FREE = (

@@ -1,30 +1,52 @@
-"""A run's folder: whose it is, and what may change when its run is resumed."""
+"""A run's folder: which run owns it, its lock, its small files, and which settings may change when it is resumed."""
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.parallel import Agreement
+from ladder_jax.train.signals import StopRequest
+from ladder_jax.train.timing import TimeAccount
 
-# What may change when a run is resumed: where and how the same numbers are computed, what is shown and kept of them,
-# and what becomes of steps that would end the run.
+# The settings that may change when a run is resumed: where and how the same numbers are computed, which of them are
+# logged and saved, and what happens at bad steps.
 FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.accumulate", "train.sequence_parallel",
         "train.loss_chunk", "train.log_every", "train.checkpoint_every", "train.keep_", "train.evaluat",
         "train.on_bad_step", "train.spike_", "train.max_bad_steps", "train.rollback_batches",
         "train.peak_tflops")  # fmt: skip
 
-CONFIG = "config.json"
-_PARTIAL = ".tmp"  # of a file that a kill left half written
+CONFIG, GOODPUT, RESULT = "config.json", "goodput.json", "result.json"
+_PARTIAL = ".tmp"  # the ending of a file that a kill left half written
 _LOCK = ".lock"
-_EARLIER = (_LOCK, "goodput.json")  # made before config.json: what a run leaves that had no memory, or was killed
+_EARLIER = (_LOCK, GOODPUT)  # written before config.json: a run that failed or was killed early leaves only these
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What all parts of a run share.
+
+    config: with everything that follows from the mesh; say: shows a line to the user, in process 0 alone; beat: called
+    with what comes next, alike on all processes.
+    """
+
+    config: RunConfig
+    folder: pathlib.Path
+    agreement: Agreement
+    account: TimeAccount
+    stop: StopRequest
+    say: Callable[[str], None]
+    beat: Callable[[str], None]
 
 
 def path_of(config: RunConfig) -> pathlib.Path:
@@ -32,7 +54,7 @@ def path_of(config: RunConfig) -> pathlib.Path:
 
 
 def check(config: RunConfig, folder: pathlib.Path) -> None:
-    """Raises UserError where `folder` belongs to a run of another configuration, or to something else."""
+    """Raises UserError where `folder` holds a run of another configuration, or is no run's folder."""
     file = folder / CONFIG
     if not file.is_file():
         if folder.exists() and (not folder.is_dir() or any(map(_foreign, folder.iterdir()))):
@@ -43,7 +65,7 @@ def check(config: RunConfig, folder: pathlib.Path) -> None:
     except (OSError, ValueError):
         raise UserError(f"{str(file)!r} cannot be read as JSON") from None
     after = _flat(to_dict(config))
-    before = _flat(to_dict(RunConfig())) | before  # a setting that is newer than the run was at its default
+    before = _flat(to_dict(RunConfig())) | before  # a setting that did not exist then had its default
     changed = [
         f"{key} was {before.get(key)!r}, now {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
@@ -68,11 +90,11 @@ def describe(config: RunConfig) -> str:
 
 @contextlib.contextmanager
 def owned(folder: pathlib.Path) -> Iterator[None]:
-    """Makes the folder, and holds it against another process that would train in it: UserError there.
+    """Makes the folder and locks it. Raises UserError where another process trains in it.
 
-    The lock goes with the process, however that ends, and the file that carries it stays: NFS keeps other hosts out by
-    a regular file that is open for writing, and by nothing else. Of the processes of one run the first has it.
-    RunFailed where the folder cannot be written to.
+    The lock ends with the process, however that ends; its file stays. It is a regular file open for writing because
+    NFS enforces no other lock across hosts. Of a run's processes only the first takes it. Raises RunFailed where the
+    folder cannot be written to.
     """
     if jax.process_index() > 0:
         yield
@@ -85,7 +107,7 @@ def owned(folder: pathlib.Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is training in {str(folder)!r}") from None
-        except OSError as error:  # a file system without locks: then nobody is kept out
+        except OSError as error:  # on a file system without locks nobody is kept out
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise
         yield
@@ -95,11 +117,27 @@ def owned(folder: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(folder: pathlib.Path) -> Iterator[None]:
-    """A disk that refuses is one line."""
+    """Turns the errors of a disk that refuses into one line, RunFailed."""
     try:
         yield
     except OSError as error:
         raise RunFailed(f"cannot write into {str(folder)!r}: {error.strerror}") from None
+
+
+def began(folder: pathlib.Path) -> float | None:
+    """When an earlier start began this run, in seconds since 1970; at the first start that is noted, and None."""
+    file = folder / GOODPUT
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["began"]
+    except (OSError, ValueError, KeyError):
+        write_json(file, {"began": time.time()}, indent=None)
+        return None
+
+
+def write_json(file: pathlib.Path, value: dict[str, Any], *, indent: int | None = 2) -> None:
+    """In process 0 alone."""
+    if jax.process_index() == 0:
+        write_atomically(file, json.dumps(value, indent=indent) + "\n")
 
 
 def write_atomically(file: pathlib.Path, text: str) -> None:

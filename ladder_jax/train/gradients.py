@@ -1,162 +1,262 @@
-"""Loss and gradients of a batch, inside the shard_map: rank by rank, part by part, reduced once."""
+"""Loss and gradients of a batch, inside the shard_map: each rank its rows, then one reduction of every gradient.
 
-import dataclasses
+Read from the top: `task_gradients` -> `_accumulate` -> `_loss_sum` -> `Pretraining.loss_sum`.
+"""
+
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ladder_jax import nn
+from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import Loop, Phase, Remat, TrainConfig
-from ladder_jax.data.batch import Batch
-from ladder_jax.nn import Definition, Params
-from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, vary, varying
+from ladder_jax.data.batch import Batch, Targets
+from ladder_jax.nn import ModelDef, Params
+from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
 from ladder_jax.parallel.collectives import DATA_GRADIENTS, EMULATED, LOSS, SHARED_GRADIENTS
-from ladder_jax.retrain import NOTHING, Fixed, Plan, objectives
+
+type Scheduled = dict[str, jax.Array]  # what a step computes from its number, before the loss
+type LossAndTerms = tuple[jax.Array, dict[str, jax.Array]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """Of the data's loss, as in `nn.loss_sum`: `z_loss`, and `chunk` for its memory alone."""
+class TrainingTask(Protocol):
+    """Which parameters train, on which loss, and from which weights: `Pretraining`, or `retrain.Retraining`.
 
-    z_loss: float = 0.0
-    chunk: int = TrainConfig.loss_chunk
+    The trained parameters have gradients and an optimizer's state; the frozen ones, an argument beside them, have none.
+    """
 
-    @classmethod
-    def of(cls, config: TrainConfig) -> "Terms":
-        return cls(config.z_loss, config.loss_chunk)
+    definition: ModelDef
+    terms: tuple[str, ...]  # of the loss, which the metrics show beside it
+    trained_dims: Params
+    frozen_dims: Params
+    abstract: Params  # shape, dtype and sharding of the trained parameters
+    held_out: "TrainingTask"  # whose loss is the cross-entropy of the data alone; it reads no more frozen parameters
+
+    def scheduled(self, step: jax.Array) -> Scheduled:
+        """Inputs of the loss that follow from the step's number, such as a conversion's ladder fraction."""
+
+    def metrics(self, scheduled: Scheduled) -> dict[str, jax.Array]:
+        """Metrics of these inputs."""
+
+    def loss_sum(
+        self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
+    ) -> LossAndTerms:
+        """On one rank: the loss of its rows, summed over positions, and its terms; equal on its tensor ranks."""
+
+    origin: str | None  # a line that says which checkpoint's weights training starts from
+
+    def sources_record(self) -> dict[str, Any]:
+        """The checkpoints that the weights come from, as JSON for the run's own checkpoints."""
+
+    def initial(self, *, seed: int) -> tuple[Params, Params]:
+        """(trained, frozen) before the first step."""
+
+    def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
+        """(trained, frozen) of a checkpoint. extra: the arrays that `self.extra` had stored in it."""
+
+    def extra(self, trained: Params) -> Params:
+        """What a checkpoint stores beside the optimizer's state: LoRA's factors, which `exported` merges."""
+
+    def exported(self, trained: Params, frozen: Params) -> Params:
+        """All the model's parameters, for a checkpoint."""
+
+
+class Pretraining:
+    """All weights train, on the cross-entropy of the data's next tokens."""
+
+    terms, frozen_dims, origin = (), {}, None
+
+    def __init__(self, definition: ModelDef):
+        self.definition, self.held_out = definition, self
+        self.trained_dims, self.abstract = definition.dims, definition.abstract
+
+    def scheduled(self, step: jax.Array) -> Scheduled:
+        return {}
+
+    def metrics(self, scheduled: Scheduled) -> dict[str, jax.Array]:
+        return {}
+
+    def loss_sum(
+        self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
+    ) -> LossAndTerms:
+        x, _ = nn.hidden(
+            self.definition,
+            trained,
+            batch.tokens,
+            positions=nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments),
+            loop_form=config.loop,
+            remat=config.remat,
+            sequence_parallel=config.sequence_parallel,
+        )
+        settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
+        return nn.loss_sum(self.definition, trained, x, batch.targets, **settings), {}
+
+    def sources_record(self) -> dict[str, Any]:
+        return {}
+
+    def initial(self, *, seed: int) -> tuple[Params, Params]:
+        return nn.initialize(self.definition, seed=seed), {}
+
+    def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
+        return checkpoint.params(self.definition), {}
+
+    def extra(self, trained: Params) -> Params:
+        return {}
+
+    def exported(self, trained: Params, frozen: Params) -> Params:
+        return trained
 
 
 def loss_and_gradients(
-    definition: Definition, **settings: Any
-) -> Callable[[Params, jax.Array], tuple[jax.Array, Params]]:
-    """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to be compiled.
-
-    All weights train, on the data alone; the settings as in `planned`.
-    """
-    compute = planned(Plan(definition), **settings)
-
-    def of_all(params: Params, tokens: jax.Array | Batch) -> tuple[jax.Array, Params]:
-        (loss, _), gradients = compute(params, NOTHING, tokens, {})
-        return loss, gradients
-
-    return of_all
-
-
-def planned(
-    plan: Plan,
+    definition: ModelDef,
     *,
     loop: Loop = Loop.SCAN,
     remat: Remat = Remat.NONE,
     accumulate: int = 1,
     sequence_parallel: bool = False,
-    terms: Terms = Terms(),
-) -> Callable[[Params, Fixed, Any, dict], tuple[tuple[jax.Array, dict], Params]]:
-    """A (what trains, what is fixed, tokens or a Batch, late) -> ((mean loss, its terms), float32 gradients).
+    z_loss: float = 0.0,
+    loss_chunk: int = TrainConfig.loss_chunk,
+) -> Callable[[Params, jax.Array | Batch], tuple[jax.Array, Params]]:
+    """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to be compiled.
 
-    late: {"late": [L]} while layers turn to ladder (see residual/anneal.py), else {}.
-    accumulate: in how many parts, one after another, a device computes its rows; their gradients are summed in float32.
+    All weights train. The settings are those of the section `train`.
     """
-    layout, dims = plan.definition.layout, plan.trained_dims
+    config = TrainConfig(
+        loop=loop,
+        remat=remat,
+        accumulate=accumulate,
+        sequence_parallel=sequence_parallel,
+        z_loss=z_loss,
+        loss_chunk=loss_chunk,
+    )
+    compute = task_gradients(Pretraining(definition), config=config)
 
-    def local(trained, fixed, tokens, late):
+    def of_all(params: Params, batch: jax.Array | Batch) -> tuple[jax.Array, Params]:
+        (loss, _), gradients = compute(params, {}, batch, {})
+        return loss, gradients
+
+    return of_all
+
+
+def task_gradients(
+    task: TrainingTask, *, config: TrainConfig
+) -> Callable[[Params, Params, Any, Scheduled], tuple[LossAndTerms, Params]]:
+    """A (trained, frozen, tokens or a Batch, scheduled) -> ((mean loss, its terms), float32 gradients)."""
+    layout, dims = task.definition.layout, task.trained_dims
+
+    def local(trained, frozen, batch, scheduled):
         # From here on every rank owns its copy of what is replicated: gradients stay local, in
         # float32, until the one reduction below; none is left for the layer loop to communicate.
-        own, held = jax.tree.map(lambda p: vary(p, layout.all_axes), (trained, fixed))
-        # As the stream is between sublayers: else every sublayer's input would bring a second reduction backward.
-        late = jax.tree.map(lambda a: vary(a, layout.batch), late)
-        total = _predicted(tokens, layout)
-        forward = dict(loop_form=loop, remat=remat, sequence_parallel=sequence_parallel)
+        trained, frozen = jax.tree.map(lambda p: pvary(p, layout.all_axes), (trained, frozen))
+        # Equal on all tensor ranks, like the residual: otherwise every sublayer's input adds one all-reduce backward.
+        scheduled = jax.tree.map(lambda a: pvary(a, layout.batch), scheduled)
+        predicted = _num_predicted(batch, layout)
 
-        def share(p, part):
-            sums = _objective(plan, p, held, part, late, terms, **forward)
-            loss, made_of = jax.tree.map(lambda a: a / total, sums)
-            return loss, made_of
+        def mean(trained, part):
+            sums = _loss_sum(task, trained, frozen, part, scheduled, config)
+            return jax.tree.map(lambda a: a / predicted, sums)
 
-        found, grads = _accumulated(jax.value_and_grad(share, has_aux=True), own, tokens, accumulate, plan)
-        grads = _after_backward(grads, layout, dims)
+        value_and_grad = jax.value_and_grad(mean, has_aux=True)
+        loss, gradients = _accumulate(value_and_grad, trained, batch, count=config.accumulate, terms=task.terms)
+        gradients = _after_backward(gradients, layout, dims)
         with jax.named_scope(LOSS):
-            found = jax.tree.map(lambda a: all_reduce(a, layout.batch), found)
-        return found, jax.tree.map(lambda g, dims: _reduce_gradient(g, dims, layout), grads, dims)
+            loss = jax.tree.map(lambda a: all_reduce(a, layout.batch), loss)
+        return loss, jax.tree.map(lambda g, dims: _reduce_gradient(g, dims, layout), gradients, dims)
 
-    return on_mesh(local, layout=layout, in_dims=(dims, plan.fixed_dims, "BT", ""), out_dims=(("", ""), dims))
+    return on_mesh(local, layout=layout, in_dims=(dims, task.frozen_dims, "BT", ""), out_dims=(("", ""), dims))
 
 
-def mean_loss(definition: Definition, *, loop: Loop = Loop.SCAN) -> Callable[[Params, jax.Array], jax.Array]:
+def mean_loss(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Callable[[Params, jax.Array | Batch], jax.Array]:
     """A compiled (params, tokens [B, T+1] or a Batch) -> mean loss in nats a token, for evaluation."""
-    compiled = planned_loss(Plan(definition), loop=loop)
-    return lambda params, tokens: compiled(params, NOTHING, tokens)
+    compiled = held_out_loss(Pretraining(definition), loop=loop)
+    return lambda params, batch: compiled(params, {}, batch)
 
 
-def planned_loss(plan: Plan, *, loop: Loop = Loop.SCAN) -> Compiled:
-    """A compiled (what trains, what is fixed, tokens or a Batch) -> mean loss of the data alone, all layers turned."""
-    definition, layout = plan.definition, plan.definition.layout
-    plan = dataclasses.replace(plan, teacher=None)  # no part of the loss, and none of what is fixed is read for it
+def held_out_loss(task: TrainingTask, *, loop: Loop = Loop.SCAN) -> Compiled:
+    """A compiled (trained, frozen, tokens or a Batch) -> mean cross-entropy in nats a token.
 
-    def local(trained, fixed, tokens):
-        loss, _ = _objective(plan, trained, fixed, tokens, {}, Terms(), loop_form=loop)
+    No teacher and no z-loss count, and of a gradual conversion all layers have their final form.
+    """
+    task, config = task.held_out, TrainConfig(loop=loop)
+    layout = task.definition.layout
+
+    def local(trained, frozen, batch):
+        loss, _ = _loss_sum(task, trained, frozen, batch, {}, config)
         with jax.named_scope(LOSS):
-            return all_reduce(loss, layout.batch) / _predicted(tokens, layout)
+            return all_reduce(loss, layout.batch) / _num_predicted(batch, layout)
 
-    dims = (plan.trained_dims, plan.fixed_dims, "BT")
-    meshed = on_mesh(local, layout=layout, in_dims=dims, out_dims="")
-    untaught = lambda trained, fixed, tokens: meshed(trained, Fixed(fixed.frozen), tokens)
-    return Compiled(untaught, mesh=layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop))
+    meshed = on_mesh(local, layout=layout, in_dims=(task.trained_dims, task.frozen_dims, "BT"), out_dims="")
+    read = lambda frozen: {name: frozen[name] for name in task.frozen_dims}  # all but the teacher's
+    without_teacher = lambda trained, frozen, batch: meshed(trained, read(frozen), batch)
+    return Compiled(without_teacher, mesh=layout.mesh, traits=task.definition.traits(phase=Phase.PREFILL, loop=loop))
 
 
-def _accumulated(value_and_grad: Callable, params: Params, batch: Any, count: int, plan: Plan) -> tuple[Any, Params]:
-    """The sums over `count` parts of a batch's rows: of the loss and its terms, and of the gradients."""
+def _accumulate(
+    value_and_grad: Callable, trained: Params, batch: Any, *, count: int, terms: tuple[str, ...]
+) -> tuple[LossAndTerms, Params]:
+    """The sums of loss, terms and gradients over `count` parts of the batch's rows, one after another."""
     if count == 1:
-        return value_and_grad(params, batch)
+        return value_and_grad(trained, batch)
     parts = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
 
-    def turn(sums, part):
-        return jax.tree.map(jnp.add, sums, value_and_grad(params, part)), None
+    def add_part(sums, part):
+        return jax.tree.map(jnp.add, sums, value_and_grad(trained, part)), None
 
-    zeros = lambda axes, shape: vary(jnp.zeros(shape, jnp.float32), axes)
+    zeros = lambda axes, shape: pvary(jnp.zeros(shape, jnp.float32), axes)
     zero = zeros(varying(jax.tree.leaves(batch)[0]), ())
-    found = zero, dict.fromkeys(objectives.names(plan), zero)
-    return lax.scan(turn, (found, jax.tree.map(lambda p: zeros(varying(p), p.shape), params)), parts)[0]
+    loss = zero, dict.fromkeys(terms, zero)
+    return lax.scan(add_part, (loss, jax.tree.map(lambda p: zeros(varying(p), p.shape), trained)), parts)[0]
 
 
 @jax.named_scope(LOSS)
-def _predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
-    """How many tokens the whole batch predicts, of which this is a shard."""
+def _num_predicted(batch: jax.Array | Batch, layout: Layout) -> int | jax.Array:
+    """How many tokens the whole batch predicts, of which this is a rank's shard."""
     if isinstance(batch, Batch):  # at least 1: a batch may be padding throughout
         return jnp.maximum(all_reduce(batch.predicted.sum(), layout.batch), 1)
     return math.prod((batch.shape[0], batch.shape[1] - 1, layout.batch_ranks))
 
 
-def _objective(
-    plan: Plan, trained: Params, fixed: Fixed, batch: jax.Array | Batch, late: dict, terms: Terms, **forward: Any
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`retrain.objective` of this batch shard, equal on its tensor ranks."""
+def _loss_sum(
+    task: TrainingTask,
+    trained: Params,
+    frozen: Params,
+    batch: jax.Array | Batch,
+    scheduled: Scheduled,
+    config: TrainConfig,
+) -> LossAndTerms:
+    """`task.loss_sum` of a rank's shard of a batch."""
 
-    def local(trained, fixed, batch, late):
-        return objectives.objective(plan, trained, fixed, batch, late, **dataclasses.asdict(terms), **forward)
+    def local(trained, frozen, batch, scheduled):
+        packed = isinstance(batch, Batch)
+        tokens = batch.tokens if packed else batch
+        tokens, targets = tokens[:, :-1], tokens[:, 1:]
+        weights = batch.predicted.astype(jnp.float32) if packed else jnp.ones(targets.shape)
+        rows = Targets(tokens, targets, weights, batch.segments[:, :-1] if packed else None)
+        return task.loss_sum(trained, frozen, rows, scheduled=scheduled, config=config)
 
-    in_dims = (plan.trained_dims, plan.fixed_dims, "BT", "")
-    return over_ranks(local, layout=plan.definition.layout, in_dims=in_dims, out_dims=("", ""))(
-        trained, fixed, batch, late
-    )
+    in_dims = (task.trained_dims, task.frozen_dims, "BT", "")
+    ranked = over_ranks(local, layout=task.definition.layout, in_dims=in_dims, out_dims=("", ""))
+    return ranked(trained, frozen, batch, scheduled)
 
 
 def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
-    """Gradients that ranks of the tensor axes must sum (norm gains and the like), held back to the end.
+    """Delays those gradients that tensor ranks must sum (of norm gains and the like) until backward has ended.
 
-    Left alone, a compiler may merge their reductions with the last sublayer's, over the same ranks; so
-    they are tied to the embedding's gradient, which comes after it; where that does not train, to the layers'.
+    Otherwise a compiler may merge their reductions with the last sublayer's, over the same ranks. A barrier ties them
+    to the embedding's gradient, which is the last; where the embedding is frozen, to the layers'.
     """
     if layout.ranks == 1:
         return gradients
     leaves, tree = jax.tree.flatten(gradients)
-    first = jax.tree.leaves(gradients.get("embedding", gradients))[0]
+    last = jax.tree.leaves(gradients.get("embedding", gradients))[0]
     dims = jax.tree.leaves(dims)
-    held = [leaf is first or set(_replicated(d, layout)) & set(layout.tensor) for leaf, d in zip(leaves, dims)]
-    tied = iter(lax.optimization_barrier([leaf for leaf, hold in zip(leaves, held) if hold]))
-    return tree.unflatten([next(tied) if hold else leaf for leaf, hold in zip(leaves, held)])
+    delayed = [leaf is last or set(_replicated(d, layout)) & set(layout.tensor) for leaf, d in zip(leaves, dims)]
+    tied = iter(lax.optimization_barrier([leaf for leaf, delay in zip(leaves, delayed) if delay]))
+    return tree.unflatten([next(tied) if delay else leaf for leaf, delay in zip(leaves, delayed)])
 
 
 def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:

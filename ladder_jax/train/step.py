@@ -1,12 +1,12 @@
-"""The training step: gradients inside the shard_map, optimizer outside of it, in one compiled function.
+"""The training step: gradients inside the shard_map, AdamW outside of it, in one compiled function.
 
-It is guarded: where the loss or a gradient is no number, or the loss jumps, the old state is kept, and no device waits
-for the host to find out. All is decided from the reduced loss and gradient norm, so that ranks agree without asking
-each other. Runs execute this function, and `ladder-jax overlap` and `plan` compile it.
+AdamW is the paper's (arXiv 2501.06589, section 4.1): clipping, decoupled weight decay, warm-up and cosine. The step is
+guarded: where the loss or a gradient is not finite, or the loss jumps, it keeps the old state, so no device waits for
+the host to decide. The decision is made from the reduced loss and gradient norm, which are equal on all ranks. Runs
+execute this function, and `ladder-jax overlap` and `plan` compile it.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.config import Phase, TrainConfig
 from ladder_jax.data.batch import Batch
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
+from ladder_jax.nn.parameter import is_matrix
 from ladder_jax.parallel import Compiled
-from ladder_jax.retrain import NOTHING, Fixed, Plan, conversion
-from ladder_jax.train import optimizer
-from ladder_jax.train.gradients import Terms, planned
+from ladder_jax.parallel.collectives import GRADIENT_NORM
+from ladder_jax.train.gradients import Pretraining, TrainingTask, task_gradients
 
 
 @jax.tree_util.register_dataclass
@@ -28,8 +28,8 @@ from ladder_jax.train.gradients import Terms, planned
 class TrainState:
     """params: float32 master weights of what trains; optimizer: optax's state; step: int32 [], how many were made.
 
-    mean_loss: float32 [], the recent mean of good steps, which tells whether a loss jumps; good_steps: int32 [], of how
-    many at least.
+    mean_loss: float32 [], the recent mean over good steps, from which a loss is judged to jump; good_steps: int32 [],
+    how many there were.
     """
 
     params: Params
@@ -39,94 +39,122 @@ class TrainState:
     good_steps: jax.Array
 
 
-BAD = "bad"  # the metric that says whether a step was kept from changing anything
-Update = Callable[[TrainState, jax.Array | Batch, Fixed], tuple[TrainState, dict[str, jax.Array]]]
+BAD = "bad"  # the metric that says whether a step kept the old state
+Metrics = dict[str, jax.Array]
 
 
-def abstract_state(definition: Definition, *, config: TrainConfig, plan: Plan | None = None) -> TrainState:
-    """Shapes, dtypes and shardings; each moment of the optimizer lies where its parameter lies."""
-    plan = plan or Plan(definition)
-    params, replicated = plan.abstract, definition.layout.sharding("")
-    here = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated)
+def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask | None = None) -> Compiled:
+    """A compiled (state, tokens [B, T+1] or a Batch, frozen parameters) -> (state, metrics); the old state is consumed.
+
+    metrics: loss (nats a token), gradient_norm (before clipping), learning_rate; `bad`, bool []: only the step's number
+    went on, so that the batch of step s stays a function of the seed and s; and the task's own.
+    task: which parameters train, on which loss; by default all, on the data. Only another one has frozen parameters.
+    """
+    task = task or Pretraining(definition)
+    gradients = task_gradients(task, config=config)
+    optimizer, schedule = adamw(config, dims=task.trained_dims), learning_rate(config)
+
+    def step(old: TrainState, batch: jax.Array | Batch, frozen: Params | None = None) -> tuple[TrainState, Metrics]:
+        scheduled = task.scheduled(old.step)
+        (loss, terms), grads = gradients(old.params, frozen or {}, batch, scheduled)
+        updates, moments = optimizer.update(grads, old.optimizer, old.params)
+        rate = schedule(old.step)
+        params = jax.tree.map(lambda p, u: p - rate * u, old.params, updates)
+        metrics = {"loss": loss, **terms, "gradient_norm": gradient_norm(grads), "learning_rate": rate}
+        metrics |= task.metrics(scheduled)
+        new = dataclasses.replace(old, params=params, optimizer=moments, step=old.step + 1)
+        return _keep_if_good(new, old, metrics, config=config)
+
+    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop, sequence_parallel=config.sequence_parallel)
+    return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
+
+
+def _keep_if_good(
+    new: TrainState, old: TrainState, metrics: Metrics, *, config: TrainConfig
+) -> tuple[TrainState, Metrics]:
+    """`new`, or of a bad step `old` with the step's number counted."""
+    loss = metrics["loss"]
+    good = jnp.isfinite(loss) & jnp.isfinite(metrics["gradient_norm"])
+    if config.spike_factor:
+        good &= (old.good_steps < config.spike_window) | (loss <= config.spike_factor * old.mean_loss)
+    kept = jax.tree.map(lambda a, b: lax.select(good, a, b), new, old)
+    # The plain mean of the first steps, then an exponential one.
+    weight = 1 / jnp.minimum(old.good_steps + 1, config.spike_window).astype(jnp.float32)
+    mean = jnp.where(good, old.mean_loss + weight * (loss - old.mean_loss), old.mean_loss)
+    counted = dict(step=new.step, mean_loss=mean, good_steps=old.good_steps + good)
+    return dataclasses.replace(kept, **counted), {**metrics, BAD: ~good}
+
+
+def adamw(config: TrainConfig, *, dims: Params) -> optax.GradientTransformation:
+    """The update before the learning rate, of parameters with these dimensions.
+
+    It sees global arrays, so its norm is that of all shards.
+    """
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(
+        clip._replace(update=jax.named_scope(GRADIENT_NORM)(clip.update)),
+        optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=jnp.float32),
+        # Norm gains and biases are not decayed: only what is multiplied with activations.
+        optax.add_decayed_weights(config.weight_decay, mask=jax.tree.map(is_matrix, dims)),
+    )
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Linear from 0 to the peak, then a cosine to a fraction of it. A run shorter than its warm-up only warms up."""
+    warmup = min(config.warmup_steps, config.steps)
+    cosine = optax.cosine_decay_schedule(
+        config.learning_rate, max(config.steps - warmup, 1), alpha=config.final_learning_rate_fraction
+    )
+    if warmup == 0:
+        return cosine
+    # Step 0 already moves: (step + 1) / warmup of the peak.
+    linear = optax.linear_schedule(config.learning_rate / warmup, config.learning_rate, max(warmup - 1, 1))
+    return optax.join_schedules([linear, cosine], [warmup])
+
+
+@jax.named_scope(GRADIENT_NORM)
+def gradient_norm(gradients: Params) -> jax.Array:
+    """The root of the sum of all squares, [] float32; of global arrays, so that of all shards."""
+    return optax.tree.norm(gradients)
+
+
+def abstract_state(definition: ModelDef, *, config: TrainConfig, task: TrainingTask | None = None) -> TrainState:
+    """Shapes, dtypes and shardings; each of the optimizer's moments is sharded like its parameter."""
+    task = task or Pretraining(definition)
+    params, replicated = task.abstract, definition.layout.sharding("")
+    replicate = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated)
     scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=replicated)
-    moments = jax.eval_shape(optimizer.adamw(config, dims=plan.trained_dims).init, params)
-    moments = optax.tree.set(jax.tree.map(here, moments), mu=params, nu=params)
+    moments = jax.eval_shape(adamw(config, dims=task.trained_dims).init, params)
+    moments = optax.tree.set(jax.tree.map(replicate, moments), mu=params, nu=params)
     return TrainState(params, moments, scalar(jnp.int32), scalar(jnp.float32), scalar(jnp.int32))
 
 
-def abstract_batch(definition: Definition, *, config: TrainConfig) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of the tokens [B, T+1] of a step on plain text; packed documents bring a Batch."""
+def abstract_batch(definition: ModelDef, *, config: TrainConfig) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a step's tokens [B, T+1]; of packed documents a step takes a Batch instead."""
     shape = (config.batch, config.sequence + 1)
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"))
 
 
 def initial_state(
-    definition: Definition, *, config: TrainConfig, params: Params | None = None, plan: Plan | None = None
+    definition: ModelDef, *, config: TrainConfig, params: Params | None = None, task: TrainingTask | None = None
 ) -> TrainState:
-    """The state before the first step, on its devices; `params` replaces the initial values, of what trains."""
-    plan = plan or Plan(definition)
+    """The state before the first step, on its devices. params: what trains (default: new weights)."""
+    task = task or Pretraining(definition)
     params = nn.initialize(definition, seed=config.seed) if params is None else params
-    shardings = jax.tree.map(lambda a: a.sharding, abstract_state(definition, config=config, plan=plan))
-    init = optimizer.adamw(config, dims=plan.trained_dims).init
-    none = lambda p: (init(p), jnp.int32(0), jnp.float32(0), jnp.int32(0))
-    placed = (shardings.optimizer, shardings.step, shardings.mean_loss, shardings.good_steps)
-    return TrainState(params, *jax.jit(none, out_shardings=placed)(params))
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_state(definition, config=config, task=task))
+    init = adamw(config, dims=task.trained_dims).init
+    rest = lambda params: (init(params), jnp.int32(0), jnp.float32(0), jnp.int32(0))
+    of_rest = (shardings.optimizer, shardings.step, shardings.mean_loss, shardings.good_steps)
+    return TrainState(params, *jax.jit(rest, out_shardings=of_rest)(params))
 
 
-def train_step(definition: Definition, *, config: TrainConfig, plan: Plan | None = None) -> Compiled:
-    """A compiled (state, tokens [B, T+1] or a Batch, what is fixed) -> (state, metrics); the old state is consumed.
-
-    metrics: loss (nats a token), gradient_norm (before clipping), learning_rate; `bad`, bool []: only the step's number
-    went on, so that the batch of step s stays a function of the seed and s; of a plan with a teacher the loss's terms,
-    and while layers turn to ladder the share of them that has.
-    plan: what of the model trains, and towards what; without one all of it does, on the data alone.
-    """
-    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop, sequence_parallel=config.sequence_parallel)
-    step = _guarded(_update(plan or Plan(definition), config=config), config=config)
-    return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
+OPTIMIZER = ("count", "mu", "nu")  # the names of the optimizer's arrays in a checkpoint
 
 
-def _guarded(update: Update, *, config: TrainConfig) -> Update:
-    """`update`, kept from changing more than the step's number where it is bad."""
-
-    def step(old: TrainState, tokens: jax.Array | Batch, fixed: Fixed = NOTHING):
-        new, metrics = update(old, tokens, fixed)
-        loss = metrics["loss"]
-        good = jnp.isfinite(loss) & jnp.isfinite(metrics["gradient_norm"])
-        if config.spike_factor:
-            good &= (old.good_steps < config.spike_window) | (loss <= config.spike_factor * old.mean_loss)
-        kept = jax.tree.map(lambda a, b: lax.select(good, a, b), new, old)
-        # The plain mean of the first steps, then an exponential one.
-        share = 1 / jnp.minimum(old.good_steps + 1, config.spike_window).astype(jnp.float32)
-        mean = jnp.where(good, old.mean_loss + share * (loss - old.mean_loss), old.mean_loss)
-        counted = dict(step=new.step, mean_loss=mean, good_steps=old.good_steps + good)
-        return dataclasses.replace(kept, **counted), {**metrics, BAD: ~good}
-
-    return step
+def optimizer_to_dict(state: optax.OptState) -> Params:
+    """The optimizer's state as a plain nested dict, for checkpoints."""
+    return {name: optax.tree.get(state, name) for name in OPTIMIZER}
 
 
-def _update(plan: Plan, *, config: TrainConfig) -> Update:
-    """One step of the optimizer, not to be undone."""
-    gradients = planned(
-        plan,
-        loop=config.loop,
-        remat=config.remat,
-        accumulate=config.accumulate,
-        sequence_parallel=config.sequence_parallel,
-        terms=Terms.of(config),
-    )
-    adamw, schedule = optimizer.adamw(config, dims=plan.trained_dims), optimizer.schedule(config)
-    turning = dict(topology=plan.definition.topology, config=plan.conversion)
-
-    def update(state: TrainState, tokens: jax.Array | Batch, fixed: Fixed):
-        late = {nn.LATE: conversion.late(state.step, **turning)} if plan.conversion.steps else {}
-        (loss, terms), grads = gradients(state.params, fixed, tokens, late)
-        updates, moments = adamw.update(grads, state.optimizer, state.params)
-        rate = schedule(state.step)
-        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-        metrics = {"loss": loss, **terms, "gradient_norm": optimizer.norm(grads), "learning_rate": rate}
-        if late:
-            metrics["turned"] = jnp.mean(late[nn.LATE])
-        return dataclasses.replace(state, params=params, optimizer=moments, step=state.step + 1), metrics
-
-    return update
+def optimizer_from_dict(tree: Params, *, like: optax.OptState) -> optax.OptState:
+    return optax.tree.set(like, **{name: tree[name] for name in OPTIMIZER})

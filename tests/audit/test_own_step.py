@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import ladder_jax as lj
-from ladder_jax import nn, parallel, schedule
-from ladder_jax.config import Loop, Phase
+from ladder_jax import nn, schedule
 
 target, layers, compiles = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "compile"
 mesh = schedule.make_mesh(target, tensor=8)
@@ -30,8 +29,7 @@ model = lj.Transformer(config, mesh=mesh, params=nn.define(config, mesh=mesh).ab
 graph, params = nnx.split(model)
 loss = lambda params, tokens: jnp.mean(nnx.merge(graph, params)(tokens))
 tokens = jax.ShapeDtypeStruct((1, 1024), "int32")
-traits = model.definition.traits(phase=Phase.TRAIN, loop=Loop.SCAN)
-options = parallel.compile_options(mesh, traits=traits)
+options = model.definition.topology.compile_options(mesh, phase="train")
 assert options
 lowered = jax.jit(jax.value_and_grad(loss), compiler_options=options).lower(params, tokens)
 found = schedule.audit(lowered) if compiles else None

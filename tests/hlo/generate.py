@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from ladder_jax import parallel, residual, schedule  # noqa: E402
 from ladder_jax.config import Loop, Phase  # noqa: E402
 from ladder_jax.nn import prefetch  # noqa: E402
-from ladder_jax.nn.norm import normalise  # noqa: E402
+from ladder_jax.nn.modules import normalise  # noqa: E402
 from ladder_jax.parallel import Overlap, Split, Traits, fsdp  # noqa: E402
 from ladder_jax.residual import sequence  # noqa: E402
 
@@ -68,7 +68,7 @@ def naive(x, weights):
     pending = None
     for layer in range(LAYERS):
         for w_in, w_out in weights:
-            read = parallel.vary(x, TENSOR)
+            read = parallel.pvary(x, TENSOR)
             x = x if pending is None else x + pending
             pending = parallel.all_reduce(sublayer(w_in[layer], w_out[layer])(read), TENSOR)
     return x + pending
@@ -78,7 +78,7 @@ def split(x, weights, *, name):
     """A stream that is split along the sequence: both halves of every reduction."""
     topology = residual.topology(name, num_layers=LAYERS)
     steps = sequence.layers(topology, normalise=lambda x: normalise(x, eps=1e-5).astype(x.dtype))
-    state = residual.begin(sequence.share(parallel.vary(x, TENSOR), TENSOR), topology=topology, axes=TENSOR)
+    state = residual.begin(sequence.scatter_sequence(parallel.pvary(x, TENSOR), TENSOR), topology=topology, axes=TENSOR)
     for layer in range(LAYERS):
         state = scoped(steps[layer], layer)(state, [(w_in[layer], w_out[layer]) for w_in, w_out in weights])
     return parallel.all_reduce(jnp.sum(sequence.flush(state, axes=TENSOR).astype(jnp.float32)), TENSOR)
@@ -104,7 +104,7 @@ def sharded(x, weights):
         [lambda state, whole, n=n: scoped(topology.layers[n], n)(state, whole) for n in range(LAYERS)],
         names,
         1,
-        fsdp.Shares((("DF", "FD"),) * 2, jnp.dtype(jnp.bfloat16)),
+        fsdp.FsdpLayer((("DF", "FD"),) * 2, jnp.dtype(jnp.bfloat16)),
         recomputes=False,
     )
 
@@ -113,7 +113,7 @@ def sharded(x, weights):
         state = run(residual.begin(x, topology=topology, axes=TENSOR), layers)
         return jnp.sum(residual.flush(state, axes=TENSOR).astype(jnp.float32))
 
-    own = jax.tree.map(lambda w: parallel.vary(w, ("data", "fsdp", "tensor")), weights)
+    own = jax.tree.map(lambda w: parallel.pvary(w, ("data", "fsdp", "tensor")), weights)
     return jax.tree.map(lambda g: parallel.all_reduce(g, ("data",)), jax.grad(loss)(own))
 
 
@@ -121,7 +121,7 @@ def tiny(x, weights):
     """A reduction beside which only a very small matmul can run."""
     (w_in, w_out), _ = weights
     small = x[0, :8, :128] @ x[0, :128, :8]
-    out = parallel.all_reduce(sublayer(w_in[0], w_out[0])(parallel.vary(x, TENSOR)), TENSOR)
+    out = parallel.all_reduce(sublayer(w_in[0], w_out[0])(parallel.pvary(x, TENSOR)), TENSOR)
     return out + jnp.sum(small).astype(x.dtype)
 
 

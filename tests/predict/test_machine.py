@@ -9,11 +9,11 @@ import pytest
 from ladder_jax import nn, parallel
 from ladder_jax.bench import work as counted
 from ladder_jax.config import preset
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.predict import compiled, machine, request, result, work
 from ladder_jax.predict.implementation import OURS
 from ladder_jax.predict.link import Link, Network, Ring
 from ladder_jax.schedule import hlo
-from ladder_jax.schedule.hardware import HARDWARE
 from tests.predict.asked import H100, NOTHING, OFF, run
 
 

@@ -38,7 +38,7 @@ def params():
     return pretrained.load(source(), mesh=parallel.make_mesh())
 
 
-def hybrid(name: str) -> nn.Definition:
+def hybrid(name: str) -> nn.ModelDef:
     residual, ladder_layers, _ = record.HYBRIDS[name]
     model = dataclasses.replace(source().model, residual=residual, ladder_layers=ladder_layers)
     return nn.define(model, mesh=parallel.make_mesh())

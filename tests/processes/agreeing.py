@@ -1,10 +1,10 @@
 """One process of several, which `test_agreement` starts: it trains, and something is wrong in one of them.
 
-    python -m tests.processes.agreeing COORDINATOR COUNT PROCESS JSON
+    python -m tests.processes.agreeing COORDINATOR COUNT PROCESS
 
-JSON: the runs to make one after the other, [{"overrides": [...], "wrong": {name: arguments}, "patience": seconds}].
-Of each a line of JSON is printed: the steps that it went on from, its losses by step, the digest of the parameters
-that it ended with, its error, and the seconds that it took.
+Each line of its input is a run to make, {"overrides": [...], "wrong": {name: arguments}, "patience": seconds}. Of each
+a line is printed: the steps that it went on from, its losses by step, the digest of the parameters that it ended with,
+its error, and the seconds that it took.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 
 from ladder_jax import config, train
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.train import metrics, policy, resume, session
+from ladder_jax.train import bad_steps, checkpoints, metrics, session
 
 
 @contextlib.contextmanager
@@ -85,17 +85,17 @@ def full(*, of, saves):
 @contextlib.contextmanager
 def bad(*, step, path, of):
     """The batch of `step`, once, in all processes; `path` is then late in process `of`."""
-    whole, calls = policy.Judge.good, []
+    whole, calls = bad_steps.BadStepPolicy.good, []
     with contextlib.ExitStack() as stack:
 
         def good(self):
             calls.append(None)
             if len(calls) == step:
                 stack.enter_context(late(path, of=of, seconds=3))
-                raise policy.RollBack("it is bad", step=step)
+                raise bad_steps.RollBack("it is bad", step=step)
             whole(self)
 
-        with mock.patch.object(policy.Judge, "good", good):
+        with mock.patch.object(bad_steps.BadStepPolicy, "good", good):
             yield
 
 
@@ -104,7 +104,7 @@ WRONG = {"late": late, "hidden": hidden, "full": full, "bad": bad}
 
 def made(overrides, wrong, patience):
     told = {"from": [], "losses": {}, "said": [], "error": None, "digest": None}
-    restored, add, finish = resume.restored, metrics.Metrics.add, session.Session.finish
+    restored, add, finish = checkpoints.restore, metrics.Metrics.add, session.Session.finish
 
     def restore(checkpoint, **known):
         told["from"].append(checkpoint.step)
@@ -123,7 +123,7 @@ def made(overrides, wrong, patience):
 
     before = time.monotonic()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(resume, "restored", restore))
+        stack.enter_context(mock.patch.object(checkpoints, "restore", restore))
         stack.enter_context(mock.patch.object(metrics.Metrics, "add", note))
         stack.enter_context(mock.patch.object(session.Session, "finish", end))
         for name, arguments in wrong.items():
@@ -137,8 +137,8 @@ def made(overrides, wrong, patience):
 
 
 if __name__ == "__main__":
-    coordinator, count, process, runs = sys.argv[1:]
+    coordinator, count, process = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, int(count), int(process))
-    for run in json.loads(runs):
-        print(json.dumps(made(**run)), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(made(**json.loads(line))), flush=True)

@@ -1,4 +1,4 @@
-"""Parents and workers as a cluster starts them, but on one machine and without jax."""
+"""Processes of one run, as a cluster starts them, on one machine."""
 
 import json
 import os
@@ -6,21 +6,25 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
-# What `ladder-jax train` does, with a worker that needs no jax: argv is the place, the patience, and the worker's code.
-PARENT = """
-import json, sys
+# What `ladder-jax train` does, with other work: argv is the coordinator, their number, this one's, the settings and the
+# time-outs.
+MEMBER = """
+import json, os, signal, sys, time
 from ladder_jax import processes
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed, Stopped, UserError
 
-place, patience, code = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+coordinator, count, index, settings, patience = sys.argv[1], *map(json.loads, sys.argv[2:])
+say = lambda line: print(line, file=sys.stderr, flush=True)
+spec = processes.ProcessSpec(coordinator, count, index)
 try:
-    processes.supervise(
-        processes.Place(**place), command=[sys.executable, "-c", code], job="one",
-        patience=processes.Patience(**patience), say=lambda line: print(line, file=sys.stderr),
-    )
+    with processes.joined(spec, settings=settings, patience=processes.Patience(**patience), say=say) as member:
+        me = member.process
+        print("joined", flush=True)
+{body}
 except UserError as error:
     print("ladder-jax:", error, file=sys.stderr)
     sys.exit(2)
@@ -29,19 +33,13 @@ except RunFailed as error:
     sys.exit(error.status)
 """
 
-WORKER = """
-import os, signal, sys, time
-from ladder_jax import processes
-from ladder_jax.errors import RunFailed, Stopped, UserError
-
-with processes.attached() as worker:
-    me = worker.place.process
-{body}
-"""
-
 
 @pytest.fixture
 def port():
+    return free_port()
+
+
+def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
@@ -49,20 +47,33 @@ def port():
 
 @pytest.fixture
 def started(port):
-    """Starts parents, whose workers run `body`; kills what is left of them."""
+    """Starts processes that run `body` once they have joined; kills what is left of them."""
     running = []
 
-    def start(body, *, processes=2, only=None, patience=None):
-        code = WORKER.format(body=textwrap.indent(textwrap.dedent(body), "    "))
-        for process in range(processes) if only is None else only:
-            place = {"coordinator": f"localhost:{port}", "processes": processes, "process": process}
-            patience = {"start": 20, "lost": 20, "hang": 60, **(patience or {})}
-            command = [sys.executable, "-c", PARENT, json.dumps(place), json.dumps(patience), code]
+    def start(body="", *, processes=2, only=None, settings=({},), patience=None, counts=None):
+        code = MEMBER.format(body=textwrap.indent(textwrap.dedent(body) or "pass", " " * 8))
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
+        for index in range(processes) if only is None else only:
+            count = counts[index] if counts else processes
+            times = {"start": 60, "lost": 30, "hang": 60, **(patience or {})}
+            arguments = [json.dumps(one) for one in (count, index, settings[index % len(settings)], times)]
+            command = [sys.executable, "-c", code, f"localhost:{port}", *arguments]
             pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            running.append(subprocess.Popen(command, **pipes, env={**os.environ, "PYTHONUNBUFFERED": "1"}))
+            running.append(subprocess.Popen(command, **pipes, env=environment))
         return running
 
     yield start
     for process in running:
         process.kill()
         process.communicate()
+
+
+def joined(running):
+    """Waits until all have joined."""
+    assert [process.stdout.readline() for process in running] == ["joined\n"] * len(running)
+
+
+def ends(running, *, within=60.0):
+    """What each printed on standard error, once all have ended."""
+    until = time.monotonic() + within
+    return [process.communicate(timeout=max(0.1, until - time.monotonic()))[1] for process in running]

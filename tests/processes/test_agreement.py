@@ -1,18 +1,20 @@
 """What is wrong in one process is told to all: they go on from the same step, or fail with the same line, in time."""
 
+import itertools
 import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 
 from ladder_jax import config, train
 from ladder_jax.checkpoint import steps, verify
 from ladder_jax.train import metrics
+from tests.processes.conftest import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS, EVERY = 6, 2
@@ -51,40 +53,50 @@ def stood(whole, tmp_path):
     return copy
 
 
-@pytest.fixture
-def told(overrides, port):
-    """Makes runs, one after the other, in so many processes; what each process tells of each run, by run."""
-    running = []
+@pytest.fixture(scope="module")
+def groups():
+    """Processes that have joined, by their number: they are started once, for several tests."""
+    started = {}
 
-    def start(*runs, processes=2, timeout=240):
-        asked = [
-            {
-                "overrides": [*overrides, f"mesh.data={processes}", f"run.dir={run}", *more],
-                "wrong": wrong,
-                "patience": PATIENCE,
-            }
-            for run, wrong, more in runs
-        ]
-        environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-        command = [sys.executable, "-m", "tests.processes.agreeing", f"localhost:{port}", str(processes)]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
-        running.extend(
-            subprocess.Popen([*command, str(process), json.dumps(asked)], **pipes) for process in range(processes)
-        )
-        until = time.monotonic() + timeout
-        ends = [process.communicate(timeout=until - time.monotonic()) for process in running]
-        assert [process.returncode for process in running] == [0] * processes, ends
-        return list(
-            zip(
-                *([json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ends),
-                strict=True,
-            )
-        )
+    def group(count):
+        if count not in started:
+            command = [sys.executable, "-m", "tests.processes.agreeing", f"localhost:{free_port()}", str(count)]
+            environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+            started[count] = [subprocess.Popen([*command, str(process)], **pipes) for process in range(count)]
+        return started[count]
 
-    yield start
-    for process in running:
+    yield group
+    for process in itertools.chain.from_iterable(started.values()):
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def told(overrides, groups):
+    """Makes runs, one after the other, in so many processes; what each process tells of each run, by run."""
+
+    def answers(process):
+        """Lines of JSON, among what native code prints."""
+        return (json.loads(line) for line in process.stdout if line.startswith("{"))
+
+    def run(*runs, processes=2, timeout=240):
+        group = groups(processes)
+        late = threading.Timer(timeout, lambda: [process.kill() for process in group])
+        late.start()
+        try:
+            for folder, wrong, more in runs:
+                settings = [*overrides, f"mesh.data={processes}", f"run.dir={folder}", *more]
+                for process in group:
+                    print(json.dumps({"overrides": settings, "wrong": wrong, "patience": PATIENCE}), file=process.stdin)
+                    process.stdin.flush()
+            found = [[next(answers(process), None) for process in group] for _ in runs]
+            assert all(all(one) for one in found), f"a process has ended, or made no run in {timeout} s"
+            return found
+        finally:
+            late.cancel()
+
+    return run
 
 
 def flip(checkpoint):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ladder_jax import cli
+from ladder_jax.processes import Patience
 
 LAUNCH = pathlib.Path(__file__).parents[2] / "experiments" / "launch"
 MANIFESTS = ("gpu.yaml", "tpu.yaml")
@@ -153,7 +154,11 @@ def test_slurm_requeues(tmp_path, status, restarts, requeued):
     done = script(bin, LAUNCH / "slurm" / "train.sbatch", "tiny", "a=b c", check=False, **told)
     assert calls(bin, "scontrol") == ([["requeue", "4711"]] if requeued else [])
     assert done.returncode == (0 if requeued else status)
-    assert calls(bin, "srun")[0][-4:] == ["ladder-jax", "train", "tiny", "a=b c"]
+    (call,) = calls(bin, "srun")
+    assert call[-4:] == ["ladder-jax", "train", "tiny", "a=b c"]
+    # A process that is stuck for good is SLURM's to kill, once the others have had the time to name it.
+    (wait,) = [int(word.partition("=")[2]) for word in call if word.startswith("--wait=")]
+    assert wait > Patience().lost + 2 * Patience().beat
 
 
 def test_slurm_outlives_the_signal(tmp_path):

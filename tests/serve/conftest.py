@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import checkpoint
-from ladder_jax.config import DecodeConfig, MeshConfig, RunConfig
-from ladder_jax.config.schema import FolderConfig
+from ladder_jax.config import DecodeConfig, FolderConfig, MeshConfig, RunConfig
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode.engine import Request
 from ladder_jax.decode.engine.of_checkpoint import of_checkpoint

@@ -1,7 +1,30 @@
+"""The verb `generate`: one prompt by a Generator; several, a file of them or a conversation by an Engine."""
+
+from __future__ import annotations
+
 import argparse
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ladder_jax.errors import RunFailed, UserError, member
+from ladder_jax.files import check_writable
+
+if TYPE_CHECKING:
+    from ladder_jax.checkpoint import Checkpoint
+    from ladder_jax.config import DecodeConfig
+    from ladder_jax.data.tokenizer import Tokenizer
+    from ladder_jax.decode import Engine, Request
+    from ladder_jax.decode.request import Piece
 
 SUMMARY = "Continue prompts with a trained checkpoint."
 EXAMPLE = 'ladder-jax generate runs/tiny --prompt "def main(" --temperature 0.8 --seed 1'
+
+SLOTS = 8
+CONTEXT = 2048  # positions of a conversation
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("top-k", int, "K", "only the K most probable tokens (default 0: all)"),
         ("top-p", float, "P", "only the most probable tokens that together reach P (default 1: all)"),
         ("min-p", float, "P", "only tokens at least P times as probable as the best (default 0: all)"),
-        ("repetition-penalty", float, "R", "above 1, what was there before becomes less likely (default 1)"),
+        ("repetition-penalty", float, "R", "above 1, tokens in the prompt or text become less likely (default 1)"),
         ("seed", int, "S", "the same seed gives the same text (default 0)"),
         ("slots", int, "N", "prompts that are continued at the same time (default 8)"),
         ("context", int, "S", "for --chat: tokens of history and answer together (default 2048)"),
@@ -33,6 +56,173 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ladder_jax.decode import command
+    """Print or write the texts. Raises UserError for wrong options, before anything is computed."""
+    _check(args)
+    from ladder_jax.checkpoint import open_checkpoint
+    from ladder_jax.decode import memory
+    from ladder_jax.parallel import use_compilation_cache
 
-    command.run(vars(args))
+    use_compilation_cache()
+    with memory.explained("generating"):
+        saved = open_checkpoint(args.checkpoint)
+        tokenizer, settings = saved.tokenizer(), _settings(args, saved.config.decode)
+        if args.prompts:
+            _file(args, saved, tokenizer, settings)
+        elif args.chat:
+            _chat(args, saved, tokenizer, settings)
+        elif len(args.prompt) > 1:
+            _several(args, saved, tokenizer, settings)
+        else:
+            _one(args, saved, tokenizer, settings)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if sum(map(bool, (args.prompt, args.prompts, args.chat))) != 1:
+        raise UserError("generate needs --prompt TEXT (once or more often), --prompts FILE or --chat, one of these")
+    if bool(args.prompts) != bool(args.out):
+        raise UserError("--prompts FILE and --out FILE go together")
+    if args.stream and len(args.prompt or ()) != 1:
+        raise UserError("--stream is for one --prompt")
+    for name in ("slots", "tensor"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name} must be at least 1, not {value}")
+    if args.context is not None and not args.chat:
+        raise UserError("--context is for --chat")
+    if args.context is not None and args.context < 2:
+        raise UserError(f"--context must be at least 2, not {args.context}")
+    check_writable("out", args.out)
+
+
+def _settings(args: argparse.Namespace, defaults: DecodeConfig) -> DecodeConfig:
+    """The checkpoint's settings, changed by the options."""
+    from ladder_jax.config import Quantize
+    from ladder_jax.decode.request import SAMPLING
+
+    changes = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    if args.quantize:
+        changes["quantize"] = member(Quantize, "--quantize", args.quantize)
+    return dataclasses.replace(defaults, **changes)
+
+
+def _one(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+    from ladder_jax.checkpoint import Pieces
+    from ladder_jax.decode import Generator, NoNumbers, default_tensor, memory, steps
+    from ladder_jax.nn import define
+    from ladder_jax.parallel import make_mesh
+
+    (request,) = _requests(args, saved, tokenizer, settings)
+    definition = define(saved.config.model, mesh=make_mesh(tensor=args.tensor or default_tensor(saved.config)))
+    form, capacity = dict(loop=settings.loop, quantize=settings.quantize), len(request.prompt) + request.max_new_tokens
+    memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
+    generator = Generator.of(definition, Pieces(saved, definition), **form)
+    how = dict(launch=settings.launch, prefill_chunk=settings.prefill_chunk)
+    pieces = generator.pieces(request, decoder=tokenizer.to_bytes, **how)
+    if args.stream:
+        _stream(args.prompt[0], pieces)
+        return
+    try:
+        text = "".join(piece.text for piece in pieces)
+    except NoNumbers as error:
+        raise RunFailed(f"prompt 1 of 1: {error}") from error
+    print(args.prompt[0] + text, flush=True)
+
+
+def _stream(prompt: str, pieces: Iterable[Piece]) -> None:
+    print(prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+    print()
+
+
+def _several(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+    """The texts in the prompts' order. A prompt without numbers is named at the end, after the others' texts."""
+    from ladder_jax.decode import NoNumbers
+
+    requests = _requests(args, saved, tokenizer, settings)
+    engine = _engine_for(requests, args, saved, tokenizer, settings)
+    handles, failed = [engine.submit(request) for request in requests], []
+    for index, (prompt, handle) in enumerate(zip(args.prompt, handles)):
+        if index:
+            print()
+        try:
+            print(prompt + handle.result().text, flush=True)
+        except NoNumbers as error:
+            failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
+    if failed:
+        raise RunFailed("; ".join(failed))
+
+
+def _file(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+    from ladder_jax.config import to_dict
+    from ladder_jax.decode.engine import jsonl
+    from ladder_jax.progress import progress
+
+    model = json.dumps([saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name])
+    encoding = dict(encode=tokenizer.encode, vocab_size=saved.config.model.vocab_size)
+    ends = dict(stop=tuple(args.stop or ()), stop_ids=tokenizer.stop_ids)
+    jobs = jsonl.read(args.prompts, defaults=settings, **ends, model=model, **encoding)
+    with jsonl.alone(args.out):
+        left = jsonl.unanswered(args.out, jobs)
+        answered = itertools.count(len(jobs) - len(left) + 1)
+        with progress(len(jobs), done=len(jobs) - len(left), label="{done}/{total} prompts") as update:
+            advance = lambda: update(next(answered), "")
+            if left:
+                engine = _engine_for([job.request for job in left], args, saved, tokenizer, settings)
+                jsonl.answer(engine, left, file=args.out, advance=advance)
+
+
+def _chat(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+    from ladder_jax.cli import chat
+
+    if not tokenizer.has_chat:
+        tokenizer.chat([])  # raises the UserError for it, before the weights are read
+    message = chat.piped()
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    # The engine's own thread decodes, so that Ctrl-C interrupts this thread, and never a round.
+    with _engine(args, saved, tokenizer, settings, slots=1, capacity=args.context or CONTEXT) as engine:
+        ends = dict(stop=tuple(args.stop or ()), say=say)
+        conversation = chat.Conversation(engine, tokenizer=tokenizer, settings=settings, **ends)
+        chat.talk(conversation, say=say) if message is None else chat.answer(conversation, message, say=say)
+
+
+def _requests(
+    args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig
+) -> list[Request]:
+    """One for each --prompt, the k-th with the seed + k."""
+    from ladder_jax.decode.request import Request, check_prompts, with_seed
+
+    ends = dict(stop=tuple(args.stop or ()), stop_ids=tokenizer.stop_ids)
+    requests = [
+        Request.of(tokenizer.encode(prompt), config=with_seed(settings, index=index), **ends)
+        for index, prompt in enumerate(args.prompt)
+    ]
+    check_prompts([request.prompt for request in requests], vocab_size=saved.config.model.vocab_size)
+    return requests
+
+
+def _engine_for(
+    requests: list[Request],
+    args: argparse.Namespace,
+    saved: Checkpoint,
+    tokenizer: Tokenizer,
+    settings: DecodeConfig,
+) -> Engine:
+    """An engine just large enough for these requests."""
+    capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    slots = min(args.slots or SLOTS, len(requests))
+    return _engine(args, saved, tokenizer, settings, slots=slots, capacity=capacity)
+
+
+def _engine(
+    args: argparse.Namespace,
+    saved: Checkpoint,
+    tokenizer: Tokenizer,
+    settings: DecodeConfig,
+    *,
+    slots: int,
+    capacity: int,
+) -> Engine:
+    from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
+
+    sizes = dict(slots=slots, capacity=capacity, max_queue=max(len(args.prompt or ()), SLOTS))
+    return of_checkpoint(saved, settings=settings, tensor=args.tensor, **sizes, decoder=tokenizer.to_bytes)

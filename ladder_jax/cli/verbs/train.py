@@ -2,9 +2,9 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from ladder_jax.processes.settings import SETTINGS
+from ladder_jax.processes.options import SETTINGS
 
-SUMMARY = "Train a model, or go on where the run's last checkpoint stands."
+SUMMARY = "Train a model, or resume the run from its last checkpoint."
 EXAMPLE = "ladder-jax train tiny --cpu-devices 8 mesh.data=2 mesh.tensor=4 data.path=book.txt run.dir=runs/book"
 
 
@@ -24,27 +24,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import os
 
-    from ladder_jax import config, processes, python
+    from ladder_jax import config, processes
 
-    with processes.attached() as worker:
-        settings = config.load(args.config, overrides=args.overrides)
-        if worker is not None:
-            worker.initialize()
-            first, patience = worker.place.process == 0, worker.patience.hang
-            return _train(settings, args, beat=worker.beat, shown=first, patience=patience)
-        patience = processes.patience.of(vars(args), os.environ)
-        place = processes.find(vars(args), os.environ, timeout=patience.start)
-        if place is None:
-            return _train(settings, args, beat=lambda doing: None, shown=True)
-        command = python.command("ladder_jax", *args.argv)
-        processes.supervise(place, command=command, job=_job(settings, args), patience=patience, say=_say)
+    settings = config.load(args.config, overrides=args.overrides)
+    patience = processes.patience(vars(args), os.environ)
+    spec = processes.spec(vars(args), os.environ)
+    with processes.joined(spec, settings=_equal(settings, args), patience=patience, say=_say) as member:
+        shown = member.process == 0
+        _train(settings, args, beat=member.beat, shown=shown, patience=patience.hang)
 
 
-def _train(settings, args: argparse.Namespace, *, beat: Callable[[str], None], shown: bool, **more: float) -> None:
+def _train(settings, args: argparse.Namespace, *, beat: Callable[[str], None], shown: bool, patience: float) -> None:
     from ladder_jax import train
 
-    steps = train.profile.parse(args.profile) if args.profile else None
-    result = train.run(settings, say=_say, profile=steps, beat=beat, **more)
+    steps = train.parse_profile(args.profile) if args.profile else None
+    result = train.run(settings, say=_say, profile=steps, beat=beat, patience=patience)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     if shown:
@@ -58,13 +52,12 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _job(settings, args: argparse.Namespace) -> str:
-    """What must be the same on all processes."""
-    import hashlib
-    import json
+def _equal(settings, args: argparse.Namespace) -> dict:
+    """What must be equal on all processes."""
+    import jax
 
     from ladder_jax import __version__
     from ladder_jax.config import to_dict
 
-    job = json.dumps([__version__, to_dict(settings), args.profile, args.cpu_devices], sort_keys=True)
-    return hashlib.sha256(job.encode()).hexdigest()
+    versions = {"ladder_jax": __version__, "jax": jax.__version__}
+    return {**versions, "--profile": args.profile, "--cpu-devices": args.cpu_devices, **to_dict(settings)}

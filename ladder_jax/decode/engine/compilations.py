@@ -1,20 +1,22 @@
-"""How many programs were compiled in a stretch of work, by jax's own account."""
+"""Counts compiled programs, from jax's own events."""
 
+import functools
 import threading
 
 import jax
 
-_EVENT = "/jax/core/compile/backend_compile_duration"  # once a program, whether compiled or read from jax's cache
+_EVENT = "/jax/core/compile/backend_compile_duration"  # once a program, compiled or read from jax's cache
 _active = threading.local()
 
 
 class Compilations:
-    """Counts what this thread compiles within `with`; `count` adds up over several."""
+    """Counts the programs that this thread compiles within `with`; `count` adds up over several."""
 
     def __init__(self):
         self.count = 0
 
     def __enter__(self) -> "Compilations":
+        _listen()
         _active.counter = self
         return self
 
@@ -22,10 +24,13 @@ class Compilations:
         _active.counter = None
 
 
-def _heard(event: str, seconds: float, **_) -> None:
+def _count(event: str, seconds: float, **_) -> None:
     counter = getattr(_active, "counter", None)
     if event == _EVENT and counter is not None:
         counter.count += 1
 
 
-jax.monitoring.register_event_duration_secs_listener(_heard)
+@functools.cache
+def _listen() -> None:
+    """Once a process: jax calls a listener at every event."""
+    jax.monitoring.register_event_duration_secs_listener(_count)

@@ -1,35 +1,36 @@
-"""The engine: rounds that move all requests on, by hand or in a thread."""
+"""The engine: rounds that move all requests on, driven by its user or by a thread of its own."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+
+import jax
+import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize
 from ladder_jax.decode import memory, weights
-from ladder_jax.decode.engine.board import Board, Stats
 from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.decode.engine.handle import Handle
-from ladder_jax.decode.engine.request import Request
-from ladder_jax.decode.engine.rounds import Rounds
+from ladder_jax.decode.engine.scheduler import Scheduler, Stats
 from ladder_jax.decode.engine.slots import Slots
-from ladder_jax.decode.engine.task import Decoder, Task
-from ladder_jax.decode.generate import check_prompts
-from ladder_jax.decode.steps import CHUNK
+from ladder_jax.decode.request import Decoder, NoNumbers, Request
+from ladder_jax.decode.sampling import NO_NUMBER, Choice
+from ladder_jax.decode.steps import CHUNK, run_to_end
 from ladder_jax.errors import UserError
-from ladder_jax.nn import Definition, Params, Transformer
+from ladder_jax.nn import ModelDef, Params, Transformer
 
 
 class Engine:
     """Serves many requests from one batch of `slots` rows: `Engine(model).submit(Request([1, 2])).result()`.
 
-    Each round, free slots are given to those that wait longest, one block of each new prompt is read, and
-    all slots make `chunk` tokens: a long prompt keeps nobody waiting. What a request gets does not depend on
-    what else runs. Rounds are driven by hand (`step`), by whoever waits for a handle, or by a thread
+    Each round gives free slots to the requests that wait longest, reads one chunk of each new prompt, and makes `chunk`
+    tokens in all slots: no request waits for another's long prompt. What a request gets does not depend on the
+    others. Rounds are driven by hand (`step`), by a thread that waits for a handle, or by the engine's own thread
     (`start`, or `with engine:`); then any thread may submit.
     """
 
     def __init__(
         self,
-        model: Transformer | Definition,
+        model: Transformer | ModelDef,
         params: Params | weights.Reader | None = None,
         *,
         slots: int = 8,
@@ -42,19 +43,19 @@ class Engine:
         quantize: Quantize = Quantize.NONE,
         prefill_chunk: int = DecodeConfig.prefill_chunk,
     ):
-        """`params`, float32 and stacked as stored, or what reads them one by one, go with a Definition.
-
-        Raises UserError for a mesh with data ranks, and for what the devices' memory does not hold.
+        """A ModelDef needs `params`: float32 and stacked as they are stored, in memory or read one by one.
 
         capacity: the most tokens of a request, prompt and new ones together; every slot has room for them.
         max_queue: how many requests may wait for a slot.
-        prefill_chunk: the most tokens of a prompt that are read at once.
+        chunk: tokens that a round makes in each slot. prefill_chunk: the most tokens of a prompt that it reads.
         decoder: the bytes of tokens; without it there is no text, and no stop strings.
+
+        Raises UserError for a mesh with data ranks, and where the devices' memory is too small.
         """
         definition = model.definition if isinstance(model, Transformer) else model
         params = model.params if isinstance(model, Transformer) else params
         if params is None:
-            raise UserError("an engine needs a Transformer, or a Definition and its params")
+            raise UserError("an engine needs a Transformer, or a ModelDef and its params")
         if definition.layout.batch_ranks > 1:
             raise UserError(
                 f"an engine is one replica of the model: mesh.data x mesh.fsdp must be 1,"
@@ -70,7 +71,7 @@ class Engine:
             if value < least:
                 raise UserError(f"{name} must be at least {least}, not {value}")
         form, held = dict(loop=loop, quantize=quantize), memory.held_bytes(params)
-        memory.check_slots(definition, slots=slots, positions=capacity + chunk, held=held, **form)
+        memory.check_slots(definition, slots=slots, capacity=capacity, chunk=chunk, held=held, **form)
         self.capacity, self.slots, self.max_queue = capacity, slots, max_queue
         self._vocab_size, self._decoder = definition.config.vocab_size, decoder
         self._compilations = Compilations()
@@ -80,69 +81,67 @@ class Engine:
             sizes = dict(slots=slots, capacity=capacity, chunk=chunk, prefill_chunk=prefill_chunk)
             self._device = Slots(definition, prepared, **sizes, **form, launch=launch)
 
-        self._board = Board(slots=slots, max_queue=max_queue)
-        self._rounds = Rounds(self._board, self._device)
-        self._round = threading.Lock()  # held through a round: one at a time
+        self._scheduler = Scheduler(slots=slots, max_queue=max_queue)
+        self._round = EngineRound(self._scheduler, self._device)
+        self._running = threading.Lock()  # held through a round: one at a time
         self._thread: threading.Thread | None = None
         self._stopping = False
 
     def submit(self, request: Request) -> Handle:
-        """Puts a request in the queue. Raises QueueFull, or another UserError for what cannot be served."""
+        """Puts a request in the queue. Raises QueueFull, or another UserError for a request that cannot be served."""
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[Request]) -> list[Handle]:
         """As `submit`: all of them or none."""
-        tasks = [self._task(request) for request in requests]
-        self._board.put(tasks)
-        return [task.handle for task in tasks]
+        handles = [self._handle(request) for request in requests]
+        self._scheduler.put(handles)
+        return handles
 
-    def _task(self, request: Request) -> Task:
-        check_prompts([request.prompt], vocab_size=self._vocab_size)
+    def _handle(self, request: Request) -> Handle:
+        request.check(vocab_size=self._vocab_size, decoder=self._decoder)
         length, new = len(request.prompt), request.max_new_tokens
         if length + new > self.capacity:
             raise UserError(
                 f"a prompt of {length} tokens and {new} new ones need {length + new} positions;"
                 f" the engine's capacity is {self.capacity}"
             )
-        if request.stop and not self._decoder:
-            raise UserError("stop strings need an engine with a decoder; stop_ids do not")
-        return Task(Handle(request, engine=self), decoder=self._decoder)
+        return Handle(request, engine=self, decoder=self._decoder)
 
     def cancel(self, handle: Handle) -> None:
         """As `handle.cancel()`."""
-        self._board.cancel(handle)
+        self._scheduler.cancel(handle)
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the engine, if anything did: it takes no request any more."""
-        return self._board.error
+        """The error that ended the engine, after which it accepts no request; None while it works."""
+        return self._scheduler.error
 
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return self._board.busy
+        return self._scheduler.busy
 
     def step(self) -> bool:
-        """One round: fill free slots, then make a chunk of tokens in all of them. Whether there is more to do."""
-        with self._round:
-            self._board.check()
+        """One round: fills free slots and makes a chunk of tokens in all. Returns whether requests are left."""
+        with self._running:
+            self._scheduler.check()
             try:
                 with self._compilations:
-                    self._rounds.next()
-            except BaseException as error:  # the devices' state is unknown, as what was donated is gone
-                self._board.fail(error)
+                    self._round.run()
+            except BaseException as error:  # the devices' state is lost: its buffers were donated
+                self._scheduler.fail(error)
                 raise
         return self.busy
 
     def run(self) -> None:
-        """Rounds until nothing waits or runs."""
+        """Runs rounds until no request is left."""
         while self.busy:
             self.step()
 
     def start(self) -> "Engine":
-        """Drive the rounds from a thread of the engine's own, until `stop`."""
-        with self._board.changed:
-            self._board.check()
+        """Drives the rounds in a thread of the engine's own, until `stop`."""
+        with self._scheduler.changed:
+            self._scheduler.check()
             if self.threaded:
                 raise UserError("the engine's thread runs already")
             self._stopping = False
@@ -151,17 +150,17 @@ class Engine:
         return self
 
     def stop(self) -> None:
-        """End the thread after the round it is in. Requests that have not finished are cancelled."""
-        with self._board.changed:
+        """Ends the thread after its current round. Requests that have not finished are cancelled."""
+        with self._scheduler.changed:
             self._stopping = True
-            self._board.changed.notify_all()
+            self._scheduler.changed.notify_all()
             thread = self._thread
         if thread:
             thread.join()
-        with self._round, self._board.changed:
-            self._thread = None  # under the same lock: a handle waits for a thread only while there is one
-            self._board.cancel_all()
-            self._rounds.forget()
+        with self._running, self._scheduler.changed:
+            self._thread = None  # under the lock: a handle waits for the thread only while there is one
+            self._scheduler.cancel_all()
+            self._round.forget()
 
     __enter__ = start
 
@@ -175,27 +174,97 @@ class Engine:
 
     @property
     def compilations(self) -> int:
-        """How many programs this engine has compiled; after `warm_up` it stays."""
+        """How many programs this engine has compiled; constant after `warm_up`."""
         return self._compilations.count
 
     def warm_up(self) -> None:
-        """Compile everything there is to compile. Only while nothing waits or runs."""
-        with self._round:
+        """Compiles every program that a request can need. Raises UserError while any request waits or runs."""
+        with self._running:
             if self.busy:
                 raise UserError("warm_up is for an engine with nothing to do")
             with self._compilations, memory.explained(f"for {self.slots} slots of {self.capacity:,} tokens"):
-                self._rounds.warm_up(longest=self.capacity - 1)
+                self._round.warm_up(longest=self.capacity - 1)
 
     def stats(self) -> Stats:
-        return self._board.stats()
+        return self._scheduler.stats()
 
     def _serve(self) -> None:
         while True:
-            with self._board.changed:
-                self._board.changed.wait_for(lambda: self._stopping or self.busy)
+            with self._scheduler.changed:
+                self._scheduler.changed.wait_for(lambda: self._stopping or self.busy)
                 if self._stopping:
                     return
             try:
                 self.step()
-            except BaseException:  # everyone who waits has been given it
+            except BaseException:  # `step` has passed it on to all handles
                 return
+
+
+class EngineRound:
+    """Fills free slots, reads a chunk of each unfinished prompt, and makes a chunk of tokens in all slots."""
+
+    def __init__(self, scheduler: Scheduler, device: Slots):
+        self._scheduler, self._device = scheduler, device
+        self._reading: dict[int, tuple[Handle, Generator]] = {}  # by slot: prompts that are not read to their end
+
+    def run(self) -> None:
+        """One round. All of it is sent to the devices before the host waits for the first token."""
+        for slot, handle in self._scheduler.admit():
+            self._reading[slot] = handle, self._device.insert(slot, handle.request)
+        first = self._read()
+        if not self._decoding():
+            return
+        new, logprobs = self._device.decode(self._choice())
+        for slot, handle, token, logprob in first:  # these need not wait for the chunk
+            self._take(slot, handle, np.asarray(token), np.asarray(logprob))
+        tokens, scores = np.asarray(new), None if logprobs is None else np.asarray(logprobs)
+        for slot, handle in self._decoding():
+            self._take(slot, handle, tokens[slot], None if scores is None else scores[slot])
+        for slot in np.flatnonzero((tokens == NO_NUMBER).any(axis=1)):  # also in tokens after a request's end
+            self._device.clear(slot)
+        active = np.zeros(len(tokens), bool)
+        active[[slot for slot, _ in self._decoding()]] = True
+        self._device.advance(new, active=active)
+
+    def forget(self) -> None:
+        """Drops the prompts that are not read to their end."""
+        self._reading.clear()
+
+    def warm_up(self, *, longest: int) -> None:
+        """Compiles every program for prompts of up to `longest` tokens. No request may run."""
+        for bucket in self._device.buckets:
+            run_to_end(self._device.insert(0, Request([0] * min(bucket, longest))))
+            for choice in Choice:
+                new, _ = self._device.decode(choice)
+                self._device.advance(new, active=np.zeros(len(new), bool))
+        new.block_until_ready()
+
+    def _read(self) -> list[tuple[int, Handle, jax.Array, jax.Array]]:
+        """Reads the next chunk of prompts. Of those it completes: slot, handle, first token and its log-probability."""
+        running, complete = dict(self._scheduler.running()), []
+        for slot, (handle, chunks) in list(self._reading.items()):
+            if running.get(slot) is not handle:  # cancelled meanwhile
+                del self._reading[slot]
+                continue
+            try:
+                next(chunks)
+            except StopIteration as end:
+                del self._reading[slot]
+                complete.append((slot, handle, *end.value))
+        return complete
+
+    def _decoding(self) -> list[tuple[int, Handle]]:
+        return [(slot, handle) for slot, handle in self._scheduler.running() if slot not in self._reading]
+
+    def _choice(self) -> Choice:
+        return Choice.GREEDY if all(handle.request.is_greedy for _, handle in self._decoding()) else Choice.SAMPLED
+
+    def _take(self, slot: int, handle: Handle, tokens: np.ndarray, logprobs: np.ndarray | None) -> None:
+        try:
+            reason = handle.take(tokens, logprobs)
+        except NoNumbers as error:  # this request's own: the others go on
+            self._scheduler.drop(slot, error)
+            self._device.clear(slot)
+            return
+        if reason:
+            self._scheduler.release(slot, reason)

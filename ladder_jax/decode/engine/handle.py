@@ -1,17 +1,17 @@
-"""A request in the hands of the one who asked: stream it, await it, cancel it. Imports no jax."""
+"""A submitted request: streamed, awaited or cancelled by the user, moved on by the engine. Imports no jax."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from ladder_jax.decode.engine.request import Piece, Request, Result
+from ladder_jax.decode.request import Decoder, Finish, NoNumbers, Piece, Request, Result, TokenSequence
 
-Listener = Callable[[Piece | Result | BaseException], object]
+type Listener = Callable[[Piece | Result | BaseException], object]
 
 
 class Driver(Protocol):
-    """What a handle asks of its engine."""
+    """What a handle needs of its engine."""
 
     threaded: bool
 
@@ -21,14 +21,15 @@ class Driver(Protocol):
 
 
 class Handle:
-    """Iterate it for its pieces as they come; `result()` is the whole.
+    """Iterating it yields the request's pieces as they come; `result()` waits for the whole.
 
-    Where the engine runs no thread, waiting drives it. An error in the engine is raised to all who wait.
+    Where the engine runs no thread, waiting drives it. An error in the engine is raised in every thread that waits.
     """
 
-    def __init__(self, request: Request, *, engine: Driver):
+    def __init__(self, request: Request, *, engine: Driver, decoder: Decoder | None):
         self.request = request
         self._engine = engine
+        self._sequence = TokenSequence(request, decoder=decoder)
         self._changed = threading.Condition()
         self._pieces: list[Piece] = []
         self._outcome: Result | BaseException | None = None
@@ -39,7 +40,7 @@ class Handle:
         return self._outcome is not None
 
     def __iter__(self) -> Iterator[Piece]:
-        """From the first piece, also where it was iterated before."""
+        """All pieces from the first on, at every iteration."""
         taken = 0
         while True:
             self._wait(lambda: len(self._pieces) > taken or self.done)
@@ -50,15 +51,15 @@ class Handle:
         self._finished()
 
     def result(self, timeout: float | None = None) -> Result:
-        """Waits, at most `timeout` seconds; raises TimeoutError after them."""
+        """Waits, at most `timeout` seconds. Raises TimeoutError after them, NoNumbers, or the engine's error."""
         self._wait(lambda: self.done, timeout)
         return self._finished()
 
     def subscribe(self, listener: Listener) -> None:
-        """Calls `listener` with each piece, from the first, and at last with the result or the engine's error.
+        """Calls `listener` with each piece from the first on, and at last with the result or the error.
 
-        It is called by whichever thread moves the request on, which waits for it: it must pass on what it
-        is given, say to an event loop, and neither block nor raise.
+        It is called in the thread that moves the request on, which waits for it: it must only pass on its argument, for
+        example to an event loop, and neither block nor raise.
         """
         with self._changed:
             for piece in self._pieces:
@@ -69,23 +70,47 @@ class Handle:
                 self._listeners.append(listener)
 
     def cancel(self) -> None:
-        """End it as "cancelled", with what it has so far: at once if it is queued, else at the next round."""
+        """Ends the request as "cancelled" with its tokens so far: at once if it is queued, else at the next round."""
         self._engine.cancel(self)
 
-    def give(self, piece: Piece) -> None:
-        """For the engine: one more piece."""
-        with self._changed:
-            self._pieces.append(piece)
-            self._tell(piece)
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> Finish | None:
+        """For the engine: the next tokens. Returns why the request ends with them, None where it goes on.
 
-    def end(self, outcome: Result | BaseException) -> None:
-        """For the engine: no more will come."""
+        Tokens after its end are dropped. Raises NoNumbers where the device had no logits to choose by.
+        """
+        try:
+            reason = self._sequence.take(tokens, logprobs)
+        except NoNumbers:
+            self._give()
+            raise
+        if not reason:  # else `finish` gives it, with the text that was held back
+            self._give()
+        return reason
+
+    def finish(self, reason: Finish) -> Result:
+        """For the engine: the request ends."""
+        result = self._sequence.finish(reason)
+        self._give()
+        self._end(result)
+        return result
+
+    def fail(self, error: BaseException) -> None:
+        """For the engine: the request ends with an error."""
+        self._end(error)
+
+    def _give(self) -> None:
+        if piece := self._sequence.piece():
+            with self._changed:
+                self._pieces.append(piece)
+                self._notify(piece)
+
+    def _end(self, outcome: Result | BaseException) -> None:
         with self._changed:
             self._outcome = outcome
-            self._tell(outcome)
+            self._notify(outcome)
             self._listeners.clear()
 
-    def _tell(self, event: Piece | Result | BaseException) -> None:
+    def _notify(self, event: Piece | Result | BaseException) -> None:
         self._changed.notify_all()
         for listener in self._listeners:
             listener(event)

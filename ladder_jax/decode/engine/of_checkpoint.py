@@ -1,12 +1,11 @@
-"""From a checkpoint to an engine."""
+"""An engine for a checkpoint."""
 
 from ladder_jax import nn, parallel
 from ladder_jax.checkpoint import Checkpoint, Pieces
 from ladder_jax.config import DecodeConfig
-from ladder_jax.decode import memory
 from ladder_jax.decode.engine.engine import Engine
-from ladder_jax.decode.engine.task import Decoder
 from ladder_jax.decode.generate import default_tensor
+from ladder_jax.decode.request import Decoder
 
 
 def of_checkpoint(
@@ -19,10 +18,11 @@ def of_checkpoint(
     max_queue: int,
     decoder: Decoder,
 ) -> Engine:
-    """As `settings` says how to compute; on `tensor` devices, or as many as it was trained on where there are."""
+    """On `tensor` devices; by default on as many as the model was trained on, if this machine has as many.
+
+    settings: loop, launch, quantize and prefill_chunk. The rest as in Engine.
+    """
     definition = nn.define(saved.config.model, mesh=parallel.make_mesh(tensor=tensor or default_tensor(saved.config)))
-    form = dict(loop=settings.loop, quantize=settings.quantize)
-    memory.check_slots(definition, slots=slots, positions=capacity, **form)  # before the weights are read
     return Engine(
         definition,
         Pieces(saved, definition),
@@ -32,5 +32,6 @@ def of_checkpoint(
         decoder=decoder,
         launch=settings.launch,
         prefill_chunk=settings.prefill_chunk,
-        **form,
+        loop=settings.loop,
+        quantize=settings.quantize,
     )

@@ -1,7 +1,7 @@
 """The slots on the devices: one row each of caches, tokens and settings, all of fixed shapes.
 
-A prompt is read as a batch of one, padded to one of a few lengths, and its row put into its slot in
-place. Decoding moves all slots at once, those that nobody uses too: what they compute is ignored.
+A prompt is read as a batch of one row, padded to one of a few lengths, and the row is then written into its slot in
+place. Decoding computes all slots at once, unused ones too, whose tokens are ignored.
 """
 
 import dataclasses
@@ -17,25 +17,21 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.config import Launch, Loop, Quantize
 from ladder_jax.decode import cache, sampling, steps
-from ladder_jax.decode.chunks import blocks
-from ladder_jax.decode.engine.request import Request
+from ladder_jax.decode.request import Request
 from ladder_jax.decode.sampling import Choice, Settings
-from ladder_jax.nn import Definition, Params
+from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import on_mesh
-
-SHORTEST = 32  # the shortest padded prompt, in tokens
-UNIT = 32  # a cache's length is a multiple
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """B rows: a slot each, or the one of a prompt just read.
+    """B rows: all slots, or one row, of a prompt just read.
 
     caches: a Cache for each layer, [B, S, K, H], or stacked for a scan.
     seen: [B, V] bool, the tokens before `tokens`.
     tokens: [B] int32, the last of each row; not in the cache yet.
-    lengths: [B] int32, positions filled.
+    lengths: [B] int32, filled positions of the cache.
     settings: [B] each.
     """
 
@@ -47,16 +43,16 @@ class State:
 
 
 class Slots:
-    """What the devices hold and compute; the caller knows which slots are in use.
+    """What the devices hold and compute. Which slots are in use is the caller's to track.
 
     params: `weights.prepare`d.
-    capacity: positions a request may fill, prompt and new tokens together.
-    chunk: tokens a call of `decode`; prefill_chunk: of a prompt that are read at once.
+    capacity: the most tokens of a request, prompt and new ones together.
+    chunk: tokens that a call of `decode` makes. prefill_chunk: the most tokens of a prompt that are read at once.
     """
 
     def __init__(
         self,
-        definition: Definition,
+        definition: ModelDef,
         params: Params,
         *,
         slots: int,
@@ -69,27 +65,25 @@ class Slots:
     ):
         self._definition, self._params, self._prefill_chunk = definition, params, prefill_chunk
         self._form = dict(loop=loop, quantize=quantize)
-        # A request may end anywhere in a chunk, and its slot goes on to the chunk's end. With room for that,
-        # nothing is ever written out of range, where jax would drop it silently.
-        positions = -(-(capacity + chunk) // UNIT) * UNIT
-        self.buckets = buckets(longest=capacity - 1, positions=positions)
+        self._positions = cache.positions_for(capacity, chunk=chunk)
+        self.buckets = buckets(longest=capacity - 1, positions=self._positions)
         programs = functools.partial(steps.decode_many, definition, count=chunk, launch=launch, **self._form)
         self._decode = {choice: programs(choice=choice) for choice in Choice}
-        self._state = _empty(definition, slots=slots, positions=positions, loop=loop)()
+        self._state = _empty(definition, slots=slots, positions=self._positions, loop=loop)()
 
     def insert(self, slot: int, request: Request) -> Generator[None, None, tuple[jax.Array, jax.Array]]:
-        """Reads the prompt into `slot`, a block for each `next`; the slot is untouched until the last.
+        """Reads the prompt into `slot`, a chunk of it with each `next`; the slot is unchanged until the last.
 
-        Returns its first new token and log-probability, [1] each, still on their way.
+        Returns the first new token and its log-probability, [1] each, which the devices may still be computing.
         """
         length = len(request.prompt)
-        bucket = next(bucket for bucket in self.buckets if bucket >= length)
+        bucket = cache.padded_length(length, positions=self._positions)
         padded = np.zeros((1, bucket), np.int32)
         padded[0, :length] = request.prompt
         lengths, settings = np.array([length], np.int32), _settings(request)
-        # The row's caches are only as long as the bucket: what lies beyond in the slot is never read.
-        sizes = dict(capacity=bucket, chunk=self._prefill_chunk)
-        logits, caches = yield from blocks(self._definition, self._params, padded, lengths, **sizes, **self._form)
+        # The row's caches are only as long as the bucket: later positions of the slot are written before they are read.
+        form = dict(capacity=bucket, chunk=self._prefill_chunk, **self._form)
+        logits, caches = yield from steps.prefill_chunks(self._definition, self._params, padded, lengths, **form)
         seen = steps.seen_in(self._definition)(padded, lengths)
         token, logprob = steps.sample_first(self._definition)(logits, settings, lengths, seen)
         row = State(caches, seen, token, lengths, settings)
@@ -99,7 +93,7 @@ class Slots:
     def decode(self, choice: Choice) -> tuple[jax.Array, jax.Array | None]:
         """The next tokens and log-probabilities of all slots, [slots, chunk] each. `advance` must follow.
 
-        GREEDY is for when no slot in use is drawn or asks for log-probabilities; there are none, then.
+        With GREEDY there are no log-probabilities, and no slot in use may be sampled.
         """
         state = self._state
         new, logprobs, caches, seen = self._decode[choice](
@@ -109,13 +103,13 @@ class Slots:
         return new, logprobs
 
     def clear(self, slot: int) -> None:
-        """Empties the caches of a slot that holds what is no number: attention gives what it must not see the weight
-        0, and 0 x NaN is NaN for whoever has the slot next."""
+        """Zeroes the caches of a slot that holds NaN: attention weights masked positions with 0, and 0 x NaN is NaN for
+        the slot's next request."""
         caches = _clear(self._definition, loop=self._form["loop"])(self._state.caches, np.int32(slot))
         self._state = dataclasses.replace(self._state, caches=caches)
 
     def advance(self, new: jax.Array, *, active: np.ndarray) -> None:
-        """After `decode` gave `new`: the slots in use, `active` [slots] bool, go on; the others stand at 0."""
+        """Moves the slots in use, `active` [slots] bool, past `new`, which `decode` gave; the others to position 0."""
         state = self._state
         tokens, lengths, temperature = _advance(self._definition)(
             new, state.lengths, state.settings.temperature, active
@@ -125,32 +119,25 @@ class Slots:
 
 
 def buckets(*, longest: int, positions: int) -> tuple[int, ...]:
-    """Padded lengths for prompts of up to `longest` tokens: powers of two, none above `positions`."""
-    found = [SHORTEST]
-    while found[-1] < longest:
-        found.append(2 * found[-1])
-    return (*found[:-1], min(found[-1], positions))
+    """All padded lengths of prompts of up to `longest` tokens, in order."""
+    lengths = [cache.padded_length(1, positions=positions)]
+    while lengths[-1] < longest:
+        lengths.append(cache.padded_length(lengths[-1] + 1, positions=positions))
+    return tuple(lengths)
 
 
 def _settings(request: Request) -> Settings:
-    """[1] each. The noise is that of the seed, and of a batch's first row: the same as for the request alone."""
-    return Settings.of(
-        jax.random.fold_in(jax.random.key(request.seed), 0)[None],
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-    )
+    """[1] each. The key is that of a Generator's first row, so that both draw the same noise."""
+    return Settings.like(request, keys=jax.random.fold_in(jax.random.key(request.seed), 0)[None])
 
 
-def _dims(definition: Definition, *, loop: Loop) -> State:
+def _dims(definition: ModelDef, *, loop: Loop) -> State:
     return State(cache.dims(definition, loop=loop), "BV", "B", "B", sampling.DIMS)
 
 
 @functools.cache
-def _empty(definition: Definition, *, slots: int, positions: int, loop: Loop) -> Callable[[], State]:
-    """A compiled () -> slots that nobody uses."""
+def _empty(definition: ModelDef, *, slots: int, positions: int, loop: Loop) -> Callable[[], State]:
+    """A compiled () -> unused slots."""
     layout = definition.layout
     caches = cache.abstract(definition, rows=slots, capacity=positions, loop=loop)
     vocabulary = nn.padded_vocabulary(definition.config.vocab_size, ranks=layout.ranks)
@@ -170,8 +157,8 @@ def _empty(definition: Definition, *, slots: int, positions: int, loop: Loop) ->
 
 
 @functools.cache
-def _insert(definition: Definition, *, loop: Loop) -> Callable:
-    """A compiled (state, one row's state, slot) -> state with that row there. The first is consumed."""
+def _insert(definition: ModelDef, *, loop: Loop) -> Callable:
+    """A compiled (state, one row's state, slot) -> state with that row in the slot. The first is donated."""
     dims = _dims(definition, loop=loop)
 
     def local(state, row, slot):
@@ -185,8 +172,8 @@ def _insert(definition: Definition, *, loop: Loop) -> Callable:
 
 
 @functools.cache
-def _clear(definition: Definition, *, loop: Loop) -> Callable:
-    """A compiled (caches, slot) -> caches with zeros in that row. The first are consumed."""
+def _clear(definition: ModelDef, *, loop: Loop) -> Callable:
+    """A compiled (caches, slot) -> caches with zeros in that row. The first are donated."""
     dims = cache.dims(definition, loop=loop)
 
     def local(caches, slot):
@@ -201,18 +188,18 @@ def _clear(definition: Definition, *, loop: Loop) -> Callable:
 
 
 @functools.cache
-def _advance(definition: Definition) -> Callable:
+def _advance(definition: ModelDef) -> Callable:
     """A compiled (new tokens [B, count], lengths, temperature, active: [B] each) -> (tokens, lengths, temperature)."""
 
     def local(new, lengths, temperature, active):
-        # An idle slot starts again at 0, so that it stays within the cache; greedy, so that it draws no noise.
+        # An idle slot goes back to position 0, to stay within the cache, and becomes greedy, to draw no noise.
         return new[:, -1], jnp.where(active, lengths + new.shape[1], 0), jnp.where(active, temperature, 0)
 
     return _jit(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))
 
 
-def _jit(definition: Definition, local: Callable, *, in_dims: Any, out_dims: Any, donate: tuple = ()) -> Callable:
-    """What it gives is laid out as `steps` gives it and takes it."""
+def _jit(definition: ModelDef, local: Callable, *, in_dims: Any, out_dims: Any, donate: tuple = ()) -> Callable:
+    """Results are laid out as the programs in `steps` take them."""
     layout = definition.layout
     meshed = on_mesh(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     out_shardings = jax.tree.map(layout.sharding, out_dims)

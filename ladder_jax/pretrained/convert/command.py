@@ -7,7 +7,7 @@ import math
 import pathlib
 import tempfile
 
-from ladder_jax import nn, parallel
+from ladder_jax import nn, parallel, pyplot
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import formats, sensitivity, staging
@@ -20,7 +20,7 @@ from ladder_jax.pretrained.source import Source
 from ladder_jax.progress import progress
 
 MEASURED = "sensitivity"
-"""The names of the measurement's files, .json and .png, in what is written."""
+"""The names of the measurement's files, .json and (where matplotlib is installed) .png, in what is written."""
 
 
 def run(args: dict) -> None:
@@ -41,11 +41,12 @@ def run(args: dict) -> None:
         write(source, folder, definition=definition, request=request)
         if result is not None:
             (folder / f"{MEASURED}.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
-            picture.plot(result, file=str(folder / f"{MEASURED}.png"))
+            if pyplot.installed():
+                picture.plot(result, file=str(folder / f"{MEASURED}.png"))
     _tell(source, definition, request, result, as_json=args["json"])
 
 
-def write(source: Source, folder: pathlib.Path, *, definition: nn.Definition, request: Request) -> None:
+def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, request: Request) -> None:
     """`source` with `definition`'s topology, in the format asked for."""
     if request.format is Format.CHECKPOINT:
         native.write(source, folder, definition=definition, place=request.destination)
@@ -85,7 +86,7 @@ def _tokenizer(source: Source) -> tokenizers.Tokenizer:
         return tokenizers.load(place)
 
 
-def _tell(source: Source, definition: nn.Definition, request: Request, result: Result | None, *, as_json: bool) -> None:
+def _tell(source: Source, definition: nn.ModelDef, request: Request, result: Result | None, *, as_json: bool) -> None:
     model, parameters = definition.config, sum(math.prod(array.shape) for array in source.arrays.values())
     if as_json:
         told = {"source": source.path, "destination": str(request.destination), "format": request.format.value}
@@ -96,4 +97,5 @@ def _tell(source: Source, definition: nn.Definition, request: Request, result: R
     which = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
     print(f"{request.destination}: {parameters:,} parameters, {model.residual}{which}; read back and compared")
     if result is not None:
-        print(f"the measurement is in {MEASURED}.json and {MEASURED}.png there")
+        drawn = f" and {MEASURED}.png there" if pyplot.installed() else " there; its picture needs 'ladder-jax[plot]'"
+        print(f"the measurement is in {MEASURED}.json{drawn}")

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax import nn
-from ladder_jax.checkpoint import arrays, manifest, saved
+from ladder_jax.checkpoint import manifest, saved
 from ladder_jax.checkpoint.stream import Stream
-from ladder_jax.config import DataConfig, RunConfig, TrainConfig, to_dict
-from ladder_jax.config.schema import FolderConfig
+from ladder_jax.config import DataConfig, FolderConfig, RunConfig, TrainConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained.source import Key, Source
@@ -39,7 +38,7 @@ def size(source: Source) -> int:
     return sum(array.size * array.dtype.itemsize for array in shapes(source).values())
 
 
-def write(source: Source, folder: pathlib.Path, *, definition: nn.Definition, place: pathlib.Path) -> None:
+def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, place: pathlib.Path) -> None:
     """Write `source` into `folder`, which becomes `place`, read it back and compare.
 
     definition: of the model as it is to be stored, which may have other ladder layers than `source` names.
@@ -60,7 +59,7 @@ def write(source: Source, folder: pathlib.Path, *, definition: nn.Definition, pl
         _describe(checkpoint, config=_config(source, definition, place=place))
         manifest.write(checkpoint)
         stored = saved.ocp.PyTreeCheckpointHandler().metadata(checkpoint / "params").tree
-        arrays.check_shapes(stored, definition.abstract, folder=checkpoint)
+        saved.check_shapes(stored, definition.abstract, folder=checkpoint)
         if wrong := saved.verify(checkpoint):
             raise RunFailed(f"cannot write {str(place)!r}: {wrong[0]}")
     except (OSError, ValueError) as error:  # tensorstore raises ValueErrors
@@ -107,7 +106,7 @@ def _compare(stream: Stream, *, place: pathlib.Path) -> None:
             update(done, "")
 
 
-def _config(source: Source, definition: nn.Definition, *, place: pathlib.Path) -> RunConfig:
+def _config(source: Source, definition: nn.ModelDef, *, place: pathlib.Path) -> RunConfig:
     """Of the settings that a run would have, only the model's, its context and the tokenizer mean something here."""
     has_tokenizer = tokenizers.huggingface.MAIN in source.files
     is_bytes = not has_tokenizer and source.model.vocab_size == tokenizers.Bytes().vocab_size

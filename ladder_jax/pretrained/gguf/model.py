@@ -6,7 +6,7 @@ import numpy as np
 
 from ladder_jax.config import Biases, Dtype, ModelConfig, RopeScaling
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.nn import rotary
+from ladder_jax.nn import positions
 from ladder_jax.pretrained.gguf.file import File
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -120,8 +120,10 @@ def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | N
     factor = float(stored.max())
     if factor > 1 and stored.shape == (head_dim // 2,):
         scaling = RopeScaling(factor=factor)
-        plain = rotary.frequencies(bare)
-        meant = plain / rotary.frequencies(ModelConfig(rope_theta=theta, head_dim=head_dim, rope_scaling=scaling))
+        plain = positions.rotary_frequencies(bare)
+        meant = plain / positions.rotary_frequencies(
+            ModelConfig(rope_theta=theta, head_dim=head_dim, rope_scaling=scaling)
+        )
         if np.allclose(stored, meant, rtol=1e-5):
             return scaling
     raise UserError(

@@ -27,7 +27,7 @@ class Probe:
     rows: tokens [n, T + 1] of the calibration text; measured: called once a loss.
     """
 
-    def __init__(self, definition: nn.Definition, params: nn.Params, rows: np.ndarray, *, measured: Callable[[], None]):
+    def __init__(self, definition: nn.ModelDef, params: nn.Params, rows: np.ndarray, *, measured: Callable[[], None]):
         self._definition, self.num_layers = definition, definition.config.num_layers
         self._delays = np.array(delays_of(definition.config), np.int32)
         self._programs, self._params, self._measured = programs(definition), params, measured
@@ -71,7 +71,7 @@ def count(rows: np.ndarray, *, num_layers: int, choose: int, search: Search) -> 
 
 
 def measure(
-    definition: nn.Definition,
+    definition: nn.ModelDef,
     params: nn.Params,
     rows: np.ndarray,
     *,

@@ -15,10 +15,8 @@ from jax import lax
 
 from ladder_jax import nn, residual
 from ladder_jax.config import ModelConfig
-from ladder_jax.nn import rotary
-from ladder_jax.nn.layer import Call
-from ladder_jax.nn.place import BEGIN
-from ladder_jax.parallel import all_reduce, on_mesh, over_ranks, rank, vary
+from ladder_jax.nn.layer import layer_context
+from ladder_jax.parallel import all_reduce, on_mesh, over_ranks, pvary
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +39,7 @@ class Chosen:
     fresh: bool
 
     def __call__(self, state: Streams, sublayers: Sequence[residual.Sublayer], *, axes: tuple[str, ...], **_):
-        entered = vary(lax.select_n(self.delay, *state.newest_first), axes)
+        entered = pvary(lax.select_n(self.delay, *state.newest_first), axes)
         if self.fresh:
             entered = residual.add(entered, (jnp.where(self.delay > 0, state.partial, 0),))
         partial = residual.compute(entered, self.sublayers, sublayers, axes=axes)
@@ -67,7 +65,7 @@ def delays_of(config: ModelConfig) -> tuple[int, int]:
 
 
 @functools.cache
-def programs(definition: nn.Definition) -> Programs:
+def programs(definition: nn.ModelDef) -> Programs:
     """For a ladder kind of model, on any mesh whose only axis is tensor."""
     config, axes, layout = definition.config, definition.layout.tensor, definition.layout
     dtype, fresh = jnp.dtype(config.dtype.value), residual.of_model(config).fresh[0]
@@ -76,28 +74,21 @@ def programs(definition: nn.Definition) -> Programs:
     def begin(params, tokens):
         x = definition.bind("embedding", params["embedding"]).lookup(tokens, axes=axes, dtype=dtype)
         x = x.astype(config.residual_dtype.value)
-        return Streams((x,) * depth, vary(jnp.zeros(x.shape, dtype), (*layout.batch, *axes)))
+        return Streams((x,) * depth, pvary(jnp.zeros(x.shape, dtype), (*layout.batch, *axes)))
 
     def advance(params, streams, delays, start, stop):
         length = streams.partial.shape[1]
-        call = Call(
-            axes=axes,
-            dtype=dtype,
-            kernel=definition.kernel,
-            table=rotary.tables(BEGIN.positions(length), config=config),
-            first_rank=rank(axes) == 0,
-            place=BEGIN,
-        )
+        context = layer_context(config, length, axes=axes, kernel=definition.kernel)
 
         def layer(index, streams):
             params_of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), params)
             steps = tuple(Chosen((which,), delays[index, which], fresh) for which in (0, 1))
-            return definition.bind("layers", params_of_layer)(streams, None, steps=steps, call=call)[0]
+            return definition.bind("layers", params_of_layer).advance(streams, None, steps=steps, context=context)[0]
 
         return lax.fori_loop(start, stop, layer, streams)
 
     def loss(params, streams, targets):
-        x = vary(streams.newest_first[0], axes)
+        x = pvary(streams.newest_first[0], axes)
         x = definition.bind("final_norm", params["final_norm"])(x, dtype=dtype)
         return all_reduce(nn.loss_sum(definition, params, x, targets), layout.batch)
 

@@ -1,0 +1,143 @@
+"""A conversation in the terminal, or one answer to standard input."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from ladder_jax.config import DecodeConfig
+from ladder_jax.data.tokenizer import Tokenizer
+from ladder_jax.decode import Engine, Finish, NoNumbers, Request, Result
+from ladder_jax.decode.request import with_seed
+from ladder_jax.errors import UserError
+
+HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+class Conversation:
+    """The messages so far, and the engine that answers them. `say` shows notices to the user."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        tokenizer: Tokenizer,
+        settings: DecodeConfig,
+        stop: tuple[str, ...],
+        say: Callable[[str], None],
+    ):
+        self._engine, self._tokenizer, self._settings, self._stop, self._say = engine, tokenizer, settings, stop, say
+        self.messages: list[dict[str, str]] = []
+        self._answers = 0
+
+    def ask(self, text: str, *, show: Callable[[str], None], stopped: Callable[[], bool] = lambda: False) -> Result:
+        """The answer, shown piece by piece until it ends or `stopped`; the messages keep the part that was shown.
+
+        Where the history exceeds the engine's capacity, its oldest exchanges are dropped. Raises UserError, without
+        keeping `text`, where `text` alone is too long or the chat template refuses it.
+        """
+        prompt, kept = self._fit([*self.messages, {"role": "user", "content": text}])
+        config = with_seed(self._settings, index=self._answers)
+        self._answers += 1
+        request = Request.of(prompt, config=config, stop=self._stop, stop_ids=self._tokenizer.stop_ids)
+        handle = self._engine.submit(request)
+        for piece in handle:
+            show(piece.text)
+            if stopped():
+                handle.cancel()
+        result = handle.result()
+        self.messages = [*kept, {"role": "assistant", "content": result.text}]
+        return result
+
+    def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], list[dict[str, str]]]:
+        """The prompt, and the messages that it holds."""
+        new, before = self._settings.max_new_tokens, len(messages)
+        while len(prompt := self._tokenizer.chat(messages)) + new > self._engine.capacity:
+            if len(messages) < 3:
+                raise UserError(
+                    f"the message makes a prompt of {len(prompt)} tokens; with {new} new ones it does not fit into"
+                    f" --context {self._engine.capacity}"
+                )
+            messages = messages[2:]  # a question and its answer
+        if dropped := before - len(messages):
+            self._say(f"(forgot the oldest {dropped} messages: --context {self._engine.capacity} is full)")
+        return prompt, messages
+
+
+def answer(conversation: Conversation, message: str, *, say: Callable[[str], None]) -> None:
+    """Show the answer. Ctrl-C stops it at its next tokens; a second one ends the program."""
+    with _interruptible() as interrupted:
+        result = conversation.ask(message, show=_show, stopped=interrupted.is_set)
+    print()
+    if result.finish is Finish.CANCELLED:
+        say("(stopped)")
+    elif result.finish is Finish.LENGTH:
+        say(f"(cut after {len(result.tokens)} tokens; --max-new-tokens allows more)")
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets. An exception could break a lock on which this thread waits."""
+    pressed = threading.Event()
+
+    def notice(*_):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        pressed.set()
+
+    before = signal.signal(signal.SIGINT, notice)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def talk(conversation: Conversation, *, say: Callable[[str], None]) -> None:
+    """Read messages from the terminal and answer them, until the user leaves."""
+    say(HELP)
+    while (line := _read(say)) is not None:
+        if line == "/exit":
+            return
+        if line == "/reset":
+            conversation.messages = []
+        elif line.startswith("/"):
+            say(f"(unknown command {line.split()[0]}: {HELP})")
+        elif line:
+            try:
+                answer(conversation, line, say=say)
+            except (UserError, NoNumbers) as error:
+                say(f"({error})")
+    print()
+
+
+def _read(say: Callable[[str], None]) -> str | None:
+    """The next line, stripped; None at the end of input. Ctrl-C discards the line."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (input() then has editing and history)
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        print()
+        return ""
+    except UnicodeDecodeError:
+        say("(that was not UTF-8 text)")
+        return ""
+
+
+def piped() -> str | None:
+    """The message on standard input; None for a terminal. Raises UserError for an empty message."""
+    if sys.stdin.isatty():
+        return None
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8").strip()
+    except UnicodeDecodeError:
+        raise UserError("standard input is not UTF-8 text") from None
+    if not text:
+        raise UserError("--chat needs a message on standard input, or a terminal")
+    return text
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)

@@ -1,0 +1,38 @@
+"""How a program is built: choices that several sections and the library itself share."""
+
+import enum
+
+
+class Dtype(enum.Enum):
+    """`Dtype("float32")`; also made from NumPy's and jax's types, such as `jnp.float32` or an array's dtype."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Dtype | None":
+        name = getattr(getattr(value, "dtype", value), "name", None) or getattr(value, "__name__", value)
+        name = {"bf16": "bfloat16", "fp32": "float32"}.get(str(name), name)
+        return next((one for one in cls if one.value == name), None)
+
+
+class Loop(enum.Enum):
+    """How the layers are iterated: one compiled body, or one copy of the body a layer."""
+
+    SCAN = "scan"
+    UNROLLED = "unrolled"
+
+
+class Phase(enum.Enum):
+    """What a program is for."""
+
+    PREFILL = "prefill"  # blocks of tokens, forward only
+    DECODE = "decode"  # one token a row: reductions of a few KiB to a few MiB
+    TRAIN = "train"
+
+
+class Launch(enum.Enum):
+    """How a reduction is launched beside compute and awaited after it."""
+
+    CHAINED = "chained"  # by barriers that the compiler must respect; differentiable, everywhere
+    EXPLICIT = "explicit"  # by name (see parallel/explicit.py); decoding on GPUs

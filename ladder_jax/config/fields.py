@@ -1,0 +1,93 @@
+"""Type conversion and checks of the sections' fields, alike for a file, an override and Python."""
+
+import dataclasses
+import enum
+import functools
+import json
+import os
+import types
+import typing
+
+from ladder_jax.errors import UserError, unknown
+
+
+def fit(config: object, section: str) -> None:
+    """Convert the fields of a frozen dataclass to their declared types, where that loses nothing; for `__post_init__`.
+
+    Text becomes the enum's member, a whole number a float, a mapping the section below. Raises UserError, naming
+    `section` and the field, for anything else.
+    """
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        object.__setattr__(config, name, _coerce(value, hint, f"{section}.{name}" if section else name))
+
+
+def build(cls: type, tree: object, path: str, *, more: tuple[str, ...] = ()) -> typing.Any:
+    """A dataclass of type `cls` from a mapping.
+
+    path: the dotted prefix for messages; more: other keys that a message may suggest.
+    """
+    if not isinstance(tree, dict):
+        where = path.rstrip(".") or "the configuration"
+        raise UserError(f"{where} must be a section (a {cls.__name__}, or a mapping of its fields), not {_shown(tree)}")
+    for key in tree:
+        if key not in _hints(cls):
+            raise unknown("setting", f"{path}{key}", [path + name for name in (*_hints(cls), *more)])
+    return cls(**tree)
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises UserError with `message` where the condition fails."""
+    if not condition:
+        raise UserError(message)
+
+
+def check_positive(config: object, section: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        check(value > 0, f"{section}.{name} must be positive, not {value}")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, typing.Any]:
+    return typing.get_type_hints(cls)
+
+
+def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
+    """`value` as the type `hint`, or a UserError. Only exact or lossless conversions are made."""
+    if isinstance(hint, types.UnionType):  # X | None
+        if value is None:
+            return None
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else build(hint, value, path + ".")
+    if issubclass(hint, enum.Enum):
+        try:
+            return hint(value)
+        except ValueError:
+            # YAML reads a bare `none` as text but `null` and an empty value as nothing.
+            raise unknown(f"value for {path}:", value, [member.value for member in hint]) from None
+    if not isinstance(value, type) and getattr(value, "ndim", None) == 0:  # NumPy's scalars are Python's here
+        value = value.item()
+    if hint is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            value = float(value)  # YAML 1.1 reads 3e-4 as text
+        except ValueError:
+            pass
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise UserError(f"{path} must be of type {hint.__name__}, not {_shown(value)}")
+    if hint is float and value != value:
+        raise UserError(f"{path} must be a number, not nan")
+    return value
+
+
+def _shown(value: object) -> str:
+    """As JSON; a value that JSON cannot hold by its type alone, as it may be large."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return f"a {type(value).__name__}"

@@ -1,0 +1,130 @@
+"""From a preset's name, a YAML or JSON file and dotted overrides to one RunConfig, and back to JSON."""
+
+import dataclasses
+import enum
+import json
+import pathlib
+import typing
+
+from ladder_jax.config.fields import build
+from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
+from ladder_jax.config.run import RunConfig
+from ladder_jax.errors import UserError, unknown
+
+TOPOLOGY = ("ladder_layers", "ranks")
+"""Fields of the section `model` that belong to its `residual`."""
+
+
+def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides describe.
+
+    Raises UserError for an unknown key or preset, a wrong type or an impossible value.
+    """
+    path = pathlib.Path(source)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        tree = _read(path)
+        tree.setdefault("run", {})
+        if isinstance(tree["run"], dict):
+            tree["run"].setdefault("name", path.stem)
+    elif source in PRESETS:
+        tree = {"model": {"preset": source}, "train": recipe(source), "run": {"name": source}}
+    else:
+        raise unknown("configuration (not a .yaml or .json file)", source, PRESETS)
+    for override in overrides:
+        _set(tree, override)
+    return from_dict(_with_model_of_start(tree))
+
+
+def from_dict(tree: dict) -> RunConfig:
+    """`model` may name a `preset` to start from: `{"model": {"preset": "tiny", "residual": "ladder"}}`."""
+    model = tree.get("model")
+    if isinstance(model, dict):
+        rest = {key: value for key, value in model.items() if key != "preset"}
+        base = preset_fields(str(model["preset"])) if "preset" in model else {}
+        tree = {**tree, "model": build(ModelConfig, {**base, **rest}, "model.", more=("preset",))}
+    return build(RunConfig, tree, "")
+
+
+def model_from_dict(tree: dict) -> ModelConfig:
+    """The inverse of `to_dict` for a model's configuration, as a checkpoint stores it."""
+    return build(ModelConfig, tree, "model.")
+
+
+def to_dict(config: object) -> typing.Any:
+    """Plain JSON values; `from_dict` gives the configuration back."""
+    if dataclasses.is_dataclass(config):
+        return {field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return config.value if isinstance(config, enum.Enum) else config
+
+
+def _with_model_of_start(tree: dict[str, typing.Any]) -> dict[str, typing.Any]:
+    """`tree`, whose section `model` is completed from the checkpoint that `train.start` names, if it names one.
+
+    A `model.preset` goes first. With another `residual` the checkpoint's topology does not count, with another shape
+    its head_dim. Raises UserError where there is no checkpoint.
+    """
+    train, model = tree.get("train"), tree.get("model") or {}
+    path = train.get("start") if isinstance(train, dict) else None
+    if not isinstance(path, str) or not isinstance(model, dict) or "preset" in model:
+        return tree
+    if {field.name for field in dataclasses.fields(ModelConfig)} <= model.keys():  # of a run's config.json
+        return tree
+    base = _stored_model(path)
+    if "residual" in model:
+        base = {name: value for name, value in base.items() if name not in TOPOLOGY}
+    if any(name in model for name in ("d_model", "num_heads")):
+        base.pop("head_dim", None)
+    return {**tree, "model": {**base, **model}}
+
+
+def _stored_model(path: str) -> dict[str, typing.Any]:
+    """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's folder."""
+    folder = pathlib.Path(path).expanduser()
+    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    steps = [int(name) for name in names if name.isascii() and name.isdigit()]
+    folder = folder / str(max(steps)) if steps else folder
+    try:
+        return dict(json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))["config"]["model"])
+    except OSError:
+        raise UserError(f"train.start={path!r}: there is no checkpoint of ladder_jax there") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"train.start={path!r}: the checkpoint there is damaged, or of another program") from None
+
+
+def _read(path: pathlib.Path) -> dict:
+    import yaml  # every JSON file is YAML too
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read configuration {str(path)!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"configuration {str(path)!r} is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"configuration {str(path)!r} is not YAML or JSON: {' '.join(str(error).split())}") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise UserError(f"configuration {str(path)!r} must hold sections such as 'model:', not {type(tree).__name__}")
+    return tree
+
+
+def _set(tree: dict, override: str) -> None:
+    import yaml
+
+    dotted, equals, text = override.partition("=")
+    if not equals or not all(dotted.split(".")):
+        raise UserError(f"override {override!r} is not of the form path.to.field=value")
+    *sections, field = dotted.split(".")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if below is None:
+            below = tree[section] = {}
+        if not isinstance(below, dict):
+            raise UserError(f"override {override!r}: {section!r} is a single value")
+        tree = below
+    try:
+        tree[field] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        tree[field] = text

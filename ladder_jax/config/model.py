@@ -1,0 +1,233 @@
+"""The section `model`: a dense decoder, the names of its residual topologies, and the presets, shapes by name."""
+
+import dataclasses
+import enum
+import numbers
+import re
+
+from ladder_jax.config.execution import Dtype
+from ladder_jax.config.fields import build, check, check_positive, fit
+from ladder_jax.errors import UserError, unknown
+
+RESIDUALS = (
+    "standard",
+    "ladder",
+    "ladder-2",
+    "ladder-fresh",
+    "parallel",
+    "parallel-shared-norm",
+    "parallel-ladder",
+    "desync-2",
+    "no-communication",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualName:
+    """kind: the name without its number; number: the delay of a ladder, the period of a desync."""
+
+    kind: str
+    number: int = 1
+
+    @property
+    def is_ladder(self) -> bool:
+        return self.kind in ("ladder", "ladder-fresh", "parallel-ladder")
+
+    @property
+    def depends_on_ranks(self) -> bool:
+        """Whether another number of tensor-parallel ranks makes it another function."""
+        return self.kind in ("ladder-fresh", "desync")
+
+
+def parse_residual(name: str) -> ResidualName:
+    """Of any name in RESIDUALS, `ladder-K` and `desync-N`, numbers from 1. Raises UserError for any other."""
+    numbered = re.fullmatch(r"(ladder|desync)-([1-9]\d*)", name)
+    if numbered:
+        return ResidualName(numbered[1], int(numbered[2]))
+    if name in RESIDUALS:
+        return ResidualName(name)
+    raise unknown("residual", name, (*RESIDUALS, "ladder-K", "desync-N"))
+
+
+def _as_text(which: object) -> object:
+    """2, (0, 2) and [0, 2] as text for `layer_indices`, "2" and "0,2,"; any other value unchanged."""
+    if isinstance(which, list | tuple | range):
+        return ",".join(map(str, which)) + ","
+    return str(which) if isinstance(which, numbers.Integral) and not isinstance(which, bool) else which
+
+
+def layer_indices(which: str, num_layers: int) -> tuple[int, ...]:
+    """The 0-based layers that `which` names: `"N"` the last N, `"i,j"` or `"i,"` a list, `"all"`."""
+    allowed = f"(allowed: N for the last N of {num_layers} layers, a list i,j of 0 to {num_layers - 1}, or all)"
+    if which == "all":
+        return tuple(range(num_layers))
+    if which.startswith("auto:"):
+        raise UserError(f"ladder_layers={which!r} is measured, so only a conversion can choose it {allowed}")
+    try:
+        numbers = [int(part) for part in which.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"ladder_layers={which!r} is not a choice of layers {allowed}") from None
+    if "," not in which:
+        if not numbers or not 0 <= numbers[0] <= num_layers:
+            raise UserError(f"ladder_layers={which!r} is not a number of layers {allowed}")
+        return tuple(range(num_layers - numbers[0], num_layers))
+    if len(set(numbers)) != len(numbers) or any(not 0 <= n < num_layers for n in numbers):
+        raise UserError(f"ladder_layers={which!r} names a layer twice or out of range {allowed}")
+    return tuple(sorted(numbers))
+
+
+class Biases(enum.Enum):
+    """Which matmuls carry a bias."""
+
+    NONE = "none"
+    QKV = "qkv"  # Qwen2
+    ATTENTION = "attention"  # Llama with attention_bias
+    ALL = "all"  # Llama with attention_bias and mlp_bias
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency scaling (https://arxiv.org/abs/2407.21783, section 3.4)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self):
+        fit(self, "model.rope_scaling")
+        check_positive(self, "model.rope_scaling", *(f.name for f in dataclasses.fields(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A dense Llama-family decoder and its residual topology.
+
+    `ladder_layers` makes a hybrid: `"N"` the last N layers, `"i,j"` 0-based layers, `"all"`; or a number, or a list.
+    `ranks`: for the topologies whose function depends on the number of tensor-parallel ranks (ladder-fresh, desync-n);
+    empty: the mesh's.
+    """
+
+    num_layers: int = 4
+    d_model: int = 128
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int | None = None  # empty: d_model / num_heads
+    d_ff: int = 352
+    vocab_size: int = 256
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    biases: Biases = Biases.NONE
+    qk_norm: bool = False
+    residual: str = "ladder"
+    ladder_layers: str | None = None
+    ranks: int | None = None
+    dtype: Dtype = Dtype.BFLOAT16  # of matmuls and of the sublayers' all-reduces
+    residual_dtype: Dtype = Dtype.BFLOAT16
+
+    def __post_init__(self):
+        object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))
+        fit(self, "model")
+        check_positive(self, "model", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff")
+        check_positive(self, "model", "vocab_size", "rope_theta", "norm_eps")
+        if self.head_dim is None:
+            check(
+                self.d_model % self.num_heads == 0,
+                f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}"
+                " (or set model.head_dim)",
+            )
+            object.__setattr__(self, "head_dim", self.d_model // self.num_heads)
+        check(self.head_dim > 0 and self.head_dim % 2 == 0, f"model.head_dim must be even, not {self.head_dim}")
+        check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}",
+        )
+        name = parse_residual(self.residual)
+        if self.ladder_layers is not None:
+            check(name.is_ladder, f"model.ladder_layers needs a ladder kind of residual, not {self.residual!r}")
+            layer_indices(self.ladder_layers, self.num_layers)
+        if self.ranks is not None:
+            check(self.ranks > 0, f"model.ranks must be positive, not {self.ranks}")
+            check(name.depends_on_ranks, f"model.ranks belongs to ladder-fresh and desync-n, not to {self.residual!r}")
+
+
+def _from_scratch(num_layers: int, d_model: int, num_heads: int, d_ff: int) -> dict:
+    """The paper's own models: multi-head attention, StarCoder's vocabulary, untied."""
+    return dict(
+        num_layers=num_layers,
+        d_model=d_model,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        d_ff=d_ff,
+        vocab_size=49152,
+        rope_theta=10_000.0,
+    )
+
+
+def _llama3(num_layers: int, d_model: int, num_heads: int, num_kv_heads: int, d_ff: int, **more) -> dict:
+    return dict(
+        num_layers=num_layers,
+        d_model=d_model,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        d_ff=d_ff,
+        vocab_size=128256,
+        rope_theta=500_000.0,
+        **more,
+    )
+
+
+_SHAPES = {
+    "tiny": dict(num_layers=4, d_model=128, num_heads=8, num_kv_heads=4, d_ff=352, vocab_size=256),
+    "smollm2-135m": dict(
+        num_layers=30,
+        d_model=576,
+        num_heads=9,
+        num_kv_heads=3,
+        d_ff=1536,
+        vocab_size=49152,
+        rope_theta=100_000.0,
+        tie_embeddings=True,
+    ),
+    "ladder-1b": _from_scratch(40, 1536, 24, 4096),
+    "ladder-1.55b": _from_scratch(52, 1536, 24, 4096),
+    "ladder-3b": _from_scratch(40, 2304, 36, 9216),
+    "llama-3.2-1b": _llama3(16, 2048, 32, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
+    "llama-3.2-3b": _llama3(28, 3072, 24, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
+    "llama-3-8b": _llama3(32, 4096, 32, 8, 14336),
+    "codellama-34b": dict(
+        num_layers=48,
+        d_model=8192,
+        num_heads=64,
+        num_kv_heads=8,
+        d_ff=22016,
+        vocab_size=32000,
+        rope_theta=1_000_000.0,
+    ),
+    "llama-3-70b": _llama3(80, 8192, 64, 8, 28672),
+    "llama-3.1-405b": _llama3(126, 16384, 128, 16, 53248, rope_scaling=RopeScaling(factor=8.0)),
+}
+
+PRESETS = tuple(_SHAPES)
+
+
+def preset_fields(name: str) -> dict:
+    """The fields of a preset that differ from ModelConfig's defaults; raises UserError for an unknown name."""
+    if name not in _SHAPES:
+        raise unknown("preset", name, PRESETS)
+    return dict(_SHAPES[name])
+
+
+def recipe(name: str) -> dict:
+    """The preset's own settings of the section `train`; empty where they are the defaults, the paper's recipe."""
+    if name != "tiny":
+        return {}
+    every = dict(checkpoint_every=100, evaluate_every=100)
+    return dict(steps=300, batch=16, sequence=128, learning_rate=4e-3, warmup_steps=30, **every)
+
+
+def preset(name: str, **changes) -> ModelConfig:
+    """The model configuration called `name`, with any field changed: `preset("tiny", residual="standard")`."""
+    return build(ModelConfig, {**preset_fields(name), **changes}, "model.")

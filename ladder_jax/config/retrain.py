@@ -1,0 +1,89 @@
+"""The sections `distill`, `conversion` and `lora`: ways to retrain a checkpoint's model (see retrain/)."""
+
+import dataclasses
+import enum
+
+from ladder_jax.config.fields import check, check_positive, fit
+from ladder_jax.config.model import parse_residual
+from ladder_jax.errors import unknown
+
+START = "start"
+"""The value of `distill.teacher` that stands for the weights that training starts from."""
+TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
+"""A layer's matrices, by the names of their parameters."""
+
+
+class Pace(enum.Enum):
+    """How a group of layers is converted from standard to the model's own topology."""
+
+    JUMP = "jump"  # at once
+    RAMP = "ramp"  # linearly: the terms that a ladder's input leaves out fade out
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """Learn from another model's predictions as well as from the data's tokens.
+
+    `teacher`: `start`, the weights of train.start, or the path of a checkpoint of the same shape; empty: none.
+    `residual`: the teacher's topology, if it is not its checkpoint's: `standard` for the original of a converted one.
+    """
+
+    teacher: str | None = None
+    residual: str | None = None
+    temperature: float = 1.0  # divides both models' logits
+    alpha: float = 1.0  # the teacher's share of the loss; the rest is the tokens' cross-entropy
+    hidden_weight: float = 0.0  # of the distance between both models' hidden streams, added to the loss
+    hidden_every: int = 1  # measured after every so many layers
+
+    def __post_init__(self):
+        fit(self, "distill")
+        check_positive(self, "distill", "temperature", "hidden_every")
+        check(0 <= self.alpha <= 1, f"distill.alpha must be between 0 and 1, not {self.alpha}")
+        check(self.hidden_weight >= 0, f"distill.hidden_weight must not be negative, not {self.hidden_weight}")
+        if self.residual is not None:
+            parse_residual(self.residual)
+        for name in ("residual", "hidden_weight"):
+            check(
+                self.teacher is not None or not getattr(self, name),
+                f"distill.{name} needs a teacher: distill.teacher={START}, or a checkpoint's path",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionConfig:
+    """Convert layers from standard to ladder during training, group by group, the topmost first."""
+
+    steps: int = 0  # until all are converted; 0: they are ladder layers from the first step
+    groups: int = 1
+    pace: Pace = Pace.RAMP
+
+    def __post_init__(self):
+        fit(self, "conversion")
+        check(self.steps >= 0, f"conversion.steps must not be negative, not {self.steps}")
+        check_positive(self, "conversion", "groups")
+        check(self.steps == 0 or self.steps >= self.groups, f"conversion.steps={self.steps} is too few for its groups")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Train a product of two thin matrices beside each target, and nothing else (arXiv 2106.09685)."""
+
+    rank: int = 0  # 0: none, so all weights train
+    alpha: float = 16.0  # the product counts alpha / rank times
+    targets: str = "all"  # of each layer, such as query,value
+
+    def __post_init__(self):
+        fit(self, "lora")
+        check(self.rank >= 0, f"lora.rank must not be negative, not {self.rank}")
+        check_positive(self, "lora", "alpha")
+        for name in self.names:
+            if name not in TARGETS:
+                raise unknown("lora.targets", name, (*TARGETS, "all"))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return TARGETS if self.targets == "all" else tuple(name.strip() for name in self.targets.split(","))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank

@@ -1,0 +1,263 @@
+"""The sections `mesh`, `data`, `train` and `run`, and all sections together, checked against each other."""
+
+import dataclasses
+import enum
+
+from ladder_jax.config.decode import DecodeConfig
+from ladder_jax.config.execution import Loop
+from ladder_jax.config.fields import check, check_positive, fit
+from ladder_jax.config.model import ModelConfig, layer_indices, parse_residual
+from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices an axis: data x fsdp x tensor."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        fit(self, "mesh")
+        check_positive(self, "mesh", "data", "fsdp", "tensor")
+
+    @property
+    def size(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+
+def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
+    """Raises UserError for a mesh over which the model's dimensions cannot be split."""
+    ranks = mesh.tensor if model.ranks is None or mesh.tensor > 1 else model.ranks
+    check(model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model} is not divisible by mesh.fsdp={mesh.fsdp}")
+    for name in ("num_heads", "d_ff"):
+        value = getattr(model, name)
+        check(value % ranks == 0, f"model.{name}={value} is not divisible by mesh.tensor={ranks}")
+    kv = model.num_kv_heads
+    check(
+        kv % ranks == 0 or ranks % kv == 0,
+        f"model.num_kv_heads={kv} and mesh.tensor={ranks}: one must divide the other",
+    )
+    check(
+        model.ranks is None or mesh.tensor in (1, model.ranks),
+        f"this {model.residual} model is a function of model.ranks={model.ranks} ranks;"
+        f" mesh.tensor={mesh.tensor} computes another one (allowed: 1, {model.ranks})",
+    )
+
+
+class Format(enum.Enum):
+    """What lies at `data.path`."""
+
+    TEXT = "text"  # text, a token store, or a mixture: every token is predicted
+    EXAMPLES = "examples"  # JSON lines of chats, prompts with completions, and texts (see data/examples/)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or what
+    `ladder-jax tokenize` made, or a .yaml file with a mixture of those (see data/mixture.py).
+
+    `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text alone, since a token
+    store is tokenized.
+
+    `format`: `examples` for JSON lines, a file or a folder of them, of which only the answers are trained on.
+    """
+
+    path: str = "stdlib"
+    tokenizer: str = "bytes"
+    max_bytes: int = 32_000_000
+    validation_fraction: float = 0.05
+    format: Format = Format.TEXT
+
+    def __post_init__(self):
+        fit(self, "data")
+        check_positive(self, "data", "max_bytes")
+        check(
+            0 < self.validation_fraction < 1,
+            f"data.validation_fraction must be between 0 and 1, not {self.validation_fraction}",
+        )
+
+
+class Remat(enum.Enum):
+    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/layers.py)."""
+
+    NONE = "none"  # keep every activation
+    FULL = "full"  # recompute the layer from its input
+    SAVE_MATMULS = "save-matmuls"  # keep matmul results, recompute the rest
+    OFFLOAD = "offload"  # as full, with each layer's input and the reduced sums in the host's memory
+
+
+class OnBadStep(enum.Enum):
+    """What happens at a bad step: its loss or gradient is not finite, or its loss jumps (see train/bad_steps.py)."""
+
+    STOP = "stop"
+    SKIP = "skip"  # the batch changes nothing, and training goes on
+    ROLLBACK = "rollback"  # return to the last checkpoint, and leave out the batches that led to the bad step
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The recipe of the paper (section 4.1), with AdamW and a cosine to a tenth of the peak.
+
+    `start`: a checkpoint whose weights and tokenizer training begins with; empty: new weights. Fields that the section
+    `model` leaves out are then that checkpoint's.
+    """
+
+    start: str | None = None
+    freeze: int = 0  # above 0, the embedding and this many of the lowest layers are not trained
+    steps: int = 25_000
+    batch: int = 2048  # sequences a step, over all devices
+    sequence: int = 2048  # predicted tokens a sequence
+    learning_rate: float = 3e-4
+    final_learning_rate_fraction: float = 0.1
+    warmup_steps: int = 2_000
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-10
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    seed: int = 0
+    loop: Loop = Loop.SCAN
+    remat: Remat = Remat.NONE
+    accumulate: int = 1  # parts of a batch, computed one after another to save memory
+    sequence_parallel: bool = False  # split the stream between sublayers along the sequence, over mesh.tensor
+    z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
+    loss_chunk: int = 2048  # tokens whose logits a device holds at once
+    log_every: int = 10
+    evaluate_every: int = 1_000  # 0: only after the last step
+    evaluation_batches: int = 8  # of held-out text
+    checkpoint_every: int = 1_000
+    keep_checkpoints: int = 3  # the newest
+    keep_every: int = 0  # also every step that this number divides
+    keep_best: int = 0  # also this many with the lowest held-out loss
+    on_bad_step: OnBadStep = OnBadStep.STOP
+    spike_factor: float = 0.0  # a loss above this many times the recent mean is bad; 0: only one that is not finite
+    spike_window: int = 50  # steps in that mean; during the first ones no loss is too high
+    max_bad_steps: int = 10  # the run stops after more than so many in a row, or rollbacks to one checkpoint
+    rollback_batches: int = 100  # batches up to the bad one that a rollback leaves out
+    peak_tflops: float | None = None  # of one device, for the MFU; empty: by a table
+
+    def __post_init__(self):
+        fit(self, "train")
+        check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
+        check_positive(self, "train", "accumulate", "loss_chunk")
+        check(self.freeze >= 0, f"train.freeze must not be negative, not {self.freeze}")
+        check(self.z_loss >= 0, f"train.z_loss must not be negative, not {self.z_loss}")
+        check_positive(self, "train", "log_every", "checkpoint_every", "keep_checkpoints", "evaluation_batches")
+        check_positive(self, "train", "spike_window", "max_bad_steps", "rollback_batches")
+        for name in ("evaluate_every", "keep_every", "keep_best"):
+            check(getattr(self, name) >= 0, f"train.{name} must not be negative, not {getattr(self, name)}")
+        check(
+            not self.keep_best or (self.evaluate_every and self.checkpoint_every % self.evaluate_every == 0),
+            f"train.keep_best={self.keep_best} needs a held-out loss at every checkpoint: train.checkpoint_every="
+            f"{self.checkpoint_every} must be a multiple of train.evaluate_every={self.evaluate_every}",
+        )
+        check(
+            self.spike_factor == 0 or self.spike_factor > 1,
+            f"train.spike_factor must be above 1, or 0 for none, not {self.spike_factor}",
+        )
+        if self.peak_tflops is not None:
+            check_positive(self, "train", "peak_tflops")
+        check(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, not {self.warmup_steps}")
+        check(self.weight_decay >= 0, f"train.weight_decay must not be negative, not {self.weight_decay}")
+        check(0 <= self.seed < 2**32, f"train.seed must be between 0 and 2**32 - 1, not {self.seed}")
+        for name in ("beta1", "beta2", "final_learning_rate_fraction"):
+            check(0 <= getattr(self, name) <= 1, f"train.{name} must be between 0 and 1, not {getattr(self, name)}")
+
+
+class OnDamaged(enum.Enum):
+    """What happens when a run's newest checkpoint is damaged."""
+
+    STOP = "stop"
+    PREVIOUS = "previous"  # rename it, and resume from the newest undamaged one
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderConfig:
+    """`dir`: the run's folder; empty for `runs/<name>`. `wandb`: a project of Weights & Biases to log to."""
+
+    name: str = "run"
+    dir: str | None = None
+    on_damaged: OnDamaged = OnDamaged.STOP
+    tensorboard: bool = True
+    wandb: str | None = None
+
+    def __post_init__(self):
+        fit(self, "run")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    train: TrainConfig = TrainConfig()
+    decode: DecodeConfig = DecodeConfig()
+    data: DataConfig = DataConfig()
+    run: FolderConfig = FolderConfig()
+    distill: DistillConfig = DistillConfig()
+    conversion: ConversionConfig = ConversionConfig()
+    lora: LoraConfig = LoraConfig()
+
+    def __post_init__(self):
+        fit(self, "")
+        check_fits_mesh(self.model, self.mesh)
+        self._check_retraining()
+        rows = self.mesh.data * self.mesh.fsdp
+        check(
+            self.train.batch % rows == 0,
+            f"train.batch={self.train.batch} is not divisible by the mesh's data x fsdp = {rows}",
+        )
+        check(
+            not self.train.sequence_parallel or self.train.sequence % self.mesh.tensor == 0,
+            f"train.sequence_parallel splits train.sequence={self.train.sequence} positions over mesh.tensor="
+            f"{self.mesh.tensor} ranks, which does not divide them",
+        )
+        check(
+            self.train.batch // rows % self.train.accumulate == 0,
+            f"train.accumulate={self.train.accumulate} does not divide a device's {self.train.batch // rows} rows"
+            f" (train.batch={self.train.batch} over data x fsdp = {rows})",
+        )
+
+    @property
+    def retrains(self) -> bool:
+        """Whether a run starts from a checkpoint, or a section of retraining is set: more than plain pretraining."""
+        train = self.train
+        return bool(train.start or train.freeze or self.lora.rank or self.distill.teacher or self.conversion.steps)
+
+    def _check_retraining(self) -> None:
+        train, layers = self.train, self.model.num_layers
+        check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
+        check(
+            not (self.lora.rank and train.freeze == layers),
+            f"train.freeze={train.freeze} leaves no layer for lora.rank={self.lora.rank} to train",
+        )
+        needs = {
+            "train.freeze": train.freeze,
+            "lora.rank": self.lora.rank,
+            f"distill.teacher={START}": self.distill.teacher == START,
+        }
+        for name, needed in needs.items():
+            check(train.start is not None or not needed, f"{name} needs train.start, the checkpoint to begin with")
+        check(
+            not (train.z_loss and self.distill.teacher),
+            f"train.z_loss={train.z_loss} has no place in a teacher's loss: leave it out with distill.teacher",
+        )
+        kind = parse_residual(self.model.residual).kind
+        check(
+            not self.conversion.steps or kind in ("ladder", "ladder-fresh"),
+            f"conversion.steps needs a model.residual of ladder, ladder-K or ladder-fresh, not {self.model.residual!r}",
+        )
+        which = self.model.ladder_layers
+        check(
+            not self.conversion.steps or bool(layer_indices(which or "all", layers)),
+            f"conversion.steps={self.conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
+        )
+        for name, value in (
+            ("conversion.steps", self.conversion.steps),
+            ("distill.hidden_weight", self.distill.hidden_weight),
+        ):
+            check(
+                not (value and train.sequence_parallel),
+                f"{name} reads whole streams: not with train.sequence_parallel",
+            )

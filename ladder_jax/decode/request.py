@@ -1,0 +1,254 @@
+"""A prompt and how it is to be continued, its text as it grows, and the result. Imports no jax."""
+
+import codecs
+import dataclasses
+import enum
+import math
+import numbers
+import operator
+import secrets
+from collections.abc import Callable, Sequence
+
+from ladder_jax.config import DecodeConfig
+from ladder_jax.errors import RunFailed, UserError
+
+SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+"""The settings that a request shares with DecodeConfig."""
+
+LARGEST = 1e30  # temperature or penalty: larger values have no further effect, and could overflow a float32
+
+type Decoder = Callable[[Sequence[int]], bytes]
+"""The bytes of tokens. The bytes of a sequence are those of its tokens, concatenated."""
+
+
+class Finish(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # at a stop token or a stop string
+    LENGTH = "length"  # after max_new_tokens
+    CANCELLED = "cancelled"
+
+
+class NoNumbers(RunFailed):
+    """The logits of one request are NaN or infinite. Other requests go on."""
+
+    def __init__(self, after: int):
+        super().__init__(
+            f"the model's logits are no numbers (NaN or infinite) after {after} new tokens: there is no next one"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and how it is to be continued; sampling settings as in DecodeConfig.
+
+    prompt: token ids, at least one.
+    seed: of the sampling noise. With the same seed a request gives the same text, whatever else runs. None draws a
+        seed, which the request then holds.
+    stop_ids: tokens that end the text.
+    stop: strings that end the text; they need a decoder.
+    logprobs: whether the result holds each token's log-probability, in nats.
+
+    Raises UserError for settings out of their range.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    logprobs: bool = False
+
+    def __post_init__(self):
+        if self.seed is None:
+            object.__setattr__(self, "seed", secrets.randbits(32))
+        # Every mistake is found here: an error in the engine's loop would end all requests.
+        for name in SAMPLING:
+            kind = _whole if name in ("max_new_tokens", "top_k", "seed") else _real
+            object.__setattr__(self, name, kind(name, getattr(self, name)))
+        DecodeConfig(**{name: getattr(self, name) for name in SAMPLING})
+        for name in ("max_new_tokens", "top_k"):
+            if getattr(self, name) >= 2**31:
+                raise UserError(f"{name} must be below 2**31, not {getattr(self, name)}")
+        for name in ("temperature", "repetition_penalty"):
+            if getattr(self, name) > LARGEST:
+                raise UserError(f"{name} must be at most {LARGEST:g}, not {getattr(self, name)}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(one, str) and one for one in stop):
+            raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")
+        for name in ("prompt", "stop_ids"):
+            object.__setattr__(self, name, tuple(_whole(f"a token of {name}", token) for token in getattr(self, name)))
+        object.__setattr__(self, "stop", stop)
+
+    @classmethod
+    def of(
+        cls, prompt: Sequence[int], *, config: DecodeConfig, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()
+    ) -> "Request":
+        """With `config`'s sampling settings."""
+        return cls(prompt, **{name: getattr(config, name) for name in SAMPLING}, stop=stop, stop_ids=stop_ids)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the greedy program serves it, which neither samples nor computes log-probabilities."""
+        return self.temperature == 0 and not self.logprobs
+
+    def check(self, *, vocab_size: int, decoder: Decoder | None) -> None:
+        """Raises UserError where a model of this vocabulary cannot continue the prompt."""
+        check_prompts([self.prompt], vocab_size=vocab_size)
+        if self.stop and not decoder:
+            raise UserError("stop strings need a decoder; stop_ids do not")
+
+
+def with_seed(config: DecodeConfig, *, index: int) -> DecodeConfig:
+    """`config` for the request at `index` of several: its seed is the configuration's + index, for noise of its own."""
+    return dataclasses.replace(config, seed=(config.seed + index) % 2**32)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
+    """Raises UserError where there is no prompt, an empty one, or a token outside the vocabulary."""
+    if not prompts:
+        raise UserError("there is no prompt")
+    for prompt in prompts:
+        if not len(prompt):
+            raise UserError("the prompt is empty; generation needs at least one token to start from")
+        worst = min(prompt) if min(prompt) < 0 else max(prompt)
+        if not 0 <= worst < vocab_size:
+            raise UserError(f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}")
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UserError(f"{name} must be a whole number, not {value!r}") from None
+
+
+def _real(name: str, value: object) -> float:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, not {value!r}")
+    return float(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a Result, with the same fields. Text may come later than its tokens, never earlier."""
+
+    tokens: tuple[int, ...]
+    text: str | None
+    logprobs: tuple[float, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A finished request.
+
+    tokens: all new tokens, up to and including the one that ended the text.
+    text: their text, up to the stop token or stop string; None without a decoder.
+    logprobs: each token's log-probability, in nats, before temperature and filters; None unless requested.
+    """
+
+    tokens: tuple[int, ...]
+    text: str | None
+    logprobs: tuple[float, ...] | None
+    finish: Finish
+    prompt_tokens: int
+
+
+class TokenSequence:
+    """The new tokens of one request, on the host: finds where they end, and which text may be shown already."""
+
+    def __init__(self, request: Request, *, decoder: Decoder | None):
+        self.request = request
+        self._decoder = decoder
+        self._text = StopText(request.stop)
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._shown: list[str] = []
+        self._given = (0, 0)  # tokens, and parts of the text, that `piece` has returned
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> Finish | None:
+        """Adds the next tokens up to the end of the request; returns why it ends, None where it goes on.
+
+        logprobs: needed if the request asks for them. Raises NoNumbers where the device had no logits to choose by.
+        """
+        for index, token in enumerate(tokens):
+            if token < 0:
+                raise NoNumbers(len(self._tokens))
+            self._tokens.append(int(token))
+            if self.request.logprobs:
+                self._logprobs.append(float(logprobs[index]))
+            if reason := self._read(int(token)):
+                return reason
+        return None
+
+    def piece(self) -> Piece | None:
+        """What is new since the last piece; None if there is nothing."""
+        tokens, parts = self._given
+        new, text = tuple(self._tokens[tokens:]), "".join(self._shown[parts:]) if self._decoder else None
+        logprobs = tuple(self._logprobs[tokens:]) if self.request.logprobs else None
+        self._given = (len(self._tokens), len(self._shown))
+        return Piece(new, text, logprobs) if new or text else None
+
+    def finish(self, reason: Finish) -> Result:
+        """Releases the text that was held back, which is the last `piece`'s too."""
+        if self._decoder:
+            self._shown.append(self._text.flush())
+        logprobs = tuple(self._logprobs) if self.request.logprobs else None
+        text = "".join(self._shown) if self._decoder else None
+        return Result(tuple(self._tokens), text, logprobs, reason, len(self.request.prompt))
+
+    def _read(self, token: int) -> Finish | None:
+        if token in self.request.stop_ids:
+            return Finish.STOP
+        if self._decoder:
+            self._shown.append(self._text.push(self._decoder([token])))
+        if self._text.stopped:
+            return Finish.STOP
+        return Finish.LENGTH if len(self._tokens) == self.request.max_new_tokens else None
+
+
+class StopText:
+    """Turns bytes into text that may be shown: whole UTF-8 characters, and no beginning of a stop string.
+
+    The text does not depend on how the bytes were cut. Invalid UTF-8 becomes replacement characters. Of several stop
+    strings, the first to be complete ends the text; of those complete at the same character, the longest.
+    """
+
+    def __init__(self, stop: Sequence[str] = ()):
+        self._stop = tuple(stop)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self.stopped = False
+
+    def push(self, data: bytes) -> str:
+        """The text that may be shown after these bytes."""
+        return self._release(self._utf8.decode(data))
+
+    def flush(self) -> str:
+        """The text that was held back, as no more bytes will come."""
+        shown = self._release(self._utf8.decode(b"", final=True))
+        rest, self._held = self._held, ""
+        return shown + rest
+
+    def _release(self, new: str) -> str:
+        if self.stopped:
+            return ""
+        self._held += new
+        hits = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if hits:
+            shown, self._held, self.stopped = self._held[: min(hits)[1]], "", True
+            return shown
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The most characters at the end of `text` with which `stop` begins."""
+    longest = min(len(stop) - 1, len(text))
+    return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

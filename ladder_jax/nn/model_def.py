@@ -1,0 +1,112 @@
+"""A model without its parameters' values: its configuration, its layout on a mesh, and its modules' shapes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from ladder_jax import residual
+from ladder_jax.config import Loop, ModelConfig, Phase
+from ladder_jax.nn import kernels, parameter
+from ladder_jax.nn.layer import Layer
+from ladder_jax.nn.modules import Embedding, RMSNorm
+from ladder_jax.parallel import Layout, Split, Traits, layout
+
+Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDef:
+    """Everything about a model but its parameters' values: hashable, so that compiled functions are cached by it."""
+
+    config: ModelConfig
+    layout: Layout
+
+    @functools.cached_property
+    def topology(self) -> residual.Topology:
+        return residual.of_model(self.config)
+
+    @functools.cached_property
+    def kernel(self) -> kernels.Kernel:
+        """The attention kernel for this mesh's devices, which also decides the order of a cache's dimensions."""
+        return kernels.choose(self.config, mesh=self.layout.mesh)
+
+    def traits(self, *, phase: Phase, loop: Loop, sequence_parallel: bool = False) -> Traits:
+        """The traits of a program of this model, by which compiler options are chosen."""
+        split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
+        return Traits(
+            self.topology.overlap, phase, loop, frozenset(what for what, is_split in split.items() if is_split)
+        )
+
+    @functools.cached_property
+    def dims(self) -> Params:
+        """The dimensions of every parameter, such as {"embedding": {"table": "VD"}, ...}."""
+        return {name: parameter.dims_of(module) for name, module in self.modules.items()}
+
+    @functools.cached_property
+    def abstract(self) -> Params:
+        """Shape, dtype and sharding of every parameter (jax.ShapeDtypeStruct)."""
+        return {name: parameter.abstract(m, layout=self.layout) for name, m in self.modules.items()}
+
+    @functools.cached_property
+    def modules(self) -> dict[str, nnx.Module]:
+        return declare(self.config, ranks=self.layout.ranks)
+
+    @functools.cached_property
+    def fused(self) -> dict[str, nnx.Module]:
+        """`modules` with one matrix for those that read the same input: for inference only, never stored."""
+        return declare(self.config, ranks=self.layout.ranks, fused=True)
+
+    @functools.cached_property
+    def _graphs(self) -> dict[bool, dict[str, nnx.GraphDef]]:
+        forms = {False: self.modules, True: self.fused}
+        return {fused: {name: nnx.split(m)[0] for name, m in modules.items()} for fused, modules in forms.items()}
+
+    def bind(self, name: str, params: Params) -> Any:
+        """The module called `name` over a rank's arrays; "layers" gives one layer. Only while tracing."""
+        fused = name == "layers" and "gate_up" in params["mlp"]
+        return nnx.merge(self._graphs[fused][name], params)
+
+
+def define(config: ModelConfig, *, mesh: Mesh) -> ModelDef:
+    return ModelDef(config, layout(config, mesh=mesh))
+
+
+def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str, nnx.Module]:
+    """The model's modules, their parameters declared and without values."""
+    sizes = parameter.Sizes(config, ranks)
+    stacked = parameter.Sizes(config, ranks, stacked=True, fused=fused)
+    modules = {
+        "embedding": Embedding(sizes),
+        "layers": Layer(stacked),
+        "final_norm": RMSNorm(sizes),
+    }
+    return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
+
+
+def initialize(definition: ModelDef, *, seed: int = 0, key: jax.Array | None = None) -> Params:
+    """Initial parameters by a seed, or by a key in its place; the same for every mesh and loop form."""
+    key = parameter.root_key(seed) if key is None else key
+    settings = dict(layout=definition.layout, key=key, vocab_size=definition.config.vocab_size)
+    modules = definition.modules.items()
+    return {name: parameter.initial_values(module, name=name, **settings) for name, module in modules}
+
+
+def attention_flops(config: ModelConfig, *, rows: int, length: int, heads: int) -> int:
+    """Scores and values of causal attention, forward, in all layers: 2 B n H T (T + 1) a layer.
+
+    2 H each for the t + 1 positions that t sees. What a kernel computes of the masked half is not counted.
+    """
+    return 2 * rows * heads * config.head_dim * length * (length + 1) * config.num_layers
+
+
+def matrix_elements(definition: ModelDef) -> int:
+    """Elements of all matrices that multiply a token's activations: the head counts; the embedding's lookup and the
+    rows that pad the vocabulary do not.
+    """
+    leaves = list(zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True))
+    layers = sum(leaf.size for leaf, dims in leaves if parameter.is_matrix(dims) and not dims.startswith("V"))
+    return layers + definition.config.vocab_size * definition.config.d_model

@@ -1,0 +1,203 @@
+"""The modules of a model: RMSNorm, attention with rotary positions and a key/value cache, SwiGLU MLP, embeddings."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ladder_jax.config import Biases, ModelConfig
+from ladder_jax.nn import kernels, quantized
+from ladder_jax.nn.parameter import Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
+from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables, rotate
+from ladder_jax.parallel import all_reduce, rank
+from ladder_jax.parallel.collectives import EMBEDDING
+
+Reduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale (arXiv 1910.07467), in float32, over the last dimension: `dim`, D or H (query/key norms)."""
+
+    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None, dim: str = "D"):
+        sizes = sizes_of(config)
+        self.eps = sizes.config.norm_eps
+        self.scale = declare(dim, sizes=sizes, init=ones, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, dtype: jnp.dtype | None = None) -> jax.Array:
+        """x [..., D] in any dtype to [..., D] in `dtype`, by default x's."""
+        dtype = x.dtype if dtype is None else dtype
+        return self.gain(normalise(x, eps=self.eps), dtype=dtype)
+
+    def gain(self, x: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+        """`x`, normalised before, times the gain."""
+        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (x.astype(jnp.float32) * scale).astype(dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention. Under tensor parallelism the heads are split; the output projection gives a partial sum.
+
+    With fewer key/value heads than ranks, several ranks hold (and cache) the same head. `Attention(config,
+    rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device; inside `jax.shard_map` see MLP.
+    """
+
+    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
+        sizes = sizes_of(config)
+        config, new = sizes.config, functools.partial(declare, sizes=sizes, rngs=rngs)
+        self.config = config
+        if sizes.fused:
+            self.query_key_value = new("DJH", init=Normal(0.02))
+        else:
+            self.query = new("DNH", init=Normal(0.02))
+            self.key = new("DKH", init=Normal(0.02))
+            self.value = new("DKH", init=Normal(0.02))
+        self.out = new("NHD", init=residual_writer(config))
+        if config.biases is not Biases.NONE:
+            self.query_bias = new("NH", init=zeros)
+            self.key_bias = new("KH", init=zeros)
+            self.value_bias = new("KH", init=zeros)
+        if config.biases in (Biases.ATTENTION, Biases.ALL):
+            self.out_bias = new("D", init=zeros)
+        if config.qk_norm:
+            self.query_norm = RMSNorm(sizes, rngs=rngs, dim="H")
+            self.key_norm = RMSNorm(sizes, rngs=rngs, dim="H")
+
+    def __call__(self, x_BTD: jax.Array, *, first_rank: jax.Array | bool = True) -> jax.Array:
+        """A rank's partial sum [B, T, D] of causal attention at positions 0..T-1. first_rank: as in `with_cache`."""
+        table = rotary_tables(FULL_SEQUENCE.indices(x_BTD.shape[1]), config=self.config)
+        settings = dict(table=table, kernel=kernels.Kernel.XLA, first_rank=first_rank, positions=FULL_SEQUENCE)
+        return self.with_cache(x_BTD, None, **settings)[0]
+
+    def with_cache(
+        self,
+        x_BTD: jax.Array,
+        cache: Cache | None,
+        *,
+        table: tuple[jax.Array, jax.Array],
+        kernel: kernels.Kernel,
+        first_rank: jax.Array | bool,
+        positions: Positions,
+    ) -> tuple[jax.Array, Cache | None]:
+        """A rank's partial sum [B, T, D], and the cache with this block's keys and values written.
+
+        table: cosines and sines of the block's positions, each [B, T, H/2] (or [1, T, H/2]).
+        positions: the block's, which decide what of the cache it sees.
+        first_rank: True on the one rank that adds the output bias.
+        """
+        query, key, value = self._project(x_BTD, table)
+        attended, cache = positions.attend(query, key, value, cache=cache, kernel=kernel)
+        out = quantized.einsum("BTNH,NHD->BTD", attended, self.out.get_value())
+        if hasattr(self, "out_bias"):
+            out = add_bias(out, jnp.where(first_rank, self.out_bias[...], 0))
+        return out, cache
+
+    def _project(self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array]):
+        dtype = x_BTD.dtype
+        query, key, value = self._matmuls(x_BTD)
+        if hasattr(self, "query_bias"):
+            query = add_bias(query, self.query_bias[...])
+            key = add_bias(key, self.key_bias[...])
+            value = add_bias(value, self.value_bias[...])
+        if hasattr(self, "query_norm"):
+            query = self.query_norm(query, dtype=dtype)
+            key = self.key_norm(key, dtype=dtype)
+        return rotate(query, table), rotate(key, table), value
+
+    def _matmuls(self, x_BTD: jax.Array) -> list[jax.Array]:
+        if hasattr(self, "query_key_value"):
+            fused = quantized.einsum("BTD,DJH->BTJH", x_BTD, self.query_key_value.get_value())
+            heads = self.out.get_value().shape[0]
+            return jnp.split(fused, [heads, (heads + fused.shape[2]) // 2], axis=2)
+        return [
+            quantized.einsum("BTD,DNH->BTNH", x_BTD, self.query.get_value()),
+            quantized.einsum("BTD,DKH->BTKH", x_BTD, self.key.get_value()),
+            quantized.einsum("BTD,DKH->BTKH", x_BTD, self.value.get_value()),
+        ]
+
+
+class MLP(nnx.Module):
+    """SwiGLU (arXiv 2002.05202): silu(x gate) * (x up), then down.
+
+    Under tensor parallelism F is split, and the down projection gives a partial sum.
+
+    `MLP(config, rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device. Inside `jax.shard_map`, over a rank's shards
+    of its arrays (`nn.partition_specs`), it is this rank's partial sum.
+    """
+
+    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
+        sizes = sizes_of(config)
+        new = functools.partial(declare, sizes=sizes, rngs=rngs)
+        if sizes.fused:
+            self.gate_up = new("DG", init=Normal(0.02))
+        else:
+            self.gate = new("DF", init=Normal(0.02))
+            self.up = new("DF", init=Normal(0.02))
+        self.down = new("FD", init=residual_writer(sizes.config))
+        if sizes.config.biases is Biases.ALL:
+            self.gate_bias = new("F", init=zeros)
+            self.up_bias = new("F", init=zeros)
+            self.down_bias = new("D", init=zeros)
+
+    def __call__(self, x_BTD: jax.Array, *, first_rank: jax.Array | bool = True) -> jax.Array:
+        """A rank's partial sum [B, T, D]. first_rank: True on the one rank that adds the output bias."""
+        if hasattr(self, "gate_up"):
+            gate, up = jnp.split(quantized.einsum("BTD,DG->BTG", x_BTD, self.gate_up.get_value()), 2, axis=-1)
+        else:
+            gate = quantized.einsum("BTD,DF->BTF", x_BTD, self.gate.get_value())
+            up = quantized.einsum("BTD,DF->BTF", x_BTD, self.up.get_value())
+        if hasattr(self, "gate_bias"):
+            gate, up = add_bias(gate, self.gate_bias[...]), add_bias(up, self.up_bias[...])
+        out = quantized.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
+        if hasattr(self, "down_bias"):
+            out = add_bias(out, jnp.where(first_rank, self.down_bias[...], 0))
+        return out
+
+
+class Embedding(nnx.Module):
+    """A [V, D] table, used to look tokens up, to score them, or (tied) both. A rank holds V / ranks of its rows.
+
+    On one device `Embedding(config, rngs=nnx.Rngs(0))(tokens)` looks up, and its `logits(x)` scores.
+    """
+
+    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
+        sizes = sizes_of(config)
+        self.vocab_size, self.dtype = sizes.config.vocab_size, sizes.config.dtype.value
+        self.table = declare("VD", sizes=sizes, init=Normal(0.02), rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
+        """`lookup` in the model's compute dtype."""
+        return self.lookup(tokens_BT, axes=axes, dtype=jnp.dtype(self.dtype))
+
+    @jax.named_scope(EMBEDDING)
+    def lookup(
+        self, tokens_BT: jax.Array, *, axes: tuple[str, ...], dtype: jnp.dtype, reduce: Reduce = all_reduce
+    ) -> jax.Array:
+        """Embeddings [B, T, D], equal on all ranks of `axes`: `reduce` adds what each rank's rows give."""
+        table = self.table.get_value()
+        local = tokens_BT - rank(axes) * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = quantized.rows(table, jnp.clip(local, 0, table.shape[0] - 1), dtype=dtype)
+        return reduce(jnp.where(mine[:, :, None], rows, 0), axes)
+
+    def logits(self, x_BTD: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
+        """Float32 scores of this rank's share of the vocabulary, [B, T, V/ranks]; padding is -inf."""
+        table = self.table.get_value()
+        logits = quantized.einsum("BTD,VD->BTV", x_BTD, table, dtype=jnp.float32)
+        token = rank(axes) * table.shape[0] + jnp.arange(table.shape[0])
+        return jnp.where((token < self.vocab_size)[None, None, :], logits, -jnp.inf)
+
+
+def normalise(x: jax.Array, *, eps: float) -> jax.Array:
+    """x / rms(x) over the last dimension, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x [B, T, ...] plus a float32 bias [...], in x's dtype.
+
+    Added in float32, for the gradient's sake: the bias's is a sum over all positions, in the dtype of the addition.
+    """
+    return (x.astype(jnp.float32) + bias[None, None]).astype(x.dtype)

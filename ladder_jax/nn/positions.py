@@ -1,0 +1,144 @@
+"""The positions of a block of tokens: what it writes to the key/value cache and attends to, and its rotary angles."""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ladder_jax.config import ModelConfig, RopeScaling
+from ladder_jax.nn import kernels
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """One layer's keys and values, each a rank's [B, S, K, H] in the order of its kernel's `cache_dims`.
+
+    Row b is filled up to its length.
+    """
+
+    key: jax.Array
+    value: jax.Array
+
+
+class Positions(Protocol):
+    """A block's positions, and attention at them."""
+
+    def indices(self, length: int) -> jax.Array:
+        """Those of a block of `length` tokens, [B, length] or, the same for all rows, [1, length]."""
+
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, cache: Cache | None, kernel: kernels.Kernel
+    ) -> tuple[jax.Array, Cache | None]:
+        """(attention's output, shaped as the query; the cache with the block's keys and values).
+
+        A rank's query [B, T, N, H], key and value [B, T, K, H].
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class FullSequence:
+    """Positions 0..T-1. Nothing precedes them, so a cache is written and not read; without one nothing is written."""
+
+    def indices(self, length):
+        return jnp.arange(length)[None, :]
+
+    def attend(self, query, key, value, *, cache, kernel):
+        cache = cache and _write(cache, key, value, start=0, kernel=kernel)
+        return kernels.causal(query, key, value, kernel=kernel), cache
+
+
+FULL_SEQUENCE = FullSequence()
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Rows of several documents, for training: each attends only to itself, and starts at position 0. No cache.
+
+    segments: [B, T] integers, equal within a document and different in adjacent documents.
+    """
+
+    segments: jax.Array
+
+    def indices(self, length):
+        index = jnp.broadcast_to(jnp.arange(length)[None, :], self.segments.shape)
+        begins = jnp.pad(self.segments[:, 1:] != self.segments[:, :-1], ((0, 0), (1, 0)))
+        return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+    def attend(self, query, key, value, *, cache, kernel):
+        return kernels.causal(query, key, value, kernel=kernel, segments=self.segments), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedPrefill:
+    """Positions start..start+T-1 of every row; the cache holds those before, and must have room for these.
+
+    start: an int32 scalar.
+    """
+
+    start: jax.Array
+
+    def indices(self, length):
+        return self.start + jnp.arange(length)[None, :]
+
+    def attend(self, query, key, value, *, cache, kernel):
+        cache = _write(cache, key, value, start=self.start, kernel=kernel)
+        return kernels.extend(query, cache.key, cache.value, self.start, kernel=kernel), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeStep:
+    """One token a row (T is 1), at row b's position `lengths[b]`: [B] int32, how many positions the cache holds."""
+
+    lengths: jax.Array
+
+    def indices(self, length):
+        return self.lengths[:, None]
+
+    def attend(self, query, key, value, *, cache, kernel):
+        here = (slice(None),) * (kernel.cache_dims.index("S") - 1)  # a row's heads, where these come first
+        # vmap, as XLA for GPUs aborts on the constants of an index of rows, among operations in program order.
+        write = jax.vmap(lambda row, length, new: row.at[*here, length].set(new, unique_indices=True))
+        cache = Cache(write(cache.key, self.lengths, key[:, 0]), write(cache.value, self.lengths, value[:, 0]))
+        return kernels.decode(query, cache.key, cache.value, self.lengths + 1, kernel=kernel), cache
+
+
+def _write(cache: Cache, key: jax.Array, value: jax.Array, *, start: int | jax.Array, kernel: kernels.Kernel) -> Cache:
+    def write(into, block):
+        block, axis = kernels.cached(block, kernel=kernel), kernel.cache_dims.index("S")
+        return jax.lax.dynamic_update_slice_in_dim(into, block, start, axis)
+
+    return Cache(write(cache.key, key), write(cache.value, value))
+
+
+def rotary_frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians a position, [H/2], in float64: rotary position embedding (arXiv 2104.09864)."""
+    exponents = np.arange(0, config.head_dim, 2) / config.head_dim
+    plain = config.rope_theta**-exponents
+    return plain if config.rope_scaling is None else _llama3(plain, config.rope_scaling)
+
+
+def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Llama 3's stretch (arXiv 2407.21783): slow rotations by `factor`, fast ones not, a ramp between."""
+    turns = scaling.original_context * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def rotary_tables(positions: jax.Array, *, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, T, H/2], float32, for `positions` [B, T]; made once for all layers."""
+    frequencies = jnp.asarray(rotary_frequencies(config)[None, None, :], jnp.float32)
+    angles = positions[:, :, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """x [B, T, heads, H] turned by its positions' angles: dimension i pairs with i + H/2."""
+    cos, sin = (part[:, :, None, :] for part in table)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)

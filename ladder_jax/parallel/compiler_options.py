@@ -1,0 +1,189 @@
+"""Compiler options that make collectives asynchronous: one table by kind of device, with the evidence for each option.
+
+The evidence is schedules compiled with jax 0.12.0.1, libtpu 0.0.50.1 and the CUDA 13 plugin. `ladder-jax overlap`
+compiles them again, and `make audit` fails when a new compiler behaves otherwise.
+"""
+
+import dataclasses
+import enum
+
+from ladder_jax.config import Loop, Phase
+from ladder_jax.parallel.traits import Overlap, Split, Traits
+
+
+class When(enum.Enum):
+    ALWAYS = "always"
+    RESCUE = "rescue"  # only after the compiler has failed without it
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A compiler option, the programs for which it is set, and the evidence for it (`why`).
+
+    split: set for programs that split one of these; empty, for all.
+    """
+
+    name: str
+    value: bool | int | float | str
+    why: str
+    overlap: tuple[Overlap, ...] = (Overlap.HIDES,)
+    phases: tuple[Phase, ...] = tuple(Phase)
+    loops: tuple[Loop, ...] = tuple(Loop)
+    when: When = When.ALWAYS
+    split: tuple[Split, ...] = ()
+
+    def serves(self, traits: Traits) -> bool:
+        return (
+            traits.overlap in self.overlap
+            and traits.phase in self.phases
+            and traits.loop in self.loops
+            and (not self.split or not traits.split.isdisjoint(self.split))
+        )
+
+
+_OFFLOAD = Option(
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+    True,
+    "synchronous on the TensorCore without it; the SparseCore reduces beside it (schedules of v5p and v6e)",
+)
+_OFFLOAD_SMALL = Option(
+    "xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes",
+    0,
+    "below 64 KiB the compiler keeps an all-reduce on the TensorCore, synchronous (a batch-1 decode's 16 KiB)",
+    phases=(Phase.DECODE,),
+)
+_EARLIER = Option(
+    "xla_tpu_sparse_core_all_reduce_latency_multiplier",
+    3.0,
+    "the compiler believes in less time than the wire takes, and issues too late: of a rematerialised scan's backward"
+    " it left an all-reduce two small operations; with 3 it has half a sublayer, at no more estimated cycles",
+    phases=(Phase.TRAIN,),
+)
+_OFFLOAD_HALVES = tuple(
+    Option(
+        f"xla_tpu_enable_sparse_core_collective_offload_{kind}",
+        True,
+        f"every {kind.replace('_', '-')} is synchronous on the TensorCore without it (schedules of v5p and v6e)",
+        overlap=tuple(Overlap),
+        split=tuple(Split),
+    )
+    for kind in ("all_gather", "reduce_scatter")
+)
+_SEVERAL = Option(
+    "xla_tpu_enable_concurrent_sparse_core_offloading",
+    True,
+    "one collective at a time without it, and weights took the sublayers' outputs' place: v6e, 2 layers, hid 4 of 8"
+    " all-reduces, and 7 with it, at the same estimated cycles",
+    overlap=tuple(Overlap),
+    split=(Split.WEIGHTS,),
+)
+
+
+def _stream(kib: int, fewer: str) -> Option:
+    return Option(
+        "xla_tpu_scoped_vmem_limit_kib",
+        kib,
+        "room for matmuls to stream their matrices from main memory, where the compiler would prefetch whole ones into"
+        f" vector memory and read them there again: {fewer} estimated cycles of a decode step, in either topology",
+        overlap=tuple(Overlap),
+        phases=(Phase.DECODE,),
+        loops=(Loop.UNROLLED,),
+    )
+
+
+TABLE: dict[str, tuple[Option, ...]] = {
+    "TPU v5 lite": (
+        Option(
+            "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+            True,
+            "fuses the steps of an all-reduce with the matmuls beside it; v5e has no SparseCore",
+        ),
+        Option(
+            "xla_enable_async_all_reduce",
+            True,
+            "needed together with the fusion; a hard error on v5p and v6e, which once gave NaN (jax#38741)",
+        ),
+        Option(
+            "xla_tpu_scoped_vmem_limit_kib",
+            65536,
+            "room for that fusion: without it half of a scanned decode's all-reduces stay synchronous, and a scanned"
+            " training step takes 8 % more estimated cycles",
+            loops=(Loop.SCAN,),
+        ),
+        Option(
+            "xla_tpu_scoped_vmem_limit_kib",
+            65536,
+            "an unrolled training step's backward hides one or two more with it, in 2 % fewer estimated cycles",
+            phases=(Phase.TRAIN,),
+            loops=(Loop.UNROLLED,),
+        ),
+        Option(
+            "xla_tpu_scoped_vmem_limit_kib",
+            65536,
+            "over 2x2 chips (tensor 4) an unrolled prefill fails without it, over 2x4 with it; it costs a decode 30 %",
+            phases=(Phase.PREFILL, Phase.DECODE),
+            loops=(Loop.UNROLLED,),
+            when=When.RESCUE,
+        ),
+    ),
+    "TPU v5": (_OFFLOAD, *_OFFLOAD_HALVES, _SEVERAL, _OFFLOAD_SMALL, _stream(65536, "8 % fewer")),
+    "TPU v6 lite": (_OFFLOAD, *_OFFLOAD_HALVES, _SEVERAL, _OFFLOAD_SMALL, _EARLIER),
+    # Collectives run on the SparseCore by default.
+    "TPU7x": (
+        _OFFLOAD_SMALL,
+        Option(
+            "xla_tpu_sparse_core_all_gather_latency_multiplier",
+            0.5,
+            "the compiler gives all of attention to the gather of the next input, and nothing to the reduce-scatter"
+            " before it: in 4 layers 3 of 7 were left bare; with half of its estimate, none",
+            phases=(Phase.PREFILL,),
+            split=(Split.SEQUENCE,),
+        ),
+        _stream(49152, "8 % fewer"),
+        Option(
+            "xla_tpu_control_large_2nd_minor_layout_for_x16",
+            False,
+            "ahead of the loop over tokens the compiler tiles every matrix anew, for matmuls that gain nothing by it: a"
+            " second copy of the weights in memory, and 1.13 times the least bytes a token where it is 1.03 without",
+            overlap=tuple(Overlap),
+            phases=(Phase.DECODE,),
+        ),
+    ),
+    "NVIDIA": (
+        Option(
+            "xla_gpu_enable_latency_hiding_scheduler",
+            True,
+            "the default on an H100 or B200, but not on every spec (an A100-like one)",
+            overlap=tuple(Overlap),
+        ),
+        Option(
+            "xla_gpu_experimental_use_collective_kernels",
+            "",
+            "an all-reduce of at most 4 MiB is a Triton kernel by default: fast, and never overlapped; this gives NCCL",
+            phases=(Phase.DECODE,),
+        ),
+        Option(
+            "xla_gpu_experimental_parallel_collective_overlap_limit",
+            4,
+            "one collective at a time by default: weights and sublayers' outputs took each other's place, and 8 of 16"
+            " all-reduces were left with nothing beside them; with 4, one",
+            overlap=tuple(Overlap),
+            split=(Split.WEIGHTS,),
+        ),
+        Option(
+            "xla_gpu_all_gather_combine_threshold_bytes",
+            2**28,
+            "one or two messages a layer instead of six: each hides under a sublayer or more, where of six some hid"
+            " under nothing. Larger, it would join the embedding's and the head's to the first layer's",
+            overlap=tuple(Overlap),
+            split=(Split.WEIGHTS,),
+        ),
+        Option(
+            "xla_gpu_reduce_scatter_combine_threshold_bytes",
+            2**29,
+            "the same for gradients, which are in float32",
+            overlap=tuple(Overlap),
+            split=(Split.WEIGHTS,),
+        ),
+    ),
+}

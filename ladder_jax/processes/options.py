@@ -1,0 +1,174 @@
+"""What options and environment variables say about the processes of a run."""
+
+import dataclasses
+import glob
+import importlib.util
+from collections.abc import Mapping
+
+from ladder_jax.errors import UserError
+
+CHIPS = "a TPU"  # only its metadata server knows of how many hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """`--option VALUE`, or `variable` in the environment."""
+
+    name: str
+    metavar: str
+    help: str
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "LADDER_JAX_" + self.name.upper()
+
+
+SETTINGS = (
+    Setting("coordinator", "HOST:PORT", "where process 0 listens"),
+    Setting("processes", "N", "how many processes train together"),
+    Setting("process", "I", "which of them this is: 0 to N - 1"),
+    Setting("start_timeout", "SECONDS", "wait so long for all to start (300)"),
+    Setting("lost_timeout", "SECONDS", "a process is lost after so long without a sign of life (60)"),
+    Setting("hang_timeout", "SECONDS", "the run hangs if no process gets on for so long (1800; inf: never)"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessSpec:
+    """How this process joins the others; what is None, jax's cluster detection fills in.
+
+    coordinator: HOST:PORT of process 0; cluster: the scheduler that started this process, None where all is given.
+    """
+
+    coordinator: str | None
+    processes: int | None
+    process: int | None
+    cluster: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """Time-outs in seconds.
+
+    start: until all processes have joined; lost: without a sign of life of one process; hang: without progress of any
+    process, which must be longer than the longest compilation, restoring or saving.
+    """
+
+    start: float = 300.0
+    lost: float = 60.0
+    hang: float = 1800.0
+
+    @property
+    def beat(self) -> float:
+        """Between two signs of life."""
+        return min(5.0, self.lost / 5, self.hang / 5)
+
+
+def spec(options: Mapping[str, str | None], environ: Mapping[str, str]) -> ProcessSpec | None:
+    """How this process joins others; None where it trains alone.
+
+    An option goes before its LADDER_JAX_ variable, and both before the cluster's. Raises UserError for impossible
+    values, and for missing ones that no cluster can fill in.
+    """
+    values = _values(options, environ)
+    coordinator, processes, process = (values.get(name) for name in ("coordinator", "processes", "process"))
+    _check_coordinator(coordinator)
+    count = processes and _whole(processes)
+    index = process and _whole(process)
+    if count is not None and count < 1:
+        raise UserError(f"{processes.source} must be positive, not {count}")
+    if index is not None and index < 0:
+        raise UserError(f"{process.source} must not be negative, but is {index}")
+    if index is not None and count is not None and index >= count:
+        raise UserError(f"{process.source} {index}: {count} processes are 0 to {count - 1} ({processes.source})")
+    if count == 1:
+        return None
+    address = coordinator and coordinator.value
+    if None not in (address, count, index):
+        return ProcessSpec(address, count, index)
+    cluster = suspected(environ)
+    if cluster is None:
+        if coordinator is processes is process is None:
+            return None
+        raise incomplete("no cluster is recognised here", ProcessSpec(address, count, index))
+    return ProcessSpec(address, count, index, cluster)
+
+
+def patience(options: Mapping[str, str | None], environ: Mapping[str, str]) -> Patience:
+    """Raises UserError for a time-out that is not a positive number; infinity ("inf") is for ever."""
+    values = _values(options, environ)
+    names = ("start", "lost", "hang")
+    return Patience(**{name: _seconds(values[f"{name}_timeout"]) for name in names if f"{name}_timeout" in values})
+
+
+def suspected(environ: Mapping[str, str]) -> str | None:
+    """The cluster that may have started this as one of several processes, by its variables alone."""
+    several = lambda name: environ.get(name, "").isdigit() and int(environ[name]) > 1
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ and several("SLURM_NTASKS"):
+        return "SLURM"
+    if several("OMPI_COMM_WORLD_SIZE"):
+        return "Open MPI"
+    hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES", "")
+    if "," in hosts or several("MEGASCALE_NUM_SLICES"):
+        return "a TPU slice"
+    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
+        return "an indexed Kubernetes Job"
+    chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
+    if chips and "TPU_SKIP_MDS_QUERY" not in environ and importlib.util.find_spec("libtpu"):
+        return CHIPS
+    return None
+
+
+def incomplete(why: str, spec: ProcessSpec) -> UserError:
+    missing = [f"--{name}" for name in ("coordinator", "processes", "process") if getattr(spec, name) is None]
+    return UserError(
+        f"{why}: {' and '.join(missing)} must be given too"
+        " (or --processes 1, to train alone; LADDER_JAX_* variables say the same)"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A setting's text, and the option or variable that it comes from."""
+
+    value: str
+    source: str
+
+
+def _values(options: Mapping[str, str | None], environ: Mapping[str, str]) -> dict[str, _Value]:
+    values = {}
+    for setting in SETTINGS:
+        if (value := options.get(setting.name)) is not None:
+            values[setting.name] = _Value(value, setting.option)
+        elif value := environ.get(setting.variable):
+            values[setting.name] = _Value(value, setting.variable)
+    return values
+
+
+def _whole(value: _Value) -> int:
+    try:
+        return int(value.value)
+    except ValueError:
+        raise UserError(f"{value.source} must be a whole number, not {value.value!r}") from None
+
+
+def _seconds(value: _Value) -> float:
+    try:
+        seconds = float(value.value)
+    except ValueError:
+        seconds = float("nan")
+    if not seconds > 0:
+        raise UserError(f"{value.source} must be a positive number of seconds, not {value.value!r}")
+    return seconds
+
+
+def _check_coordinator(value: _Value | None) -> None:
+    if value is None:
+        return
+    host, _, port = value.value.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise UserError(f"{value.source} {value.value!r} must be HOST:PORT, such as gpu-0:8476")

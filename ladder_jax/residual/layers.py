@@ -1,0 +1,187 @@
+"""The loop over layers: unrolled, or one `lax.scan` for every run of layers with equal steps; and what its backward
+pass recomputes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ladder_jax.config import Loop, Remat
+from ladder_jax.parallel.collectives import pvary, varying
+from ladder_jax.residual.steps import REDUCED, State, Step
+
+LAYER_INPUT = "entered"
+"""The checkpoint name of the state that enters a layer."""
+
+MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
+
+# (state, one layer's parameters, its cache, its steps) -> (state, cache)
+Body = Callable[[State, Any, Any, tuple[Step, ...]], tuple[State, Any]]
+
+
+def run_layers(
+    body: Body,
+    state: State,
+    *,
+    params: Any,
+    caches: Any,
+    steps: tuple[tuple[Step, ...], ...],
+    loop: Loop,
+    remat: Remat,
+    axes: tuple[str, ...],
+    dtype: jnp.dtype,
+    first: int = 0,
+) -> tuple[State, Any]:
+    """The state after all layers, and the caches in the form in which they came.
+
+    params: stacked [L, ...], or (unrolled only) a tuple with each layer's own arrays.
+    caches: likewise, or None.
+    dtype: of a sublayer's output.
+    first: the number of the first of these layers in the model, for their names in the program.
+    """
+    form = type(caches)
+    if loop is Loop.UNROLLED:
+        runs = [(layer, 1, 1) for layer in range(len(steps))]
+        params, caches = unstacked(params), unstacked(caches)
+    else:
+        runs = runs_of(steps)
+    updated = []
+    for start, period, repeats in runs:
+        stop = start + period * repeats
+        if repeats == 1:
+            for layer in range(start, stop):
+                layer_body = rematerialised(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED)
+                with jax.named_scope(f"layer_{first + layer}"):  # which the schedule's report reads
+                    state, cache = layer_body(state, _layer(params, layer), _layer(caches, layer))
+                updated.append(cache)
+            continue
+
+        def scan_body(state, slices, kinds=steps[start : start + period]):
+            updated_caches = []
+            for index, kind in enumerate(kinds):
+                layer_body = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN)
+                state, cache = layer_body(state, *(_layer(tree, index) for tree in slices))
+                updated_caches.append(cache)
+            return state, _stack(updated_caches)
+
+        fold = lambda a: a[start:stop].reshape(repeats, period, *a.shape[1:])
+        state = steps[start][0].fill(state, axes=axes, dtype=dtype)
+        with jax.named_scope(f"layers_{first + start}_to_{first + stop - 1}"):
+            state, scanned = jax.lax.scan(scan_body, state, jax.tree.map(fold, (params, caches)))
+        scanned = jax.tree.map(lambda a: a.reshape(period * repeats, *a.shape[2:]), scanned)
+        updated.extend(_layer(scanned, index) for index in range(period * repeats)) if len(runs) > 1 else None
+    if caches is None:
+        return state, None
+    if form is tuple:
+        return state, tuple(updated)
+    return state, (scanned if len(runs) == 1 else _stack(updated))
+
+
+def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
+    """(start, period, repeats) of runs of layers: greedily the longest, then the shortest period."""
+    runs, start = [], 0
+    while start < len(steps):
+        best = (1, 1)
+        for period in range(1, MAX_PERIOD + 1):
+            repeats, pattern = 1, steps[start : start + period]
+            while steps[start + repeats * period : start + (repeats + 1) * period] == pattern:
+                repeats += 1
+            if repeats > 1 and repeats * period > best[0] * best[1]:
+                best = (period, repeats)
+        runs.append((start, *best))
+        start += best[0] * best[1]
+    return runs
+
+
+def rematerialised(body: Callable, *, steps: tuple[Step, ...], remat: Remat, loop: Loop) -> Callable:
+    """`body(..., steps)` as a function of (state, parameters, cache) whose backward pass recomputes what `remat` says.
+
+    Every policy keeps the reduced sums, so that nothing is all-reduced twice.
+    """
+    body = functools.partial(body, steps=steps)
+    policies = jax.checkpoint_policies
+    if remat is Remat.NONE:
+        return body
+    policy = policies.save_only_these_names(REDUCED)
+    if remat is Remat.SAVE_MATMULS:
+        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
+    elif remat is Remat.OFFLOAD:
+        body = _with_named_input(body)
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT, REDUCED],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return body if loop is Loop.SCAN else _prevent_cse(body)
+
+
+def _with_named_input(body: Callable) -> Callable:
+    """`body` with a name on the state that enters it: a policy offloads by name, and leaves the rest on the device."""
+
+    def named(state, params, cache):
+        return body(jax.tree.map(lambda a: checkpoint_name(a, LAYER_INPUT), state), params, cache)
+
+    return named
+
+
+def _prevent_cse(body: Callable) -> Callable:
+    """`body`, whose recomputation the compiler cannot merge with the forward pass: see jax's `prevent_cse`.
+
+    jax's barrier waits for all cotangents, including the one being all-reduced. Ours waits for `partial`'s only, so
+    that recomputation overlaps that all-reduce.
+    """
+
+    @jax.custom_vjp
+    def apart(state, params, cache):
+        return body(state, params, cache)
+
+    def backward(pullback, gradients):
+        state, _ = gradients
+        newest = state.residual if state.partial is None else state.partial
+        pullback, _ = jax.lax.optimization_barrier((pullback, newest))
+        return pullback(gradients)
+
+    apart.defvjp(functools.partial(jax.vjp, body), backward)
+    return apart
+
+
+def unstacked(tree: Any) -> Any:
+    """A stacked tree as a tuple of each layer's own arrays; a tuple, or None, unchanged."""
+    if isinstance(tree, tuple) or tree is None:
+        return tree
+    return _unstack(tree)
+
+
+@jax.custom_vjp
+def _unstack(tree: Any) -> tuple:
+    """Backward writes each layer's gradient into one stack, in place. The transpose of indexing would sum as many
+    arrays as there are layers, each as large as the stack."""
+    count = jax.tree.leaves(tree)[0].shape[0]
+    return tuple(jax.tree.map(lambda a: a[i], tree) for i in range(count))
+
+
+def _restack(_, gradients: tuple) -> tuple:
+    def write(*layers):
+        axes = frozenset.union(*map(varying, layers))
+        stack = pvary(jnp.zeros((len(layers), *layers[0].shape), layers[0].dtype), axes)
+        for index in reversed(range(len(layers))):
+            stack = jax.lax.dynamic_update_index_in_dim(stack, layers[index], index, 0)
+        return stack
+
+    return (jax.tree.map(write, *gradients),)
+
+
+_unstack.defvjp(lambda tree: (_unstack(tree), None), _restack)
+
+
+def _layer(tree: Any, index: int) -> Any:
+    return tree[index] if isinstance(tree, tuple) else jax.tree.map(lambda a: a[index], tree)
+
+
+def _stack(trees: list) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

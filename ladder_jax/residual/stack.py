@@ -1,0 +1,111 @@
+"""Layers of your own under a topology: `run` for functions and parameters, `Stack` as a Flax module."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ladder_jax.config import Loop, Remat
+from ladder_jax.errors import UserError, member
+from ladder_jax.parallel.collectives import pvary, rank
+from ladder_jax.residual.layers import run_layers
+from ladder_jax.residual.steps import Sublayer, check_axes, flush
+from ladder_jax.residual.topologies import Topology, begin
+
+Blocks = Callable[[Any], Sequence[Sublayer]]  # one layer's parameters -> its sublayers (attention, MLP)
+
+
+def run(
+    topology: Topology,
+    blocks: Blocks,
+    x: jax.Array,
+    *,
+    params: Any,
+    axes: tuple[str, ...] = ("tensor",),
+    loop: Loop | str = Loop.SCAN,
+    remat: Remat | str = Remat.NONE,
+) -> jax.Array:
+    """The residual stream [B, T, D] after all layers, equal on all ranks of `axes`.
+
+    blocks: from one layer's parameters to its two sublayers, normalisation included. A sublayer is a function from
+        [B, T, D] to this rank's partial sum [B, T, D]; it contains no `psum`, and adds an output bias by `on_one_rank`.
+    x: [B, T, D], such as the embedding, equal on all ranks of `axes`.
+    params: a pytree of stacked arrays [L, ...], a rank's shards of them. With `loop="unrolled"` it may be a list or
+        tuple of each layer's own.
+    axes: the mesh axes of the tensor-parallel ranks, inside `jax.shard_map`; () on one device.
+    loop: "scan", one compiled body for all layers, or "unrolled".
+    remat: what the backward pass recomputes: "none", "full", "save-matmuls" or "offload".
+
+    Raises UserError for params of another number of layers, and for a sublayer that reduces its own output.
+    """
+    loop, remat = member(Loop, "loop", loop), member(Remat, "remat", remat)
+    check_axes(axes)
+    if loop is Loop.UNROLLED and isinstance(params, list | tuple):
+        params, first = tuple(params), params[0] if params else None
+        counts = {len(params)}
+    else:
+        counts = {a.shape[0] if getattr(a, "ndim", 0) else None for a in jax.tree.leaves(params)}
+        first = jax.tree.map(lambda a: a[0], params) if None not in counts else None
+    if counts != {topology.num_layers}:
+        raise UserError(
+            f"params must hold {topology.num_layers} layers, as the topology does: arrays [{topology.num_layers}, ...],"
+            f" or with loop='unrolled' a list of each layer's own; they hold {_listed(counts)}"
+        )
+
+    def body(state, layer, cache, steps):
+        sublayers = blocks(layer)
+        for step in steps:
+            with jax.named_scope("_".join(f"sublayer_{index}" for index in step.sublayers)):
+                state = step(state, sublayers, axes=axes)
+        return state, cache
+
+    dtype = jax.eval_shape(lambda layer, x: blocks(layer)[0](pvary(x, axes)), first, x).dtype
+    settings = dict(steps=topology.layers, loop=loop, remat=remat, axes=axes, dtype=dtype)
+    state = begin(x, topology=topology, axes=axes)
+    state, _ = run_layers(body, state, params=params, caches=None, **settings)
+    return flush(state, axes=axes)
+
+
+class Stack(nnx.Module):
+    """Layers of your own as one module: `Stack(Block, topology=topology, rngs=nnx.Rngs(0))(x)`.
+
+    layer: called once a layer as `layer(rngs=rngs)`, it makes an `nnx.Module`; `stack.layers` is that module with
+        stacked parameters [L, ...].
+    sublayers: from one such module to its two sublayers, by default its attributes `attention` and `mlp`.
+    axes, loop, remat: as in `run`. Variables that a sublayer changes while it runs, such as batch statistics, keep
+        their old values.
+    """
+
+    def __init__(
+        self,
+        layer: Callable[..., nnx.Module],
+        *,
+        topology: Topology,
+        rngs: nnx.Rngs,
+        sublayers: Callable[[Any], Sequence[Sublayer]] = lambda layer: (layer.attention, layer.mlp),
+        axes: tuple[str, ...] = ("tensor",),
+        loop: Loop | str = Loop.SCAN,
+        remat: Remat | str = Remat.NONE,
+    ):
+        self.topology, self.sublayers = topology, sublayers
+        self.axes, self.loop, self.remat = axes, loop, remat
+        create = nnx.split_rngs(splits=topology.num_layers)(nnx.vmap(lambda rngs: layer(rngs=rngs)))
+        self.layers = create(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] to [B, T, D]."""
+        graph, params = nnx.split(self.layers)
+        blocks = lambda layer: self.sublayers(nnx.merge(graph, layer))
+        settings = dict(axes=self.axes, loop=self.loop, remat=self.remat)
+        return run(self.topology, blocks, x, params=params, **settings)
+
+
+def on_one_rank(bias: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`bias` on the first rank of `axes` and zeros on the others, so that a sum over the ranks holds it once."""
+    return jnp.where(rank(axes) == 0, bias, 0) if axes else bias
+
+
+def _listed(counts: set) -> str:
+    return ", ".join(sorted("an array without layers" if count is None else str(count) for count in counts)) or "none"

@@ -1,0 +1,175 @@
+"""A retraining run's loss on one rank: cross-entropy, a teacher's divergence, and the distance of hidden streams."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ladder_jax import nn
+from ladder_jax.config import TrainConfig
+from ladder_jax.data.batch import Targets
+from ladder_jax.nn import ModelDef, Params
+from ladder_jax.nn.divergence import divergence_sum
+from ladder_jax.residual import Delayed, State
+from ladder_jax.retrain import lora, parts
+from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class _PartedModel:
+    """One forward pass over a model whose lowest layers are stacked apart (see parts.py).
+
+    below: how many layers those are. trainable: for each stack in which some arrays are frozen, the tree of booleans
+    that says which are not. ladder_fraction: float32 [L], None where no layer is being converted.
+    """
+
+    forward: nn.ForwardPass
+    params: Params
+    dims: Params
+    below: int
+    trainable: Params = dataclasses.field(default_factory=dict)
+    ladder_fraction: jax.Array | None = None
+
+    def layers(self, state: State, first: int, last: int) -> State:
+        """The state after the layers first..last-1, which must lie in one of the two stacks."""
+        name, offset = (parts.LOWER, 0) if last <= self.below else (parts.LAYERS, self.below)
+        stack, dims = self.params[name], self.dims[name]
+        if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):
+            stack = jax.tree.map(lambda a: a[first - offset : last - offset], stack)
+        trainable = self.trainable.get(name)
+        if self.ladder_fraction is not None:
+            trainable = jax.tree.map(lambda _: True, dims) if trainable is None else trainable
+            trainable = {**trainable, nn.LADDER_FRACTION: False}
+            stack = {**stack, nn.LADDER_FRACTION: self.ladder_fraction[first:last]}
+            dims = {**dims, nn.LADDER_FRACTION: "L"}
+        return self.forward.layers(state, stack, first=first, dims=dims, trains=trainable)[0]
+
+
+def terms(plan: RetrainPlan) -> tuple[str, ...]:
+    """The names of the loss's terms that the metrics show beside their sum."""
+    if plan.teacher is None:
+        return ()
+    return ("cross_entropy", "divergence", *(("hidden",) if plan.distill.hidden_weight else ()))
+
+
+def loss_sum(
+    plan: RetrainPlan,
+    trained: Params,
+    frozen: Params,
+    batch: Targets,
+    *,
+    ladder_fraction: jax.Array | None,
+    config: TrainConfig,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(the loss, its `terms`), each summed over this rank's positions and equal on its tensor ranks."""
+
+    positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
+
+    def forward(definition: ModelDef) -> nn.ForwardPass:
+        return nn.ForwardPass(
+            definition,
+            batch.tokens.shape[1],
+            positions=positions,
+            loop_form=config.loop,
+            remat=config.remat,
+            sequence_parallel=config.sequence_parallel,
+        )
+
+    definition, below = plan.definition, plan.frozen_layers
+    params, dims = _with_factors(plan, trained, frozen)
+    trainable = {parts.LAYERS: lora.trainable(dims[parts.LAYERS])} if plan.lora.rank else {}
+    student = _PartedModel(forward(definition), params, dims, below, trainable, ladder_fraction)
+    boundaries = _boundaries(plan)
+
+    student_streams, teacher_streams, shared = {}, {}, _shared_layers(plan)
+    state = student.forward.embed(params, batch.tokens)
+    for first, last in zip(boundaries, boundaries[1:]):
+        state = student.layers(state, first, last)
+        student_streams[last] = lambda state=state: student.forward.stream(state)
+    x = student.forward.finish(params, state)
+    if plan.teacher is None:
+        total = nn.loss_sum(
+            definition,
+            params,
+            x,
+            batch.targets,
+            weights=batch.weights,
+            z_loss=config.z_loss,
+            chunk=config.loss_chunk,
+        )
+        return total, {}
+
+    shared_params = frozen.get("model", {}) if plan.shares_weights else {}
+    teacher_params = lax.stop_gradient({**shared_params, **frozen.get("teacher", {})})
+    teacher_dims = parts.split_dims(plan.teacher, below=below)
+    teacher = _PartedModel(forward(plan.teacher), teacher_params, teacher_dims, below)
+    # The teacher starts from the student's stream after the layers that compute the same in both.
+    if shared:
+        state = teacher.forward.begin(lax.stop_gradient(student_streams[shared]()))
+    else:
+        state = teacher.forward.embed(teacher_params, batch.tokens)
+    for first, last in zip(boundaries, boundaries[1:]):
+        if first >= shared:
+            state = teacher.layers(state, first, last)
+            teacher_streams[last] = teacher.forward.stream(state)
+    teacher_head = teacher.forward.finish(teacher_params, state), nn.output_table(plan.teacher, teacher_params)
+    sums = divergence_sum(
+        x,
+        nn.output_table(definition, params),
+        batch.targets,
+        batch.weights,
+        teacher=teacher_head,
+        vocab_size=definition.config.vocab_size,
+        axes=definition.layout.tensor,
+        alpha=plan.distill.alpha,
+        temperature=plan.distill.temperature,
+        chunk=config.loss_chunk,
+    )
+    named = {"cross_entropy": sums.cross_entropy, "divergence": sums.divergence}
+    if not plan.distill.hidden_weight:
+        return sums.total, named
+    compared = [layer for layer in compared_layers(plan) if layer in teacher_streams]
+    distances = [_distance(student_streams[n](), teacher_streams[n], batch.weights) for n in compared]
+    hidden = sum(distances) / len(distances)
+    return sums.total + plan.distill.hidden_weight * hidden, {**named, "hidden": lax.stop_gradient(hidden)}
+
+
+def compared_layers(plan: RetrainPlan) -> list[int]:
+    """After how many layers the student's stream is compared with the teacher's: every n-th, and the last."""
+    every, layers = plan.distill.hidden_every, plan.definition.config.num_layers
+    return sorted({*range(every, layers, every), layers}) if plan.distill.hidden_weight else []
+
+
+def _with_factors(plan: RetrainPlan, trained: Params, frozen: Params) -> tuple[Params, Params]:
+    """All the model's parts and their dimensions, LoRA's factors attached to the layers."""
+    params = {**lax.stop_gradient(frozen.get("model", {})), **trained}
+    dims = {**plan.frozen_dims.get("model", {}), **plan.trained_dims}
+    if plan.lora.rank:
+        for tree in (params, dims):
+            tree[parts.LAYERS] = lora.attach(tree[parts.LAYERS], tree.pop(ADAPTERS), scale=plan.lora.scale)
+    return params, dims
+
+
+def _shared_layers(plan: RetrainPlan) -> int:
+    """How many of the lowest layers compute the same in teacher and student: frozen, and standard in both."""
+    if not plan.shares_weights or any(plan.teacher.topology.delays) or any(plan.teacher.topology.joint):
+        return 0
+    pairs = zip(plan.definition.topology.layers, plan.teacher.topology.layers)
+    standard = [
+        all(isinstance(s, Delayed) and s.delay == 0 for s in mine) and len(mine) == len(its) for mine, its in pairs
+    ]
+    return min(plan.frozen_layers, [*standard, False].index(False))
+
+
+def _boundaries(plan: RetrainPlan) -> list[int]:
+    """The layer numbers between which layers run as one block."""
+    layers = plan.definition.config.num_layers
+    return sorted({0, plan.frozen_layers, _shared_layers(plan), layers, *compared_layers(plan)})
+
+
+def _distance(student: jax.Array, teacher: jax.Array, weights: jax.Array) -> jax.Array:
+    """The squared distance of two streams [B, T, D] over the teacher's square; weighted, summed over positions."""
+    teacher = lax.stop_gradient(teacher).astype(jnp.float32)
+    square = lambda a: jnp.mean(jnp.square(a), axis=-1)
+    return jnp.sum(weights * square(student.astype(jnp.float32) - teacher) / (square(teacher) + 1e-6))

@@ -1,0 +1,142 @@
+"""What a retraining run trains, on which loss, and from which weights: it takes the place of `train.Pretraining`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax import nn
+from ladder_jax.checkpoint import Checkpoint
+from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
+from ladder_jax.data.batch import Targets
+from ladder_jax.errors import UserError
+from ladder_jax.nn import ModelDef, Params
+from ladder_jax.parallel import Agreement
+from ladder_jax.retrain import conversion, lora, loss, parts, sources
+from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
+from ladder_jax.retrain.sources import Sources
+
+
+@dataclasses.dataclass(frozen=True)
+class Retraining(RetrainPlan):
+    """A `train.gradients.TrainingTask` that trains some of the parameters, or learns from more than the data.
+
+    sources: the checkpoints of the weights.
+    """
+
+    sources: Sources = Sources()
+
+    # The program's side: what a compiled step computes.
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return loss.terms(self)
+
+    @functools.cached_property
+    def held_out(self) -> "Retraining":
+        return dataclasses.replace(self, teacher=None)
+
+    def scheduled(self, step: jax.Array) -> dict[str, jax.Array]:
+        """{"ladder_fraction": float32 [L]} while layers are converted."""
+        if not self.conversion.steps:
+            return {}
+        topology = self.definition.topology
+        fraction = conversion.ladder_fraction(step, topology=topology, config=self.conversion)
+        return {nn.LADDER_FRACTION: fraction}
+
+    def metrics(self, scheduled: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {"turned": jnp.mean(scheduled[nn.LADDER_FRACTION])} if scheduled else {}
+
+    def loss_sum(
+        self,
+        trained: Params,
+        frozen: Params,
+        batch: Targets,
+        *,
+        scheduled: dict[str, jax.Array],
+        config: TrainConfig,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        fraction = scheduled.get(nn.LADDER_FRACTION)
+        return loss.loss_sum(self, trained, frozen, batch, ladder_fraction=fraction, config=config)
+
+    # The host's side: from checkpoints to parameters, and back.
+
+    @property
+    def origin(self) -> str | None:
+        start = self.sources.start
+        return start and f"starting from {start.path}, {start.config.model.residual}"
+
+    def sources_record(self) -> dict[str, Any]:
+        return self.sources.record()
+
+    def initial(self, *, seed: int) -> tuple[Params, Params]:
+        start, definition = self.sources.start, self.definition
+        params = None if start is None else start.params(definition)
+        teacher = self._teacher_params()
+        params = nn.initialize(definition, seed=seed) if params is None else params
+        trained, frozen = self.split(params, teacher=teacher)
+        return (self.initial_adapters(seed=seed) if self.lora.rank else trained), frozen
+
+    def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
+        # A checkpoint of LoRA holds the merged matrices, which are rounded; the factors belong to those of the start.
+        params = (self.sources.start if self.lora.rank else checkpoint).params(self.definition)
+        trained, frozen = self.split(params, teacher=self._teacher_params())
+        return (extra if self.lora.rank else trained), frozen
+
+    def extra(self, trained: Params) -> Params:
+        return dict(trained) if self.lora.rank else {}
+
+    @functools.cached_property
+    def exported(self):
+        """A (trained, frozen) -> all the model's parameters, compiled: laid out over the mesh as the model is."""
+        if self.frozen_layers == 0 and not self.lora.rank:
+            return lambda trained, frozen: trained
+        shardings = jax.tree.map(lambda a: a.sharding, self.definition.abstract)
+        join = jax.jit(self._join, out_shardings=shardings)
+        return lambda trained, frozen: join(trained, frozen["model"])
+
+    def _teacher_params(self) -> Params | None:
+        return None if self.teacher is None else self.sources.teacher.params(self.definition)
+
+    def _join(self, trained: Params, frozen: Params) -> Params:
+        joined = {**frozen, **trained}
+        if self.lora.rank:
+            factors, dims = joined.pop(ADAPTERS), self.dims[parts.LAYERS]
+            joined[parts.LAYERS] = lora.merge(joined[parts.LAYERS], factors, dims=dims, scale=self.lora.scale)
+        return parts.join(joined)
+
+
+def of_run(
+    config: RunConfig, *, definition: ModelDef, recorded: dict[str, Any] | None, agreement: Agreement
+) -> Retraining:
+    """The task of a run, its checkpoints opened; `recorded`: the sources in the checkpoint it resumes, None if none.
+
+    All processes take what process 0 does: the newest checkpoint of a folder may be another one here. Raises UserError
+    for a missing or unfit checkpoint.
+    """
+    decide = lambda: sources.of_run(config, recorded=recorded).record()
+    decided = agreement.decided("where weights come from", decide)
+    with agreement.together("where weights come from"):
+        found = sources.of_run(config, recorded=recorded, decided=decided)
+    return of_sources(config, definition=definition, teacher=sources.teacher_model(config, found), sources=found)
+
+
+def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig | None, sources: Sources) -> Retraining:
+    """The task that `config` describes. Raises UserError for a teacher that cannot teach this model."""
+    of_teacher = None
+    if teacher is not None:
+        of_teacher = ModelDef(teacher, definition.layout)
+        if of_teacher.dims != definition.dims:
+            raise UserError(
+                f"a {teacher.residual} teacher has other parameters than a {definition.config.residual} model"
+            )
+        if config.distill.teacher == START and of_teacher.topology == definition.topology:
+            raise UserError(
+                f"the teacher would be the model itself: its weights, and {teacher.residual};"
+                " distill.residual=standard is the original"
+            )
+    return Retraining(
+        definition, config.train.freeze, config.lora, config.distill, config.conversion, of_teacher, sources
+    )

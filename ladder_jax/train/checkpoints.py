@@ -1,0 +1,208 @@
+"""A run's checkpoints: the state before the first step, the newest checkpoint and its state, and saving."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ladder_jax.checkpoint import Checkpoint, Damaged, Failure, Store, manifest, open_checkpoint, steps
+from ladder_jax.config import OnDamaged, RunConfig, from_dict, to_dict
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.nn import Params
+from ladder_jax.train.folder import CONFIG, RunContext, write_json, writing
+from ladder_jax.train.gradients import TrainingTask
+from ladder_jax.train.step import (
+    TrainState,
+    abstract_state,
+    initial_state,
+    optimizer_from_dict,
+    optimizer_to_dict,
+)
+
+FOLDER = "checkpoints"  # in the run's folder
+VISIBLE_WITHIN = 90.0  # seconds until a shared file system shows another host's files: NFS caches folders for up to 60
+
+
+def begin(context: RunContext, *, task: TrainingTask) -> tuple[TrainState, Params]:
+    """The state before the first step, and the frozen parameters."""
+    train = context.config.train
+    with context.agreement.together("reading the checkpoint that training starts from"):
+        trained, frozen = task.initial(seed=train.seed)
+    return initial_state(task.definition, config=train, params=trained, task=task), frozen
+
+
+def restore(checkpoint: Checkpoint, *, context: RunContext, task: TrainingTask) -> tuple[TrainState, Params]:
+    """The state that `checkpoint` holds, on the task's mesh, and the frozen parameters."""
+    shapes = abstract_state(task.definition, config=context.config.train, task=task)
+    extra = task.extra(task.abstract)
+    with context.agreement.together("reading the checkpoint"):
+        stored = checkpoint.optimizer(optimizer_to_dict(shapes.optimizer) | extra)
+        trained, frozen = task.restored(checkpoint, extra={name: stored[name] for name in extra})
+    place = lambda value: jax.device_put(value, shapes.step.sharding)
+    state = TrainState(
+        trained,
+        optimizer_from_dict(stored, like=shapes.optimizer),
+        place(np.int32(checkpoint.step)),
+        mean_loss=place(np.float32(checkpoint.data.get("mean", 0.0))),
+        good_steps=place(np.int32(checkpoint.data.get("count", 0))),
+    )
+    return state, frozen
+
+
+def newest(context: RunContext) -> Checkpoint | None:
+    """The run's newest checkpoint, every file of it compared with its manifest; None if there is none.
+
+    With run.on_damaged=previous a damaged one is renamed to `<step>.damaged`. Raises Damaged otherwise, and where no
+    undamaged one is left. With several processes the first one searches, and all resume from the checkpoint that it
+    returns: the others may see an older state of a shared file system.
+    """
+    agreement, folder = context.agreement, context.folder / FOLDER
+    search = lambda: _as_json(_newest(folder, config=context.config, say=context.say))
+    fields = agreement.decided("which checkpoint is resumed", search)
+    if fields is None:
+        return None
+    checkpoint = Checkpoint(**fields | {"path": pathlib.Path(fields["path"]), "config": from_dict(fields["config"])})
+    with agreement.together(f"whether all see checkpoint {str(checkpoint.path)!r}"):
+        if checkpoint.listed and jax.process_index() > 0:
+            _await_files(checkpoint.path, within=min(VISIBLE_WITHIN, agreement.patience / 2))
+    return checkpoint
+
+
+def check_data(checkpoint: Checkpoint, *, path: str, fingerprint: str) -> None:
+    """Raises UserError where the run was trained on other data than `path` holds now."""
+    before = checkpoint.data.get("fingerprint", fingerprint)
+    if before != fingerprint:
+        raise UserError(
+            f"data.path={path!r} has changed since step {checkpoint.step} (its fingerprint was {before}, now"
+            f" {fingerprint}), and its batches would be others: bring it back, or choose another run.dir"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """A checkpoint's item `data`: everything of a run beside its arrays and configuration.
+
+    step: the last one made, so the next batch is that of step + 1; fingerprint: of the training data; skipped: steps
+    whose batches changed nothing; mean, count: of the recent losses (`TrainState`); account: of time (`TimeAccount`);
+    sources: the checkpoints that the run took weights from (`retrain.sources`).
+    """
+
+    step: int
+    fingerprint: str
+    skipped: list[int]
+    mean: float
+    count: int
+    account: dict[str, Any]
+    sources: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSaver:
+    """Saves a run's state after a step, in the background. All waiting counts as saving.
+
+    fingerprint, sources: as in `Position`.
+    """
+
+    store: Store
+    context: RunContext
+    task: TrainingTask
+    fingerprint: str
+    sources: dict[str, Any]
+
+    def save(
+        self, step: int, state: TrainState, frozen: Params, *, skipped: Iterable[int], validation: float | None
+    ) -> None:
+        """Start to save; a later `failure()` says if that went wrong."""
+        with self.context.account.time("saving"):
+            if not (self.context.folder / CONFIG).exists():  # the user has removed the run's folder
+                with contextlib.suppress(OSError):  # the save meets the same disk, and reports it
+                    write_json(self.context.folder / CONFIG, to_dict(self.context.config))
+            position = Position(
+                step=step,
+                fingerprint=self.fingerprint,
+                skipped=sorted(skipped),
+                mean=float(state.mean_loss),
+                count=int(state.good_steps),
+                account=self.context.account.as_dict(),
+                sources=self.sources,
+            )
+            self.store.save(
+                step,
+                params=self.task.exported(state.params, frozen),
+                optimizer=optimizer_to_dict(state.optimizer) | self.task.extra(state.params),
+                data=dataclasses.asdict(position),
+                validation_loss=validation,
+            )
+
+    def failure(self) -> Failure | None:
+        """The failure of a save since the last call, without waiting."""
+        return self.store.failure()
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint, once all are written; 0 for none. All processes call it together."""
+        self.wait()
+        latest = lambda: max(steps(self.store.folder), default=0)
+        return self.context.agreement.decided("the newest checkpoint", latest)
+
+    def wait(self) -> None:
+        with self.context.account.time("saving"):
+            self.store.wait()
+
+    def finish(self) -> None:
+        """Wait until the last save is on the disk. Raises RunFailed where that fails."""
+        self.wait()
+        if failure := self.store.failure():
+            raise RunFailed(f"{failure}; the same command goes on from there")
+
+
+def _newest(folder: pathlib.Path, *, config: RunConfig, say: Callable[[str], None]) -> Checkpoint | None:
+    saved = steps(folder)
+    for step in reversed(saved):
+        path = folder / str(step)
+        try:
+            checkpoint = open_checkpoint(path).check()
+            if not checkpoint.listed:
+                say(
+                    f"checkpoint {path} is of an older version and has no manifest: a changed bit in it would go unseen"
+                )
+            return checkpoint
+        except Damaged as damaged:
+            if config.run.on_damaged is OnDamaged.STOP:
+                raise Damaged(f"{damaged} (run.on_damaged=previous puts it aside and goes on from there)") from None
+            if step == saved[0]:
+                raise Damaged(f"{damaged}, and there is no whole one before it") from None
+            aside = _unused_name(path)
+            say(f"{damaged}: put aside as {aside.name}")
+            with writing(folder):
+                path.rename(aside)
+    return None
+
+
+def _unused_name(path: pathlib.Path) -> pathlib.Path:
+    """For a damaged checkpoint: `20.damaged`, or after other ones of the same step `20.damaged.2`."""
+    names = (f"{path.name}.damaged{f'.{n}' if n > 1 else ''}" for n in itertools.count(1))
+    return next(aside for name in names if not os.path.lexists(aside := path.with_name(name)))
+
+
+def _as_json(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    """For the other processes."""
+    if checkpoint is None:
+        return None
+    fields = {field.name: getattr(checkpoint, field.name) for field in dataclasses.fields(checkpoint)}
+    return fields | {"path": str(checkpoint.path), "config": to_dict(checkpoint.config)}
+
+
+def _await_files(folder: pathlib.Path, *, within: float) -> None:
+    """Waits until this process sees all files of the checkpoint. Raises UserError where it never does."""
+    until = time.monotonic() + within
+    while wrong := manifest.problems(folder, contents=False):
+        if time.monotonic() > until:
+            raise UserError(f"checkpoint {str(folder)!r} is not what process 0 sees: {wrong[0]} after {within:g} s")
+        time.sleep(0.1)

@@ -1,0 +1,59 @@
+"""Too little memory on a device: one line, with the `ladder-jax plan` command that finds settings that fit."""
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from ladder_jax.config import PRESETS, ModelConfig, RunConfig, preset
+from ladder_jax.errors import UserError
+from ladder_jax.hardware import HARDWARE
+
+# The beginnings of `jax.Device.device_kind`, the longer first.
+KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v6": "v6e", "TPU7x": "tpu7x"}
+
+
+def explanation(error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: Mesh) -> UserError | None:
+    """The message for an error of jax, in compiling or running, that memory ran out; None for any other error."""
+    _, exhausted, details = str(error).partition("RESOURCE_EXHAUSTED: ")
+    if not exhausted:
+        return None
+    kind = mesh.devices.flat[0].device_kind
+    return UserError(
+        f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={config.train.remat.value},"
+        f" train.accumulate={config.train.accumulate} ({details.strip().splitlines()[0].rstrip('.')[:200]});"
+        f" settings that fit: {command(config, mesh=mesh)}"
+    )
+
+
+def command(config: RunConfig, *, mesh: Mesh) -> str:
+    """The planner's command line for this run."""
+    train = config.train
+    return (
+        f"ladder-jax plan {_model(config.model)} --target {target_of(mesh)} --tokens {train.batch * train.sequence}"
+        f" --sequence {train.sequence}"
+    )
+
+
+def target_of(mesh: Mesh) -> str:
+    """The planner's name of the mesh's devices; TARGET where it has none for their kind."""
+    devices = list(mesh.devices.flat)
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        return f"cpu:{len(devices)}"
+    if name := next((name for beginning, name in KINDS.items() if kind.startswith(beginning)), None):
+        ends = [max(place) + 1 - min(place) for place in zip(*(device.coords for device in devices))]
+        flat = name in ("v5e", "v6e")
+        return f"{name}:{'x'.join(map(str, ends[:2] if flat else ends))}"
+    return next((f"{name}:{len(devices)}" for name in HARDWARE if name.upper() in kind), "TARGET")
+
+
+def _model(config: ModelConfig) -> str:
+    for name in PRESETS:
+        if dataclasses.replace(preset(name), residual=config.residual, ranks=config.ranks) == config:
+            return f"--model {name} --residual {config.residual}"
+    return "--model CONFIG"
+
+
+def _sizes(mesh: Mesh) -> str:
+    return " x ".join(str(mesh.shape[axis]) for axis in ("data", "fsdp", "tensor"))

@@ -1,0 +1,197 @@
+"""A whole run: the data, the folder, the weights or the checkpoint it resumes, its steps, and its result."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.sharding import Mesh
+
+from ladder_jax import nn, parallel, retrain
+from ladder_jax.checkpoint import Checkpoint, Store
+from ladder_jax.config import RunConfig, to_dict
+from ladder_jax.data import batches, dataset, text
+from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.batches import DataLoader
+from ladder_jax.data.dataset import Dataset
+from ladder_jax.errors import UserError
+from ladder_jax.nn import ModelDef
+from ladder_jax.parallel import PATIENCE, Agreement, make_mesh, with_ranks
+from ladder_jax.train import checkpoints, folder, out_of_memory, signals, timing
+from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
+from ladder_jax.train.checkpoints import CheckpointSaver
+from ladder_jax.train.evaluation import Evaluation
+from ladder_jax.train.folder import RunContext
+from ladder_jax.train.gradients import Pretraining, TrainingTask
+from ladder_jax.train.metrics import Metrics, trackers
+from ladder_jax.train.session import Session
+from ladder_jax.train.timing import Mfu, Profiler, Throughput, TimeAccount
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended: losses in nats a token; `bigram_entropy` in nats a byte of the training text, if it is bytes."""
+
+    steps: int
+    validation_loss: float
+    bigram_entropy: float | None
+    parameters: int
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """`config` with the fields filled in that follow from the mesh."""
+    model = with_ranks(config.model, tensor=config.mesh.tensor)
+    return dataclasses.replace(config, model=model)
+
+
+def run(
+    config: RunConfig,
+    *,
+    say: Callable[[str], None] = print,
+    profile: range | None = None,
+    beat: Callable[[str], None] = lambda doing: None,
+    patience: float = PATIENCE,
+) -> Result:
+    """Train as `config` says, resuming from the run's last checkpoint; returns the final losses.
+
+    profile: steps to trace into `profile/`; beat: called with what comes next, alike on all processes; patience: how
+    many seconds one process waits for another. Raises UserError for a mistake, before anything is written; then
+    RunFailed where the run cannot go on, and Stopped after SIGTERM or SIGINT. Only process 0 shows and logs.
+    """
+    account, config = TimeAccount(), resolve(config)
+    where, agreement = folder.path_of(config), Agreement("run", patience=patience)
+    agreement.decided("whose folder this is", lambda: folder.check(config, where))
+    parallel.use_compilation_cache()
+    mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    if profile and profile[-1] > config.train.steps:
+        raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
+    data = _load_data(config, where=where, agreement=agreement)
+    definition = nn.define(config.model, mesh=mesh)
+    followers = trackers(config, folder=where)
+    say = say if jax.process_index() == 0 else lambda line: None
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_memory_explained(config, mesh))
+        context = RunContext(
+            config=config,
+            folder=where,
+            agreement=agreement,
+            account=account,
+            stop=stack.enter_context(signals.caught()),
+            say=say,
+            beat=beat,
+        )
+        with agreement.together("the lock of the run's folder"):
+            stack.enter_context(folder.owned(where))
+        say(folder.describe(config))
+        say(f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}")
+        for note in data.notes:
+            say(note)
+        with agreement.together("the run's folder"), folder.writing(where):
+            if began := folder.began(where):
+                account.restart(began)
+
+        checkpoint = checkpoints.newest(context)
+        if checkpoint:
+            checkpoints.check_data(checkpoint, path=config.data.path, fingerprint=data.fingerprint)
+        position = checkpoint.data if checkpoint else {}
+        task = _task(context, definition, checkpoint)
+        mfu = Mfu.of(config, definition=definition, mesh=mesh)
+        say(mfu.text)
+        if checkpoint:
+            state, frozen = checkpoints.restore(checkpoint, context=context, task=task)
+            say(f"resuming {where} from step {checkpoint.step}")
+            account.go_back(position.get("account"), restarts=1)
+        else:
+            state, frozen = checkpoints.begin(context, task=task)
+            if task.origin:
+                say(task.origin)
+        first = int(state.step)
+        beat(f"step {first}")
+
+        with agreement.together("the run's files"), folder.writing(where):
+            folder.write_json(where / folder.CONFIG, to_dict(config))
+            if jax.process_index() == 0:
+                tokenizers.save(data.tokenizer, where / tokenizers.FOLDER)
+            metrics = stack.enter_context(contextlib.closing(Metrics(where, step=first, trackers=followers, say=say)))
+            store = Store(where / checkpoints.FOLDER, config=config, patience=patience)
+            stack.enter_context(contextlib.closing(store))
+        train = config.train
+        held_out = batches.evaluated(data.held_out, data.held_out_rows, config=train)
+        sources = position.get("sources") or task.sources_record()
+        session = Session(
+            context=context,
+            task=task,
+            state=state,
+            frozen=frozen,
+            loader=DataLoader(data.training, config=train, sharding=definition.layout.sharding("BT")),
+            evaluation=Evaluation(task, held_out, context),
+            policy=BadStepPolicy(train, left_out=dict.fromkeys(position.get("skipped", []), RESTORED)),
+            saver=CheckpointSaver(
+                store=store, context=context, task=task, fingerprint=data.fingerprint, sources=sources
+            ),
+            metrics=metrics,
+            throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first),
+            profiler=Profiler(profile, folder=where / "profile"),
+        )
+        session.run()
+        result = Result(
+            steps=int(session.state.step),
+            validation_loss=session.finish(),
+            bigram_entropy=None if data.text is None else text.bigram_entropy(data.text),
+            parameters=_count(definition),
+        )
+        with agreement.together("the run's result"), folder.writing(where):
+            folder.write_json(where / folder.RESULT, dataclasses.asdict(result))
+            if first < train.steps:  # a finished run that is only evaluated took no time
+                summary = account.summary()
+                folder.write_json(where / folder.GOODPUT, summary)
+                say(timing.goodput_text(summary))
+    return result
+
+
+def _load_data(config: RunConfig, *, where: pathlib.Path, agreement: Agreement) -> Dataset:
+    """The run's data, which must be the same on all processes."""
+    with agreement.together("reading the data"):
+        tokenizer = retrain.tokenizer(config, folder=where) if config.train.start else None
+        vocab_size = config.model.vocab_size
+        data = dataset.load(config.data, train=config.train, vocab_size=vocab_size, tokenizer=tokenizer)
+    agreement.concluded("the data", [data.fingerprint, data.tokenizer.name], _check_alike)
+    return data
+
+
+def _check_alike(data: list[list[str]]) -> None:
+    for process, of_process in enumerate(data):
+        if of_process != data[0]:
+            raise UserError(
+                f"process {process} of {len(data)} reads other data than process 0: data.path, data.tokenizer and"
+                " run.dir must lead to the same files on all hosts"
+            )
+
+
+def _task(context: RunContext, definition: ModelDef, checkpoint: Checkpoint | None) -> TrainingTask:
+    if not context.config.retrains:
+        return Pretraining(definition)
+    recorded = checkpoint.data.get("sources", {}) if checkpoint else None
+    return retrain.of_run(context.config, definition=definition, recorded=recorded, agreement=context.agreement)
+
+
+@contextlib.contextmanager
+def _memory_explained(config: RunConfig, mesh: Mesh) -> Iterator[None]:
+    """Turns jax's error where a device has not enough memory into a UserError, which says what would fit."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if (explanation := out_of_memory.explanation(error, config=config, mesh=mesh)) is None:
+            raise
+        raise explanation from None
+
+
+def _count(definition: ModelDef) -> int:
+    """Parameters, without the vocabulary's padding."""
+    padding = 0
+    for leaf, dims in zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True):
+        if dims.startswith("V"):
+            padding += (leaf.shape[0] - definition.config.vocab_size) * leaf.shape[1]
+    return sum(leaf.size for leaf in jax.tree.leaves(definition.abstract)) - padding

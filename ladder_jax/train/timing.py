@@ -1,0 +1,226 @@
+"""A run's time: where its wall time went (goodput), tokens a second, model FLOPs utilisation, and profiles.
+
+Goodput counts over all restarts, and only steps that stayed. Every checkpoint stores the account of its moment; a run
+that resumes from it continues that account, and all time since then, for steps that are made again, for standing still
+and for starting, is lost.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ladder_jax.config import RunConfig
+from ladder_jax.errors import UserError
+from ladder_jax.hardware import PEAKS
+from ladder_jax.nn import ModelDef, attention_flops, matrix_elements
+
+PARTS = {
+    "steps": "steps",
+    "data": "waiting for data",
+    "evaluation": "evaluation",
+    "saving": "saving",
+    "compile": "compiling",
+    "start": "starting",
+    "lost": "lost to restarts",
+}
+
+
+class TimeAccount:
+    """Seconds by part. `with account.time("saving")` inside of `account.time("steps")` counts as saving alone."""
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.restarts = 0
+        self.began = time.time()
+        self._open = ["start"]
+        self._mark = time.perf_counter()
+
+    @contextlib.contextmanager
+    def time(self, part: str) -> Iterator[None]:
+        self._charge()
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a checkpoint; `go_back` takes it."""
+        self._charge()
+        return {"time": time.time(), "seconds": dict(self.seconds), "restarts": self.restarts}
+
+    def go_back(self, saved: dict[str, Any] | None, *, restarts: int) -> None:
+        """Continue the account of a checkpoint (None: of the run's beginning); all time since then is lost."""
+        self._mark = time.perf_counter()
+        saved = saved or {"time": self.began, "seconds": {}, "restarts": 0}
+        self.seconds = {part: float(saved["seconds"].get(part, 0.0)) for part in PARTS}
+        self.seconds["lost"] += max(0.0, time.time() - saved["time"])
+        self.restarts = saved["restarts"] + restarts
+
+    def restart(self, began: float) -> None:
+        """Continue a run that began then and has no checkpoint yet: all time since is lost."""
+        self.began = began
+        self.go_back(None, restarts=1)
+
+    def working(self) -> dict[str, float]:
+        """Seconds so far in steps and in waiting for data, over which a speed is measured."""
+        self._charge()
+        return {part: self.seconds[part] for part in ("steps", "data")}
+
+    def summary(self) -> dict[str, Any]:
+        """began (since 1970), wall_seconds, goodput (their share in steps), seconds and shares by part, restarts."""
+        self._charge()
+        total = sum(self.seconds.values())
+        shares = {part: seconds / total for part, seconds in self.seconds.items()}
+        return {
+            "began": self.began,
+            "wall_seconds": total,
+            "goodput": shares["steps"],
+            "seconds": self.seconds,
+            "shares": shares,
+            "restarts": self.restarts,
+        }
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._open[-1]] += now - self._mark
+        self._mark = now
+
+
+def goodput_text(summary: dict[str, Any]) -> str:
+    parts = (f"{words} {summary['shares'][part]:.1%}" for part, words in PARTS.items() if summary["shares"][part] > 0)
+    wall, restarts = summary["wall_seconds"], summary["restarts"]
+    times = f", {restarts} restart{'s'[: restarts != 1]}" if restarts else ""
+    return f"goodput {summary['goodput']:.1%} of {wall:,.0f} s{times}: {', '.join(parts)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mfu:
+    """Model FLOPs utilisation: the FLOPs that training needs, over the devices' peak.
+
+        MFU = tokens/s x FLOPs a token / (devices x peak FLOP/s of one)
+        FLOPs a token = 3 x (2 x elements of all matrices + 2 L n H (T + 1))
+
+    Twice an element is its multiply-add, the embedding's lookup is none; attention is n heads of size H in L layers,
+    scores and values, over the (T + 1) / 2 positions that a token sees in the mean (causal, so half of PaLM's count:
+    arXiv 2204.02311, appendix B); the backward pass is twice the forward. Rematerialisation, the vocabulary's padding
+    and copies of key/value heads are not counted.
+
+    flops: a token; peak: FLOP/s of one device, None where it is unknown; text: formula and peak, or why there is none.
+    """
+
+    flops: int
+    devices: int
+    peak: float | None
+    text: str
+
+    @classmethod
+    def of(cls, config: RunConfig, *, definition: ModelDef, mesh: Mesh) -> "Mfu":
+        work, kind = flops_a_token(definition, length=config.train.sequence), mesh.devices.flat[0].device_kind
+        given = config.train.peak_tflops
+        peak = given * 1e12 if given else peak_of(kind)
+        if config.train.freeze or config.lora.rank or config.distill.teacher:
+            peak, text = None, "no MFU: its formula is of training all weights on the data alone"
+        elif peak is None:
+            text = f"no MFU: the peak of {kind!r} devices is not known (train.peak_tflops=... gives it)"
+        else:
+            source = "train.peak_tflops" if given else f"{kind}, bfloat16"
+            text = (
+                f"MFU = tokens/s x {work:.4g} FLOPs a token / ({mesh.size} x {peak / 1e12:g} TFLOP/s, {source}),"
+                " nothing recomputed counted"
+            )
+        return cls(work, mesh.size, peak, text)
+
+    def at(self, tokens_per_second: float) -> float | None:
+        """The utilisation, from 0 to 1."""
+        return None if self.peak is None else tokens_per_second * self.flops / (self.devices * self.peak)
+
+
+def flops_a_token(definition: ModelDef, *, length: int) -> int:
+    """Forward and backward, in sequences of `length` tokens."""
+    config = definition.config
+    attention = attention_flops(config, rows=1, length=length, heads=config.num_heads)
+    return 3 * (2 * matrix_elements(definition) + attention // length)
+
+
+def peak_of(device_kind: str) -> float | None:
+    """FLOP/s of a device of this kind (`jax.Device.device_kind`), None for one that the table does not have."""
+    matching = [kind for kind in sorted(PEAKS, key=len, reverse=True) if device_kind.startswith(kind)]
+    return PEAKS[matching[0]] if matching else None
+
+
+class Throughput:
+    """A run's speed between logged steps; only time in steps and in waiting for data counts."""
+
+    def __init__(self, account: TimeAccount, *, tokens_a_step: int, mfu: Mfu, step: int):
+        self._account, self._tokens, self._mfu = account, tokens_a_step, mfu
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Measure from the end of `step`."""
+        self._step, self._seconds = step, self._account.working()
+
+    def since_last(self, step: int) -> dict[str, Any]:
+        """tokens (of the whole run), tokens_per_second, data_wait (a share of time), mfu where the peak is known."""
+        before, count = self._seconds, step - self._step
+        self.restart(step)
+        spent = {part: self._seconds[part] - before[part] for part in before}
+        total = max(sum(spent.values()), 1e-9)
+        rate = count * self._tokens / total
+        row = {"tokens": step * self._tokens, "tokens_per_second": rate, "data_wait": spent["data"] / total}
+        mfu = self._mfu.at(rate)
+        return row if mfu is None else {**row, "mfu": mfu}
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """A logged row for the progress bar."""
+    loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
+    parts = [f"loss {loss}", f"{row['tokens_per_second']:,.0f} tokens/s"]
+    parts += [f"MFU {row['mfu']:.1%}"] if "mfu" in row else []
+    return "  ".join([*parts, f"data wait {row['data_wait']:.1%}"])
+
+
+def parse_profile(words: str) -> range:
+    """`10:13` is the steps 10 to 13, both included; `10` is that step alone. Raises UserError for anything else."""
+    first, colon, last = words.partition(":")
+    last = last if colon else first
+    if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
+        raise UserError(f"--profile {words}: not FIRST:LAST with 1 <= FIRST <= LAST, such as 10:13")
+    return range(int(first), int(last) + 1)
+
+
+class Profiler:
+    """Traces `steps`, where this process makes them, into `folder`, for xprof, TensorBoard or Perfetto."""
+
+    def __init__(self, steps: range | None, *, folder: pathlib.Path):
+        self._steps, self.folder, self._running = steps or range(0), folder, False
+
+    def __str__(self) -> str:
+        return f"{self._steps[0]} to {self._steps[-1]}"
+
+    def before(self, step: int, *, pending: object) -> None:
+        """Start with this step, if it is the first. Earlier ones (`pending`, which is waited for) stay outside."""
+        if step in self._steps and not self._running:
+            jax.block_until_ready(pending)
+            jax.profiler.start_trace(self.folder)
+            self._running = True
+
+    def after(self, step: int, *, pending: object) -> bool:
+        """End with this step, if it is the last; returns whether it was."""
+        if not self._running or step < self._steps[-1]:
+            return False
+        jax.block_until_ready(pending)
+        self.close()
+        return True
+
+    def close(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False

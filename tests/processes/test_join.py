@@ -1,0 +1,69 @@
+"""Who does not come, and who comes with other settings: refused with one line, before any collective."""
+
+import os
+import signal
+import socket
+import time
+
+from ladder_jax.processes import join
+from tests.processes.conftest import ends
+
+HOST = os.uname().nodename
+
+
+def test_coordinator_never_comes(started, port):
+    before = time.monotonic()
+    (said,) = ends(started(only=[1], patience={"start": 2}))
+    line = f"ladder-jax: process 1 of 2 (host {HOST}) has not reached process 0 at localhost:{port} within 2 s"
+    assert said.startswith(f"{line} (Connection refused): start all with the same --coordinator")
+    assert said.count("\n") == 1 and time.monotonic() - before < 30
+
+
+def test_another_never_comes(started, port):
+    """Those that came end with a line each, the first and the third of three."""
+    running = started(processes=3, only=[0, 2], patience={"start": 4})
+    for index, said in zip((0, 2), ends(running)):
+        line = f"ladder-jax: process {index} of 3 (host {HOST}) has waited at localhost:{port} for 4 s, and not all"
+        assert said.startswith(line) and said.count("\n") == 1 and "--start-timeout" in said
+    assert [process.returncode for process in running] == [1, 1]
+
+
+def test_ctrl_c_while_waiting(started, port):
+    """jax waits in native code, where Python runs no handler."""
+    (waiting,) = started(only=[0])
+    for _ in range(600):
+        with socket.socket() as connection:
+            if connection.connect_ex(("localhost", port)) == 0:
+                break
+        time.sleep(0.1)
+    waiting.send_signal(signal.SIGINT)
+    assert ends([waiting], within=10) == [""] and waiting.returncode == -signal.SIGINT
+
+
+def test_port_is_taken(started, port):
+    with socket.create_server(("localhost", port)):
+        (said,) = ends(running := started(only=[0]))
+    assert said.startswith(f"ladder-jax: process 0 cannot listen on port {port}: Address already in use")
+    assert said.count("\n") == 1 and running[0].returncode == 2
+
+
+def test_settings_that_differ_are_refused(started):
+    """Before any collective: the block is not entered."""
+    settings = ({"train": {"batch": 4, "steps": 1}}, {"train": {"batch": 8, "steps": 1}})
+    running = started("raise AssertionError('joined')", settings=settings, counts=(2, 3))
+    for said in ends(running):
+        line = f"process 1 of 2 (host {HOST}) differs from process 0 (host {HOST})"
+        assert said == f"ladder-jax: {line}: train.batch is 8, not 4; --processes is 3, not 2\n"
+    assert [process.returncode for process in running] == [2, 2]
+
+
+def test_first_differences():
+    """Of settings that one process alone has, too; the second of three is like the first."""
+    mine = {"host": "a", "--processes": 3, "settings": {"x": None}}
+    other = {"host": "c", "--processes": 3, "settings": {name: 1 for name in "stuvx"}}
+    assert join._difference([mine, mine]) is None
+    line = join._difference([mine, mine, other])
+    assert line == (
+        "process 2 of 3 (host c) differs from process 0 (host a): s is 1, not None; t is 1, not None; u is 1, not None"
+        " and 2 more"
+    )

@@ -1,0 +1,98 @@
+"""Who is to blame: judged from the reports that process 0 reads, at times that are given."""
+
+import dataclasses
+
+from ladder_jax.processes import Patience
+from ladder_jax.processes.verdict import End, Members, Report
+
+
+class Story:
+    """Reports of three processes on the hosts a, b and c."""
+
+    def __init__(self, **patience):
+        self.members = Members(["a", "b", "c"], patience=Patience(**patience), now=0.0)
+        self.reports = [Report() for _ in range(3)]
+
+    def heard(self, process, *, now, **changes):
+        number = self.reports[process].number + 1
+        self.reports[process] = dataclasses.replace(self.reports[process], number=number, **changes)
+        self.members.update(process, self.reports[process], now=now)
+
+
+def test_a_lost_one_goes_before_those_it_brought_down():
+    """The first crashes in a collective; the third, which was killed, is found to be silent later."""
+    story = Story(lost=60.0)
+    story.heard(2, now=8.0)
+    story.heard(0, now=10.0, end=End.CRASHED, how="crashed: connection reset")
+    story.heard(1, now=11.0)
+    assert story.members.verdict(now=11.0) is None
+    for now in (30.0, 60.0, 68.1):
+        story.heard(1, now=now)
+    verdict = story.members.verdict(now=68.1)
+    assert verdict.text == "process 2 of 3 (host c) has not been heard of for 60 s" and verdict.about == (2,)
+
+
+def test_all_that_are_lost_are_named():
+    """A switch fails: two hosts fall silent, not at the very same moment."""
+    story = Story(lost=60.0)
+    for now in (10.0, 50.0, 65.0):
+        story.heard(0, now=now)
+    story.heard(1, now=4.0)
+    story.heard(2, now=4.5)
+    assert story.members.verdict(now=60.0) is None
+    verdict = story.members.verdict(now=64.2)
+    silent = "has not been heard of for 60 s"
+    assert verdict.text == f"process 1 of 3 (host b) {silent}; process 2 of 3 (host c) {silent}"
+
+
+def test_the_same_report_again_is_no_sign_of_life():
+    story = Story(lost=60.0)
+    for now in range(0, 62):
+        for process in (0, 1):
+            story.heard(process, now=float(now))
+        story.members.update(2, story.reports[2], now=float(now))
+    assert story.members.verdict(now=61.0).about == (2,)
+
+
+def test_of_crashes_the_first_once_the_others_live():
+    story = Story()
+    for process, now in ((1, 5.0), (0, 5.2)):
+        story.heard(process, now=now, end=End.CRASHED, how="crashed: KeyError")
+    assert story.members.verdict(now=5.2) is None
+    story.heard(2, now=6.0)
+    verdict = story.members.verdict(now=6.0)
+    assert verdict.about == (1,) and verdict.text == "process 1 of 3 (host b) crashed: KeyError"
+
+
+def test_a_failure_goes_before_a_crash():
+    story = Story()
+    story.heard(0, now=5.0, end=End.CRASHED, how="crashed: connection reset")
+    story.heard(2, now=6.0, end=End.FAILED, how="ended: the disk is full")
+    assert story.members.verdict(now=6.0).text == "process 2 of 3 (host c) ended: the disk is full"
+
+
+def test_ending_in_order_blames_nobody():
+    story = Story(lost=60.0, hang=100.0)
+    for process in range(3):
+        story.heard(process, now=100.0, beats=9, doing="step 9", end=End.DONE)
+    assert story.members.verdict(now=1000.0) is None and story.members.all_done
+
+
+def test_beats_of_a_process_that_does_not_get_on():
+    story = Story(hang=100.0, lost=60.0)
+    for now in range(0, 161, 20):
+        for process in range(3):
+            beats = min(now // 20 + 1, 2 if process == 1 else 3)
+            story.heard(process, now=float(now), beats=beats, doing=f"step {beats}")
+        verdict = story.members.verdict(now=float(now))
+        assert (verdict is not None) == (now == 160)
+    assert verdict.about == (1,) and "process 1 of 3 (host b) hangs at: step 2; the others" in verdict.text
+    assert "at: step 3, for 100 s (--hang-timeout waits longer)" in verdict.text
+
+
+def test_nobody_gets_on():
+    story = Story(hang=8.0)
+    for process in range(3):
+        story.heard(process, now=1.0, beats=7, doing="step 7")
+    assert story.members.verdict(now=9.0) is None
+    assert "no process got on for 8 s (all are at: step 7)" in story.members.verdict(now=9.1).text

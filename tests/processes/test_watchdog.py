@@ -1,0 +1,127 @@
+"""Real processes, stopped, killed and failing: all end with a status that is not 0, and a line that names the cause."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from ladder_jax.processes.watchdog import GO_ON
+from tests.processes.conftest import ends, joined
+
+HOST = os.uname().nodename
+SLEEP = 'member.beat("step 1")\ntime.sleep(600)'
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_stuck_process_is_named(started, victim):
+    """A stopped process is like a host without power: it is silent. Once it goes on, it ends too."""
+    count = 2 + victim
+    running = started(SLEEP, processes=count, patience={"lost": 5})
+    joined(running)
+    running[victim].send_signal(signal.SIGSTOP)
+    before = time.monotonic()
+    rest = [process for process in running if process is not running[victim]]
+    for said in ends(rest):
+        assert said == f"ladder-jax: process {victim} of {count} (host {HOST}) has not been heard of for 5 s: {GO_ON}\n"
+    assert [process.returncode for process in rest] == [1] * len(rest)
+    assert time.monotonic() - before < 30
+    running[victim].send_signal(signal.SIGCONT)
+    ends([running[victim]])
+    assert running[victim].returncode not in (0, None)
+
+
+def test_killed_process_is_named(started):
+    running = started(SLEEP, patience={"lost": 5})
+    joined(running)
+    running[1].kill()
+    said, _ = ends(running, within=20)
+    assert said == f"ladder-jax: process 1 of 2 (host {HOST}) has not been heard of for 5 s: {GO_ON}\n"
+    assert running[0].returncode == 1
+
+
+def test_killed_process_0_ends_all(started):
+    """The store goes with it: at once, and jax may be the first to say so, with an abort."""
+    running = started(SLEEP)
+    joined(running)
+    running[0].kill()
+    _, said = ends(running, within=20)
+    assert running[1].returncode in (1, -signal.SIGABRT)
+    assert f"process 0 of 2 (host {HOST}) is gone: {GO_ON}" in said or "leader task" in said
+
+
+def test_process_that_does_not_get_on_is_named(started):
+    """It gives signs of life, but never makes step 3, for which the other waits."""
+    body = """
+    for step in range(1, 3 if me == 1 else 4):
+        member.beat(f"step {step}")
+    time.sleep(600)
+    """
+    running = started(body, patience={"hang": 3})
+    for said in ends(running):
+        assert f"process 1 of 2 (host {HOST}) hangs at: step 2; the others have waited for it at: step 3" in said
+        assert said.count("\n") == 1
+    assert [process.returncode for process in running] == [1, 1]
+
+
+def test_one_fails_and_its_partner_crashes(started):
+    """The disk of the second is full; the first then crashes, and is not to blame."""
+    body = """
+    member.beat("step 1")
+    time.sleep(1)
+    if me == 1:
+        raise RunFailed("the disk is full")
+    time.sleep(1)
+    raise ValueError("all-reduce failed: connection reset by peer")
+    """
+    running = started(body)
+    first, second = ends(running)
+    assert second == "ladder-jax: the disk is full\n"
+    assert first == f"ladder-jax: process 1 of 2 (host {HOST}) ended: the disk is full: {GO_ON}\n"
+    assert [process.returncode for process in running] == [1, 1]
+
+
+def test_bug_shows_its_traceback_once(started):
+    running = started("if me == 1:\n    raise KeyError('a bug')\ntime.sleep(600)", patience={"lost": 10})
+    first, second = ends(running)
+    assert second.count("Traceback") == 1
+    for said in (first, second):
+        assert said.splitlines()[-1] == f"ladder-jax: process 1 of 2 (host {HOST}) crashed: KeyError: 'a bug': {GO_ON}"
+    assert first.count("\n") == 1 and [process.returncode for process in running] == [1, 1]
+
+
+def test_mistake_of_the_users(started):
+    running = started("raise UserError('train.batch must be positive')")
+    assert ends(running) == ["ladder-jax: train.batch must be positive\n"] * 2
+    assert [process.returncode for process in running] == [2, 2]
+
+
+def test_all_finish_or_stop(started):
+    """The first waits for the slower second; a status after a signal is that of `Stopped`."""
+    body = """
+    member.beat("step 1")
+    time.sleep(me)
+    raise Stopped("SIGTERM: step 18 is saved", signum=signal.SIGTERM)
+    """
+    running = started(body)
+    assert ends(running) == ["ladder-jax: SIGTERM: step 18 is saved\n"] * 2
+    assert [process.returncode for process in running] == [143, 143]
+
+
+def test_second_interrupt_ends_at_once(started):
+    """Also where the main thread waits in native code, as in a collective, and runs no handler."""
+    body = """
+    from jax._src import distributed
+    signal.signal(signal.SIGINT, lambda *_: print("handled"))
+    print("waits", flush=True)
+    distributed.global_state.client.blocking_key_value_get("never", 600_000)
+    """
+    running = started(body)
+    joined(running)
+    assert running[1].stdout.readline() == "waits\n"
+    for _ in range(2):
+        assert running[1].poll() is None
+        running[1].send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    out, said = running[1].communicate(timeout=10)
+    assert (out, said) == ("", "ladder-jax: SIGINT again: ending at once\n") and running[1].returncode == 130

@@ -1,0 +1,188 @@
+"""One prompt: a Generator gives what an Engine gives, and `ladder-jax generate --prompt` uses no engine."""
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from ladder_jax import cli, decode
+from ladder_jax.config import Loop, Quantize
+from ladder_jax.data.tokenizer import Bytes
+from ladder_jax.decode import Engine, Finish, Generator, NoNumbers, Request
+from ladder_jax.decode.engine import scheduler
+from ladder_jax.errors import UserError
+from tests import cases, starts
+
+CAPACITY = 128
+DECODER = Bytes().to_bytes
+SETTINGS = {
+    "greedy": dict(),
+    "greedy, penalty": dict(repetition_penalty=1.5, logprobs=True),
+    "sampled": dict(temperature=1.2, seed=5),
+    "filtered": dict(temperature=0.9, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=7, logprobs=True),
+}
+FORMS = {
+    "1": (dict(tensor=1), dict(loop=Loop.UNROLLED)),
+    "4": (dict(tensor=4), dict(loop=Loop.UNROLLED)),
+    "2, scan, int8": (dict(tensor=2), dict(loop=Loop.SCAN, quantize=Quantize.INT8)),
+}
+
+
+@functools.cache
+def both(form="1", poison=None, prefill_chunk=2048):
+    """A Generator and an Engine with the same parameters, as functions that start a request."""
+    mesh, how = FORMS[form]
+    definition = cases.define("ladder", num_layers=2, **mesh)
+    params = cases.parameters(definition)
+    if poison is not None:
+        params["embedding"]["table"] = np.array(params["embedding"]["table"])
+        params["embedding"]["table"][poison] = np.nan
+    params = cases.place(params, definition)
+    generator = Generator.of(definition, params, **how)
+    more = dict(decoder=DECODER, prefill_chunk=prefill_chunk)
+    engine = Engine(definition, params, slots=2, capacity=CAPACITY, **more, **how)
+    return lambda request: generator.pieces(request, **more), engine.submit
+
+
+def finished(started):
+    """The pieces and the result of what `pieces` or `submit` returned."""
+    if isinstance(started, decode.Handle):
+        return list(started), started.result()
+    found = []
+    while True:
+        try:
+            found.append(next(started))
+        except StopIteration as end:
+            return found, end.value
+
+
+def check_equal(ours, engines):
+    """Tokens, text and pieces exactly; log-probabilities within the rounding of sums over caches of two lengths."""
+    (pieces, result), (others, expected) = finished(ours), finished(engines)
+    assert dataclasses.replace(result, logprobs=None) == dataclasses.replace(expected, logprobs=None)
+    assert [(piece.tokens, piece.text) for piece in pieces] == [(piece.tokens, piece.text) for piece in others]
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert (result.logprobs is None) == (expected.logprobs is None)
+    if result.logprobs is not None:
+        assert sum((piece.logprobs for piece in pieces), ()) == result.logprobs
+        limit = 10 * cases.bound(cases.model(num_layers=2))  # logits of up to about 10
+        np.testing.assert_allclose(result.logprobs, expected.logprobs, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_generator_gives_what_an_engine_gives(form, settings):
+    generate, serve = both(form)
+    for length, new in ((1, 40), (33, 17), (70, 1), (110, 18)):
+        request = Request(cases.tokens((1, 110))[0][:length], max_new_tokens=new, **{"seed": 0, **SETTINGS[settings]})
+        check_equal(generate(request), serve(request))
+        result = serve(request).result()
+        assert len(result.tokens) == new and result.finish is Finish.LENGTH
+
+
+def test_data_ranks_compute_the_same():
+    """Of copies of one row; an engine has one replica only."""
+    request = Request([1, 2, 3], max_new_tokens=20, temperature=1.0, seed=3)
+    definition = cases.define("ladder", num_layers=2, data=2, tensor=2)
+    generator = Generator.of(definition, cases.place(cases.parameters(definition), definition))
+    check_equal(generator.pieces(request, decoder=DECODER), both()[0](request))
+
+
+def test_prompts_are_read_in_chunks():
+    request = Request(cases.tokens((1, 70))[0], max_new_tokens=20, temperature=1.0, seed=3)
+    check_equal(both(prefill_chunk=32)[0](request), both()[0](request))
+
+
+def test_a_text_ends_where_it_should():
+    """At a stop token or a stop string, in the first chunk and later ones; the text before it is the whole text's."""
+    generate, serve = both()
+    asked = dict(prompt=[5, 6, 7], max_new_tokens=40, temperature=1.5, seed=3)
+    _, whole = finished(generate(Request(**asked)))
+    text = DECODER(whole.tokens).decode(errors="replace")
+    for at in (0, 1, 16, 17, 30):
+        for stop in (dict(stop_ids=(whole.tokens[at], 250)), dict(stop=(text[at : at + 3],))):
+            _, ours = finished(generate(Request(**asked, **stop)))
+            assert ours.finish is Finish.STOP and text.startswith(ours.text) and len(ours.text) <= at
+            check_equal(generate(Request(**asked, **stop)), serve(Request(**asked, **stop)))
+
+
+def test_logits_without_numbers_end_the_pieces():
+    """The tokens before the error are given."""
+    whole = both()[1](Request([1, 2, 3], max_new_tokens=18, seed=0)).result().tokens
+    poison = whole[2]
+    assert poison not in (1, 2, 3, *whole[:2])
+    for start in both(poison=poison):
+        for settings in (dict(), dict(logprobs=True)):
+            found = []
+            with pytest.raises(NoNumbers, match="no numbers .NaN or infinite. after 3 new tokens"):
+                for piece in start(Request([1, 2, 3], max_new_tokens=18, seed=0, **settings)):
+                    found.extend(piece.tokens)
+            assert tuple(found) == whole[:3]
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(prompt=[]), "the prompt is empty"),
+        (dict(prompt=[251]), "token 251, outside"),
+        (dict(prompt=[1], stop="x"), "stop strings need a decoder"),
+    ],
+)
+def test_what_a_generator_refuses(wrong, message):
+    definition = cases.define("ladder", num_layers=2)
+    generator = Generator(definition, {}, Loop.UNROLLED)
+    with pytest.raises(UserError, match=message):
+        next(generator.pieces(Request(**wrong)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A checkpoint for bytes."""
+    folder = tmp_path_factory.mktemp("run")
+    starts.save(folder / "checkpoints", cases.define("ladder", num_layers=2, vocab_size=256))
+    return folder
+
+
+ASKED = {
+    "greedy": [],
+    "sampled": ["--temperature", "1.3", "--top-k", "30", "--seed", "4"],
+    "stopped": ["--temperature", "1.3", "--seed", "4", "--stop", "e", "--repetition-penalty", "1.2"],
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_one_prompt_uses_no_engine(run, asked, tmp_path, capsys, monkeypatch):
+    """Printed at once or streamed, its text is that of a file's line, which the engine answers."""
+    words = ["generate", str(run), "--max-new-tokens", "40", "--tensor", "1", *ASKED[asked]]
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt": "the cat"}) + "\n")
+    assert cli.main([*words, "--prompts", str(prompts), "--out", str(out)]) == 0
+    expected = f"the cat{json.loads(out.read_text())['text']}\n"
+    capsys.readouterr()
+
+    def used(*_, **__):
+        raise AssertionError("an engine's scheduler")
+
+    monkeypatch.setattr(scheduler.Scheduler, "__init__", used)
+    for more in ([], ["--stream"]):
+        assert cli.main([*words, "--prompt", "the cat", *more]) == 0
+        assert capsys.readouterr().out == expected
+    with pytest.raises(AssertionError, match="an engine's scheduler"):  # the control: two prompts do
+        cli.main([*words, "--prompt", "the cat", "--prompt", "the cat"])
+
+
+def test_a_prompt_without_numbers(tmp_path, capsys, monkeypatch):
+    """The message names it; a stream shows what came before."""
+    definition = cases.define("ladder", num_layers=2, vocab_size=256)
+    values = cases.parameters(definition)
+    values["embedding"]["table"][ord("z")] = np.nan
+    monkeypatch.setattr(cases, "parameters", lambda _: values)
+    starts.save(tmp_path / "checkpoints", definition)
+    words = ["generate", str(tmp_path), "--prompt", "z", "--max-new-tokens", "4"]
+    error = "the model's logits are no numbers (NaN or infinite) after 0 new tokens: there is no next one\n"
+    assert cli.main(words) == 1
+    assert capsys.readouterr() == ("", f"ladder-jax: prompt 1 of 1: {error}")
+    assert cli.main([*words, "--stream"]) == 1
+    assert capsys.readouterr() == ("z", f"ladder-jax: {error}")

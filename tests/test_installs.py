@@ -1,0 +1,97 @@
+"""What is installed with `pip install ladder-jax` suffices, but for what says which extra it needs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Of the extras: nothing that requirements.txt names, or that those packages bring.
+OPTIONAL = (
+    "matplotlib datasets pyarrow fastapi uvicorn prometheus_client safetensors gguf lm_eval wandb torch transformers"
+    " pytest hypothesis openai xdist"
+).split()
+WITHOUT = f"""
+import sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Without())
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] in {OPTIONAL} else find_spec(name, *more)
+"""
+# Modules that nothing imports but the verb or the library which needs their extra.
+NEED_AN_EXTRA = {
+    "ladder_jax.evaluate.harness": "lm_eval",
+    "ladder_jax.serve": "fastapi uvicorn prometheus_client",
+    "ladder_jax.pretrained.huggingface.modeling_ladder": "torch transformers",  # a file for others, who have these
+}
+
+
+def run(code: str, cwd) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT + code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+VERBS = """
+import contextlib, io
+import ladder_jax
+from ladder_jax.cli import main, verbs
+for verb in verbs.VERBS:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            status = main([verb, "--help"])
+        except SystemExit as end:
+            status = end.code
+    assert not status and "example:" in said.getvalue(), (verb, status, said.getvalue())
+print(len(verbs.VERBS))
+"""
+
+
+def test_every_verbs_help_needs_no_extra(tmp_path):
+    done = run(VERBS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 8
+
+
+MODULES = """
+import pkgutil
+import ladder_jax
+for module in pkgutil.walk_packages(ladder_jax.__path__, "ladder_jax.", onerror=lambda name: None):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        print(module.name, error.name.partition(".")[0])
+"""
+
+
+def test_every_module_but_an_extras_own_can_be_imported(tmp_path):
+    done = run(MODULES, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for module, missing in (line.split() for line in done.stdout.splitlines()):
+        allowed = [needs for prefix, needs in NEED_AN_EXTRA.items() if module.startswith(prefix)]
+        assert allowed and missing in allowed[0].split(), (module, missing)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "predict --model tiny --hardware h100-nvlink --plot picture.png",
+        "overlap --model tiny --residual ladder --target cpu:8 --phase decode --plot picture.png",
+        "bench --model tiny --residual ladder --plot picture.png",
+    ],
+    ids=lambda words: words.split()[0],
+)
+def test_a_picture_names_its_extra_before_the_work(words, tmp_path):
+    done = run(f"import sys\nfrom ladder_jax.cli import main\nsys.exit(main({words.split()}))", tmp_path)
+    said = "ladder-jax: --plot picture.png: a picture needs matplotlib: pip install 'ladder-jax[plot]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said) and not list(tmp_path.iterdir())

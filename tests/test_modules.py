@@ -1,0 +1,160 @@
+"""The modules of `nn` as Flax modules: made with rngs, called alone on one device and inside `jax.shard_map`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import ladder_jax
+from ladder_jax import nn, parallel, train
+from ladder_jax.config import Biases
+from ladder_jax.errors import UserError
+from tests import cases, reference
+
+CONFIG = cases.model("ladder", num_layers=1, biases=Biases.ALL, qk_norm=True)
+LIMIT = cases.bound(CONFIG)
+X = np.random.default_rng(0).standard_normal((2, 6, CONFIG.d_model)).astype(np.float32)
+SHAPE = cases.shape("ladder", CONFIG, ranks=1)
+
+
+def made(module, **settings):
+    """With values other than zero for biases, which start there."""
+    one = module(CONFIG, rngs=nnx.Rngs(0), **settings)
+    rng = np.random.default_rng(1)
+    nnx.update(
+        one, jax.tree.map(lambda a: jnp.asarray(a + 0.3 * rng.standard_normal(a.shape), a.dtype), nnx.state(one))
+    )
+    return one
+
+
+def float64(of):
+    """`of` a module's parameters, by the reference, on one rank."""
+
+    def compute(module):
+        params = nnx.to_pure_dict(nnx.state(module))
+        with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+            exact = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), params)
+            return np.asarray(of(exact, jnp.asarray(X, jnp.float64)[None])[0])
+
+    return compute
+
+
+REFERENCE = {
+    "attention": (nn.Attention, float64(lambda p, x: reference.attention(p, x, SHAPE))),
+    "mlp": (nn.MLP, float64(lambda p, x: reference.mlp(p, x, SHAPE))),
+    "norm": (nn.RMSNorm, float64(lambda p, x: reference.rms(x, p["scale"], CONFIG.norm_eps))),
+}
+
+
+@pytest.mark.parametrize("module, expected", REFERENCE.values(), ids=REFERENCE)
+def test_alone_on_one_device(module, expected):
+    one = made(module)
+    assert all(isinstance(a, jax.Array) for a in jax.tree.leaves(nnx.state(one)))
+    assert cases.error(one(X), expected(one)) < LIMIT
+    assert cases.error(nnx.jit(lambda module, x: module(x))(one, X), expected(one)) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["attention", "mlp"])
+def test_inside_shard_map_the_sum_of_partials_is_the_whole(name):
+    """Forward and the gradient of every parameter, against the same module on one device."""
+    module, expected = REFERENCE[name]
+    one = made(module)
+    graph, params = nnx.split(one)
+    specs = nn.partition_specs(one)
+
+    def local(params, x):
+        first = jax.lax.axis_index("tensor") == 0
+        return jax.lax.psum(nnx.merge(graph, params)(parallel.pvary(x, ("tensor",)), first_rank=first), "tensor")
+
+    mesh = parallel.make_mesh(tensor=4)
+    on_ranks = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=P()))
+    assert cases.error(on_ranks(params, X), expected(one)) < LIMIT
+    loss = lambda run: lambda params: jnp.sum(jnp.sin(run(params)))
+    split = jax.grad(loss(lambda params: on_ranks(params, X)))(params)
+    whole = jax.grad(loss(lambda params: nnx.merge(graph, params)(X)))(params)
+    for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(whole), strict=True):
+        assert cases.error(a, b) < 2 * LIMIT
+
+
+def test_an_embedding_alone():
+    one, tokens = made(nn.Embedding), cases.tokens((2, 6))
+    table = np.asarray(one.table[...], np.float64)
+    assert cases.error(one(tokens), table[tokens]) == 0
+    logits = np.asarray(one.logits(X))
+    assert cases.error(logits[..., :251], X.astype(np.float64) @ table[:251].T) < LIMIT
+    assert (logits[..., 251:] == -np.inf).all() and (nn.Embedding(CONFIG, rngs=nnx.Rngs(0)).table[251:] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["standard", "ladder", "parallel"])
+def test_a_layer_alone_is_the_model_of_one_layer(name):
+    config = cases.model(name, num_layers=1)
+    layer = nn.Layer(config, rngs=nnx.Rngs(0))
+    params = jax.tree.map(lambda a: np.asarray(a) * 4, nnx.to_pure_dict(nnx.state(layer)))
+    nnx.update(layer, params)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        exact = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
+        read = reference.rms(jnp.asarray(X, jnp.float64), exact["attention_norm"]["scale"], config.norm_eps)
+        shape = cases.shape(name, config, ranks=1)
+        attended = np.asarray(reference.attention(exact["attention"], read[None], shape)[0])
+        before_mlp = X + attended if name == "standard" else X  # both others read the layer's input
+        normed = reference.rms(jnp.asarray(before_mlp, jnp.float64), exact["mlp_norm"]["scale"], config.norm_eps)
+        expected = X + attended + np.asarray(reference.mlp(exact["mlp"], normed[None], shape)[0])
+    assert cases.error(layer(X), expected) < LIMIT
+    graph, state = nnx.split(layer)
+    local = lambda state, x: nnx.merge(graph, state)(x, axes=("tensor",))
+    specs = (nn.partition_specs(layer), P())
+    on_ranks = jax.shard_map(local, mesh=parallel.make_mesh(tensor=2), in_specs=specs, out_specs=P())
+    assert cases.error(jax.jit(on_ranks)(state, X), expected) < LIMIT
+
+
+def test_rngs_decide_the_values_and_the_mesh_does_not():
+    config = cases.model("ladder")
+    make = lambda seed, **mesh: nn.Transformer(config, rngs=nnx.Rngs(seed), mesh=parallel.make_mesh(**mesh)).params
+    one, other, split = make(0), make(1), make(0, tensor=4, fsdp=2)
+    assert all(map(np.array_equal, jax.tree.leaves(one["layers"]), jax.tree.leaves(split["layers"])))
+    assert not np.array_equal(one["layers"]["mlp"]["down"], other["layers"]["mlp"]["down"])
+    rngs = nnx.Rngs(0)
+    first, second = (nn.MLP(config, rngs=rngs).down[...] for _ in range(2))
+    assert not np.array_equal(first, second)  # a stream gives each module its own
+    with pytest.raises(UserError, match=r"takes either rngs=nnx.Rngs\(seed\), for new weights, or params="):
+        nn.Transformer(config)
+
+
+def test_flax_s_own_training_loop():
+    """`nnx.Optimizer`, `nnx.jit`, `nnx.value_and_grad`, as in Flax's tutorials, on a mesh."""
+    config = cases.model("ladder", num_layers=2)
+    model = ladder_jax.Transformer(config, rngs=nnx.Rngs(0), mesh=ladder_jax.make_mesh(data=2, tensor=4))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    tokens = cases.tokens((4, 9))
+
+    def loss_of(model, tokens):
+        logits = model(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    @nnx.jit
+    def train_step(model, optimizer, tokens):
+        loss, gradients = nnx.value_and_grad(loss_of)(model, tokens)
+        optimizer.update(model, gradients)
+        return loss, gradients
+
+    expected = jax.jit(jax.grad(train.mean_loss(model.definition)))(model.params, tokens)
+    shardings = jax.tree.map(lambda a: a.sharding, model.params)
+    losses, gradients = [], []
+    for _ in range(4):
+        loss, gradient = train_step(model, optimizer, tokens)
+        losses.append(float(loss)), gradients.append(nnx.to_pure_dict(gradient))
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+    for a, b in zip(jax.tree.leaves(gradients[0]), jax.tree.leaves(expected), strict=True):
+        assert cases.error(a, b) < 2 * cases.bound(config, passes=2)
+    same = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), model.params, shardings)
+    assert all(jax.tree.leaves(same))
+    again = nnx.merge(*nnx.split(model))
+    assert np.array_equal(again(tokens), model(tokens))
+
+
+def test_shapes_without_values():
+    abstract = nnx.eval_shape(lambda: nn.MLP(CONFIG, rngs=nnx.Rngs(0)))
+    assert abstract.down.get_raw_value().shape == (CONFIG.d_ff, CONFIG.d_model)

@@ -1,0 +1,43 @@
+"""The mutants of `make mutants`: each is a program, and differs from the source in one place."""
+
+import ast
+
+from experiments.mutants import __main__ as command
+from experiments.mutants.operators import is_program, mutants
+
+SOURCE = '''
+LIMIT = 3  # no function's: it stays
+
+def share(total: int, parts: int | None = None, *, rate=0.5) -> int:
+    """Not 1 of these words changes."""
+    if parts is None or parts <= 0:
+        raise ValueError(f"{parts + 1} parts")
+    each = [place(index, "é", total=total) for index in range(2)]
+    print(each)
+    return (total
+            + parts) // 2 if not rate else -total
+'''
+
+
+def changed(mutant) -> str:
+    return SOURCE[mutant.start : mutant.stop] + " > " + mutant.text
+
+
+def test_what_is_changed():
+    found = mutants("share.py", SOURCE)
+    assert {changed(mutant) for mutant in found} == {
+        "or > and", "is > is not", "<= > <", "0 > 1", "total > None", "2 > 3", "print(each) > pass", "+ > -", "// > *",
+        "not  > ", "- > ", "parts is None or parts <= 0 > (not (parts is None or parts <= 0))",
+        "not rate > (not (not rate))",
+    }  # fmt: skip
+    before = ast.dump(ast.parse(SOURCE))
+    for mutant in found:
+        assert is_program(mutant.of(SOURCE)) and ast.dump(ast.parse(mutant.of(SOURCE))) != before, changed(mutant)
+        assert all("def share" not in SOURCE.splitlines()[line - 1] for line in mutant.lines)
+
+
+def test_the_same_seed_chooses_the_same_and_fewer_are_the_first():
+    some, more = command.choose(count=20, seed=3), command.choose(count=40, seed=3)
+    assert some == more[:20] and some != command.choose(count=20, seed=4)
+    packages = [mutant.file.split("/")[1] for mutant in some[:7]]
+    assert sorted(packages) == sorted(command.PACKAGES)

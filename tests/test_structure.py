@@ -1,0 +1,68 @@
+"""The house's walls: imports point one way, as docs/inside.md draws them, without cycles; and no file is a long one."""
+
+import ast
+import graphlib
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parent.parent
+LIBRARY = ROOT / "ladder_jax"
+MAP = (ROOT / "docs" / "inside.md").read_text()
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(LIBRARY.rglob("*.py"))
+}
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    """Modules of ours that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+    return found & set(MODULES)
+
+
+def rows() -> list[set[str]]:
+    """The packages of the map's table, row by row."""
+    table = re.findall(r"^\| (`[a-z_`, ]+`) \|", MAP, re.M)
+    return [set(re.findall(r"`(\w+)`", row)) for row in table]
+
+
+def package(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_every_package_is_on_the_map():
+    drawn = [name for row in rows() for name in row]
+    assert len(drawn) == len(set(drawn))
+    assert set(drawn) == {path.name for path in LIBRARY.iterdir() if (path / "__init__.py").is_file()}
+
+
+def test_packages_import_only_those_above_them():
+    """Modules beside the packages, such as errors.py, are below none of them, and import no package."""
+    height = {name: number for number, row in enumerate(rows()) for name in row}
+    upward = [
+        f"{module} imports {name}"
+        for module, path in MODULES.items()
+        for name in imported(path)
+        if package(module) in height and package(name) in height and height[package(module)] < height[package(name)]
+    ]
+    assert not upward, upward
+
+
+def test_packages_and_modules_import_in_no_circle():
+    """`__init__` files only gather names; what a file imports by them is the package."""
+    modules = {m: {d for d in imported(p) if MODULES[d].name != "__init__.py"} for m, p in MODULES.items()}
+    packages = {}
+    for module, path in MODULES.items():
+        packages.setdefault(package(module), set()).update(map(package, imported(path)))
+    for graph in (modules, {name: found - {name, ""} for name, found in packages.items() if name}):
+        tuple(graphlib.TopologicalSorter(graph).static_order())  # a CycleError names the circle
+
+
+def test_no_file_is_longer_than_300_lines():
+    assert not {module: n for module, path in MODULES.items() if (n := path.read_text().count("\n")) > 300}

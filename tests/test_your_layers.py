@@ -1,0 +1,307 @@
+"""Layers of a user's own under a topology: `residual.run` and `Stack`, and one line for what they cannot take."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from ladder_jax import parallel, residual
+from ladder_jax.config import RESIDUALS, Loop, Phase
+from ladder_jax.errors import UserError
+from ladder_jax.parallel import Overlap, Split, Traits, compiled
+from ladder_jax.residual import anneal, sequence
+from tests import cases
+from tests.test_residual import UNROLLED, example
+
+AXES, EQUAL = ("tensor",), P()
+X = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
+STACKED = np.random.default_rng(1).standard_normal((3, 2, 8, 16, 2)).astype(np.float32) / 4  # L, sublayer, D, F, in/out
+LIMIT = 6 * 4 * 4 * cases.UNIT_ROUNDOFF  # of six sublayers, each two contractions of 16 at most, in float32
+
+
+class Block:
+    """A layer of `STACKED`: two sublayers of two matmuls, whose hidden dimension is split."""
+
+    def __init__(self, weights):
+        self._weights = weights
+
+    def attention(self, x):
+        return jnp.tanh(x @ self._weights[0, ..., 0]) @ self._weights[0, ..., 1].T
+
+    def mlp(self, x):
+        return jax.nn.relu(x @ self._weights[1, ..., 0]) @ self._weights[1, ..., 1].T
+
+
+def on_ranks(local, *, tensor=2, out=EQUAL, check_vma=True):
+    """`local` of the stream and each rank's slice of STACKED, compiled."""
+    mesh, specs = parallel.make_mesh(tensor=tensor), (P(), P(None, None, None, "tensor", None))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma))(X, STACKED)
+
+
+def unrolled(x, blocks, *, name="ladder"):
+    topology = residual.topology(name, num_layers=len(blocks))
+    return example(UNROLLED, topology=topology, residual=residual, x=x, blocks=blocks)
+
+
+DELAYS = {"standard": (0, 0), "ladder": (1, 1), "ladder-2": (2, 2), "parallel": (0, 1), "parallel-ladder": (2, 3)}
+
+
+def exactly(name, x, stacked):
+    """The one rule in float64: x_i = x_{i-1} + h_i(x_{max(0, i-1-d_i)}), with x a list of all streams so far."""
+    streams = [x]
+    for weights in stacked:
+        for which, sublayer in enumerate((Block.attention, Block.mlp)):
+            read = max(0, len(streams) - 1 - DELAYS[name][which])
+            streams.append(streams[-1] + sublayer(Block(weights), streams[read]))
+    return streams[-1]
+
+
+def float64(function):
+    with jax.enable_x64(True):
+        return np.asarray(jax.jit(function)(*(jnp.asarray(a, jnp.float64) for a in (X, STACKED))))
+
+
+pair = lambda weights: (Block(weights).attention, Block(weights).mlp)
+
+
+def of_run(name, **settings):
+    topology = residual.topology(name, num_layers=len(STACKED))
+    return lambda x, stacked: residual.run(topology, pair, x, params=stacked, **settings)
+
+
+@pytest.mark.parametrize(
+    "name, loop, remat",
+    [
+        ("standard", "scan", "none"),
+        ("standard", "unrolled", "full"),
+        ("ladder", "scan", "full"),
+        ("ladder", "unrolled", "none"),
+        ("ladder", "scan", "save-matmuls"),
+        ("ladder-2", "scan", "none"),
+        ("ladder-2", "unrolled", "save-matmuls"),
+        ("parallel", "unrolled", "none"),
+        ("parallel", "scan", "full"),
+        ("parallel-ladder", "scan", "none"),
+        ("parallel-ladder", "unrolled", "full"),
+    ],
+)
+def test_run_is_the_rule(name, loop, remat):
+    """And its gradients of the stream and of the weights, against float64."""
+    out = on_ranks(of_run(name, loop=loop, remat=remat))
+    assert cases.error(out, float64(lambda x, w: exactly(name, x, w))) < LIMIT
+    loss = lambda function: lambda x, w: jnp.sum(jnp.sin(function(x, w)))
+    for which, out in ((0, EQUAL), (1, P(None, None, None, "tensor", None))):
+        slopes = on_ranks(jax.grad(loss(of_run(name, loop=loop, remat=remat)), argnums=which), out=out)
+        exact = float64(jax.grad(loss(lambda x, w: exactly(name, x, w)), argnums=which))
+        assert cases.error(slopes, exact) < 2 * LIMIT
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_run_is_the_docstrings_loop(name):
+    """Of every topology, those that depend on the number of ranks among them."""
+    out = P("tensor") if name == "no-communication" else EQUAL
+    loop = lambda x, stacked: unrolled(x, [Block(weights) for weights in stacked], name=name)
+    assert cases.error(on_ranks(of_run(name), out=out), on_ranks(loop, out=out)) < LIMIT
+
+
+def test_run_on_one_device_and_over_a_list():
+    expected = float64(lambda x, w: exactly("ladder", x, w))
+    assert cases.error(jax.jit(of_run("ladder", axes=()))(X, STACKED), expected) < LIMIT
+    of_list = lambda x, stacked: of_run("ladder", loop="unrolled")(x, [stacked[n] for n in range(len(STACKED))])
+    assert cases.error(on_ranks(of_list), expected) < LIMIT
+
+
+def test_run_of_bfloat16_sublayers_on_a_float32_stream():
+    def half(weights):
+        block = Block(weights.astype(jnp.bfloat16))
+        return [lambda x, f=f: f(x.astype(jnp.bfloat16)) for f in (block.attention, block.mlp)]
+
+    topology = residual.topology("ladder", num_layers=len(STACKED))
+    outs = [on_ranks(lambda x, w, loop=loop: residual.run(topology, half, x, params=w, loop=loop))
+            for loop in ("scan", "unrolled")]  # fmt: skip
+    assert outs[0].dtype == np.float32 and cases.error(*outs) < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8
+    assert cases.error(outs[0], float64(lambda x, w: exactly("ladder", x, w))) < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8
+
+
+def test_hybrid_layers_are_scanned_run_by_run():
+    topology = residual.topology("ladder", num_layers=3, ladder_layers="2")
+    scan, unrolled = (
+        on_ranks(lambda x, w, loop=loop: residual.run(topology, pair, x, params=w, loop=loop))
+        for loop in ("scan", "unrolled")
+    )
+    assert cases.error(scan, unrolled) < LIMIT
+
+
+def test_what_run_refuses():
+    run = lambda **settings: lambda x, stacked: of_run("ladder", **settings)(x, stacked)
+    with pytest.raises(UserError, match="unknown loop 'scann'; did you mean 'scan'"):
+        on_ranks(run(loop="scann"))
+    with pytest.raises(UserError, match="unknown remat 'ful'; did you mean 'full'"):
+        on_ranks(run(remat="ful"))
+    many = r"params must hold 3 layers, as the topology does: arrays \[3, ...\], or .*; they hold"
+    with pytest.raises(UserError, match=f"{many} 2"):
+        on_ranks(lambda x, w: of_run("ladder")(x, w[:2]))
+    with pytest.raises(UserError, match=f"{many} 2"):
+        on_ranks(lambda x, w: of_run("ladder", loop="unrolled")(x, [w[0], w[1]]))
+    with pytest.raises(UserError, match=f"{many} 3, an array without layers"):
+        on_ranks(lambda x, w: of_run("ladder")(x, {"w": w, "scale": jnp.float32(1)}))
+    with pytest.raises(
+        UserError, match=r"a sublayer must return \[B, T, D\] as it reads, \(2, 4, 8\), not \(2, 4, 16\)"
+    ):
+        topology = residual.topology("ladder", num_layers=3)
+        double = lambda weights: (lambda x: jnp.concatenate([Block(weights).attention(x)] * 2, -1), Block(weights).mlp)
+        on_ranks(lambda x, w: residual.run(topology, double, x, params=w))
+    with pytest.raises(UserError, match="no ranks of 'tensor' here"):
+        of_run("ladder")(jnp.asarray(X), STACKED)
+
+
+class Sublayer(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.up = nnx.Linear(8, width, rngs=rngs)
+        self.down = nnx.Linear(width, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+class Pair(nnx.Module):
+    def __init__(self, *, rngs):
+        self.first, self.second = Sublayer(16, rngs=rngs), Sublayer(32, rngs=rngs)
+
+
+def test_a_stack_is_the_rule_over_its_modules():
+    """On one device, and its parameters differ from layer to layer."""
+    topology = residual.topology("ladder", num_layers=3)
+    settings = dict(topology=topology, rngs=nnx.Rngs(0), sublayers=lambda layer: (layer.first, layer.second), axes=())
+    stack = residual.Stack(Pair, **settings)
+    graph, params = nnx.split(stack.layers)
+    layers = [nnx.merge(graph, jax.tree.map(lambda a: a[n], params)) for n in range(3)]
+    assert not np.array_equal(layers[0].first.up.kernel[...], layers[1].first.up.kernel[...])
+    streams = [X]
+    for layer in layers:
+        for sublayer in (layer.first, layer.second):
+            streams.append(streams[-1] + sublayer(streams[max(0, len(streams) - 2)]))
+    assert cases.error(nnx.jit(lambda stack, x: stack(x))(stack, X), streams[-1]) < LIMIT
+
+
+def test_compile_options_are_those_of_the_tables_traits():
+    """By words, for hardware that is not here: as the library's own programs of that kind are compiled."""
+    v6e = types.SimpleNamespace(device_kind="TPU v6 lite")
+    for mesh, split in (((1, 1, 8), ()), ((1, 2, 4), (Split.WEIGHTS,))):
+        mesh = types.SimpleNamespace(
+            devices=np.full(mesh, v6e, object), shape=dict(zip(("data", "fsdp", "tensor"), mesh))
+        )
+        for name, overlap in (("ladder", Overlap.HIDES), ("standard", Overlap.WAITS)):
+            topology = residual.topology(name, num_layers=2)
+            for phase in Phase:
+                traits = Traits(overlap, phase, Loop.UNROLLED, frozenset(split))
+                expected = compiled.options_for(v6e.device_kind, traits)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(compiled, "_known", lambda *_: True)
+                    assert topology.compile_options(mesh, phase=phase.value, loop="unrolled") == expected
+    assert residual.topology("ladder", num_layers=2).compile_options(parallel.make_mesh(), phase="train") == {}
+    with pytest.raises(UserError, match="unknown phase 'training'; did you mean 'train'"):
+        topology.compile_options(mesh, phase="training")
+
+
+def test_a_scan_of_bfloat16_sublayers_and_its_gradient():
+    """The stream is float32, and what is pending is not."""
+    topology = residual.topology("ladder", num_layers=3)
+
+    def loss(x, stacked, loop):
+        steps, state = topology.layers[0], residual.begin(x, topology=topology, axes=AXES)
+
+        def turn(state, weights):
+            block = Block(weights.astype(jnp.bfloat16))
+            pair = [lambda x, f=f: f(x.astype(jnp.bfloat16)) for f in (block.attention, block.mlp)]
+            for step in steps:
+                state = step(state, pair, axes=AXES)
+            return state, None
+
+        if loop is Loop.SCAN:
+            state, _ = jax.lax.scan(turn, residual.fill(state, steps, axes=AXES, dtype=jnp.bfloat16), stacked)
+        else:
+            for weights in stacked:
+                state, _ = turn(state, weights)
+        return jnp.mean(residual.flush(state, axes=AXES) ** 2)
+
+    scan, loop = (on_ranks(jax.grad(lambda x, w, form=form: loss(x, w, form))) for form in (Loop.SCAN, Loop.UNROLLED))
+    assert cases.error(scan, loop) < LIMIT / cases.UNIT_ROUNDOFF * 2.0**-8  # bfloat16's
+
+
+REDUCED = {
+    "psum": lambda block, x: jax.lax.psum(block.attention(x), "tensor"),
+    "psum of some": lambda block, x: jax.lax.pmean(x, "tensor"),
+    "a constant": lambda block, x: jnp.ones(x.shape),
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("name", ["standard", "ladder", "ladder-fresh", "parallel-ladder", "desync-2"])
+@pytest.mark.parametrize("sublayer", REDUCED.values(), ids=REDUCED)
+def test_a_sublayer_that_reduces_is_refused(sublayer, name, tensor):
+    """Reduced again, it would count twice on two ranks; one rank, where a model is tried first, says so too."""
+
+    def local(x, stacked):
+        block = Block(stacked[0])
+        wrong = types.SimpleNamespace(attention=lambda x: sublayer(block, x), mlp=block.mlp)
+        return unrolled(x, [wrong], name=name)
+
+    with pytest.raises(UserError, match="same on all ranks of tensor.*return this rank's partial sum, without psum"):
+        on_ranks(local, tensor=tensor)
+
+
+def test_split_and_turning_steps_refuse_it_too():
+    whole = lambda x: jax.lax.psum(x, "tensor")
+    ladder = residual.topology("ladder", num_layers=1)
+    split = sequence.layers(ladder, normalise=lambda x: x)[0]
+    turning = anneal.steps(ladder.layers[0], ladder_fraction=jnp.float32(0.5))
+    share = lambda x: sequence.scatter_sequence(parallel.pvary(x, AXES), AXES)
+    for step, start in ((split[0], share), (turning[0], lambda x: x)):
+        begin = lambda x, start=start: residual.begin(start(x), topology=ladder, axes=AXES)
+        with pytest.raises(UserError, match="same on all ranks of tensor"):
+            on_ranks(lambda x, _, step=step, begin=begin: step(begin(x), (whole, whole), axes=AXES).residual)
+
+
+def test_where_types_are_not_checked_nothing_is_refused():
+    """`check_vma=False` tracks none: what is right there stays right, and what is wrong cannot be told."""
+    loop = lambda x, stacked: unrolled(x, [Block(weights) for weights in stacked])
+    assert cases.error(on_ranks(loop, check_vma=False), on_ranks(loop)) < LIMIT
+
+
+def test_a_bias_on_one_rank_counts_once():
+    """By `on_one_rank`, on any number of ranks; added on every rank it counts once a rank."""
+    topology = residual.topology("ladder", num_layers=1)
+
+    def local(x, stacked, bias):
+        def attention(x):
+            return Block(stacked[0]).attention(x) + bias(jnp.ones(x.shape))
+
+        state = residual.begin(x, topology=topology, axes=AXES)
+        return residual.flush(topology.layers[0][0](state, (attention, attention), axes=AXES), axes=AXES)
+
+    once = lambda bias: residual.on_one_rank(bias, AXES)
+    one, four = (on_ranks(lambda x, w: local(x, w, once), tensor=tensor) for tensor in (1, 4))
+    assert cases.error(four, one) < LIMIT
+    assert cases.error(on_ranks(lambda x, w: local(x, w, lambda bias: bias), tensor=4), one + 3) < LIMIT
+    assert (residual.on_one_rank(X, ()) == X).all()
+
+
+def test_axes_that_are_none():
+    topology = residual.topology("ladder", num_layers=1)
+    begin = lambda axes: lambda x, _: residual.begin(x, topology=topology, axes=axes).residual
+    step = lambda axes: lambda x, _: topology.layers[0][0](residual.State(x), (jnp.sin,), axes=axes).residual
+    for call in (begin, step):
+        with pytest.raises(
+            UserError, match=r"axes must be a tuple of the mesh's axes, as in \('tensor',\), not 'tensor'"
+        ):
+            on_ranks(call("tensor"))
+        with pytest.raises(UserError, match="unknown mesh axis 'tensr'; did you mean 'tensor'"):
+            on_ranks(call(("tensr",)))
+        with pytest.raises(UserError, match="no ranks of 'tensor' here: call it inside jax.shard_map"):
+            call(AXES)(jnp.asarray(X), None)
+    assert begin(())(jnp.asarray(X), None).shape == X.shape  # one rank, without a mesh
