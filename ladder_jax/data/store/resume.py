@@ -91,7 +91,6 @@ def _is_store(out: pathlib.Path) -> bool:
 def tidy(out: pathlib.Path, shards: Sequence[Shard]) -> None:
     """Remove the journal, the parts, the portions, and shards that are not in `shards`, whose sources have changed.
     Files with other names stay, and so do folders that hold such files."""
-    (out / JOURNAL).unlink(missing_ok=True)
     names = {shard.name for shard in shards}
     for path in list(out.iterdir()):
         if _SHARD.fullmatch(path.name) and path.stem not in names:
@@ -99,6 +98,7 @@ def tidy(out: pathlib.Path, shards: Sequence[Shard]) -> None:
         elif (path.name == PARTS or PORTION.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
             remove_parts(path, keep=())
             _remove_folder(path)
+    (out / JOURNAL).unlink(missing_ok=True)  # last: after a kill it says that this is still to be done
 
 
 def remove_parts(folder: pathlib.Path, *, keep: Sequence[Part]) -> None:

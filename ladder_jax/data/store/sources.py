@@ -28,7 +28,7 @@ ALLOWED = f"a text file, a folder, {', '.join(ENDINGS)} or {rows.HUB}OWNER/NAME"
 @dataclasses.dataclass(frozen=True)
 class File:
     """path: of a file, or the address of a data set on the Hub with its commit. size: in bytes; 0 on the Hub.
-    modified: in nanoseconds. named: whether the user named the file itself; of a folder's files, binary ones are skipped.
+    modified: in nanoseconds. named: by the user itself; of a folder's files, binary ones are skipped.
     """
 
     path: str
