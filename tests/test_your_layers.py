@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual
-from ladder_jax.config import Loop, Phase, residual_names
+from ladder_jax.config import RESIDUALS, Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import Overlap, Split, Traits, compiled
 from ladder_jax.residual import anneal, sequence
@@ -100,7 +100,7 @@ def test_run_is_the_rule(name, loop, remat):
         assert cases.error(slopes, exact) < 2 * LIMIT
 
 
-@pytest.mark.parametrize("name", residual_names.NAMES)
+@pytest.mark.parametrize("name", RESIDUALS)
 def test_run_is_the_docstrings_loop(name):
     """Of every topology, those that depend on the number of ranks among them."""
     out = P("tensor") if name == "no-communication" else EQUAL

@@ -94,9 +94,9 @@ def main() -> None:
     if verb == "generate":
         sys.stdout = Output(walk)
     walk.start()
-    from ladder_jax import cli
+    from ladder_jax.cli import main as ladder_jax
 
-    sys.exit(f"ladder-jax {verb} ended with status {cli.main([verb, *words])} before its walk did")
+    sys.exit(f"ladder-jax {verb} ended with status {ladder_jax([verb, *words])} before its walk did")
 
 
 if __name__ == "__main__":

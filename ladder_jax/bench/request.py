@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ladder_jax.config import ModelConfig, preset, residual_names
+from ladder_jax.config import ModelConfig, parse_residual, preset
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import shards
 from ladder_jax.splits import check_divides, divisors
@@ -31,7 +31,7 @@ class Request:
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
         changes = {} if self.layers is None else {"num_layers": self.layers}
-        if residual_names.parse(residual).depends_on_ranks:
+        if parse_residual(residual).depends_on_ranks:
             changes["ranks"] = self.tensor
         config = preset(self.model, residual=residual, **changes)
         return shards.alone(config, ranks=self.share) if self.share else config
@@ -57,7 +57,7 @@ def make(*, model: str, residual: str, batch: str | None = None, **numbers: int 
         given["batches"] = tuple(positive("batch", word) for word in words("batch", batch))
     residuals = words("residual", residual)
     for name in residuals:
-        residual_names.parse(name)
+        parse_residual(name)
     request = Request(model=model, residuals=residuals, **given)
     if request.new_tokens < 2:
         raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")

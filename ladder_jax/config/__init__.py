@@ -11,9 +11,12 @@ from ladder_jax.config.load import load as load
 from ladder_jax.config.load import model_from_dict as model_from_dict
 from ladder_jax.config.load import to_dict as to_dict
 from ladder_jax.config.model import PRESETS as PRESETS
+from ladder_jax.config.model import RESIDUALS as RESIDUALS
 from ladder_jax.config.model import Biases as Biases
 from ladder_jax.config.model import ModelConfig as ModelConfig
 from ladder_jax.config.model import RopeScaling as RopeScaling
+from ladder_jax.config.model import layer_indices as layer_indices
+from ladder_jax.config.model import parse_residual as parse_residual
 from ladder_jax.config.model import preset as preset
 from ladder_jax.config.model import recipe as recipe
 from ladder_jax.config.retrain import START as START

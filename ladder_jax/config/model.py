@@ -1,12 +1,79 @@
-"""The section `model`, a dense decoder and its residual topology, and the presets: model shapes by name."""
+"""The section `model`: a dense decoder, the names of its residual topologies, and the presets, shapes by name."""
 
 import dataclasses
 import enum
+import numbers
+import re
 
-from ladder_jax.config import residual_names
 from ladder_jax.config.execution import Dtype
 from ladder_jax.config.fields import build, check, check_positive, fit
-from ladder_jax.errors import unknown
+from ladder_jax.errors import UserError, unknown
+
+RESIDUALS = (
+    "standard",
+    "ladder",
+    "ladder-2",
+    "ladder-fresh",
+    "parallel",
+    "parallel-shared-norm",
+    "parallel-ladder",
+    "desync-2",
+    "no-communication",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualName:
+    """kind: the name without its number; number: the delay of a ladder, the period of a desync."""
+
+    kind: str
+    number: int = 1
+
+    @property
+    def is_ladder(self) -> bool:
+        return self.kind in ("ladder", "ladder-fresh", "parallel-ladder")
+
+    @property
+    def depends_on_ranks(self) -> bool:
+        """Whether another number of tensor-parallel ranks makes it another function."""
+        return self.kind in ("ladder-fresh", "desync")
+
+
+def parse_residual(name: str) -> ResidualName:
+    """Of any name in RESIDUALS, `ladder-K` and `desync-N`, numbers from 1. Raises UserError for any other."""
+    numbered = re.fullmatch(r"(ladder|desync)-([1-9]\d*)", name)
+    if numbered:
+        return ResidualName(numbered[1], int(numbered[2]))
+    if name in RESIDUALS:
+        return ResidualName(name)
+    raise unknown("residual", name, (*RESIDUALS, "ladder-K", "desync-N"))
+
+
+def _as_text(which: object) -> object:
+    """2, (0, 2) and [0, 2] as text for `layer_indices`, "2" and "0,2,"; any other value unchanged."""
+    if isinstance(which, list | tuple | range):
+        return ",".join(map(str, which)) + ","
+    return str(which) if isinstance(which, numbers.Integral) and not isinstance(which, bool) else which
+
+
+def layer_indices(which: str, num_layers: int) -> tuple[int, ...]:
+    """The 0-based layers that `which` names: `"N"` the last N, `"i,j"` or `"i,"` a list, `"all"`."""
+    allowed = f"(allowed: N for the last N of {num_layers} layers, a list i,j of 0 to {num_layers - 1}, or all)"
+    if which == "all":
+        return tuple(range(num_layers))
+    if which.startswith("auto:"):
+        raise UserError(f"ladder_layers={which!r} is measured, so only a conversion can choose it {allowed}")
+    try:
+        numbers = [int(part) for part in which.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"ladder_layers={which!r} is not a choice of layers {allowed}") from None
+    if "," not in which:
+        if not numbers or not 0 <= numbers[0] <= num_layers:
+            raise UserError(f"ladder_layers={which!r} is not a number of layers {allowed}")
+        return tuple(range(num_layers - numbers[0], num_layers))
+    if len(set(numbers)) != len(numbers) or any(not 0 <= n < num_layers for n in numbers):
+        raise UserError(f"ladder_layers={which!r} names a layer twice or out of range {allowed}")
+    return tuple(sorted(numbers))
 
 
 class Biases(enum.Enum):
@@ -61,7 +128,7 @@ class ModelConfig:
     residual_dtype: Dtype = Dtype.BFLOAT16
 
     def __post_init__(self):
-        object.__setattr__(self, "ladder_layers", residual_names.as_text(self.ladder_layers))
+        object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))
         fit(self, "model")
         check_positive(self, "model", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff")
         check_positive(self, "model", "vocab_size", "rope_theta", "norm_eps")
@@ -77,10 +144,10 @@ class ModelConfig:
             self.num_heads % self.num_kv_heads == 0,
             f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}",
         )
-        name = residual_names.parse(self.residual)
+        name = parse_residual(self.residual)
         if self.ladder_layers is not None:
             check(name.is_ladder, f"model.ladder_layers needs a ladder kind of residual, not {self.residual!r}")
-            residual_names.layer_indices(self.ladder_layers, self.num_layers)
+            layer_indices(self.ladder_layers, self.num_layers)
         if self.ranks is not None:
             check(self.ranks > 0, f"model.ranks must be positive, not {self.ranks}")
             check(name.depends_on_ranks, f"model.ranks belongs to ladder-fresh and desync-n, not to {self.residual!r}")

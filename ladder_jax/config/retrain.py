@@ -3,8 +3,8 @@
 import dataclasses
 import enum
 
-from ladder_jax.config import residual_names
 from ladder_jax.config.fields import check, check_positive, fit
+from ladder_jax.config.model import parse_residual
 from ladder_jax.errors import unknown
 
 START = "start"
@@ -41,7 +41,7 @@ class DistillConfig:
         check(0 <= self.alpha <= 1, f"distill.alpha must be between 0 and 1, not {self.alpha}")
         check(self.hidden_weight >= 0, f"distill.hidden_weight must not be negative, not {self.hidden_weight}")
         if self.residual is not None:
-            residual_names.parse(self.residual)
+            parse_residual(self.residual)
         for name in ("residual", "hidden_weight"):
             check(
                 self.teacher is not None or not getattr(self, name),

@@ -3,11 +3,10 @@
 import dataclasses
 import enum
 
-from ladder_jax.config import residual_names
 from ladder_jax.config.decode import DecodeConfig
 from ladder_jax.config.execution import Loop
 from ladder_jax.config.fields import check, check_positive, fit
-from ladder_jax.config.model import ModelConfig
+from ladder_jax.config.model import ModelConfig, layer_indices, parse_residual
 from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig
 
 
@@ -244,14 +243,14 @@ class RunConfig:
             not (train.z_loss and self.distill.teacher),
             f"train.z_loss={train.z_loss} has no place in a teacher's loss: leave it out with distill.teacher",
         )
-        kind = residual_names.parse(self.model.residual).kind
+        kind = parse_residual(self.model.residual).kind
         check(
             not self.conversion.steps or kind in ("ladder", "ladder-fresh"),
             f"conversion.steps needs a model.residual of ladder, ladder-K or ladder-fresh, not {self.model.residual!r}",
         )
         which = self.model.ladder_layers
         check(
-            not self.conversion.steps or bool(residual_names.layer_indices(which or "all", layers)),
+            not self.conversion.steps or bool(layer_indices(which or "all", layers)),
             f"conversion.steps={self.conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
         )
         for name, value in (

@@ -1,4 +1,4 @@
-"""Rows of tokens from several documents: what a training step is given."""
+"""What a training step reads: rows of tokens from several documents, and the targets in them."""
 
 import dataclasses
 
@@ -25,3 +25,16 @@ class Batch:
         before, after = self.segments[:, :-1], self.segments[:, 1:]
         follows = (before == after) & (after != 0)
         return follows if self.learnt is None else follows & (self.learnt[:, 1:] != 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Of a rank's rows: integer tokens [B, T], the next tokens as targets [B, T], and their float32 weights [B, T].
+
+    segments: as in `Batch`, [B, T]; None where each row is one text.
+    """
+
+    tokens: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+    segments: jax.Array | None

@@ -12,8 +12,8 @@ from ladder_jax.config import (
     Quantize,
     Remat,
     check_fits_mesh,
+    parse_residual,
     preset,
-    residual_names,
 )
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import shards, targets
@@ -49,7 +49,7 @@ class Request:
     @property
     def config(self) -> ModelConfig:
         changes = dict(num_layers=self.layers, residual=self.residual, ladder_layers=self.ladder_layers)
-        if residual_names.parse(self.residual).depends_on_ranks:
+        if parse_residual(self.residual).depends_on_ranks:
             changes["ranks"] = self.tensor
         return preset(self.model, **changes)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, residual_names
+from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import EMULATED
 
@@ -116,7 +116,7 @@ def layout(config: ModelConfig, *, mesh: Mesh) -> Layout:
 
 def with_ranks(config: ModelConfig, *, tensor: int) -> ModelConfig:
     """`config` with the number of ranks written in, where its function depends on it."""
-    if residual_names.parse(config.residual).depends_on_ranks and config.ranks is None:
+    if parse_residual(config.residual).depends_on_ranks and config.ranks is None:
         return dataclasses.replace(config, ranks=tensor)
     return config
 

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from ladder_jax.config import MeshConfig, ModelConfig, Remat, TrainConfig, check_fits_mesh, residual_names
+from ladder_jax.config import MeshConfig, ModelConfig, Remat, TrainConfig, check_fits_mesh, parse_residual
 from ladder_jax.errors import UserError
 from ladder_jax.plan.request import Request
 from ladder_jax.schedule.targets import Target
@@ -120,7 +120,7 @@ def _fits(config: ModelConfig, mesh: MeshConfig) -> bool:
 
 
 def _can_be_split(request: Request, mesh: MeshConfig) -> bool:
-    reduces_all = not residual_names.parse(request.config.residual).kind.startswith(("desync", "no-"))
+    reduces_all = not parse_residual(request.config.residual).kind.startswith(("desync", "no-"))
     return mesh.tensor > 1 and request.sequence % mesh.tensor == 0 and reduces_all
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from ladder_jax.config import ModelConfig, load, preset, residual_names
+from ladder_jax.config import ModelConfig, load, parse_residual, preset
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import targets
 from ladder_jax.schedule.targets import Target
@@ -52,7 +52,7 @@ def make(
         below, above = tokens // sequence * sequence, (tokens // sequence + 1) * sequence
         near = f"{below} or {above}" if below else f"{above}"
         raise UserError(f"--tokens {tokens} are no whole sequences of {sequence}: {near} would be")
-    if residual_names.parse(config.residual).depends_on_ranks and config.ranks is None:
+    if parse_residual(config.residual).depends_on_ranks and config.ranks is None:
         raise UserError(f"{config.residual} is another model on every number of ranks: give model.ranks in a file")
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
     return Request(model, config, parsed, tokens, sequence, settings)

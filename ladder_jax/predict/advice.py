@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from ladder_jax.config import residual_names
+from ladder_jax.config import parse_residual
 from ladder_jax.predict.model import Speed
 
 WORTH = 1.02  # a smaller speed-up is within what the model can tell apart, and none to change a model for
@@ -48,7 +48,7 @@ def read(*, rows: Sequence[Judged], baseline: Speed, tensor: int) -> Advice:
 
 def _reason(chosen: Judged, real: Sequence[Judged], baseline: Speed, share: float) -> str:
     begin = f"communication is {share:.0%} of Standard's time here"
-    kind = residual_names.parse(chosen.residual).kind
+    kind = parse_residual(chosen.residual).kind
     wire, shortest = _lengths(baseline)
     microseconds = lambda seconds: f"{seconds * 1e6:.0f} µs"
     gain = f"{chosen.speedup:.2f} x Standard"
@@ -79,6 +79,6 @@ def _lengths(baseline: Speed) -> tuple[float, float | None]:
 
 
 def _rank(residual: str) -> int:
-    name = residual_names.parse(residual)
+    name = parse_residual(residual)
     key = "ladder-K" if name.kind == "ladder" and name.number > 1 else name.kind
     return PREFERENCE.index(key) if key in PREFERENCE else len(PREFERENCE)

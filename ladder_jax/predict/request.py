@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from ladder_jax.config import ModelConfig, preset, residual_names
+from ladder_jax.config import RESIDUALS, ModelConfig, parse_residual, preset
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.predict import implementation as implementations
 from ladder_jax.predict import machine as machines
@@ -25,14 +25,14 @@ class Request:
     batch: int
     prompt_length: int = 1024
     new_tokens: int = 512
-    residuals: tuple[str, ...] = residual_names.NAMES
+    residuals: tuple[str, ...] = RESIDUALS
     ladder_layers: str | None = None
     layers: int | None = None
     implementation: Implementation = implementations.OURS
 
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
-        name = residual_names.parse(residual)
+        name = parse_residual(residual)
         changes = {} if self.layers is None else {"num_layers": self.layers}
         if name.depends_on_ranks:
             changes["ranks"] = self.tensor
@@ -78,7 +78,7 @@ def make(
     check_tensor(asked)
     for name in asked.residuals:
         asked.config(name)
-    if ladder_layers is not None and not any(residual_names.parse(name).is_ladder for name in asked.residuals):
+    if ladder_layers is not None and not any(parse_residual(name).is_ladder for name in asked.residuals):
         raise UserError(f"--ladder-layers needs a ladder kind of residual, not {', '.join(asked.residuals)}")
     return asked
 

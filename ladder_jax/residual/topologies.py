@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax.config import Loop, ModelConfig, Phase, residual_names
+from ladder_jax.config import Loop, ModelConfig, Phase, layer_indices, parse_residual
 from ladder_jax.errors import member
 from ladder_jax.parallel.collectives import pvary
 from ladder_jax.parallel.compiled import compile_options
@@ -78,11 +78,11 @@ class Topology:
 
 
 def topology(name: str, *, num_layers: int, ladder_layers: str | None = None) -> Topology:
-    """The topology called `name` (`config.residual_names` lists them); raises UserError for an unknown one.
+    """The topology called `name` (`config.RESIDUALS` lists them); raises UserError for an unknown one.
 
     With `ladder_layers` ("N", "i,j" or "all") only those layers are of that kind, the rest standard.
     """
-    parsed = residual_names.parse(name)
+    parsed = parse_residual(name)
     of_kind = {
         "ladder": (parsed.number, parsed.number),
         "ladder-fresh": (1, 1),
@@ -92,7 +92,7 @@ def topology(name: str, *, num_layers: int, ladder_layers: str | None = None) ->
     }.get(parsed.kind, (0, 0))
     chosen = range(num_layers)
     if ladder_layers is not None:
-        chosen = residual_names.layer_indices(ladder_layers, num_layers)
+        chosen = layer_indices(ladder_layers, num_layers)
     layers = [layer in chosen for layer in range(num_layers)]
     return Topology(
         delays=sum((of_kind if ladder else (0, 0) for ladder in layers), ()),

@@ -8,21 +8,12 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.config import TrainConfig
-from ladder_jax.nn import ModelDef, Params, Positions
+from ladder_jax.data.batch import Targets
+from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.divergence import divergence_sum
 from ladder_jax.residual import Delayed, State
 from ladder_jax.retrain import lora, parts
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetBatch:
-    """Integer tokens [B, T], the next tokens as targets [B, T], and each target's float32 weight in the loss [B, T]."""
-
-    tokens: jax.Array
-    targets: jax.Array
-    weights: jax.Array
-    positions: Positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +57,20 @@ def loss_sum(
     plan: RetrainPlan,
     trained: Params,
     frozen: Params,
-    batch: TargetBatch,
+    batch: Targets,
     *,
     ladder_fraction: jax.Array | None,
     config: TrainConfig,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(the loss, its `terms`), each summed over this rank's positions and equal on its tensor ranks."""
 
+    positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
+
     def forward(definition: ModelDef) -> nn.ForwardPass:
         return nn.ForwardPass(
             definition,
             batch.tokens.shape[1],
-            positions=batch.positions,
+            positions=positions,
             loop_form=config.loop,
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
+from ladder_jax.data.batch import Targets
 from ladder_jax.errors import UserError
-from ladder_jax.nn import ModelDef, Params, Positions
+from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import Agreement
 from ladder_jax.retrain import conversion, lora, loss, parts, sources
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
@@ -52,15 +53,11 @@ class Retraining(RetrainPlan):
         self,
         trained: Params,
         frozen: Params,
-        tokens: jax.Array,
-        targets: jax.Array,
-        weights: jax.Array,
+        batch: Targets,
         *,
-        positions: Positions,
         scheduled: dict[str, jax.Array],
         config: TrainConfig,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        batch = loss.TargetBatch(tokens, targets, weights, positions)
         fraction = scheduled.get(nn.LADDER_FRACTION)
         return loss.loss_sum(self, trained, frozen, batch, ladder_fraction=fraction, config=config)
 

@@ -14,8 +14,8 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import Loop, Phase, Remat, TrainConfig
-from ladder_jax.data.batch import Batch
-from ladder_jax.nn import ModelDef, Params, Positions
+from ladder_jax.data.batch import Batch, Targets
+from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
 from ladder_jax.parallel.collectives import DATA_GRADIENTS, EMULATED, LOSS, SHARED_GRADIENTS
 
@@ -36,26 +36,16 @@ class TrainingTask(Protocol):
     abstract: Params  # shape, dtype and sharding of the trained parameters
     held_out: "TrainingTask"  # whose loss is the cross-entropy of the data alone; it reads no more frozen parameters
 
-    def scheduled(self, step: jax.Array) -> Scheduled: ...
+    def scheduled(self, step: jax.Array) -> Scheduled:
+        """Inputs of the loss that follow from the step's number, such as a conversion's ladder fraction."""
 
-    def metrics(self, scheduled: Scheduled) -> dict[str, jax.Array]: ...
+    def metrics(self, scheduled: Scheduled) -> dict[str, jax.Array]:
+        """Metrics of these inputs."""
 
     def loss_sum(
-        self,
-        trained: Params,
-        frozen: Params,
-        tokens: jax.Array,
-        targets: jax.Array,
-        weights: jax.Array,
-        *,
-        positions: Positions,
-        scheduled: Scheduled,
-        config: TrainConfig,
+        self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
     ) -> LossAndTerms:
-        """On one rank: the loss of `tokens` [B, T], summed over positions, and its terms; equal on its tensor ranks.
-
-        targets: [B, T]; weights: float32 [B, T], of each target.
-        """
+        """On one rank: the loss of its rows, summed over positions, and its terms; equal on its tensor ranks."""
 
     origin: str | None  # a line that says which checkpoint's weights training starts from
 
@@ -66,10 +56,10 @@ class TrainingTask(Protocol):
         """(trained, frozen) before the first step."""
 
     def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
-        """(trained, frozen) of a checkpoint; `extra`: as `self.extra` gave it to be stored."""
+        """(trained, frozen) of a checkpoint. extra: the arrays that `self.extra` had stored in it."""
 
     def extra(self, trained: Params) -> Params:
-        """Trained parameters that a checkpoint holds beside the optimizer's state, as `exported` merges them."""
+        """What a checkpoint stores beside the optimizer's state: LoRA's factors, which `exported` merges."""
 
     def exported(self, trained: Params, frozen: Params) -> Params:
         """All the model's parameters, for a checkpoint."""
@@ -91,28 +81,19 @@ class Pretraining:
         return {}
 
     def loss_sum(
-        self,
-        trained: Params,
-        frozen: Params,
-        tokens: jax.Array,
-        targets: jax.Array,
-        weights: jax.Array,
-        *,
-        positions: Positions,
-        scheduled: Scheduled,
-        config: TrainConfig,
+        self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
     ) -> LossAndTerms:
         x, _ = nn.hidden(
             self.definition,
             trained,
-            tokens,
-            positions=positions,
+            batch.tokens,
+            positions=nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments),
             loop_form=config.loop,
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,
         )
-        settings = dict(weights=weights, z_loss=config.z_loss, chunk=config.loss_chunk)
-        return nn.loss_sum(self.definition, trained, x, targets, **settings), {}
+        settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
+        return nn.loss_sum(self.definition, trained, x, batch.targets, **settings), {}
 
     def sources_record(self) -> dict[str, Any]:
         return {}
@@ -254,9 +235,8 @@ def _loss_sum(
         tokens = batch.tokens if packed else batch
         tokens, targets = tokens[:, :-1], tokens[:, 1:]
         weights = batch.predicted.astype(jnp.float32) if packed else jnp.ones(targets.shape)
-        positions = nn.Packed(batch.segments[:, :-1]) if packed else nn.FullSequence()
-        settings = dict(positions=positions, scheduled=scheduled, config=config)
-        return task.loss_sum(trained, frozen, tokens, targets, weights, **settings)
+        rows = Targets(tokens, targets, weights, batch.segments[:, :-1] if packed else None)
+        return task.loss_sum(trained, frozen, rows, scheduled=scheduled, config=config)
 
     in_dims = (task.trained_dims, task.frozen_dims, "BT", "")
     ranked = over_ranks(local, layout=task.definition.layout, in_dims=in_dims, out_dims=("", ""))

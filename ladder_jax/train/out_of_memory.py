@@ -14,7 +14,7 @@ KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v6": "v6e
 
 
 def explanation(error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: Mesh) -> UserError | None:
-    """What to say of an error of jax, compiling or running, for want of memory; None for any other error."""
+    """The message for an error of jax, in compiling or running, that memory ran out; None for any other error."""
     _, exhausted, details = str(error).partition("RESOURCE_EXHAUSTED: ")
     if not exhausted:
         return None
@@ -22,7 +22,7 @@ def explanation(error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: M
     return UserError(
         f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={config.train.remat.value},"
         f" train.accumulate={config.train.accumulate} ({details.strip().splitlines()[0].rstrip('.')[:200]});"
-        f" what fits says: {command(config, mesh=mesh)}"
+        f" settings that fit: {command(config, mesh=mesh)}"
     )
 
 

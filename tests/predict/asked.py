@@ -4,18 +4,18 @@ import dataclasses
 import math
 
 from ladder_jax import cli
-from ladder_jax.config import preset, residual_names
+from ladder_jax.config import RESIDUALS, parse_residual, preset
 from ladder_jax.predict import machine, model
 from ladder_jax.predict.link import Link
 
 H100, OFF = machine.load("h100-nvlink"), machine.load("h100-no-nvlink")
-MANY = (*residual_names.NAMES, "ladder-3", "desync-3")
+MANY = (*RESIDUALS, "ladder-3", "desync-3")
 JOINT = ("parallel", "parallel-shared-norm", "parallel-ladder")
 NOTHING = Link(latency=0.0, step=0.0, bandwidth=math.inf)
 
 
 def speed(name, *, on=H100, tensor=8, rows=4, shape="llama-3-8b", layers=6, **more):
-    ranks = {"ranks": tensor} if residual_names.parse(name).depends_on_ranks else {}
+    ranks = {"ranks": tensor} if parse_residual(name).depends_on_ranks else {}
     config = preset(shape, residual=name, num_layers=layers, **ranks)
     return model.speed(config, machine=on, tensor=tensor, rows=rows, **more)
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ladder_jax.config import residual_names
+from ladder_jax.config import RESIDUALS
 from ladder_jax.errors import UserError
 from ladder_jax.predict import advice, request, result, sweep
 from tests.predict.asked import run, seconds
@@ -26,7 +26,7 @@ def test_advice():
     assert found.residual == "standard" and found.ladder_helps is False and "one device" in found.reason
     found = advise(hardware="h100-no-nvlink", tensor=8, residual="standard,desync-2")
     assert found.residual == "desync-2" and found.ladder_helps is None
-    assert set(advice.PREFERENCE) - {"ladder-K"} < set(residual_names.NAMES)
+    assert set(advice.PREFERENCE) - {"ladder-K"} < set(RESIDUALS)
 
 
 def test_hybrids_lie_between():
@@ -45,7 +45,7 @@ def test_json(run_cli):
     assert (found["model"], found["hardware"], found["tensor"], found["batch"]) == ("llama-3-70b", "v5p", 8, 1)
     assert (found["prompt_length"], found["new_tokens"]) == (1024, 512)
     rows = {row["residual"]: row for row in found["rows"]}
-    assert tuple(rows) == residual_names.NAMES
+    assert tuple(rows) == RESIDUALS
     for row in rows.values():
         total = row["prefill_seconds"] + row["decode_seconds"]
         assert row["tokens_per_second"] == pytest.approx(512 / total)

@@ -1,4 +1,4 @@
-"""The verbs, in the order in which `--help` lists them. What is slow to import, a verb imports when it runs."""
+"""The verbs, in the order in which `--help` lists them. A verb imports slow modules only when it runs."""
 
 from ladder_jax.cli.verbs import (
     bench,

@@ -2,9 +2,10 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from ladder_jax.config import RunConfig, load, to_dict
 from ladder_jax.processes.options import SETTINGS
 
-SUMMARY = "Train a model, or go on where the run's last checkpoint stands."
+SUMMARY = "Train a model, or resume the run from its last checkpoint."
 EXAMPLE = "ladder-jax train tiny --cpu-devices 8 mesh.data=2 mesh.tensor=4 data.path=book.txt run.dir=runs/book"
 
 
@@ -24,21 +25,31 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import os
 
-    from ladder_jax import config, processes
+    from ladder_jax import processes
 
-    settings = config.load(args.config, overrides=args.overrides)
+    settings = load(args.config, overrides=args.overrides)
     patience = processes.patience(vars(args), os.environ)
     spec = processes.spec(vars(args), os.environ)
+    if spec is None:
+        return _train(settings, args, patience=patience.hang)
     with processes.joined(spec, settings=_equal(settings, args), patience=patience, say=_say) as member:
-        shown = member.process == 0
-        _train(settings, args, beat=member.beat, shown=shown, patience=patience.hang)
+        _train(settings, args, patience=patience.hang, beat=member.beat, shown=member.process == 0)
 
 
-def _train(settings, args: argparse.Namespace, *, beat: Callable[[str], None], shown: bool, patience: float) -> None:
-    from ladder_jax import train
+def _train(
+    settings: RunConfig,
+    args: argparse.Namespace,
+    *,
+    patience: float,
+    beat: Callable[[str], None] = lambda doing: None,
+    shown: bool = True,
+) -> None:
+    """patience, beat: as in `train.run`; shown: whether this process prints the result."""
+    from ladder_jax.train import parse_profile
+    from ladder_jax.train import run as train
 
-    steps = train.parse_profile(args.profile) if args.profile else None
-    result = train.run(settings, say=_say, profile=steps, beat=beat, patience=patience)
+    steps = parse_profile(args.profile) if args.profile else None
+    result = train(settings, say=_say, profile=steps, beat=beat, patience=patience)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     if shown:
@@ -52,12 +63,11 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _equal(settings, args: argparse.Namespace) -> dict:
-    """What must be equal on all processes."""
+def _equal(settings: RunConfig, args: argparse.Namespace) -> dict:
+    """The settings that must be equal on all processes."""
     import jax
 
     from ladder_jax import __version__
-    from ladder_jax.config import to_dict
 
     versions = {"ladder_jax": __version__, "jax": jax.__version__}
     return {**versions, "--profile": args.profile, "--cpu-devices": args.cpu_devices, **to_dict(settings)}

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import pathlib
 
-from ladder_jax.config import Dtype, ModelConfig, residual_names
+from ladder_jax.config import RESIDUALS, Dtype, ModelConfig, parse_residual
 from ladder_jax.errors import UserError, member, unknown
 from ladder_jax.pretrained.sensitivity import Search
 
@@ -68,9 +68,9 @@ def _with_layers(args: dict, model: ModelConfig, which: str | None, *, has_layer
         changes |= {"dtype": dtype, "residual_dtype": dtype}
     if has_layers:
         kind = args["residual"] or "ladder"
-        name = residual_names.parse(kind)
+        name = parse_residual(kind)
         if not name.is_ladder:
-            allowed = [one for one in residual_names.NAMES if residual_names.parse(one).is_ladder]
+            allowed = [one for one in RESIDUALS if parse_residual(one).is_ladder]
             raise unknown("ladder kind in --residual", kind, [*allowed, "ladder-K"])
         if name.depends_on_ranks and args["ranks"] is None:
             raise UserError(f"--residual {kind} is another function for every number of ranks: name it by --ranks N")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ladder_jax import residual
-from ladder_jax.config import Biases, ModelConfig, residual_names
+from ladder_jax.config import Biases, ModelConfig, layer_indices, parse_residual
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.huggingface.config_in import ROPE_FIELDS
 from ladder_jax.pretrained.huggingface.families import FAMILIES, LADDER
@@ -63,7 +63,7 @@ def needs_program(config: dict[str, Any]) -> bool:
 
 
 def _kind(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    name = residual_names.parse(model.residual)
+    name = parse_residual(model.residual)
     if name.depends_on_ranks or name.kind == "no-communication":
         raise UserError(
             f"a model with residual={model.residual!r} cannot be written for transformers: what it computes depends on"
@@ -75,7 +75,7 @@ def _kind(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     if plain and topology == standard and model.d_model % model.num_heads == 0:
         return plain
     chosen = model.ladder_layers
-    layers = None if chosen is None else list(residual_names.layer_indices(chosen, model.num_layers))
+    layers = None if chosen is None else list(layer_indices(chosen, model.num_layers))
     program = MODELING.removesuffix(".py")
     return LADDER, {
         "auto_map": {
