@@ -67,7 +67,7 @@ class Request:
     def __post_init__(self):
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbits(32))
-        # Every mistake is found here: an error in the engine's loop would end all requests.
+        # Every setting is checked here: an error in the engine's loop would end all requests.
         for name in SAMPLING:
             kind = _whole if name in ("max_new_tokens", "top_k", "seed") else _real
             object.__setattr__(self, name, kind(name, getattr(self, name)))

@@ -25,7 +25,7 @@ class Request:
     """A program to compile.
 
     batch: rows on one data shard, of which fsdp counts as well.
-    context: cached positions a row: for decode all are filled, for prefill the prompt's, and there are at least as many.
+    context: cached positions a row. Decode has all of them filled; prefill fills the prompt's, and has no fewer.
     sequence_parallel: the stream is split along the sequence over the tensor ranks (see residual/sequence.py).
     """
 
