@@ -1,20 +1,20 @@
-"""What Orbax and tensorstore print when a disk refuses: pages that would bury the one line that a user needs.
+"""Silences what Orbax and tensorstore print when a disk refuses: pages that would bury the one line for the user.
 
-The error itself is raised where the save is waited for. Beside that, Orbax logs it in several threads, with tracebacks;
-and each write that it abandons complains that nobody asked for its error, or that its event loop is closed.
+The error itself is raised where the save is waited for. In addition Orbax logs it in several threads, with tracebacks,
+and each abandoned write reports that its error was never retrieved, or that its event loop is closed.
 """
 
 import logging
 import sys
 import threading
 
-WRITING = "writing."  # how the folder of a checkpoint begins that is not whole yet: what is abandoned names it
+WRITING = "writing."  # before the name of an incomplete checkpoint's folder; reports of abandoned writes contain it
 
 _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
 
 
 class Quiet:
-    """From now until `close()` neither is printed; everything else is."""
+    """Until `close()` neither is printed; everything else is."""
 
     def __init__(self):
         self._before = sys.unraisablehook
@@ -23,7 +23,7 @@ class Quiet:
             logger.addFilter(_not_orbax)
 
     def close(self, *, after: float = 0.0) -> None:
-        """`after` so many seconds, where abandoned writes may still be under way."""
+        """after: seconds to wait first, where abandoned writes may still report."""
         if after:
             timer = threading.Timer(after, self.close)
             timer.daemon = True

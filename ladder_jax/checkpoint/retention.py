@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last n, every m-th step, and the best by held-out loss."""
+"""Which checkpoints are kept: the last n, every m-th step, and the best by held-out loss."""
 
 import dataclasses
 import pathlib
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from ladder_jax.errors import UserError, unknown
 
-DELETING = "deleting."  # a folder's name while it goes: a kill in between leaves nothing that looks like a checkpoint
+DELETING = "deleting."  # before a folder's name while it is removed, so that a kill leaves no partial checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """last: the newest that many; every: also each step that it divides; best: also that many of the lowest
-    held-out loss. 0 is none. The newest always stays.
+    """last: how many of the newest; every: also each step that this number divides; best: also how many of those with
+    the lowest held-out loss. 0 is none. The newest is always kept.
     """
 
     last: int = 1
@@ -35,19 +35,19 @@ def parse(words: str) -> Keep:
 
 
 def doomed(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
-    """The steps to remove, of those in `losses` (held-out loss by step; None where it was not measured)."""
+    """The steps to remove. losses: held-out loss of every saved step, None where it was not measured."""
     steps = sorted(losses)
     measured = sorted((step for step in steps if losses[step] is not None), key=lambda step: (losses[step], -step))
-    stay = {*steps[-keep.last :], *measured[: keep.best]}
-    return [step for step in steps if step not in stay and not (keep.every and step % keep.every == 0)]
+    kept = {*steps[-keep.last :], *measured[: keep.best]}
+    return [step for step in steps if step not in kept and not (keep.every and step % keep.every == 0)]
 
 
 def remove(folder: pathlib.Path) -> None:
-    """Remove one step's folder, in a way that a kill cannot leave half of it in its place."""
+    """Removes one step's folder: renamed first, so that a kill leaves no partial checkpoint under its name."""
     going = folder.with_name(DELETING + folder.name)
     shutil.rmtree(going, ignore_errors=True)
     try:
         folder.rename(going)
-    except FileNotFoundError:  # another process was faster
+    except FileNotFoundError:  # another process has removed it
         return
     shutil.rmtree(going, ignore_errors=True)

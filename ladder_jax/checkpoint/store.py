@@ -1,9 +1,9 @@
-"""Checkpoints are written in the background, and take their place only when they are whole.
+"""Checkpoints are written in the background, and renamed to their step only when complete.
 
-A step is written into `writing.<step>`, then its manifest is made and all of it synced, then the folder is renamed
-`<step>`, and only then do older ones go. So whenever the process or the machine dies, what is called `<step>` is
-whole. On several processes each writes its own shards and reports how that went; the rest is the first process's, and
-a save has failed in all of them or in none.
+A step is written into `writing.<step>`; then its manifest is written and all of it synced, then the folder is renamed
+to `<step>`, and only then are older checkpoints removed. So a folder `<step>` is complete whenever the process or the
+machine dies. With several processes each writes its own shards and reports success or failure; the first one does the
+rest, and a save fails in all of them or in none.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
 
-LATE = 10.0  # seconds in which a failed save's writes end
+LATE = 10.0  # seconds within which the abandoned writes of a failed save end
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A checkpoint that could not be written. Those before it are as they were."""
+    """A checkpoint that could not be written. Earlier ones are unchanged."""
 
     step: int
     reason: str
@@ -45,10 +45,10 @@ class Failure:
 
 
 class Store:
-    """Writes a run's checkpoints into `folder`, one at a time. A failure is kept until `failure()` is asked for it.
+    """Writes a run's checkpoints into `folder`, one at a time. A failure is kept until `failure()` returns it.
 
-    On several processes all of them make it, and call `save`, `wait` and `close` alike.
-    patience: seconds that one process waits for another's word; a run that has waited in vain fails.
+    With several processes all of them construct it, and call `save`, `wait` and `close` in the same order.
+    patience: seconds that one process waits for another; then the run fails.
     """
 
     def __init__(self, folder: pathlib.Path, *, config: RunConfig, patience: float = PATIENCE):
@@ -74,7 +74,7 @@ class Store:
         data: dict[str, Any] | None = None,
         validation_loss: float | None = None,
     ) -> None:
-        """Copy to the host, then write in the background; waits first for the save before."""
+        """Wait for the previous save, copy to the host, then write in the background."""
         self.wait()
         self._quiet = self._quiet or Quiet()
         meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
@@ -90,12 +90,12 @@ class Store:
         self._thread.start()
 
     def failure(self) -> Failure | None:
-        """What went wrong since this was last asked; it does not wait."""
+        """The failure of a save since the last call; it does not wait."""
         failure, self._failure = self._failure, None
         return failure
 
     def wait(self) -> None:
-        """Until the last save has taken its place, or failed. RunFailed where other processes do not answer."""
+        """Wait until the last save is complete, or has failed. Raises RunFailed where other processes do not answer."""
         self._join()
         if self._lost is not None:
             raise self._lost
@@ -111,7 +111,7 @@ class Store:
             self._thread = None
 
     def _prepared(self, step: int, items: dict[str, Params]) -> dict[str, Any]:
-        """Empty folders to write into, also where somebody has removed those of the run."""
+        """Makes empty folders to write into, also where the user has removed the run's."""
 
         def prepare() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ class Store:
         return self._outcome(_why_not(prepare))
 
     def _finish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
-        # Shorter than the others' patience, so that they hear of a disk that does not answer.
+        # Shorter than the others' patience, so that a disk that does not answer is reported to them in time.
         mine = _why_not(lambda: writing.wait(within=0.8 * self._patience))
 
         def conclude(reports: list[str | None]) -> dict[str, Any]:
@@ -140,10 +140,10 @@ class Store:
 
     def _take_place(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
         writing.finish(texts)
-        retention.remove(self.folder / str(step))  # what a run that went back had saved
+        retention.remove(self.folder / str(step))  # saved before the run rolled back
         self._writing(step).rename(self.folder / str(step))
         manifest.sync_folder(self.folder)
-        with contextlib.suppress(OSError):  # the new one is safe, and the next save prunes again
+        with contextlib.suppress(OSError):  # the new checkpoint is complete, and the next save prunes again
             self._prune()
 
     def _prune(self) -> None:
@@ -152,13 +152,13 @@ class Store:
             retention.remove(self.folder / str(step))
 
     def _outcome(self, why: str | None) -> dict[str, Any]:
-        """For all processes. Of a failed save what was written is freed: the next one owes nothing to it."""
+        """The result of a save, for all processes. The files of a failed one are removed."""
         if why is None:
             return {"reason": None, "newest": None}
         try:
             self._clear()
             return {"reason": why, "newest": max(steps(self.folder), default=None)}
-        except OSError as error:  # not even the others can be seen
+        except OSError as error:  # the earlier checkpoints cannot be listed either
             raise RunFailed(f"cannot read {str(self.folder)!r}: {error.strerror}") from None
 
     def _failed(self, step: int, outcome: dict[str, Any]) -> None:
@@ -166,25 +166,25 @@ class Store:
         self._failure = Failure(step, outcome["reason"], outcome["newest"])
 
     def _clear(self) -> None:
-        """Remove what a kill or a failure has left half written or half removed."""
+        """Removes folders that a kill or a failure has left partly written or partly removed."""
         for left in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
             shutil.rmtree(left, ignore_errors=True)
 
     def _writing(self, step: int) -> pathlib.Path:
-        """After a failure another one: writes that it abandoned may be under way in its own."""
+        """The folder to write into: after a failure a new one, as abandoned writes may go on in the old one."""
         return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
 
 
 def loss_of(folder: pathlib.Path) -> float | None:
-    """The held-out loss that a checkpoint was saved with."""
+    """The held-out loss stored in a checkpoint."""
     try:
         return open_checkpoint(folder).validation_loss
-    except UserError:  # damaged: never the best
+    except UserError:  # a damaged checkpoint is never the best
         return None
 
 
 def _why_not(work: Callable[[], None]) -> str | None:
-    """Why `work` failed, in one line; None where it did not."""
+    """Runs `work`; returns why it failed, in one line, or None."""
     try:
         work()
     except Exception as error:  # Orbax and tensorstore have no common error for a disk that refuses
@@ -193,7 +193,7 @@ def _why_not(work: Callable[[], None]) -> str | None:
 
 
 def _check_room(folder: pathlib.Path, *trees: Params) -> None:
-    """Raises an error where the disk has less room than the arrays need: cheaper than finding out in the middle."""
+    """Raises OSError where the disk has less room than the arrays need, before anything is written."""
     needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(trees)), shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
