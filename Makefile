@@ -55,7 +55,7 @@ site: .venv/.docs  ## build the site
 	@JAX_PLATFORMS=cpu .venv/bin/python -m sphinx -q -E -W --keep-going docs build/docs
 	@echo "build/docs/index.html"
 
-test-oldest: .venv-oldest/.installed  ## the tests on the oldest Python and jax they are run with
+test-oldest: .venv-oldest/.suite  ## the tests on the oldest Python and jax they are run with
 	@.venv-oldest/bin/python -m pytest -q $(WORKERS) $(ARGS)
 
 smoke-oldest: .venv-oldest/.installed  ## a few of them on those
@@ -107,7 +107,12 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 	@eval "$$SETUP"; extra=test-hf; make_venv .venv-hf '$(PYTHON)' 4
 
 .venv-oldest/.installed: requirements.txt pyproject.toml $(call LOST,.venv-oldest)
-	@eval "$$SETUP"; make_venv .venv-oldest '$(PYTHON_OLDEST)' 3.13 jax==0.11.2 jaxlib==0.11.2
+	@eval "$$SETUP"; make_venv .venv-oldest '$(PYTHON_OLDEST)' 3.13 jax==0.11.2 jaxlib==0.11.2 'pytest>=8.2'
+
+.venv-oldest/.suite: .venv-oldest/.installed
+	@echo ".venv-oldest: installing what the tests need"
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[suite]'
+	@touch .venv-oldest/.suite
 
 # A Python counts if it runs (a pyenv shim may not), is a release in the range, and can make a virtual environment
 # (Debian's may lack ensurepip). It prints its path.
@@ -124,7 +129,7 @@ export USABLE
 # make_venv FOLDER OVERRIDE BELOW [REQUIREMENT ...] makes or updates a virtual environment, with pyproject's $extra.
 define SETUP
 set -e
-extra=suite
+extra=
 
 first_usable() {
     while IFS= read -r candidate; do
@@ -179,7 +184,7 @@ make_venv() {
         touch "$$venv/.installing"
         "$$python" -m venv "$$venv"
     fi
-    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable ".[$$extra]"
+    "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@" --editable ".$${extra:+[$$extra]}"
     mv "$$venv/.installing" "$$venv/.installed"
 }
 endef

@@ -29,15 +29,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # What takes longest comes first, in this order: a file is one worker's, and at the end the others would be idle.
 FIRST = """
-    test_gradients_bfloat16 test_numerics test_resume test_meshes test_program test_decode test_cli test_chat test_int8
-    test_training test_chunks test_overlap test_convert test_retrain test_pretrain test_convert_smollm2
-    test_agreement test_watchdog test_process test_client
+    test_numerics test_gradients_bfloat16 test_meshes test_cli test_resume test_decode test_training test_agreement
+    test_sampling test_int8 test_overlap test_engine test_one_gpu test_bench test_chunks test_chat test_requests
+    test_objective test_policy test_convert test_smoke test_decode_program test_checkpoint test_watchdog test_pretrain
 """.split()
 
 
-def pytest_collection_modifyitems(items):
-    place = {name: index for index, name in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # one of several: by itself pytest keeps the order of the command line
+        place = {name: index for index, name in enumerate(FIRST)}
+        items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
 
 
 def pytest_terminal_summary(terminalreporter):

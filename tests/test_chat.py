@@ -68,7 +68,7 @@ def engine(run):
     saved = open_checkpoint(run)
     definition = define(saved.config.model, mesh=make_mesh())
     decoder = saved.tokenizer().to_bytes
-    with Engine(definition, saved.params(definition), slots=1, capacity=64, decoder=decoder) as engine:
+    with Engine(definition, saved.params(definition), slots=1, capacity=64, chunk=1, decoder=decoder) as engine:
         yield engine
 
 

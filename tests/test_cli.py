@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from ladder_jax import cli
 from ladder_jax.checkpoint import manifest
 
 TINY = [
@@ -164,7 +165,17 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
-def test_mistakes(run_cli, arguments, tmp_path):
+def test_mistakes(arguments, tmp_path, monkeypatch, capsys):
+    """In this process, as a new one needs seconds to import jax; two of them run in a process of their own below."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    status = cli.main(arguments)
+    assert MISTAKES[arguments] in is_one_line(subprocess.CompletedProcess(arguments, status, *capsys.readouterr()))
+    assert status == 2 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("arguments", [("trian", "tiny"), ("generate", "nowhere", "--prompt", "x")], ids=" ".join)
+def test_mistakes_of_a_process(run_cli, arguments, tmp_path):
     done = run_cli(*arguments, cwd=tmp_path, check_status=2)
     assert MISTAKES[arguments] in is_one_line(done)
     assert os.listdir(tmp_path) == []

@@ -1,8 +1,9 @@
-"""What `ladder-jax overlap` and `predict` compile of inference is what generation, serving and benchmarks run: equal
+"""What `ladder-jax overlap` and `predict` compile of inference is what `generate`, serving and benchmarks run: equal
 StableHLO; and what a token costs in collectives."""
 
 import collections
 import hashlib
+import json
 
 import pytest
 
@@ -10,12 +11,12 @@ from ladder_jax import cli, decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Loop, Phase, Quantize
 from ladder_jax.decode import Choice, steps
 from ladder_jax.decode.engine import Engine, Request
-from ladder_jax.overlap import programs
+from ladder_jax.overlap import programs, worker
 from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import Compiled
 from ladder_jax.schedule import cost, hlo
 from ladder_jax.schedule.forms import KINDS
-from tests import cases
+from tests import cases, starts
 
 PROMPT, SLOTS, CAPACITY = 32, 4, 48  # and room for a chunk: caches of 64 positions
 LAYERS = 2
@@ -68,6 +69,42 @@ def test_the_engine_runs_the_audited_programs(loop, quantize, lowered):
     assert set(lowered[Phase.DECODE]) == {digest(*audited(Phase.DECODE, batch=SLOTS, context=64, **form))}
 
 
+class Lowered(Exception):
+    """Ends a process's work where it would compile."""
+
+
+@pytest.fixture
+def worked(monkeypatch, tmp_path):
+    """The digest of what `overlap`'s compiling process lowers for these settings, given as that process gets them."""
+
+    def digest_of(**settings):
+        def compile(self, *arguments):
+            raise Lowered(digest(self, arguments))
+
+        file = tmp_path / "request.json"
+        shape = dict(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, batch=1, prompt_length=PROMPT)
+        file.write_text(json.dumps(requests.make(**shape, **settings).as_dict()))
+        with monkeypatch.context() as patch, pytest.raises(Lowered) as found:
+            patch.setattr(Compiled, "compile", compile)
+            worker.main(str(file), str(tmp_path / "record"))
+        return str(found.value)
+
+    return digest_of
+
+
+@pytest.mark.parametrize("more, quantize", [([], "none"), (["--quantize", "int8", "--stream"], "int8")])
+def test_generate_runs_the_audited_programs(more, quantize, lowered, worked, tmp_path):
+    """The verb's own words, from a checkpoint to text: its prefill, and each call of its token loop."""
+    config = requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE).config
+    starts.save(tmp_path / "checkpoints", nn.define(config, mesh=parallel.make_mesh(tensor=8)))
+    words = ["generate", str(tmp_path), "--prompt", "a" * (PROMPT - 3), "--max-new-tokens", "35", *more]
+    assert cli.main(words) == 0
+    assert [len(found) for found in lowered.values()] == [1, 3]
+    asked = dict(context=96, quantize=Quantize(quantize))  # 29 tokens, 35 new ones, and room for a chunk
+    assert lowered[Phase.PREFILL] == [worked(phase=Phase.PREFILL, **asked)]
+    assert set(lowered[Phase.DECODE]) == {worked(phase=Phase.DECODE, **asked)}
+
+
 def test_the_generator_runs_the_audited_programs(lowered):
     config = requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE).config
     definition = nn.define(config, mesh=parallel.make_mesh(tensor=8))
@@ -75,8 +112,7 @@ def test_the_generator_runs_the_audited_programs(lowered):
     generator.tokens([[7] * PROMPT] * 3, config=DecodeConfig(max_new_tokens=32))
     assert len(lowered[Phase.DECODE]) == 2
     assert set(lowered[Phase.DECODE]) == {digest(*audited(Phase.DECODE, batch=3, context=96))}
-    function = decode.prefill(definition, capacity=96)
-    assert lowered[Phase.PREFILL] == [digest(function, audited(Phase.PREFILL, batch=3)[1])]
+    assert lowered[Phase.PREFILL] == [digest(*audited(Phase.PREFILL, batch=3, context=96))]
 
 
 def test_bench_times_the_audited_programs(lowered, tmp_path):

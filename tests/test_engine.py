@@ -274,7 +274,7 @@ def test_a_full_queue():
         (dict(prompt=[1], seed=1.5), "seed must be a whole number, not 1.5"),
         (dict(prompt=[1], stop_ids=["x"]), "a token of stop_ids must be a whole number"),
         (dict(prompt=[1], stop=["a", ""]), "none of them empty"),
-        (dict(prompt=[1], stop="a"), "need an engine with a decoder"),
+        (dict(prompt=[1], stop="a"), "stop strings need a decoder"),
     ],
 )
 def test_impossible_requests(wrong, message):
@@ -293,7 +293,7 @@ def test_numbers_of_other_kinds():
 
 
 def test_an_engine_larger_than_the_memory(monkeypatch):
-    with pytest.raises(UserError, match=r"a cache of 3 x 500,000,005 tokens needs .* GiB a device .weights 0.0, cache"):
+    with pytest.raises(UserError, match=r"a cache of 3 x 500,000,000 tokens needs .* GiB a device .weights 0.0, cache"):
         engine(capacity=500_000_000)
     with pytest.raises(UserError, match="3 slots of 1,000,000,000,000,000 tokens are too many"):
         engine(capacity=10**15)

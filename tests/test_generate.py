@@ -82,6 +82,14 @@ def test_a_generator_gives_what_an_engine_gives(form, settings):
         assert len(result.tokens) == new and result.finish is Finish.LENGTH
 
 
+def test_data_ranks_compute_the_same():
+    """Of copies of one row; an engine has one replica only."""
+    request = Request([1, 2, 3], max_new_tokens=20, temperature=1.0, seed=3)
+    definition = cases.define("ladder", num_layers=2, data=2, tensor=2)
+    generator = Generator.of(definition, cases.place(cases.parameters(definition), definition))
+    check_equal(generator.pieces(request, decoder=DECODER), both()[0](request))
+
+
 def test_prompts_are_read_in_chunks():
     request = Request(cases.tokens((1, 70))[0], max_new_tokens=20, temperature=1.0, seed=3)
     check_equal(both(prefill_chunk=32)[0](request), both()[0](request))

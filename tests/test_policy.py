@@ -99,18 +99,22 @@ TINY = ["model.num_layers=2", "model.d_model=32", "model.d_ff=32", "model.dtype=
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
-    """A text of which the windows that step 20 trains on are noise: their loss jumps."""
+    return noisy_at([SPIKE], tmp_path_factory.mktemp("data") / "book.txt")
+
+
+def noisy_at(steps, path):
+    """A text of which the windows that these steps train on are noise: their loss jumps."""
     content = np.frombuffer("".join(f"line {i} of a book on {i % 7} things\n" for i in range(2000)).encode(), np.uint8)
     settings = config.load("tiny", overrides=TINY)
     text, _ = batches.split(content, config=settings.data)
     windows = batches.Windows(np.arange(len(text)), settings.train.sequence)
     which = [windows[i][0] for i in range(len(windows))]
-    place = batches.training(np.arange(len(text)), config=settings.train)[SPIKE - 1][:, 0]
+    order = batches.training(np.arange(len(text)), config=settings.train)
+    place = np.concatenate([order[step - 1][:, 0] for step in steps])
     assert set(place) <= set(which)
     noisy = content.copy()
     for start in place:
         noisy[start : start + 33] = np.random.default_rng(start).integers(65, 91, 33)
-    path = tmp_path_factory.mktemp("data") / "book.txt"
     path.write_bytes(noisy.tobytes())
     return path
 
@@ -198,6 +202,13 @@ def test_rollback(book, stopped, skipped, tmp_path):
             shutil.rmtree(path)
     run(book, directory, "train.on_bad_step=rollback")
     assert losses(directory) == rows
+
+
+def test_a_good_step_between_two_bad_ones_ends_the_row(tmp_path):
+    """Of bad steps one at a time is allowed here, as often as they come."""
+    book = noisy_at([SPIKE, SPIKE + 3, SPIKE + 6], tmp_path / "book.txt")
+    run(book, tmp_path / "run", "train.on_bad_step=skip", "train.max_bad_steps=1")
+    assert [step for step, _, event in losses(tmp_path / "run") if event] == [SPIKE, SPIKE + 3, SPIKE + 6]
 
 
 def test_no_number_at_all(book, tmp_path):

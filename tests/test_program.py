@@ -84,6 +84,6 @@ def test_every_process_makes_the_same_program():
             [sys.executable, "-c", LOWERED], cwd=root, env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True, text=True, check=True, timeout=300,
         ).stdout
-        for seed in "123"
+        for seed in "12"
     }  # fmt: skip
     assert len(said) == 1 and len(said.pop().split()) == 2

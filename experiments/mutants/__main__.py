@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time; each needs about 4 GB")
-    parser.add_argument("--tests", nargs="+", metavar="FILE", help="only these test files (default: all of make test)")
+    parser.add_argument("--tests", nargs="+", metavar="FILE[::TEST]", help="only these (default: all of make test)")
     parser.add_argument(
         "--out", type=pathlib.Path, default=FOLDER, help="where results are kept (default: %(default)s)"
     )
@@ -81,7 +81,7 @@ def key(*parts: str) -> str:
 def executed_lines(tests, free, file: pathlib.Path, jobs: int, progress: Progress) -> dict[str, dict]:
     """Of each test file its seconds, and what it executes; kept for as long as neither it nor the package changes."""
     package = [p.read_text(encoding="utf-8") for p in sorted((ROOT / "ladder_jax").rglob("*.py"))]
-    keys = {test: key(test, (ROOT / test).read_text(encoding="utf-8"), *package) for test in tests}
+    keys = {test: key(test, (ROOT / test.split("::")[0]).read_text(encoding="utf-8"), *package) for test in tests}
     kept = json.loads(file.read_text()) if file.exists() else {}
     task = progress.add_task("what tests execute", total=len(tests))
 

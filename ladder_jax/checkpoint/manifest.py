@@ -1,7 +1,7 @@
-"""A checkpoint's manifest: size and digest of every file in it, written last. Whatever changes afterwards shows.
+"""A checkpoint's manifest: the size and digest of every file in it, written last, to detect later changes.
 
-Orbax's arrays carry no checksum of their values. Digests are BLAKE2b of 128 bits, computed by threads (hashlib lets
-go of the interpreter's lock), about 1 GB a second each.
+Orbax stores no checksums of values. Digests are BLAKE2b of 128 bits, computed in threads (hashlib releases the
+interpreter's lock), about 1 GB a second each.
 """
 
 import concurrent.futures
@@ -24,12 +24,12 @@ class File:
 
 
 def write(folder: pathlib.Path) -> None:
-    """List what lies in `folder`. Once this returns, every file in it and the manifest are on the disk."""
+    """List the files in `folder`. When this returns, they and the manifest are synced to the disk."""
     (folder / NAME).unlink(missing_ok=True)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        found = dict(zip((str(path.relative_to(folder)) for path in files), pool.map(_seen_and_synced, files)))
-    text = json.dumps(_signed({name: dataclasses.asdict(file) for name, file in found.items()}), indent=0) + "\n"
+        entries = dict(zip((str(path.relative_to(folder)) for path in files), pool.map(_digest_synced, files)))
+    text = json.dumps(_signed({name: dataclasses.asdict(file) for name, file in entries.items()}), indent=0) + "\n"
     partial = folder / f"{NAME}.tmp"
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -41,9 +41,9 @@ def write(folder: pathlib.Path) -> None:
 
 
 def problems(folder: pathlib.Path, *, part: str = "", contents: bool = True) -> list[str]:
-    """What differs from the manifest, a line a file; empty for a whole checkpoint.
+    """The differences from the manifest, a line a file; empty for an intact checkpoint.
 
-    part: only the files below this folder, "params"; contents: also compare digests, which reads everything.
+    part: compare only files below this folder, such as "params". contents: compare digests too, which reads all files.
     """
     try:
         files = _read(folder)
@@ -51,20 +51,20 @@ def problems(folder: pathlib.Path, *, part: str = "", contents: bool = True) -> 
         return [f"{NAME} is missing"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [f"{NAME} is damaged"]
-    wanted = {name: file for name, file in files.items() if name.startswith(f"{part}/" if part else "")}
+    compared = {name: file for name, file in files.items() if name.startswith(f"{part}/" if part else "")}
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        said = pool.map(lambda name: _difference(folder / name, wanted[name], contents), wanted)
-        return [f"{name} {difference}" for name, difference in zip(wanted, said) if difference]
+        differences = pool.map(lambda name: _difference(folder / name, compared[name], contents), compared)
+        return [f"{name} {difference}" for name, difference in zip(compared, differences) if difference]
 
 
 def digest(folder: pathlib.Path, *, part: str) -> str:
-    """Of the files that the manifest of a whole checkpoint lists below the folder `part`."""
+    """A digest of the manifest's entries below the folder `part`."""
     files = {name: dataclasses.asdict(file) for name, file in _read(folder).items() if name.startswith(f"{part}/")}
     return _digest_of(json.dumps(files, sort_keys=True).encode())
 
 
 def lists(folder: pathlib.Path, *, part: str) -> bool:
-    """Whether any file below the folder `part` was written. True, too, where the manifest is damaged (`problems`)."""
+    """Whether the manifest lists any file below the folder `part`. Also True for a damaged manifest: see `problems`."""
     try:
         return any(name.startswith(f"{part}/") for name in _read(folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -72,7 +72,7 @@ def lists(folder: pathlib.Path, *, part: str) -> bool:
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """A renamed file is only safe from a power cut once its folder is on the disk too."""
+    """Sync a folder to the disk, without which a power cut may undo a rename in it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -95,11 +95,11 @@ def _read(folder: pathlib.Path) -> dict[str, File]:
 
 def _difference(path: pathlib.Path, file: File, contents: bool) -> str | None:
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             return "is no file"
-        if found.st_size != file.size:
-            return f"has {found.st_size} bytes, not {file.size}"
+        if status.st_size != file.size:
+            return f"has {status.st_size} bytes, not {file.size}"
         if contents and _digest(path) != file.digest:
             return "has other contents than were written"
     except FileNotFoundError:
@@ -109,7 +109,7 @@ def _difference(path: pathlib.Path, file: File, contents: bool) -> str | None:
     return None
 
 
-def _seen_and_synced(path: pathlib.Path) -> File:
+def _digest_synced(path: pathlib.Path) -> File:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return File(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, _hash).hexdigest())

@@ -1,6 +1,6 @@
 """A checkpoint's parameters one by one: an array, or one layer of a stack, read straight into its devices' shares.
 
-What inference starts from. Arrays come in the dtype in which they are stored; the host holds only those that are next.
+Inference loads weights this way. Arrays keep the dtype in which they are stored; the host holds only the next few.
 """
 
 import dataclasses
@@ -18,18 +18,17 @@ from ladder_jax.checkpoint.saved import Checkpoint, damaged
 from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import placing
 
-AHEAD = 1 << 29  # bytes that may be read before they are asked for
-Key = tuple[str, int | None]  # an array's name, such as "layers/mlp/up", and of a stack one of its layers
+AHEAD = 1 << 29  # bytes that are read in advance
+Key = tuple[str, int | None]  # an array's name, such as "layers/mlp/up", and the index of a layer if it is a stack
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
     """`Pieces(checkpoint, definition)(keys)`: each key's array in turn, laid out as `definition` has it, without L.
 
-    Nothing is read before the first is asked for; then the checkpoint's files are compared first. Of the host's memory
-    it needs AHEAD bytes, or one array where that is more; of a checkpoint whose chunks hold several layers, one such
-    chunk of every stack whose layers `keys` mixes. Raises Damaged where a file is not what was written, UserError for
-    arrays of another shape.
+    The first array read compares the checkpoint's files with the manifest. The host holds up to AHEAD bytes, or one
+    array where that is more; if the stored chunks hold several layers, one chunk of each stack whose layers `keys`
+    mixes. Raises Damaged where a file differs from what was written, UserError for arrays of another shape.
     """
 
     checkpoint: Checkpoint
@@ -40,7 +39,7 @@ class Pieces:
         try:
             reading = _Reading(self.checkpoint.path / "params", self.definition, keys)
             for index in range(len(keys)):
-                yield reading.take(index)  # never kept in a variable: it is gone as soon as its taker drops it
+                yield reading.take(index)  # without a variable, which would keep it alive after its user has dropped it
         except (ValueError, OSError) as error:  # tensorstore's
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise MemoryError(str(error)) from error
@@ -48,7 +47,7 @@ class Pieces:
 
 
 class _Part(NamedTuple):
-    """What is read at once: an array, or as many layers of it as one chunk holds, from the `first` on."""
+    """One read: an array, or the layers of a stack that one stored chunk holds, from `first` on."""
 
     name: str
     first: int | None
@@ -56,10 +55,10 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-    """Where an array's values come from, and where they go.
+    """An array in the store, and its layout on the devices.
 
-    shape, sharding: of one layer, on the devices. span: the rows and columns of it that this process's devices need.
-    layers: how many layers a chunk holds.
+    shape, sharding: of one layer. span: the part of it that this process's devices hold.
+    layers: how many layers a stored chunk holds.
     """
 
     store: tensorstore.TensorStore
@@ -73,12 +72,12 @@ class _Array:
         return self.store[layers + self._stored()].read()
 
     def size(self, first: int | None) -> int:
-        """In bytes, of what `begin` reads."""
+        """Bytes that `begin` reads."""
         rows = math.prod(len(range(*where.indices(n))) for where, n in zip(self.span, self.shape))
         return rows * (1 if first is None else self.layers) * self.store.dtype.numpy_dtype.itemsize
 
     def place(self, values: np.ndarray) -> jax.Array:
-        """On the devices: of `values`, those of the span."""
+        """The array on the devices, from the `values` of the span."""
 
         def share(index: tuple[slice, ...]) -> np.ndarray:
             ranges = [where.indices(n)[:2] for where, n in zip(index, self.shape)]
@@ -88,13 +87,13 @@ class _Array:
         return placing.place(share, self.shape, self.sharding)
 
     def _stored(self) -> tuple[slice, ...]:
-        """The span, as far as there are values: the vocabulary's padding depends on the mesh."""
+        """The span within the stored shape: the vocabulary's padding depends on the mesh."""
         sizes = self.store.shape[-len(self.shape) :]
         return tuple(slice(min(of.start, n), min(of.stop, n)) for of, n in zip(self.span, sizes))
 
 
 class _Reading:
-    """Reads parts in the order in which they are first needed, and forgets each after its last use."""
+    """Reads parts in the order of their first use, in advance, and frees each after its last use."""
 
     def __init__(self, folder: pathlib.Path, definition: ModelDef, keys: Sequence[Key]):
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
@@ -112,7 +111,7 @@ class _Reading:
         self._read: dict[_Part, tensorstore.Future] = {}
 
     def take(self, index: int) -> jax.Array:
-        """The array of `keys[index]`; the indices must come in order."""
+        """The array of `keys[index]`; call it with 0, 1, 2, ..."""
         (name, layer), part = self._keys[index], self._parts[index]
         while self._coming and (part not in self._read or self._size(self._coming[-1]) <= AHEAD):
             coming = self._coming.pop()
@@ -127,12 +126,12 @@ class _Reading:
         return _Part(name, None if layer is None else layer // layers * layers)
 
     def _size(self, coming: _Part) -> int:
-        """In bytes, of all that is read, with one part more."""
+        """Bytes of all parts in memory, with one more."""
         return sum(self._arrays[part.name].size(part.first) for part in (*self._read, coming))
 
 
 def _open(folder: pathlib.Path, name: str, context: tensorstore.Context) -> tensorstore.TensorStore:
-    """An array of an item, its values not read."""
+    """An array of an item, without reading its values."""
     base = {"driver": "file", "path": f"{folder}/"}
     place = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
     spec = {"driver": "zarr", "kvstore": place}
@@ -140,7 +139,7 @@ def _open(folder: pathlib.Path, name: str, context: tensorstore.Context) -> tens
 
 
 def _span(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> tuple[slice, ...]:
-    """From the first to the last row and column that any device of this process holds."""
+    """The smallest block that holds the shares of all this process's devices."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     ends = [[where.indices(n)[:2] for where, n in zip(index, shape)] for index in indices]
     return tuple(slice(min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*ends))

@@ -186,8 +186,8 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     folder = folder_of(path)
     if not folder.is_dir():
         raise UserError(f"{str(path)!r} is a file; a checkpoint is a folder that `ladder-jax train` wrote")
-    if found := steps(folder):
-        folder = folder / str(found[-1])
+    if finished := steps(folder):
+        folder = folder / str(finished[-1])
     meta = _meta(folder, path)
     listed = "manifest" in meta
     if listed and (wrong := manifest.problems(folder, contents=False)):

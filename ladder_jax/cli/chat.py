@@ -1,4 +1,4 @@
-"""A conversation: in the terminal, or one answer to what is piped in."""
+"""A conversation in the terminal, or one answer to standard input."""
 
 import contextlib
 import signal
@@ -16,7 +16,7 @@ HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 class Conversation:
-    """What was said so far, and the engine that answers. `say` is told what the user should know."""
+    """The messages so far, and the engine that answers them. `say` shows notices to the user."""
 
     def __init__(
         self,
@@ -29,17 +29,17 @@ class Conversation:
     ):
         self._engine, self._tokenizer, self._settings, self._stop, self._say = engine, tokenizer, settings, stop, say
         self.messages: list[dict[str, str]] = []
-        self._asked = 0
+        self._answers = 0
 
     def ask(self, text: str, *, show: Callable[[str], None], stopped: Callable[[], bool] = lambda: False) -> Result:
-        """The answer, shown piece by piece, until `stopped`; what was shown stays said.
+        """The answer, shown piece by piece until it ends or `stopped`; the messages keep the part that was shown.
 
-        Where the history has outgrown the engine's capacity, its oldest exchanges are forgotten. Raises UserError,
-        and forgets `text`, where that alone is too long or the template refuses it.
+        Where the history exceeds the engine's capacity, its oldest exchanges are dropped. Raises UserError, without
+        keeping `text`, where `text` alone is too long or the chat template refuses it.
         """
         prompt, kept = self._fit([*self.messages, {"role": "user", "content": text}])
-        config = with_seed(self._settings, index=self._asked)
-        self._asked += 1
+        config = with_seed(self._settings, index=self._answers)
+        self._answers += 1
         request = Request.of(prompt, config=config, stop=self._stop, stop_ids=self._tokenizer.stop_ids)
         handle = self._engine.submit(request)
         for piece in handle:
@@ -51,7 +51,7 @@ class Conversation:
         return result
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], list[dict[str, str]]]:
-        """The prompt, and the messages that are in it."""
+        """The prompt, and the messages that it holds."""
         new, before = self._settings.max_new_tokens, len(messages)
         while len(prompt := self._tokenizer.chat(messages)) + new > self._engine.capacity:
             if len(messages) < 3:
@@ -60,14 +60,14 @@ class Conversation:
                     f" --context {self._engine.capacity}"
                 )
             messages = messages[2:]  # a question and its answer
-        if forgotten := before - len(messages):
-            self._say(f"(forgot the oldest {forgotten} messages: --context {self._engine.capacity} is full)")
+        if dropped := before - len(messages):
+            self._say(f"(forgot the oldest {dropped} messages: --context {self._engine.capacity} is full)")
         return prompt, messages
 
 
 def answer(conversation: Conversation, message: str, *, say: Callable[[str], None]) -> None:
     """Show the answer. Ctrl-C stops it at its next tokens; a second one ends the program."""
-    with _noticed() as interrupted:
+    with _interruptible() as interrupted:
         result = conversation.ask(message, show=_show, stopped=interrupted.is_set)
     print()
     if result.finish is Finish.CANCELLED:
@@ -77,8 +77,8 @@ def answer(conversation: Conversation, message: str, *, say: Callable[[str], Non
 
 
 @contextlib.contextmanager
-def _noticed() -> Iterator[threading.Event]:
-    """Set by Ctrl-C, instead of an exception: that may break a lock on which this thread waits."""
+def _interruptible() -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets. An exception could break a lock on which this thread waits."""
     pressed = threading.Event()
 
     def notice(*_):
@@ -93,7 +93,7 @@ def _noticed() -> Iterator[threading.Event]:
 
 
 def talk(conversation: Conversation, *, say: Callable[[str], None]) -> None:
-    """On a terminal, until the user leaves."""
+    """Read messages from the terminal and answer them, until the user leaves."""
     say(HELP)
     while (line := _read(say)) is not None:
         if line == "/exit":
@@ -111,7 +111,7 @@ def talk(conversation: Conversation, *, say: Callable[[str], None]) -> None:
 
 
 def _read(say: Callable[[str], None]) -> str | None:
-    """The next line, stripped; None at the end. Ctrl-C leaves the line that is being written."""
+    """The next line, stripped; None at the end of input. Ctrl-C discards the line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then has editing and history)
     try:
@@ -127,7 +127,7 @@ def _read(say: Callable[[str], None]) -> str | None:
 
 
 def piped() -> str | None:
-    """The message on standard input, if that is not a terminal. Raises UserError for none."""
+    """The message on standard input; None for a terminal. Raises UserError for an empty message."""
     if sys.stdin.isatty():
         return None
     try:

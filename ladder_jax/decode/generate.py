@@ -58,12 +58,14 @@ class Generator:
         """
         request.check(vocab_size=self.definition.config.vocab_size, decoder=decoder)
         sequence = TokenSequence(request, decoder=decoder)
-        settings = Settings.like(request, keys=_row_keys(request.seed, rows=1))
+        rows = self.definition.layout.batch_ranks  # of which the first counts
+        settings = Settings.like(request, keys=_row_keys(request.seed, rows=rows))
         choice = Choice.GREEDY if request.is_greedy else Choice.SAMPLED
         form = dict(choice=choice, launch=launch, prefill_chunk=prefill_chunk)
-        for tokens, logprobs in self._chunks([request.prompt], settings, new=request.max_new_tokens, **form):
+        first = lambda x: None if x is None else np.asarray(x).reshape(rows, -1)[0]
+        for tokens, logprobs in self._chunks([request.prompt] * rows, settings, new=request.max_new_tokens, **form):
             try:
-                reason = sequence.take(np.ravel(tokens), None if logprobs is None else np.ravel(logprobs))
+                reason = sequence.take(first(tokens), first(logprobs))
             except NoNumbers:
                 if piece := sequence.piece():
                     yield piece

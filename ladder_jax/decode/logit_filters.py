@@ -89,12 +89,12 @@ def _gather(scores_BV: jax.Array, *, axes: tuple[str, ...], count: int) -> _Larg
     )
 
 
-def _threshold(found: _Largest, filters: Filters) -> tuple[jax.Array, jax.Array]:
+def _threshold(gathered: _Largest, filters: Filters) -> tuple[jax.Array, jax.Array]:
     """The lowest score that each row keeps, [B], and whether it lies below the gathered scores, [B] bool.
 
     The second is False for a row of NaN, in which there is nothing to search.
     """
-    values, floor, largest = found.values, found.floor, found.values[:, 0]
+    values, floor, largest = gathered.values, gathered.floor, gathered.values[:, 0]
     count = values.shape[-1]
     at = lambda index: jnp.take_along_axis(values, jnp.clip(index, 0, count - 1)[:, None], axis=-1)[:, 0]
 
@@ -105,7 +105,7 @@ def _threshold(found: _Largest, filters: Filters) -> tuple[jax.Array, jax.Array]
 
     # The mass that top-k leaves. At the floor it is not known: equal scores may be among those not gathered.
     mass = jnp.where(values >= kth[:, None], jnp.exp(values - largest[:, None]), 0)
-    total = jnp.where(has_k & ~exceeds, jnp.sum(mass, axis=-1), found.mass)
+    total = jnp.where(has_k & ~exceeds, jnp.sum(mass, axis=-1), gathered.mass)
     # Never 0: then not even the largest score, of mass 1, would be kept.
     needed = jnp.maximum(filters.top_p * total, jnp.finfo(jnp.float32).tiny)
     enough = jnp.cumsum(mass, axis=-1) >= needed[:, None]

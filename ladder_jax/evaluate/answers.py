@@ -1,4 +1,4 @@
-"""Texts that the model writes after many prompts."""
+"""Generate texts for many prompts with the engine."""
 
 import collections
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ MAX_NEW_TOKENS = 256  # its default (max_gen_toks)
 
 
 def stop_ids(stop: Sequence[str], *, tokenizer: Tokenizer) -> list[int]:
-    """The tokenizer's own, and those of `stop` that are special tokens: they are never seen in a text."""
+    """The tokenizer's stop tokens, and the special tokens among `stop`, which never appear in a decoded text."""
     single = [tokens for text in stop if len(tokens := tokenizer.encode_bare(text)) == 1]
     return [*tokenizer.stop_ids, *(tokens[0] for tokens in single if not tokenizer.to_bytes(tokens))]
 
@@ -20,7 +20,7 @@ def stop_ids(stop: Sequence[str], *, tokenizer: Tokenizer) -> list[int]:
 def answer[Key](
     model: Model, left: Sequence[Key], *, request: Callable[[Key], Request], slots: int
 ) -> Iterator[tuple[Key, Result]]:
-    """The result of each one's request, as they finish; `slots` of them are written at the same time."""
+    """Yield each key with the result of its request, as requests finish; `slots` of them run at the same time."""
     requests = {one: request(one) for one in left}
     capacity = max(len(one.prompt) + one.max_new_tokens for one in requests.values())
     engine = model.engine(capacity=capacity, slots=min(slots, len(left)))

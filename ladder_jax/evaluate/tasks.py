@@ -1,14 +1,17 @@
-"""A file of questions as a task of lm-evaluation-harness, which writes the prompts and judges the answers."""
+"""Multiple choice and generation: questions as tasks of lm-evaluation-harness, which writes the prompts and judges the
+answers."""
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 
+from ladder_jax.decode import Finish
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate.answers import MAX_NEW_TOKENS, STOP
 from ladder_jax.evaluate.examples import Choice, Question
 from ladder_jax.evaluate.model import SLOTS, Model
-from ladder_jax.evaluate.rows import Progress
+from ladder_jax.evaluate.rows import Progress, carry_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +68,21 @@ def multiple_choice(
     file: str | None = None,
     progress: Progress | None = None,
 ) -> MultipleChoice:
-    """file, progress: see `carry_out`; a row is a question, with its choices' log-likelihoods.
+    """The accuracies over `examples`.
 
-    shots, shots_from: the first `shots` of these questions stand before each, with their answers; a question is not its
-    own shot. Raises UserError, with the line's number, for what cannot be scored; and without lm-evaluation-harness.
+    file, progress: see `carry_out`; a row is a question, with its choices' log-likelihoods.
+    shots, shots_from: the first `shots` questions of `shots_from` stand before each question, with their answers; a
+    question is not its own shot.
+    Raises UserError, with the line's number, where a question cannot be scored; and without lm-evaluation-harness.
     """
     local = library()
     pool = _pool(examples, shots, shots_from)
-    task = local.multiple_choice(examples, shots=shots, pool=pool)
-    lm = local.Choices(model, examples, task, file=file, progress=progress)
-    found = local.run(lm, task)
-    names = dict(accuracy="acc", accuracy_normalised="acc_norm", accuracy_bytes="acc_bytes")
+    task = local.LocalTask(local.CHOICES, examples, shots=shots, pool=pool)
+    lm = local.Recorded(model, task, examples, carry=functools.partial(carry_out, file=file, progress=progress))
+    names = dict(accuracy="acc,none", accuracy_normalised="acc_norm,none", accuracy_bytes="acc_bytes,none")
     return MultipleChoice(
         examples=len(examples),
-        **_scores(found, {name: (metric, "none") for name, metric in names.items()}),
+        **local.run(lm, task, names),
         truncated=lm.truncated,
         shots=shots,
         window=model.window,
@@ -97,11 +101,12 @@ def generation(
     file: str | None = None,
     progress: Progress | None = None,
 ) -> Generation:
-    """file, progress: see `carry_out`; a row is a question with what the model wrote.
+    """The accuracies of the answers that the model writes to `examples`.
 
-    stop: texts that end an answer, and are not part of it; the tokenizer's stop tokens do too.
+    file, progress: see `carry_out`; a row is a question, with the model's answer.
+    stop: texts that end an answer and are not part of it. The tokenizer's stop tokens end it too.
     slots: questions that are answered at the same time. shots, shots_from: see `multiple_choice`.
-    Raises UserError, with the line's number, for what cannot be asked; and without lm-evaluation-harness.
+    Raises UserError, with the line's number, where a question cannot be asked; and without lm-evaluation-harness.
     """
     if not 0 < max_new_tokens < model.window:
         raise UserError(
@@ -112,15 +117,17 @@ def generation(
         raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")
     local = library()
     pool = _pool(examples, shots, shots_from)
-    task = local.generation(examples, shots=shots, pool=pool, stop=stop, max_new_tokens=max_new_tokens)
-    lm = local.Texts(model, examples, task, slots=slots, file=file, progress=progress)
-    found = local.run(lm, task)
-    names = dict(accuracy="strict-match", accuracy_normalised="flexible-extract")
+    settings = {"until": list(stop), "do_sample": False, "max_gen_toks": max_new_tokens}
+    config = {**local.GENERATION, "generation_kwargs": settings}
+    task = local.LocalTask(config, examples, shots=shots, pool=pool)
+    carry = functools.partial(carry_out, file=file, progress=progress)
+    lm = local.Recorded(model, task, examples, carry=carry, slots=slots)
+    names = dict(accuracy="exact_match,strict-match", accuracy_normalised="exact_match,flexible-extract")
     return Generation(
         examples=len(examples),
-        **_scores(found, {name: ("exact_match", taken) for name, taken in names.items()}),
+        **local.run(lm, task, names),
         truncated=lm.truncated,
-        unfinished=lm.unfinished,
+        unfinished=sum(result["finish_reason"] == Finish.LENGTH for result in lm.results),
         shots=shots,
         window=model.window,
         max_new_tokens=max_new_tokens,
@@ -128,7 +135,7 @@ def generation(
 
 
 def library():
-    """What builds on lm-evaluation-harness. Raises UserError where that is not installed."""
+    """The module that imports lm-evaluation-harness. Raises UserError where that is not installed."""
     try:
         import lm_eval  # noqa: F401
     except ImportError:
@@ -139,21 +146,13 @@ def library():
 
 
 def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
-    """As many of `source` as suffice for every question's shots. Raises UserError where there are too few."""
+    """The first questions of `source`, enough for the shots of every example. Raises UserError for too few."""
     if not shots:
         return []
-    asked = lambda one: (one.prompt, one.answer)
-    counts = collections.Counter(map(asked, source))
+    key = lambda one: (one.prompt, one.answer)
+    counts = collections.Counter(map(key, source))
     for example in examples:
-        others = len(source) - counts[asked(example)]
+        others = len(source) - counts[key(example)]
         if others < shots:
             raise UserError(f"line {example.line}: --shots {shots}: --shots-file holds only {others} other questions")
     return list(source[: shots + max(counts.values())])
-
-
-def _scores(found: dict, names: dict[str, tuple[str, str]]) -> dict[str, float | None]:
-    """name: the metric, and the filter before it, in the harness's results."""
-    error = lambda value: None if value == "N/A" else float(value)
-    scores = {name: float(found[f"{metric},{taken}"]) for name, (metric, taken) in names.items()}
-    errors = {f"{name}_stderr": error(found[f"{metric}_stderr,{taken}"]) for name, (metric, taken) in names.items()}
-    return scores | errors

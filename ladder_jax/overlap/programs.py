@@ -37,7 +37,7 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     form = dict(loop=loop, quantize=request.quantize)
     if request.phase is Phase.PREFILL:
         params = weights.abstract(definition, **form)
-        step = decode.prefill(definition, capacity=request.prompt_length, sequence_parallel=split, **form)
+        step = decode.prefill(definition, capacity=request.context, sequence_parallel=split, **form)
         return step, (params, tokens(rows, request.prompt_length), tokens(rows))
     many = decode.decode_many(definition, choice=decode.Choice.GREEDY, launch=request.launch, **form)
     return many, steps.abstract(definition, rows=rows, positions=request.context, **form)

@@ -24,7 +24,8 @@ from ladder_jax.schedule.targets import Target
 class Request:
     """A program to compile.
 
-    batch: rows on one data shard, of which fsdp counts as well; context: filled positions of the cache (decode).
+    batch: rows on one data shard, of which fsdp counts as well.
+    context: cached positions a row: for decode all are filled, for prefill the prompt's are.
     sequence_parallel: the stream is split along the sequence over the tensor ranks (see residual/sequence.py).
     """
 
@@ -113,7 +114,7 @@ def make(
         tensor=tensor,
         batch=batch or (16 if phase is Phase.DECODE else 1),
         prompt_length=prompt_length or 1024,
-        context=context or 2048,
+        context=context or (2048 if phase is Phase.DECODE else prompt_length or 1024),
         remat=remat,
         launch=launch,
         quantize=quantize,
@@ -126,6 +127,8 @@ def make(
         raise UserError("--sequence-parallel is for train and prefill: a decode step has one position a row")
     if sequence_parallel and request.prompt_length % tensor:
         raise UserError(f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}")
+    if phase is Phase.PREFILL and request.context < request.prompt_length:
+        raise UserError(f"--context {context} has no room for --prompt-length {request.prompt_length}")
     if launch is Launch.EXPLICIT and phase is not Phase.DECODE:
         raise UserError(f"--launch explicit is for decode (it has no gradient), not for {phase.value}")
     if quantize is not Quantize.NONE and phase is Phase.TRAIN:

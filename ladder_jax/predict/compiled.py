@@ -83,7 +83,7 @@ def _played(request: Request, residual: str, target: str, phase: Phase, layers: 
         tensor=request.tensor,
         batch=request.batch,
         prompt_length=request.prompt_length,
-        context=request.prompt_length + request.new_tokens,
+        context=request.prompt_length + request.new_tokens if phase is Phase.DECODE else None,
     )
     program = hlo.parse(compiling.compiled(asked).hlo)
     return play(program, machine=request.machine, kind=asked.target.kind, ranks=request.tensor)

@@ -1,8 +1,9 @@
 """One watchdog in every process: it ends the process, with a line that says why, once the run cannot go on.
 
-Every process writes a report every few seconds into the key-value store of jax's coordination service. Process 0 reads
-them all and writes its verdict, for which the others wait. The store needs no file system that all hosts see at once,
-and no port beside the coordinator's; it ends with process 0, whose loss jax reports too, often first, and by an abort.
+Every few seconds each process writes a report into the key-value store of jax's coordination service. Process 0 reads
+all reports and writes a verdict, for which the others wait. Files in the run's folder would need a file system that
+shows every host the same at once; the store needs jax's port alone. It ends with process 0: when that is killed, jax
+aborts the others at the same moment as the watchdog, and either message may come first.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,13 +27,13 @@ from ladder_jax.processes.verdict import End, Members, Report, Verdict
 GO_ON = "all processes stop; the same command on each goes on from the last checkpoint"
 REPORTS, VERDICTS = "ladder_jax/reports", "ladder_jax/verdicts"
 TICK = 0.2  # seconds between two looks at the reports
-SETTLE = 1.0  # seconds in which a process may end with its own word, after a verdict about another
+SETTLE = 1.0  # seconds after a verdict in which a process may still end with an error of its own
 LONGEST = 1e6  # seconds: Python's waits have a limit
 FAREWELL = 5.0  # seconds at most in which the others read the verdict, before process 0 and the store end
 
 
 class Watchdog:
-    """client: of jax's coordination service; hosts: of all processes, this one is the one numbered `process`."""
+    """client: of jax's coordination service; process: the number of this one; hosts: of all, by number."""
 
     def __init__(self, client: Any, *, process: int, hosts: list[str], patience: Patience):
         self._client, self._process, self._hosts, self._patience = client, process, hosts, patience
@@ -41,8 +42,10 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._wake, self._published, self._judged, self._ending = (threading.Event() for _ in range(4))
         self._answered = time.monotonic()  # when process 0 last took a report
-        follow = self._judge if process == 0 else self._follow
-        self._threads = [threading.Thread(target=loop, name="watchdog", daemon=True) for loop in (self._write, follow)]
+        loops = self._write, self._judge if process == 0 else self._follow
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), name="watchdog", daemon=True) for loop in loops
+        ]
 
     def beat(self, doing: str) -> None:
         """Note progress: all processes note the same in the same order, so that one that is behind shows."""
@@ -75,7 +78,7 @@ class Watchdog:
         self._finish()
 
     def _fail(self, end: End, how: str) -> None:
-        """Report the end. Wait for the verdict in process 0, which gives it, and after a crash: it may have a cause."""
+        """Report the end. Process 0 then waits for its verdict, as all do after a crash: another may have caused it."""
         self._ending.set()
         self._publish(end=end, how=how)
         if self._process == 0 or end is End.CRASHED:
@@ -124,8 +127,16 @@ class Watchdog:
                 return time.sleep(SETTLE)  # those that have left are about to end
             time.sleep(TICK)
 
+    def _run(self, loop: Callable[[], None]) -> None:
+        """A run that nobody watches over would hang where it should end."""
+        try:
+            loop()
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+
     def _write(self) -> None:
-        """A thread of its own, as a report to a process 0 that stands still never returns."""
+        """Write reports, in a thread of their own: the call never returns where process 0 stands still."""
         for number in itertools.count(1):
             with self._lock:
                 report = self._report
@@ -174,7 +185,7 @@ class Watchdog:
 
     def _follow(self) -> None:
         """In every other process: wait for the verdict, or for the loss of process 0."""
-        first = self._members.name(0)
+        leader = self._members.name(0)
         milliseconds = max(1, int(1000 * min(1.0, self._patience.beat)))
         while True:
             try:
@@ -183,10 +194,10 @@ class Watchdog:
                 if self._report.end is End.DONE:
                     return
                 if "DEADLINE_EXCEEDED" not in str(error):  # jax aborts on this at the same moment
-                    self._end(f"{first} is gone: {GO_ON}", 1)
+                    self._end(f"{leader} is gone: {GO_ON}", 1)
                 lost = self._patience.lost
                 if time.monotonic() - self._answered > lost:
-                    return self._over(Verdict(f"{first} has not been heard of for {lost:g} s", (0,)))
+                    return self._over(Verdict(f"{leader} has not been heard of for {lost:g} s", (0,)))
                 continue
             if self._report.end is End.DONE:
                 return
@@ -194,7 +205,7 @@ class Watchdog:
             return self._over(Verdict(verdict["text"], tuple(verdict["about"])))
 
     def _over(self, verdict: Verdict) -> None:
-        """End this process, unless the main thread does so with a word of its own."""
+        """End this process, unless its main thread is about to, with an error of its own."""
         self._verdict = verdict
         self._judged.set()
         if not self._ending.wait(SETTLE):

@@ -1,4 +1,4 @@
-"""The engine behind HTTP, as OpenAI's clients speak it (https://platform.openai.com/docs/api-reference).
+"""An engine behind HTTP, with OpenAI's API (https://platform.openai.com/docs/api-reference).
 
 Needs the extra `serve`.
 """

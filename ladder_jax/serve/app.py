@@ -1,4 +1,4 @@
-"""The whole application: paths, and what stands before them."""
+"""The application: the paths, and the middleware before them."""
 
 import fastapi
 from fastapi.exceptions import RequestValidationError
@@ -20,7 +20,7 @@ PATHS = (*GENERATE, "/health", "/metrics", "/v1/models", "/openapi.json")
 
 
 def create(service: Service) -> ASGIApp:
-    # Without the pages that fetch their scripts from elsewhere; /openapi.json describes the paths.
+    # Without the documentation pages, which load scripts from other hosts; /openapi.json describes the paths.
     api = fastapi.FastAPI(title="ladder-jax serve", version=__version__, docs_url=None, redoc_url=None)
     api.include_router(completions.router(service))
     api.include_router(chat.router(service))
@@ -35,7 +35,7 @@ def create(service: Service) -> ASGIApp:
 
 
 def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
-    """What the client is told. Of an error that is none of these, the log has the traceback."""
+    """The client's answer for an error. An unexpected error is a 500, and its traceback goes to the log."""
     match error:
         case Refusal():
             return error
@@ -46,9 +46,9 @@ def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
         case HTTPException(status_code=405):
             message = f"{http.method} is not for {http.url.path} (allowed: {(error.headers or {}).get('Allow')})"
             return Refusal(405, message, headers=error.headers)
-        case HTTPException(status_code=400, __cause__=Refusal() as refusal):  # raised while the body was read
+        case HTTPException(status_code=400, __cause__=Refusal() as refusal):  # raised while reading the body
             return refusal
-        case HTTPException(status_code=400):  # FastAPI's, and its reason is the parser's
+        case HTTPException(status_code=400):  # FastAPI's: the cause is the parser's error
             return Refusal(400, f"the body cannot be read as JSON: {error.__cause__ or error.detail}")
         case HTTPException():
             return Refusal(error.status_code, str(error.detail), headers=error.headers)
@@ -65,7 +65,7 @@ def _about(service: Service) -> fastapi.APIRouter:
     model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "ladder_jax"}
 
     @routes.get("/health")
-    @routes.head("/health", include_in_schema=False)  # with which load balancers ask
+    @routes.head("/health", include_in_schema=False)  # load balancers ask with HEAD
     async def health() -> Response:
         if service.engine.error:
             return answer({"status": "failed"}, status=503)

@@ -1,4 +1,4 @@
-"""An API key, if one is set: `Authorization: Bearer KEY` on every path but /health."""
+"""The API key, if one is set: `Authorization: Bearer KEY` is required on every path but /health."""
 
 import hmac
 
@@ -12,20 +12,20 @@ OPEN = ("/health",)
 
 
 def check_key(key: str) -> None:
-    """Raises UserError for what no header could hold."""
+    """Raises UserError for a key that no header can hold."""
     if not (key and key.isascii() and key.isprintable() and " " not in key):
         raise UserError("the API key must be printable ASCII characters without spaces")
 
 
 def authorised(app: ASGIApp, *, key: str | None) -> ASGIApp:
-    """`app` for whoever has the key, before anything of a request's body is read."""
+    """`app` for requests with the key; the others are refused before their body is read."""
     if key is None:
         return app
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in OPEN:
             scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-            # Compared as bytes, in a time that does not depend on how much of it is right.
+            # In constant time, which does not tell how much of a key is right.
             right = hmac.compare_digest(given.strip().encode(), key.encode())
             if scheme.lower() != "bearer" or not right:
                 message = "wrong API key" if given else "this server wants an API key: Authorization: Bearer KEY"

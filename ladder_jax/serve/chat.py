@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the next message of a conversation, by the checkpoint's chat template."""
+"""/v1/chat/completions: the next message of a conversation, through the checkpoint's chat template."""
 
 import fastapi
 
@@ -18,33 +18,33 @@ def router(service: Service) -> fastapi.APIRouter:
     routes = fastapi.APIRouter(route_class=route_class(Chat, service=service))
 
     @routes.post(PATH)
-    async def chat(asked: Chat, http: fastapi.Request) -> fastapi.Response:
-        requests = await service.aside(len(await http.body()), lambda: _prepare(asked, service))
-        return await respond(service, http, asked, requests, form=_Messages(asked, service))
+    async def chat(body: Chat, http: fastapi.Request) -> fastapi.Response:
+        requests = await service.aside(len(await http.body()), lambda: _prepare(body, service))
+        return await respond(service, http, body, requests, form=_Messages(body, service))
 
     return routes
 
 
-def _prepare(asked: Chat, service: Service) -> list[Request]:
-    prepare.check(asked, service=service)
+def _prepare(body: Chat, service: Service) -> list[Request]:
+    prepare.check(body, service=service)
     if not service.tokenizer.has_chat:
         message = f"{service.name} has no chat template; ask it at /v1/completions"
         raise Refusal(400, message, param="messages", code="no_chat_template")
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if body.top_logprobs is not None and not body.logprobs:
         raise Refusal(400, "top_logprobs go with logprobs: true", param="top_logprobs")
-    prepare.check_top_logprobs(asked.top_logprobs or 0, asked=asked, param="top_logprobs")
-    messages = [_plain(message) for message in asked.messages]
+    prepare.check_top_logprobs(body.top_logprobs or 0, body=body, param="top_logprobs")
+    messages = [_plain(message) for message in body.messages]
     prepare.check_text(sum(len(message["content"]) for message in messages), param="messages", service=service)
     prompt = service.tokenizer.chat(messages)
-    most = asked.max_completion_tokens or asked.max_tokens
+    most = body.max_completion_tokens or body.max_tokens
     sizes = dict(max_tokens=most, default=service.limits.max_new_tokens)
-    return prepare.requests(asked, [prompt], **sizes, logprobs=bool(asked.logprobs), service=service)
+    return prepare.requests(body, [prompt], **sizes, logprobs=bool(body.logprobs), service=service)
 
 
 def _plain(message: Message) -> dict[str, str]:
-    """As templates know messages: text, from a role that they have."""
+    """A message as chat templates expect it: text, and a role that they know."""
     text = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
-    role = "system" if message.role == "developer" else message.role  # OpenAI's newer word for it
+    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name for the role
     return {"role": role, "content": text} | ({"name": message.name} if message.name else {})
 
 
@@ -53,8 +53,8 @@ class _Messages:
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, asked: Chat, service: Service):
-        self._top, self._tokenizer = asked.top_logprobs or 0, service.tokenizer
+    def __init__(self, body: Chat, service: Service):
+        self._top, self._tokenizer = body.top_logprobs or 0, service.tokenizer
 
     def choice(self, index: int, result: Result) -> dict:
         message = {"role": "assistant", "content": result.text, "refusal": None}

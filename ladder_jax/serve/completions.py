@@ -1,4 +1,4 @@
-"""/v1/completions: texts that go on where prompts end."""
+"""/v1/completions: texts that continue prompts."""
 
 import collections
 from collections.abc import Sequence
@@ -22,29 +22,29 @@ def router(service: Service) -> fastapi.APIRouter:
     routes = fastapi.APIRouter(route_class=route_class(Completion, service=service))
 
     @routes.post(PATH)
-    async def completions(asked: Completion, http: fastapi.Request) -> fastapi.Response:
-        # A long prompt takes its time to be cut into tokens: not on the event loop's.
+    async def completions(body: Completion, http: fastapi.Request) -> fastapi.Response:
+        # In a thread: tokenizing a long prompt would block the event loop.
         size = len(await http.body())
-        prompts, requests = await service.aside(size, lambda: _prepare(asked, service))
-        return await respond(service, http, asked, requests, form=_Text(asked, prompts, service))
+        prompts, requests = await service.aside(size, lambda: _prepare(body, service))
+        return await respond(service, http, body, requests, form=_Text(body, prompts, service))
 
     return routes
 
 
-def _prepare(asked: Completion, service: Service) -> tuple[list[list[int]], list[Request]]:
-    prepare.check(asked, service=service)
-    if asked.logprobs is not None:
-        prepare.check_top_logprobs(asked.logprobs, asked=asked, param="logprobs")
-        if asked.echo:
+def _prepare(body: Completion, service: Service) -> tuple[list[list[int]], list[Request]]:
+    prepare.check(body, service=service)
+    if body.logprobs is not None:
+        prepare.check_top_logprobs(body.logprobs, body=body, param="logprobs")
+        if body.echo:
             raise Refusal(400, "echo goes without logprobs: those of prompts are not computed", param="echo")
-    whole = isinstance(asked.prompt, str) or asked.prompt and isinstance(asked.prompt[0], int)
-    given = [asked.prompt] if whole else asked.prompt
-    prepare.check_count(len(given), n=asked.n or 1, service=service)
+    whole = isinstance(body.prompt, str) or body.prompt and isinstance(body.prompt[0], int)
+    given = [body.prompt] if whole else body.prompt
+    prepare.check_count(len(given), n=body.n or 1, service=service)
     longest = max((len(one) for one in given if isinstance(one, str)), default=0)
     prepare.check_text(longest, param="prompt", service=service)
     prompts = [service.tokenizer.encode(one) if isinstance(one, str) else one for one in given]
-    sizes = dict(max_tokens=asked.max_tokens, default=MAX_TOKENS)
-    return prompts, prepare.requests(asked, prompts, **sizes, logprobs=asked.logprobs is not None, service=service)
+    sizes = dict(max_tokens=body.max_tokens, default=MAX_TOKENS)
+    return prompts, prepare.requests(body, prompts, **sizes, logprobs=body.logprobs is not None, service=service)
 
 
 class _Text:
@@ -52,9 +52,9 @@ class _Text:
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, asked: Completion, prompts: Sequence[Sequence[int]], service: Service):
-        self._asked, self._prompts, self._tokenizer = asked, prompts, service.tokenizer
-        top = asked.logprobs or 0
+    def __init__(self, body: Completion, prompts: Sequence[Sequence[int]], service: Service):
+        self._body, self._prompts, self._tokenizer = body, prompts, service.tokenizer
+        top = body.logprobs or 0
         self._logprobs = collections.defaultdict(lambda: OfText(tokenizer=service.tokenizer, top=top))
 
     def choice(self, index: int, result: Result) -> dict:
@@ -62,7 +62,7 @@ class _Text:
         return self._choice(index, text, of=result, reason=result.finish)
 
     def opening(self, index: int) -> dict | None:
-        return self._choice(index, self._echo(index)) if self._asked.echo else None
+        return self._choice(index, self._echo(index)) if self._body.echo else None
 
     def piece(self, index: int, piece: Piece) -> dict | None:
         return self._choice(index, piece.text, of=piece) if piece.text or piece.logprobs else None
@@ -75,7 +75,7 @@ class _Text:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _echo(self, index: int) -> str:
-        if not self._asked.echo:
+        if not self._body.echo:
             return ""
-        prompt = self._prompts[index // (self._asked.n or 1)]
+        prompt = self._prompts[index // (self._body.n or 1)]
         return self._tokenizer.to_bytes(prompt).decode(errors="replace")

@@ -1,7 +1,7 @@
-"""Connections that wait for their client: for a while, and never so many that another client finds no place.
+"""Limits on connections that wait for their client: how long, and how many, so that other clients can connect.
 
-uvicorn times out what is idle between two requests, but neither a connection that sends nothing, nor half a head, nor
-one whose client goes on with a body after it has been refused.
+uvicorn times out connections that are idle between requests, but not one that sends nothing, or half a head, or goes on
+sending a body after the request was refused.
 """
 
 import itertools
@@ -14,28 +14,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ladder_jax.serve.refusal import Refusal
 
 HEAD_SECONDS = 10.0
-"""In which the whole head of a request must have come."""
+"""Seconds within which the head of a request must have arrived."""
 MOST = 1024
-"""Connections at the same time; fewer where the system allows this process fewer open files."""
-_RESERVE = 32  # files that the process may want to open besides
+"""The most simultaneous connections; fewer where the system limits this process to fewer open files."""
+_RESERVE = 32  # open files left for other uses
 
 
 def allowed() -> int:
-    """How many connections this process can hold, at most MOST. Its limit of open files is raised, where it may be."""
+    """How many connections this process can hold, at most MOST. Raises its limit of open files as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = _RESERVE + (len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else _RESERVE)
     unlimited = resource.RLIM_INFINITY
     if soft != unlimited and soft < used + 2 * MOST:
         soft = used + 2 * MOST if hard == unlimited else min(hard, used + 2 * MOST)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    # Half of them: a whole burst is accepted before the first of it can be counted.
+    # Half of them: a burst of connections is accepted before they are counted.
     return MOST if soft == unlimited else max(8, min(MOST, (soft - used) // 2))
 
 
 def protocol(*, most: int) -> type[H11Protocol]:
-    """uvicorn's, which holds at most `most` connections; the one that has waited longest goes first."""
+    """uvicorn's protocol, with at most `most` connections: beyond them, the one that has waited longest is closed."""
 
-    turns = itertools.count()  # a loop's time is the same for all that it accepts at once
+    turns = itertools.count()  # the loop's clock is the same for all connections that it accepts at once
 
     class Patient(H11Protocol):
         def connection_made(self, transport) -> None:
@@ -44,7 +44,7 @@ def protocol(*, most: int) -> type[H11Protocol]:
             open_ = [one for one in self.connections if not one.transport.is_closing()]
             if len(open_) > most:
                 waiting = [one for one in open_ if one._waits]
-                min(waiting, key=lambda one: one._turn).transport.close()  # at worst this one
+                min(waiting, key=lambda one: one._turn).transport.close()  # possibly this one
             self._watch()
 
         def data_received(self, data: bytes) -> None:
@@ -60,7 +60,7 @@ def protocol(*, most: int) -> type[H11Protocol]:
             super().on_response_complete()
 
         def send_400_response(self, msg: str) -> None:
-            """Also where what is malformed is a body that the answer has not waited for."""
+            """Also where the malformed part is a body for which the answer has not waited."""
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
             self.transport.close()
@@ -70,7 +70,7 @@ def protocol(*, most: int) -> type[H11Protocol]:
 
         @property
         def _waits(self) -> bool:
-            """For its client: nothing is being answered."""
+            """Whether it waits for its client, with no request in progress."""
             return self.cycle is None or self.cycle.response_complete
 
         def _watch(self) -> None:

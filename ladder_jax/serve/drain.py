@@ -1,4 +1,4 @@
-"""How a server ends: those who are being answered are answered, nobody else is let in."""
+"""The end of a server: requests in progress are finished, new ones are refused."""
 
 import threading
 import time
@@ -24,24 +24,24 @@ class Drain:
         return self._draining
 
     def begin(self) -> int:
-        """From now on nobody is let in. How many are being answered."""
+        """Refuses new requests from now on. Returns the number in progress."""
         with self._lock:
             self._draining = True
             return self._active
 
     def wait(self, seconds: float, *, unless: Callable[[], bool]) -> None:
-        """Until nobody is being answered, for at most `seconds`, or until `unless` is true."""
+        """Waits until no request is in progress, for at most `seconds`, or until `unless` is true."""
         deadline = time.monotonic() + seconds
         while self._active and time.monotonic() < deadline and not unless():
             time.sleep(POLL)
 
     def guard(self, app: ASGIApp, *, paths: tuple[str, ...]) -> ASGIApp:
-        """`app`, whose `paths` are counted, and closed while draining."""
+        """`app` with requests to `paths` counted, and refused while draining."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["path"] not in paths:
                 return await app(scope, receive, send)
-            with self._lock:  # so that whoever is let in is counted before `wait` looks
+            with self._lock:  # a request must be counted before `wait` looks
                 if entered := not self._draining:
                     self._active += 1
             if not entered:

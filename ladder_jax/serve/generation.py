@@ -1,4 +1,4 @@
-"""Between HTTP's event loop and the engine's thread: no request holds a thread while it waits."""
+"""Requests between HTTP's event loop and the engine's thread: none occupies a thread while it waits."""
 
 import asyncio
 import contextlib
@@ -13,11 +13,11 @@ from ladder_jax.serve.service import Service
 
 
 class Dropped(Exception):
-    """The client went away before its answer was complete."""
+    """The client disconnected before its answer was complete."""
 
 
 def submit(service: Service, requests: Sequence[Request]) -> list[Handle]:
-    """All of them, or none. The caller must `cancel` them in the end; those that have finished stay what they are."""
+    """Submits all of them, or none. The caller must `cancel` them in the end, which leaves finished ones alone."""
     try:
         return service.engine.submit_all(requests)
     except Exception:
@@ -33,15 +33,15 @@ def cancel(handles: Sequence[Handle]) -> None:
 
 
 async def events(service: Service, handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece | Result]]:
-    """Each handle's pieces and, at last, its result, beside the handle's index.
+    """Yields each handle's pieces and, at last, its result, with the handle's index.
 
-    Raises Refusal where an answer will not be complete.
+    Raises Refusal where a request fails or the server ends before it has finished.
     """
     loop, inbox, begun = asyncio.get_running_loop(), asyncio.Queue(), time.perf_counter()
 
     def subscribe(index: int, handle: Handle) -> None:
         def listener(event: Piece | Result | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended, nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
                 loop.call_soon_threadsafe(inbox.put_nowait, (index, event))
 
         handle.subscribe(listener)
@@ -66,7 +66,7 @@ async def events(service: Service, handles: Sequence[Handle]) -> AsyncIterator[t
 
 
 async def unless_dropped[T](receive: Receive, work: Coroutine[None, None, T]) -> T:
-    """The result of `work`; where the client goes away first, `work` is cancelled, and Dropped raised."""
+    """The result of `work`. If the client disconnects first, cancels `work` and raises Dropped."""
 
     async def dropped() -> None:
         while (await receive())["type"] != "http.disconnect":

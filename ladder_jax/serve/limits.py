@@ -1,4 +1,4 @@
-"""What a request may cost before the engine sees it: bytes of its body, and the time to send them."""
+"""Limits on a request before the engine sees it: the size of its body, and the time to send it."""
 
 import asyncio
 import dataclasses
@@ -13,9 +13,9 @@ KIND = "application/json"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """max_new_tokens: the most that a request may ask for, a choice.
+    """max_new_tokens: the most new tokens of a choice.
 
-    body_bytes, body_seconds: the largest body, and the longest wait for it.
+    body_bytes, body_seconds: the largest body, and the longest time for it to arrive.
     """
 
     max_new_tokens: int
@@ -24,11 +24,11 @@ class Limits:
 
 
 class Left(Exception):
-    """The client went away."""
+    """The client disconnected."""
 
 
 def limited(app: ASGIApp, *, limits: Limits) -> ASGIApp:
-    """`app`, given bodies that are whole, JSON by their own account, and not too large."""
+    """`app` with complete bodies, of content type JSON and limited size; other requests are refused."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -60,7 +60,7 @@ async def _body(headers: Headers, receive: Receive, *, limits: Limits) -> bytes:
 
 
 async def _read(receive: Receive, *, limit: int) -> bytes:
-    """The body. One that is too large is read to its end, if that is near, so that the client sees the answer."""
+    """The body. One that is somewhat too large is read to its end, so that the client reads the answer."""
     parts, size, more = [], 0, True
     while more and size <= 4 * limit:
         message = await receive()
@@ -78,7 +78,7 @@ async def _read(receive: Receive, *, limit: int) -> bytes:
 
 
 def _after(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body first, and then what comes after it."""
+    """A `receive` that returns the body first, then the messages after it."""
     given = False
 
     async def replay() -> Message:

@@ -1,15 +1,15 @@
-"""Log-probabilities of tokens, in nats, as the two kinds of answer write them."""
+"""Log-probabilities of tokens, in nats, as completions and chat write them."""
 
 import codecs
 from collections.abc import Sequence
 
 from ladder_jax.data.tokenizer import Tokenizer
 
-LEAST = -9999.0  # OpenAI's word for "never": JSON has no infinity
+LEAST = -9999.0  # OpenAI's value for impossible tokens: JSON has no infinity
 
 
 def spelled(data: bytes) -> str:
-    """A token's text; for part of a character its bytes, as OpenAI writes them: `bytes:\\xc3`."""
+    """A token's text; for a part of a character its bytes, as OpenAI writes them: `bytes:\\xc3`."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -26,7 +26,7 @@ def of_chat(tokens: Sequence[int], logprobs: Sequence[float], *, tokenizer: Toke
 
 
 class OfText:
-    """Of a completion that comes in pieces: where each token begins is counted in characters from the first on."""
+    """Log-probabilities of a completion in pieces. Token offsets count the characters of all pieces."""
 
     def __init__(self, *, tokenizer: Tokenizer, top: int):
         self._tokenizer, self._top = tokenizer, top
@@ -43,7 +43,7 @@ class OfText:
     def _offset(self, piece: bytes) -> int:
         before = self._characters
         self._characters += len(self._utf8.decode(piece))
-        # What came just now may also end a broken character of the tokens before: counted from the end, then.
+        # The decoder may also have released an invalid character of earlier tokens: so count back from the end.
         return max(before, self._characters - len(_utf8().decode(piece)))
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus may scrape: requests by status, times, and the engine's own counts."""
+"""Metrics for Prometheus: requests by status, durations, and the engine's counts."""
 
 import time
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ladder_jax.decode.engine import Engine
 from ladder_jax.serve.refusal import DROPPED
 
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # of a histogram's buckets
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # upper bounds of histogram buckets
 
 
 class Metrics:
-    """Of one server, in a registry of its own."""
+    """One server's metrics, in a registry of their own."""
 
     def __init__(self, engine: Engine):
         self._registry = CollectorRegistry()
@@ -32,7 +32,7 @@ class Metrics:
         prometheus_client.ProcessCollector(registry=self._registry)
 
     def count(self, app: ASGIApp, *, paths: tuple[str, ...]) -> ASGIApp:
-        """`app`, measured. Other paths than `paths` are one, "other": clients cannot make up new series."""
+        """`app` with requests counted and timed. Paths not in `paths` count as "other": clients cannot add series."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             status, begun = DROPPED, time.perf_counter()
@@ -59,7 +59,7 @@ class Metrics:
 
 
 class _OfEngine:
-    """A collector: the engine's `stats` at the time of the scrape."""
+    """Collects the engine's `stats` when Prometheus scrapes."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -69,12 +69,12 @@ class _OfEngine:
         for name, text, value in (
             ("queued", "Prompts that wait for a slot.", stats.queued),
             ("running", "Slots in use.", stats.running),
-            ("slots", "Slots there are.", self._engine.slots),
+            ("slots", "Slots.", self._engine.slots),
         ):
             yield GaugeMetricFamily(f"ladder_jax_{name}", text, value)
         for name, text, value in (
-            ("prompt_tokens", "Tokens read.", stats.prompt_tokens),
-            ("new_tokens", "Tokens made, of what has finished.", stats.new_tokens),
+            ("prompt_tokens", "Tokens of prompts that got a slot.", stats.prompt_tokens),
+            ("new_tokens", "New tokens of finished prompts.", stats.new_tokens),
         ):
             yield CounterMetricFamily(f"ladder_jax_{name}", text, value)
         finished = CounterMetricFamily("ladder_jax_finished", "Prompts that have ended, and why.", labels=["reason"])

@@ -1,4 +1,4 @@
-"""From a body to what it asks, in a thread: parsed, counted and validated where no other client waits for it."""
+"""Bodies parsed, counted and validated in a thread, so that no other client waits for it."""
 
 import json
 from typing import Any
@@ -10,15 +10,15 @@ from fastapi.routing import APIRoute
 
 from ladder_jax.serve import prepare, validation
 from ladder_jax.serve.refusal import Refusal
-from ladder_jax.serve.schema import Asked
+from ladder_jax.serve.schema import GenerationBody
 from ladder_jax.serve.service import SMALL, Service
 
 
-def route_class(kind: type[Asked], *, service: Service) -> type[APIRoute]:
-    """FastAPI's routes, whose JSON is an instance of `kind` already: FastAPI takes that as it is."""
+def route_class(kind: type[GenerationBody], *, service: Service) -> type[APIRoute]:
+    """A route class whose requests' JSON is already an instance of `kind`, which FastAPI accepts as it is."""
 
     class Body(fastapi.Request):
-        async def json(self) -> Asked:
+        async def json(self) -> GenerationBody:
             content = await self.body()
             return await service.aside(len(content), lambda: read(content, kind, service=service))
 
@@ -34,20 +34,20 @@ def route_class(kind: type[Asked], *, service: Service) -> type[APIRoute]:
     return Route
 
 
-def read(content: bytes, kind: type[Asked], *, service: Service) -> Asked:
-    """Raises Refusal for what is no `kind`, or more than could be answered, and json's errors for what is no JSON."""
+def read(content: bytes, kind: type[GenerationBody], *, service: Service) -> GenerationBody:
+    """Raises Refusal for a body that is no `kind`, or exceeds the limits, and json's errors for invalid JSON."""
     if len(content) > SMALL:
         _check_pieces(content, service=service)
-    told = json.loads(content)
-    _check_counts(told, service=service)
+    value = json.loads(content)
+    _check_counts(value, service=service)
     try:
-        return kind.model_validate(told)
+        return kind.model_validate(value)
     except pydantic.ValidationError as error:
         raise validation.refusal(error.errors(include_url=False)) from None
 
 
 def _check_pieces(content: bytes, *, service: Service) -> None:
-    """Of strings, lists and objects: to make a million of them, all of Python must wait."""
+    """Limits strings, lists and objects before parsing: a million of them would hold Python's lock for long."""
     values = np.frombuffer(content.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     quotes = values == ord('"')
     outside = np.logical_not(np.logical_xor.accumulate(quotes))
@@ -57,10 +57,10 @@ def _check_pieces(content: bytes, *, service: Service) -> None:
         raise Refusal(400, f"the body has {count} strings, lists and objects, and may have {most}")
 
 
-def _check_counts(told: Any, *, service: Service) -> None:
-    """Of prompts, messages and their parts, before each is looked at: a body has room for a million of them."""
-    found = told if isinstance(told, dict) else {}
-    prompts, messages = found.get("prompt"), found.get("messages")
+def _check_counts(value: Any, *, service: Service) -> None:
+    """Limits prompts, messages and their parts before each is validated: a body has room for a million of them."""
+    fields = value if isinstance(value, dict) else {}
+    prompts, messages = fields.get("prompt"), fields.get("messages")
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
         prepare.check_count(len(prompts), n=1, service=service)
     if isinstance(messages, list):

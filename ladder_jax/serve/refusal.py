@@ -1,4 +1,4 @@
-"""What a client is told where it gets no answer, in OpenAI's form: {"error": {message, type, param, code}}."""
+"""Error answers in OpenAI's form: {"error": {message, type, param, code}}."""
 
 import json
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from starlette.responses import Response
 
 LONGEST = 1000  # characters of a message or a parameter's name: both may quote what the client sent
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-DROPPED = 499  # nginx's status for a client that went away; only the metrics see it
+DROPPED = 499  # nginx's status for a client that disconnected; only the metrics see it
 
 
 class Refusal(Exception):
-    """An HTTP status from 400 on, and why; `param` is the parameter to blame, `code` a word for programs."""
+    """An HTTP status of 400 or more, with its reason; `param` is the wrong parameter, `code` a word for programs."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Refusal(Exception):
 
 
 def dumps(value: object) -> bytes:
-    """JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes the escape that JSON has for it."""
+    """JSON, with JSON's escape for half of a surrogate pair, which UTF-8 cannot encode."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 

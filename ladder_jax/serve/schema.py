@@ -1,6 +1,6 @@
-"""The requests: OpenAI's parameters, and those of the engine's that OpenAI has not.
+"""The bodies of requests: OpenAI's parameters, and the engine's own.
 
-Null means the default, as with OpenAI. What is not declared here goes to `unsupported.check`.
+Null means the default, as in OpenAI's API. Undeclared parameters go to `unsupported.check`.
 """
 
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from pydantic import Field
 
 
 def _whole(text: str) -> str:
-    """JSON can write half of a surrogate pair, which is no character."""
+    """Raises ValueError for half of a surrogate pair, which JSON can hold, but which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -32,8 +32,8 @@ class StreamOptions(Object):
     include_usage: bool | None = None
 
 
-class Asked(Object):
-    """What both kinds of request share."""
+class GenerationBody(Object):
+    """The parameters of completions and chat."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="answers a prompt; default 1")
@@ -51,8 +51,8 @@ class Asked(Object):
     stream_options: StreamOptions | None = None
 
 
-class Completion(Asked):
-    """A request for /v1/completions."""
+class Completion(GenerationBody):
+    """The body of a request to /v1/completions."""
 
     prompt: Text | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)] = Field(
         description="a string, a list of strings, a list of tokens, or a list of lists of tokens"
@@ -74,7 +74,7 @@ class Message(Object):
     name: Text | None = None
 
 
-class Chat(Asked):
+class Chat(GenerationBody):
     """A request for /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]

@@ -1,4 +1,4 @@
-"""A socket, uvicorn in a thread of its own behind it, and signals in the main thread."""
+"""A socket served by uvicorn in a thread of its own, with signals handled in the main thread."""
 
 import contextlib
 import queue
@@ -13,13 +13,13 @@ from starlette.types import ASGIApp
 from ladder_jax.errors import UserError
 
 BACKLOG = 2048
-LAST_WORDS = 5  # seconds in which answers that are ready must have been sent
-KEEP_ALIVE = 75  # seconds; longer than clients keep theirs, so that none sends into a connection that is being closed
+LAST_WORDS = 5  # seconds in which finished answers must be sent
+KEEP_ALIVE = 75  # seconds; longer than clients' own, so that none sends into a connection that is being closed
 POLL = 0.2  # seconds
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes the port, 0 for any, without listening yet. Raises UserError where it cannot be had."""
+    """Binds the port, 0 for any free one, without listening yet. Raises UserError where it cannot be bound."""
     if not 0 <= port < 2**16:
         raise UserError(f"a port is from 0 to 65535, not {port}")
     sock = None
@@ -43,7 +43,7 @@ def url(sock: socket.socket) -> str:
 
 @contextlib.contextmanager
 def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
-    """Serves while inside; at the end, what is being answered may still be sent. Gives the thread that does it.
+    """Serves within the block; at its end, answers in progress may still be sent. Yields the serving thread.
 
     Closes the socket.
     """
@@ -55,7 +55,7 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
         sock.listen(BACKLOG)
     except OSError as error:  # another process took the port in the meantime
         raise UserError(f"cannot listen at {url(sock)}: {error.strerror}") from None
-    # In a thread, uvicorn leaves signals alone; its log says only what went wrong here, not what clients sent.
+    # In a thread, uvicorn installs no signal handlers. It logs only the server's errors, not the clients'.
     quiet = dict(log_config=None, log_level="error", access_log=False, server_header=False)
     patience = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=LAST_WORDS)
     http = connections.protocol(most=connections.allowed())
@@ -74,23 +74,23 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
 
 
 def catch_signals() -> queue.SimpleQueue[int]:
-    """The first SIGTERM or SIGINT goes here; the one after it ends the process at once."""
-    told = queue.SimpleQueue()  # may be put to from a signal's handler
+    """A queue that gets the number of the first SIGTERM or SIGINT. The next one ends the process at once."""
+    signals = queue.SimpleQueue()  # its `put` is safe in a signal handler
     both = (signal.SIGTERM, signal.SIGINT)
 
     def handle(number: int, _: object) -> None:
         for one in both:
             signal.signal(one, signal.SIG_DFL)
-        told.put(number)
+        signals.put(number)
 
     for one in both:
         signal.signal(one, handle)
-    return told
+    return signals
 
 
-def wait(told: queue.SimpleQueue[int], *, unless: Callable[[], bool]) -> None:
-    """Until there is a signal, or until `unless` is true."""
+def wait(signals: queue.SimpleQueue[int], *, unless: Callable[[], bool]) -> None:
+    """Waits for a signal, or until `unless` is true."""
     while not unless():
         with contextlib.suppress(queue.Empty):
-            told.get(timeout=POLL)
+            signals.get(timeout=POLL)
             return

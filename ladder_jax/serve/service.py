@@ -1,4 +1,4 @@
-"""What the paths of one server share."""
+"""The state that all paths of one server share."""
 
 import asyncio
 import dataclasses
@@ -13,15 +13,15 @@ from ladder_jax.serve.limits import Limits
 from ladder_jax.serve.metrics import Metrics
 
 SMALL = 2**17  # bytes of a body
-LONG_TOKEN = 64  # bytes: special tokens may be as long, and their text is not told
+LONG_TOKEN = 64  # bytes: a bound for special tokens, whose text the tokenizer does not give
 
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """engine: with the tokenizer's bytes as its decoder, and a thread that drives it.
+    """engine: with the tokenizer's bytes as its decoder, driven by its own thread.
 
-    name: the model's, as clients must give it; key: the API key, if they need one.
-    hosts: what clients must call the server in `Host` and `Origin`; None for anything.
+    name: the model's, as clients must give it. key: the API key, None if they need none.
+    hosts: the names that `Host` and `Origin` may have; None for any.
     """
 
     engine: Engine
@@ -36,9 +36,9 @@ class Service:
     large: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def aside[T](self, size: int, work: Callable[[], T]) -> T:
-        """The result of `work`, done in a thread for a body of `size` bytes.
+        """The result of `work`, run in a thread, for a body of `size` bytes.
 
-        What is large is done one after another: threads, and Python's lock, are left for what is small.
+        Large bodies are handled one at a time, which leaves threads and Python's lock to small ones.
         """
         if size <= SMALL:
             return await asyncio.to_thread(work)
@@ -46,11 +46,11 @@ class Service:
             return await asyncio.to_thread(work)
 
     def prepare(self) -> None:
-        """What the first request would have to wait for."""
+        """Computes in advance what the first request would have to wait for."""
         _ = self.most_text
 
     @functools.cached_property
     def most_text(self) -> int:
-        """Characters that the engine's capacity of tokens could stand for: more need not be cut into tokens."""
+        """The most characters that the engine's capacity of tokens can hold: a longer text need not be tokenized."""
         longest = max(len(self.tokenizer.to_bytes([token])) for token in range(self.tokenizer.vocab_size))
         return self.engine.capacity * max(longest, LONG_TOKEN)

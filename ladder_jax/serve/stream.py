@@ -13,12 +13,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends objects as they come, until the client goes away, also where none has come yet; then calls `ended`."""
+    """Sends objects as they come, until they end or the client disconnects; then calls `ended`."""
 
     media_type = "text/event-stream"
 
     def __init__(self, objects: AsyncIterator[dict], *, ended: Callable[[], None]):
-        # The last of these asks nginx not to collect what should be seen at once.
+        # X-Accel-Buffering keeps nginx from buffering the stream.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._objects, self._ended = objects, ended
@@ -38,7 +38,7 @@ class EventStream(Response):
         try:
             async for value in self._objects:
                 await one(b"data: %b\n\n" % dumps(value))
-        except Refusal as refusal:  # too late for a status
+        except Refusal as refusal:  # the status was sent already
             await one(b"data: %b\n\n" % dumps(refusal.body()), more=False)
         else:
             await one(DONE, more=False)

@@ -1,4 +1,4 @@
-"""Parameters that cannot be honoured: refused by name, unless they are set to what does nothing."""
+"""Unsupported parameters: refused by name, unless their value has no effect."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from ladder_jax.errors import unknown
 from ladder_jax.serve.refusal import LONGEST, Refusal
 from ladder_jax.serve.schema import Object
 
-# What OpenAI's clients may send, and the values that ask for nothing. A null never does.
+# OpenAI's other parameters, and their values without effect. Null has none either.
 NEUTRAL = {
     "audio": (),
     "best_of": (1,),
@@ -32,17 +32,19 @@ NEUTRAL = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-# These never change an answer.
+# Parameters that never change an answer.
 ACCEPTED = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 
 
-def check(asked: Object) -> None:
-    """Raises Refusal for the first parameter, at any depth, that is unknown or asks for what is not there."""
-    for path, name, value, known in _extras(asked, ""):
+def check(body: Object) -> None:
+    """Raises Refusal for the first parameter, at any depth, that is unknown or not supported."""
+    for path, name, value, known in _extras(body, ""):
         if name in ACCEPTED or value is None and name in NEUTRAL:
             continue
         if name not in NEUTRAL:
-            message = str(unknown("parameter", (path + name)[:LONGEST], known))  # the nearest match takes its time
+            message = str(
+                unknown("parameter", (path + name)[:LONGEST], known)
+            )  # finding the nearest match of a long name takes long
             raise Refusal(400, message, param=path + name, code="unknown_parameter")
         if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
             allowed = "".join(f", or {neutral!r}" for neutral in NEUTRAL[name])
@@ -51,16 +53,16 @@ def check(asked: Object) -> None:
 
 
 def _same(value: object, neutral: object) -> bool:
-    """Python says that True is 1."""
+    """Whether they are equal and both or neither is a boolean: in Python True equals 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _extras(asked: Object, path: str) -> Iterator[tuple[str, str, object, list[str]]]:
-    known = [path + name for name in type(asked).model_fields]
-    for name, value in (asked.model_extra or {}).items():
+def _extras(body: Object, path: str) -> Iterator[tuple[str, str, object, list[str]]]:
+    known = [path + name for name in type(body).model_fields]
+    for name, value in (body.model_extra or {}).items():
         yield path, name, value, known
-    for name in type(asked).model_fields:
-        below = getattr(asked, name)
+    for name in type(body).model_fields:
+        below = getattr(body, name)
         for index, one in enumerate(below if isinstance(below, list) else [below]):
             if isinstance(one, Object):
                 yield from _extras(one, f"{path}{name}[{index}]." if one is not below else f"{path}{name}.")

@@ -1,4 +1,4 @@
-"""What is wrong with a body, in one line that names the parameter."""
+"""pydantic's errors as one line that names the parameter."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from ladder_jax.serve.refusal import Refusal
 from ladder_jax.serve.schema import Chat, Completion, Message
 
-# Of parameters that may be of several types, what they may be; pydantic would tell of each type why it is not that.
+# Descriptions of parameters of several types; pydantic has one error for each of the types.
 UNIONS = {
     name: field.description
     for kind in (Completion, Chat, Message)
@@ -16,7 +16,7 @@ UNIONS = {
 
 
 def refusal(errors: Sequence[Mapping[str, Any]]) -> Refusal:
-    """The first of pydantic's errors; of a union's, one that found the type right and the value wrong."""
+    """The first error; for a parameter of several types, an error about its value goes before those about its type."""
     error = errors[0]
     if error["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON (character {error['loc'][-1]}): {error['ctx']['error']}")

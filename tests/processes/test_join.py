@@ -1,6 +1,7 @@
 """Who does not come, and who comes with other settings: refused with one line, before any collective."""
 
 import os
+import signal
 import socket
 import time
 
@@ -25,6 +26,18 @@ def test_another_never_comes(started, port):
         line = f"ladder-jax: process {index} of 3 (host {HOST}) has waited at localhost:{port} for 4 s, and not all"
         assert said.startswith(line) and said.count("\n") == 1 and "--start-timeout" in said
     assert [process.returncode for process in running] == [1, 1]
+
+
+def test_ctrl_c_while_waiting(started, port):
+    """jax waits in native code, where Python runs no handler."""
+    (waiting,) = started(only=[0])
+    for _ in range(600):
+        with socket.socket() as connection:
+            if connection.connect_ex(("localhost", port)) == 0:
+                break
+        time.sleep(0.1)
+    waiting.send_signal(signal.SIGINT)
+    assert ends([waiting], within=10) == [""] and waiting.returncode == -signal.SIGINT
 
 
 def test_port_is_taken(started, port):

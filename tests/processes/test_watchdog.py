@@ -124,4 +124,5 @@ def test_second_interrupt_ends_at_once(started):
         running[1].send_signal(signal.SIGINT)
         time.sleep(0.5)
     out, said = running[1].communicate(timeout=10)
-    assert (out, said) == ("", "ladder-jax: SIGINT again: ending at once\n") and running[1].returncode == 130
+    assert said == "ladder-jax: SIGINT again: ending at once\n" and running[1].returncode == 130
+    assert out.count("handled") < 2  # the first may have come before the native wait

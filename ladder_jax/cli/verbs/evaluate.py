@@ -7,7 +7,10 @@ EXAMPLE = "ladder-jax evaluate runs/tiny --text book.txt --window 512 --stride 2
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or one checkpoint in it")
     for option, text in (
-        ("text", "perplexity of a text file; of .jsonl, .jsonl.gz, .parquet or a folder, each document by itself"),
+        (
+            "text",
+            "perplexity of a text file; of .jsonl, .jsonl.gz, .parquet, .csv or a folder, each document by itself",
+        ),
         ("multiple-choice", 'JSON lines such as {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}'),
         ("generation", 'JSON lines such as {"question": "2 + 2 =", "answer": "#### 4"}; greedy'),
         ("out", "a JSON line as each window or question is done; a second run goes on with it"),
@@ -31,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("data", "N", "copies of the model, each with its share of a batch (default 1)"),
     ):
         parser.add_argument(f"--{option}", type=int, metavar=letter, help=text)
-    parser.add_argument("--field", metavar="NAME", help="where --text's JSON lines and Parquet hold it (default: text)")
+    parser.add_argument("--field", metavar="NAME", help="where --text's JSON lines and tables hold it (default: text)")
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="ends an answer; may be given again (default: GSM8K's)"
     )

@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("fsdp", "N", "for train: split every parameter over N devices more (default 1)"),
         ("batch", "B", "rows, on each of the fsdp devices (default: 16 for decode, else 1)"),
         ("prompt-length", "P", "tokens a row in prefill and train (default 1024)"),
-        ("context", "S", "cache positions a row in decode (default 2048)"),
+        ("context", "S", "cache positions a row (default: 2048 in decode, the prompt's in prefill)"),
     ):
         parser.add_argument(f"--{option}", type=int, metavar=letter, help=text)
     parser.add_argument(

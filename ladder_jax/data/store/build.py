@@ -1,4 +1,4 @@
-"""Make a token store from files of text: in parallel, and whatever kills it, the next call goes on.
+"""Make a token store from text, in parallel. After a kill the next call resumes.
 
 Workers write parts, in any order, into `parts/`. Parts are joined to shards in the order of the sources, so
 the store is the same for any number of workers. A shard counts once the journal names it.
@@ -37,26 +37,26 @@ def build(
     workers: int,
     advance: Callable[[int], None] = lambda size: None,
 ) -> Manifest:
-    """The finished store's manifest; a store that is finished already is only compared.
+    """Make the store, or join its portions, and return the manifest. A finished store is only compared with the plan.
 
-    source: what `tokenizers.load` makes `tokenizer` of, in the workers.
+    source: the argument of `tokenizers.load` that gives `tokenizer`, for the workers.
     shard_tokens: a shard ends before the part with which it would have more.
-    advance: told the bytes of the sources as they are done.
+    advance: called with the bytes of each part when its tokens are written.
 
-    Raises UserError where `out` holds something else, or a store of other sources or settings, or is at work; and where
-    it holds portions, but not all.
+    Raises UserError where `out` holds other files, or a store of other sources or settings; where another process
+    writes to it; and where portions are missing.
     """
-    wanted = Manifest.of(tokenizer, field=field, shard_tokens=shard_tokens)
+    settings = Manifest.of(tokenizer, field=field, shard_tokens=shard_tokens)
     resume.check_folder(out, plan)
     with resume.locked(out):
         if (out / MANIFEST).exists():
-            found = resume.compare(out, wanted, plan)
-            if (out / JOURNAL).exists():  # a kill came between the manifest and the end
-                resume.tidy(out, found.shards)
-            return found
-        portions = portion_of.joinable(out, wanted, plan)
-        folder_of = _finder(portions, plan, out / PARTS, wanted.dtype)
-        shards = resume.still_valid(resume.journal(out, wanted), plan)
+            finished = resume.compare(out, settings, plan)
+            if (out / JOURNAL).exists():  # killed after the manifest was written, before temporary files were removed
+                resume.tidy(out, finished.shards)
+            return finished
+        portions = portion_of.folders(out, settings, plan)
+        folder_of = _folder_of(portions, plan, out / PARTS, settings.dtype)
+        shards = resume.still_valid(resume.journal(out, settings), plan)
         (out / PARTS).mkdir(exist_ok=True)
         tokenizers.save(tokenizer, out / tokenizers.FOLDER)
         left = list(plan[sum(len(shard.parts) for shard in shards) :])
@@ -64,14 +64,14 @@ def build(
         with contextlib.ExitStack() as stack:
             for folder in portions:
                 stack.enter_context(resume.locked(folder))
-            submit = stack.enter_context(_pool(workers, out / PARTS, source, wanted))
-            counted = _counted(left, submit, folder_of, wanted, advance)
+            submit = stack.enter_context(_pool(workers, out / PARTS, source, settings))
+            counted = _counted(left, submit, folder_of, settings, advance)
             for group, counts in _groups(counted, shard_tokens):
                 shards.append(join(group, counts, folder_of=folder_of, index=len(shards), out=out))
-                manifests.write(dataclasses.replace(wanted, shards=tuple(shards)), out / JOURNAL)
+                manifests.write(dataclasses.replace(settings, shards=tuple(shards)), out / JOURNAL)
                 for part in group:
                     parts.remove(part, folder=folder_of(part))
-        finished = dataclasses.replace(wanted, shards=tuple(shards))
+        finished = dataclasses.replace(settings, shards=tuple(shards))
         if not finished.tokens:
             raise UserError("the sources hold no text")
         manifests.write(finished, out / MANIFEST)
@@ -91,23 +91,28 @@ def build_portion(
     workers: int,
     advance: Callable[[int], None] = lambda size: None,
 ) -> Manifest:
-    """The manifest of a portion of the store, finished in its own folder in `out`. See `build`, which joins them."""
-    wanted = Manifest.of(tokenizer, field=field, shard_tokens=shard_tokens)
+    """Write a portion of the store into its own folder in `out`, and return its manifest. `build` joins portions.
+
+    The arguments and errors are those of `build`.
+    """
+    settings = Manifest.of(tokenizer, field=field, shard_tokens=shard_tokens)
     resume.check_folder(out, plan)
-    portion_of.check_separate(out)
+    portion_of.check_no_store(out)
     folder, mine = out / portion.name, portion.of(plan)
     resume.check_folder(folder, plan)
     with resume.locked(folder):
-        resume.journal(folder, wanted)
-        with _pool(workers, folder, source, wanted) as submit:
-            counts = [done for _, done in _counted(mine, submit, lambda part: folder, wanted, advance)]
+        resume.journal(folder, settings)
+        with _pool(workers, folder, source, settings) as submit:
+            counts = [done for _, done in _counted(mine, submit, lambda part: folder, settings, advance)]
         resume.remove_parts(folder, keep=mine)
-        return portion_of.finish(folder, wanted, mine, counts)
+        return portion_of.finish(folder, settings, mine, counts)
 
 
-def _finder(portions: Sequence[pathlib.Path], plan: Sequence[Part], own: pathlib.Path, dtype: str) -> Callable:
-    """Gives the folder of a part's tokens: its portion's, or `own` where the store is not made in portions or a power
-    failure has damaged the portion's."""
+def _folder_of(
+    portions: Sequence[pathlib.Path], plan: Sequence[Part], own: pathlib.Path, dtype: str
+) -> Callable[[Part], pathlib.Path]:
+    """A function from a part to the folder of its tokens: the portion's folder if its files are whole, else `own`, into
+    which the part is then written again."""
     folders = {part: portions[index % len(portions)] for index, part in enumerate(plan)} if portions else {}
 
     def folder_of(part: Part) -> pathlib.Path:
@@ -117,22 +122,22 @@ def _finder(portions: Sequence[pathlib.Path], plan: Sequence[Part], own: pathlib
     return folder_of
 
 
-def _counted(left, submit, folder_of, wanted, advance) -> Iterator[tuple[Part, Done]]:
-    """Each part in order, once its tokens are in its folder."""
+def _counted(left, submit, folder_of, settings, advance) -> Iterator[tuple[Part, Done]]:
+    """Yield each part with its counts, in order, once its tokens are written."""
     waiting = {}
     for part in left:
-        waiting[part] = parts.find(part, folder=folder_of(part), dtype=wanted.dtype) or submit(part)
+        waiting[part] = parts.find(part, folder=folder_of(part), dtype=settings.dtype) or submit(part)
         if isinstance(waiting[part], concurrent.futures.Future):
             waiting[part].add_done_callback(lambda future, size=part.size: _succeeded(future) and advance(size))
         else:
             advance(part.size)
     for part in left:
-        found = waiting.pop(part)
-        yield part, found if isinstance(found, Done) else found.result()
+        counts = waiting.pop(part)
+        yield part, counts if isinstance(counts, Done) else counts.result()
 
 
 def _groups(counted: Iterable[tuple[Part, Done]], shard_tokens: int) -> Iterator[tuple[list[Part], list[Done]]]:
-    """The parts of each shard, as soon as all of them are there."""
+    """Yield the parts of each shard, as soon as all of them are written."""
     group, counts = [], []
     for part, done in counted:
         if group and sum(one.tokens for one in counts) + done.tokens > shard_tokens:
@@ -149,14 +154,14 @@ def _succeeded(future: concurrent.futures.Future) -> bool:
 
 
 @contextlib.contextmanager
-def _pool(workers: int, folder: pathlib.Path, source: str, wanted: Manifest) -> Iterator[Callable]:
-    """Gives `submit(part)`. Processes are started as they are needed, afresh and not by a fork of threads."""
+def _pool(workers: int, folder: pathlib.Path, source: str, settings: Manifest) -> Iterator[Callable]:
+    """Yield `submit(part)`. Processes are spawned when they are needed, because a fork would copy locked threads."""
     with python.safe_path():
         pool = concurrent.futures.ProcessPoolExecutor(
             workers,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=Worker.start,
-            initargs=(folder, source, wanted.dtype, wanted.field),
+            initargs=(folder, source, settings.dtype, settings.field),
         )
         try:
             yield lambda part: pool.submit(Worker.run, part)

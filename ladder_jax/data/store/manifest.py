@@ -1,4 +1,4 @@
-"""What a token store's folder holds, and how much of it: `manifest.json` once it is whole, a journal before.
+"""The manifest of a token store: `manifest.json` once the store is finished, a journal before that.
 
 Shard `00000` is two files: `00000.tokens`, little-endian integers one after another, and `00000.offsets`,
 where each document begins, uint64 [documents + 1].
@@ -19,7 +19,7 @@ MANIFEST, JOURNAL = "manifest.json", "unfinished.json"
 PORTION, FINISHED = re.compile(r"part-([1-9][0-9]{0,5})-of-([1-9][0-9]{0,5})"), "part.json"
 """The folder of a portion (see portion.py), and its manifest."""
 SETTINGS = ("tokenizer", "field", "shard_tokens")
-"""What one command decides for a whole store."""
+"""Fields of Manifest that must be equal in all commands that make one store."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def is_store(folder: pathlib.Path) -> bool:
 
 
 def read(file: pathlib.Path) -> Manifest:
-    """Raises UserError for what is not a manifest, or one of another version."""
+    """Raises UserError where the file is no manifest, or one of another version."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         found, version = tree.pop("format"), tree.pop("version")

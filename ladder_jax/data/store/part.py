@@ -1,4 +1,4 @@
-"""One part of the sources as tokens: what a worker process does, and leaves behind."""
+"""Tokenize one part of the sources: the work of a worker process, and its files."""
 
 import array
 import dataclasses
@@ -69,7 +69,7 @@ def _write(part: Part, folder: pathlib.Path, tokenizer: tokenizers.Tokenizer, dt
 
 
 def find(part: Part, *, folder: pathlib.Path, dtype: str) -> Done | None:
-    """The part, if it was done before, and whatever ended that, a power failure too, has left its files whole."""
+    """The counts of a part that an earlier call wrote; None where its files are missing or cut short."""
     try:
         done = Done(**json.loads((folder / f"{part.digest}.json").read_text()))
         sizes = [(folder / f"{part.digest}.{kind}").stat().st_size for kind in ("tokens", "offsets")]

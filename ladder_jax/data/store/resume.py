@@ -1,4 +1,4 @@
-"""What an earlier call left in a store's folder, and whether this one may go on with it."""
+"""Resuming: which files in a store's folder are from an earlier call, and whether this call may use them."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ from ladder_jax.errors import UserError
 
 LOCK = ".lock"
 _BEGUN = {LOCK, manifests.partial(pathlib.Path(JOURNAL)).name}
-"""What a kill can leave before there is a journal."""
+"""Files that a kill can leave behind before the journal is written."""
 _SHARD = re.compile(r"[0-9]{5,}\.(tokens|offsets)")
 _PORTIONS_OWN = {LOCK, JOURNAL, FINISHED} | {manifests.partial(pathlib.Path(name)).name for name in (JOURNAL, FINISHED)}
 _PART = re.compile(r"[0-9a-f]{20}\.(json|tokens|offsets)(\.partial)?")
@@ -24,7 +24,10 @@ _PART = re.compile(r"[0-9a-f]{20}\.(json|tokens|offsets)(\.partial)?")
 
 @contextlib.contextmanager
 def locked(out: pathlib.Path) -> Iterator[None]:
-    """For one process at a time; the system frees it when that ends, however it ends."""
+    """Hold the folder's lock. The system releases it when the process ends, also by a kill.
+
+    Raises UserError where another process holds it, or the folder cannot be written to.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = os.open(out / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -40,10 +43,10 @@ def locked(out: pathlib.Path) -> Iterator[None]:
 
 
 def check_folder(out: pathlib.Path, plan: Sequence[Part]) -> None:
-    """Raises UserError where `out` is anything but new, empty, a store's or of portions, or holds one of the sources.
+    """Raises UserError unless `out` is new, empty, a store or a folder of portions; or if a source lies in it.
 
-    A store's folder is one with a manifest or a journal that can be read: whatever else lies in a folder, `parts/` and
-    `.lock` too, may be the user's.
+    A folder is a store only if it holds a manifest or a journal that can be read. All other files, `parts/` and `.lock`
+    included, may be the user's.
     """
     if not os.path.lexists(out):
         return
@@ -58,19 +61,19 @@ def check_folder(out: pathlib.Path, plan: Sequence[Part]) -> None:
 
 
 def _is_begun(out: pathlib.Path) -> bool:
-    """Empty, or left by a kill before anything was in it."""
-    found = {path.name: path for path in out.iterdir()}
-    if not found:
+    """Whether it is empty, or a call was killed in it before it wrote a journal."""
+    files = {path.name: path for path in out.iterdir()}
+    if not files:
         return True
-    plain = all(path.is_file() and not path.is_symlink() for path in found.values())
-    return found.keys() <= _BEGUN and plain and LOCK in found and found[LOCK].stat().st_size == 0
+    plain = all(path.is_file() and not path.is_symlink() for path in files.values())
+    return files.keys() <= _BEGUN and plain and LOCK in files and files[LOCK].stat().st_size == 0
 
 
 def _is_portions(out: pathlib.Path) -> bool:
     """Whether it holds folders of portions, and nothing else."""
-    found = [path for path in out.iterdir() if path.name not in _BEGUN]
-    folder = lambda path: PORTION.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-    return all(folder(path) and (_is_begun(path) or _is_store(path)) for path in found)
+    paths = [path for path in out.iterdir() if path.name not in _BEGUN]
+    is_folder = lambda path: PORTION.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    return all(is_folder(path) and (_is_begun(path) or _is_store(path)) for path in paths)
 
 
 def _is_store(out: pathlib.Path) -> bool:
@@ -86,9 +89,8 @@ def _is_store(out: pathlib.Path) -> bool:
 
 
 def tidy(out: pathlib.Path, shards: Sequence[Shard]) -> None:
-    """Remove the journal, the parts, the portions, and shards of sources that have changed since; a name that is none
-    of ours stays, and so does a folder that holds one."""
-    (out / JOURNAL).unlink(missing_ok=True)
+    """Remove the journal, the parts, the portions, and shards that are not in `shards`, whose sources have changed.
+    Files with other names stay, and so do folders that hold such files."""
     names = {shard.name for shard in shards}
     for path in list(out.iterdir()):
         if _SHARD.fullmatch(path.name) and path.stem not in names:
@@ -96,10 +98,11 @@ def tidy(out: pathlib.Path, shards: Sequence[Shard]) -> None:
         elif (path.name == PARTS or PORTION.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
             remove_parts(path, keep=())
             _remove_folder(path)
+    (out / JOURNAL).unlink(missing_ok=True)  # last: after a kill it says that this is still to be done
 
 
 def remove_parts(folder: pathlib.Path, *, keep: Sequence[Part]) -> None:
-    """The files of parts, but for those of `keep`."""
+    """Remove the files of all parts except `keep`."""
     kept = {part.digest for part in keep}
     for file in folder.iterdir():
         if _PART.fullmatch(file.name) and file.name.partition(".")[0] not in kept:
@@ -107,32 +110,34 @@ def remove_parts(folder: pathlib.Path, *, keep: Sequence[Part]) -> None:
 
 
 def _remove_folder(folder: pathlib.Path) -> None:
-    """Where it holds nothing but a portion's own files."""
+    """Remove a folder that holds only the files of a portion."""
     if {file.name for file in folder.iterdir()} <= _PORTIONS_OWN:
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
 
 
-def journal(out: pathlib.Path, wanted: Manifest) -> Sequence[Shard]:
+def journal(out: pathlib.Path, settings: Manifest) -> Sequence[Shard]:
+    """The finished shards; a new journal has none. Raises UserError for a journal of other settings."""
     if not (out / JOURNAL).exists():
-        manifests.write(wanted, out / JOURNAL)
-    found = manifests.read(out / JOURNAL)
-    _check_settings(out, found, wanted)
-    return found.shards
+        manifests.write(settings, out / JOURNAL)
+    earlier = manifests.read(out / JOURNAL)
+    check_settings(out, earlier, settings)
+    return earlier.shards
 
 
-def _check_settings(out: pathlib.Path, found: Manifest, wanted: Manifest) -> None:
+def check_settings(out: pathlib.Path, earlier: Manifest, settings: Manifest) -> None:
+    """Raises UserError where tokenizer, field or shard_tokens of an earlier call were others."""
     for name in SETTINGS:
-        if getattr(found, name) != getattr(wanted, name):
+        if getattr(earlier, name) != getattr(settings, name):
             raise UserError(
-                f"{str(out)!r} was begun with {name.replace('_', ' ')} {getattr(found, name)!r},"
-                f" not {getattr(wanted, name)!r}: change it back, or name another --out"
+                f"{str(out)!r} was begun with {name.replace('_', ' ')} {getattr(earlier, name)!r},"
+                f" not {getattr(settings, name)!r}: change it back, or name another --out"
             )
 
 
 def still_valid(shards: Sequence[Shard], plan: Sequence[Part]) -> list[Shard]:
-    """The shards before the first whose sources have changed, or whose place among them has."""
+    """The shards before the first whose sources have changed or stand elsewhere in the plan."""
     kept, position = [], 0
     for shard in shards:
         end = position + len(shard.parts)
@@ -143,11 +148,12 @@ def still_valid(shards: Sequence[Shard], plan: Sequence[Part]) -> list[Shard]:
     return kept
 
 
-def compare(out: pathlib.Path, wanted: Manifest, plan: Sequence[Part]) -> Manifest:
-    found = manifests.read(out / MANIFEST)
-    _check_settings(out, found, wanted)
-    if [digest for shard in found.shards for digest in shard.parts] != [part.digest for part in plan]:
+def compare(out: pathlib.Path, settings: Manifest, plan: Sequence[Part]) -> Manifest:
+    """The manifest of a finished store. Raises UserError where it is of other sources or settings."""
+    finished = manifests.read(out / MANIFEST)
+    check_settings(out, finished, settings)
+    if [digest for shard in finished.shards for digest in shard.parts] != [part.digest for part in plan]:
         raise UserError(
             f"{str(out)!r} holds a finished store of other sources, or they have changed: name another --out"
         )
-    return found
+    return finished

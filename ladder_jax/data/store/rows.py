@@ -28,12 +28,12 @@ BUILDERS = {
 
 
 def address(source: str, *, subset: str | None, split: str) -> str:
-    """`source`, hf://datasets/OWNER/NAME or .../NAME@REVISION, with the commit that this is now, so that every part
-    and every later call reads the same. Raises UserError where the Hub has no such data set, or does not answer."""
+    """Resolve hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME@REVISION to the present commit, so that all workers
+    read the same files. Raises UserError where the Hub has no such data set, or does not answer."""
     given = re.fullmatch(r"([^/@?]+/[^/@?]+)(?:@([^?]+))?", source.removeprefix(HUB))
     if not given:
         raise UserError(f"{source!r}: a data set of the Hub is {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION")
-    with _explained(source):
+    with _as_user_errors(source):
         import huggingface_hub
 
         commit = huggingface_hub.HfApi().dataset_info(given[1], revision=given[2]).sha
@@ -42,21 +42,23 @@ def address(source: str, *, subset: str | None, split: str) -> str:
 
 
 def shards(table: str) -> int:
-    """How many there are. Raises UserError for what cannot be read."""
+    """The number of a table's shards. Raises UserError where it cannot be read."""
     if not table.startswith(HUB) and not table.lower().endswith(".parquet"):
         _library()
         return 1
-    with _explained(table):
-        return _opened(table).num_shards
+    with _as_user_errors(table):
+        return _open(table).num_shards
 
 
 def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iterator[str]:
     """The texts of the shards begin..end-1, in order. Raises UserError for rows without text in `field`.
 
-    modified: another value makes the table be opened again, where this process has read it before.
+    modified: the file's time; a table that this process has opened before is opened again when it has changed.
     """
     number = 0
-    with _explained(table, lambda: number and f"row {number}{f' of shards {begin} to {end - 1}' if begin else ''}"):
+    with _as_user_errors(
+        table, lambda: number and f"row {number}{f' of shards {begin} to {end - 1}' if begin else ''}"
+    ):
         whole = _column(table, field, modified)
         for shard in range(begin, end):
             for batch in whole.shard(whole.num_shards, shard).with_format("arrow").iter(BATCH):
@@ -68,16 +70,16 @@ def read(table: str, begin: int, end: int, *, field: str, modified: int) -> Iter
 
 
 def _before(whole, begin: int) -> int:
-    """Rows of the shards before `begin`. They are counted only where something is wrong."""
+    """The number of rows in the shards before `begin`, for a message."""
     return sum(1 for shard in range(begin) for _ in whole.shard(whole.num_shards, shard))
 
 
 @functools.lru_cache(maxsize=8)
 def _column(table: str, field: str, modified: int):
-    """The table's column of texts. Raises UserError where it has none of that name, or one of something else."""
+    """The column `field` alone. Raises UserError where there is no such column, or it does not hold text."""
     datasets = _library()
-    whole = _opened(table)
-    # A CSV file has no schema, and without one numbers would be made of digits.
+    whole = _open(table)
+    # A CSV file has no schema: pandas would guess one, and read "001" as a number.
     features = whole.features or dict.fromkeys(_header(table, whole), datasets.Value("string"))
     if field not in features:
         names = ", ".join(map(repr, features))
@@ -86,8 +88,8 @@ def _column(table: str, field: str, modified: int):
     if kind not in ("string", "large_string"):
         raise UserError(f"{table}: the column {field!r} holds {kind}, not text")
     if whole.features is None:
-        return _opened(table, features=datasets.Features({field: features[field]}))
-    return _opened(table, columns=[field]).select_columns([field])
+        return _open(table, features=datasets.Features({field: features[field]}))
+    return _open(table, columns=[field]).select_columns([field])
 
 
 def _header(table: str, whole) -> list[str]:
@@ -103,8 +105,11 @@ def _builder(file: str) -> tuple[str, dict]:
     return next(found for ending, found in BUILDERS.items() if file.lower().endswith(ending))
 
 
-def _opened(table: str, *, features=None, columns: list[str] | None = None):
-    """features: of formats without a schema. columns: those to be read, where the format has columns."""
+def _open(table: str, *, features=None, columns: list[str] | None = None):
+    """An IterableDataset over the table's shards.
+
+    features: the schema, for a format that has none. columns: the columns to read, in formats that can skip others.
+    """
     datasets = _library()
     if table.startswith(HUB):
         parts = urllib.parse.urlsplit(table.removeprefix(HUB))
@@ -115,14 +120,15 @@ def _opened(table: str, *, features=None, columns: list[str] | None = None):
         kind, settings = _builder(table)
         # A path with brackets would be a pattern, which matches nothing.
         where, split = dict(path=kind, data_files=glob.escape(table), **settings), "train"
-    with tempfile.TemporaryDirectory() as cache:  # for a lock, which would be left in the user's cache
+    with tempfile.TemporaryDirectory() as cache:  # else a lock file stays in the user's cache
         builder = datasets.load_dataset_builder(cache_dir=cache, features=features, **where)
         # pandas would read the texts "null" and "NA" as missing.
         for name, value in dict(columns=columns, batch_size=BATCH, keep_default_na=False).items():
             if hasattr(builder.config, name):
                 setattr(builder.config, name, value)
-        found = builder.as_streaming_dataset(split=split)
-    return found if table.startswith(HUB) else found.reshard()
+        rows = builder.as_streaming_dataset(split=split)
+    # On the Hub, reading the row groups of all Parquet files would take a request a file.
+    return rows if table.startswith(HUB) else rows.reshard()
 
 
 def _library():
@@ -132,13 +138,16 @@ def _library():
         raise UserError(
             f"reading {', '.join(ENDINGS)} and {HUB} needs datasets: pip install 'ladder-jax[data]'"
         ) from None
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said here, once
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported once, by `_as_user_errors`
     return datasets
 
 
 @contextlib.contextmanager
-def _explained(table: str, after=lambda: "") -> Iterator[None]:
-    """What the libraries below raise, as one line."""
+def _as_user_errors(table: str, after=lambda: "") -> Iterator[None]:
+    """Turn the errors of `datasets` and the libraries below it into a UserError of one line.
+
+    after: how far the reading came, or an empty text.
+    """
     datasets = _library()
     import pyarrow
 
@@ -151,7 +160,7 @@ def _explained(table: str, after=lambda: "") -> Iterator[None]:
         datasets.exceptions.DatasetsError,
     )
     on_hub = table.startswith(HUB)
-    if on_hub:  # what fails on the way there is of whatever library the Hub's client is made with
+    if on_hub:  # the Hub's client raises errors of its HTTP library, which differs between versions
         expected = (Exception,)
     try:
         yield

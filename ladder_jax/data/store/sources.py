@@ -1,4 +1,4 @@
-"""The files that documents come from, cut into parts that can be read apart."""
+"""The sources of documents, cut into parts that workers read independently."""
 
 import dataclasses
 import enum
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from ladder_jax.data.store import rows
 from ladder_jax.errors import UserError
 
-PART_BYTES = 2**24  # of the sources: what a worker does at once, and at most loses when it is killed
+PART_BYTES = 2**24  # of the sources: the size of a part, and the most that a killed worker loses
 
 
 class Kind(enum.StrEnum):
@@ -27,8 +27,9 @@ ALLOWED = f"a text file, a folder, {', '.join(ENDINGS)} or {rows.HUB}OWNER/NAME"
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """path: or the address of a data set on the Hub, with its revision. size: bytes. modified: nanoseconds.
-    named: by the user; of a folder's files those that are no text are skipped."""
+    """path: of a file, or the address of a data set on the Hub with its commit. size: in bytes; 0 on the Hub.
+    modified: in nanoseconds. named: by the user itself; of a folder's files, binary ones are skipped.
+    """
 
     path: str
     size: int
@@ -42,8 +43,8 @@ class File:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Several files of text; of one file, the lines that begin at bytes begin..end-1; or of one table, the shards
-    begin..end-1 (see `rows`)."""
+    """Several text files; the lines of one file that begin at bytes begin..end-1; or the shards begin..end-1 of one
+    table (see `rows`)."""
 
     kind: Kind
     files: tuple[File, ...]
@@ -53,7 +54,7 @@ class Part:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Tells this part, as its files are now, from others."""
+        """Changes with the part's files, their sizes and times, and its bounds."""
         path = lambda file: file.path if file.on_hub else str(pathlib.Path(file.path).absolute())
         files = [(path(file), file.size, file.modified) for file in self.files]
         return hashlib.sha256(json.dumps([self.kind, files, self.begin, self.end]).encode()).hexdigest()[:20]
@@ -62,7 +63,7 @@ class Part:
 def plan(
     sources: Sequence[str], *, subset: str | None = None, split: str = "train", part_bytes: int = PART_BYTES
 ) -> list[Part]:
-    """All parts of all sources, in their order; a folder's files in the order of their paths.
+    """The parts of all sources, in the order given; a folder's files are sorted by path.
 
     subset, split: of the data sets on the Hub among the sources.
     Raises UserError for a source that does not exist or is named twice, and for tables without `datasets`.
@@ -120,7 +121,7 @@ def _files(sources: Sequence[str], subset: str | None, split: str) -> Iterable[F
 
 
 def _tables(file: File, part_bytes: int) -> list[Part]:
-    """A part is as many shards as hold `part_bytes`, if they are equally long; on the Hub it is one shard."""
+    """A part has as many shards as hold about `part_bytes`; on the Hub, one shard."""
     count = rows.shards(file.path)
     together = 1 if file.on_hub else max(1, part_bytes * count // max(1, file.size))
     bounds = [*range(0, count, together), count]

@@ -1,4 +1,4 @@
-"""A file of prompts to a file of texts, one JSON object a line; a run that was killed goes on where it stood."""
+"""A file of prompts to a file of texts, one JSON object a line. A second run continues one that was killed."""
 
 import collections
 import contextlib
@@ -18,14 +18,15 @@ from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, chec
 from ladder_jax.errors import RunFailed, UserError, unknown
 
 KEYS = ("prompt", "id", "stop", "stop_ids", *SAMPLING)
-BEGINNING = b'{"index": '  # of every line that `answer` writes
+BEGINNING = b'{"index": '  # every line that `answer` writes begins with it
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One line of the prompts: `index` counts from 0, `id` is the user's name for it, if any.
+    """One line of the file of prompts.
 
-    digest: of everything that decides the text, to tell whether an answer is this job's.
+    index: of the prompt, from 0. id: the user's name for it, if any.
+    digest: of everything that determines the text; an answer holds its job's digest.
     """
 
     index: int
@@ -44,10 +45,10 @@ def read(
     vocab_size: int,
     model: str,
 ) -> list[Job]:
-    """The prompts in `file`. Raises UserError, with the line's number, for what cannot be served.
+    """The prompts in `file`. Raises UserError, with the line's number, for a mistake.
 
-    defaults, stop, stop_ids: for lines that say nothing else. Such lines draw with the seed + their index.
-    model: what tells the model from others; it goes into the digests.
+    defaults, stop, stop_ids: for settings that a line does not have. A line without a seed has the default + its index.
+    model: identifies the model, in the digests.
     """
     try:
         lines = pathlib.Path(file).read_text(encoding="utf-8-sig").split("\n")
@@ -76,27 +77,27 @@ def _request(
     line: str, *, defaults: DecodeConfig, stop: Sequence[str], stop_ids: Sequence[int], encode: Callable
 ) -> tuple[Request, object]:
     try:
-        asked = json.loads(line)
+        fields = json.loads(line)
     except ValueError as error:
         raise UserError(f"this is not JSON: {error}") from None
     except RecursionError:
         raise UserError("this is nested too deeply") from None
-    if not isinstance(asked, dict) or not isinstance(asked.get("prompt"), str):
+    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
         raise UserError('each line must be an object such as {"prompt": "Once"}')
-    for key in asked:
+    for key in fields:
         if key not in KEYS:
             raise unknown("setting", key, KEYS)
-    name, stop, stop_ids = asked.get("id"), asked.get("stop", stop), asked.get("stop_ids", list(stop_ids))
+    name, stop, stop_ids = fields.get("id"), fields.get("stop", stop), fields.get("stop_ids", list(stop_ids))
     if not isinstance(name, str | int | None) or isinstance(name, bool):
         raise UserError(f"id must be a string or a whole number, not {json.dumps(name)}")
     if not isinstance(stop, str | list | tuple):
         raise UserError(f"stop must be a string or a list of strings, not {json.dumps(stop)}")
     if not isinstance(stop_ids, list) or not all(type(token) is int for token in stop_ids):
         raise UserError(f"stop_ids must be a list of whole numbers, not {json.dumps(stop_ids)}")
-    settings = {**config.to_dict(defaults), **{key: asked[key] for key in SAMPLING if key in asked}}
+    settings = {**config.to_dict(defaults), **{key: fields[key] for key in SAMPLING if key in fields}}
     sampling = config.from_dict({"decode": settings}).decode  # checks the types, too
     try:
-        prompt = encode(asked["prompt"])
+        prompt = encode(fields["prompt"])
     except UnicodeEncodeError:
         raise UserError("the prompt holds half of a surrogate pair, which is no character") from None
     return Request.of(prompt, config=sampling, stop=stop, stop_ids=stop_ids), name
@@ -104,7 +105,7 @@ def _request(
 
 @contextlib.contextmanager
 def alone(file: str) -> Iterator[None]:
-    """Holds `file` for this process: two runs would answer everything twice. Raises UserError where another has it."""
+    """Locks `file` for this process: two runs would answer every prompt twice. Raises UserError if another holds it."""
     new = not pathlib.Path(file).exists()
     with open(file, "ab") as held:
         try:
@@ -112,7 +113,7 @@ def alone(file: str) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(f"{file}: another run is writing to it; wait for that, or name another file") from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         try:
             yield
         finally:
@@ -121,9 +122,9 @@ def alone(file: str) -> Iterator[None]:
 
 
 def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
-    """The jobs that `file` holds no answer to. A half-written last line is cut off it.
+    """The jobs without an answer in `file`. Removes a half-written last line from the file.
 
-    Raises UserError for a file of something else, or of answers to other prompts or settings.
+    Raises UserError where it holds anything else, or answers to other prompts or settings.
     """
     path = pathlib.Path(file)
     content = path.read_bytes() if path.exists() else b""
@@ -153,7 +154,7 @@ def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
 def answer(engine: Engine, jobs: Iterable[Job], *, file: str, advance: Callable[[], object]) -> None:
     """Appends a line to `file` as each job finishes, and calls `advance` for it.
 
-    A job without an answer has a line that says why. Raises RunFailed for these in the end, and for a full disk.
+    The line of a job that failed holds the error. Raises RunFailed at the end if any job failed, and for a full disk.
     """
     waiting, running, failed = collections.deque(jobs), {}, 0
     with open(file, "ab", buffering=0) as out:
@@ -165,20 +166,23 @@ def answer(engine: Engine, jobs: Iterable[Job], *, file: str, advance: Callable[
             for handle in [handle for handle in running if handle.done]:
                 job = running.pop(handle)
                 try:
-                    told = line(job, handle.result())
+                    written = line(job, handle.result())
                 except NoNumbers as error:
-                    told, failed = _line(job, {"text": None, "finish_reason": "error", "error": str(error)}), failed + 1
-                _append(out, told, file=file)
+                    written, failed = (
+                        _line(job, {"text": None, "finish_reason": "error", "error": str(error)}),
+                        failed + 1,
+                    )
+                _append(out, written, file=file)
                 advance()
     if failed:
         raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
 
 
 def _append(out: io.FileIO, data: bytes, *, file: str) -> None:
-    """All of a line or, where the disk is full, none of it."""
+    """Appends all of a line or, where the disk is full, nothing."""
     whole, left = os.fstat(out.fileno()).st_size, memoryview(data)
     try:
-        while left:  # the last bytes of a disk are written, and what did not fit is only counted
+        while left:  # a nearly full disk takes a part, without an error
             left = left[out.write(left) :]
     except OSError as error:
         os.truncate(out.fileno(), whole)
@@ -188,7 +192,7 @@ def _append(out: io.FileIO, data: bytes, *, file: str) -> None:
 
 
 def line(job: Job, result: Result) -> bytes:
-    """An answer as it stands in the file."""
+    """The line of an answer in the file."""
     counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.tokens)}
     return _line(job, {"text": result.text, "finish_reason": result.finish, **counts})
 
@@ -196,5 +200,5 @@ def line(job: Job, result: Result) -> bytes:
 def _line(job: Job, answer: dict) -> bytes:
     named = {} if job.id is None else {"id": job.id}
     answer = {"index": job.index, **named, **answer}
-    # Half a surrogate pair in an id, which UTF-8 cannot hold, becomes the escape that JSON has for it.
+    # An id may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's escape stands for it.
     return json.dumps({**answer, "request": job.digest}, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
