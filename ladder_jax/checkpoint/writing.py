@@ -1,7 +1,7 @@
-"""One step on its way to the disk: each process writes its own shards, and process 0 makes one checkpoint of them.
+"""Writes one step: each process its own shards, which process 0 then completes to a checkpoint.
 
-Orbax's handlers write the arrays. Its checkpointers would wait for the other processes in barriers, which one whose
-disk refuses never enters; here no process waits for another (`store` does, with a time-out).
+Orbax's handlers write the arrays. Its checkpointers would wait for the other processes in barriers, which a process
+whose disk fails never enters. Here no process waits for another; `store` does, with a time-out.
 """
 
 import asyncio
@@ -21,26 +21,26 @@ from ladder_jax.nn import Params
 
 
 class Writing:
-    """Writes `items`, trees of arrays by name, into the folders of their names in `folder`, which are there.
+    """Writes `items`, trees of arrays by name, into the existing folders of their names in `folder`.
 
-    Once it is made, the arrays are copied, and `items` may change. What goes wrong is raised by `wait`.
+    The constructor copies the arrays, which the caller may then change. Errors are raised by `wait`.
     """
 
     def __init__(self, folder: pathlib.Path, items: Mapping[str, Params]):
         self._folder = epath.Path(folder)
         self._names = {item: set(array_shapes(tree)) for item, tree in items.items()}
         self._handler = ocp.PyTreeCheckpointHandler()
-        # In a thread: the caller's own may have an event loop already, as in notebooks.
+        # In a thread, as the caller's may run an event loop already, for example in a notebook.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             self._begun = pool.submit(self._begin, items)
 
     def wait(self, *, within: float) -> None:
-        """Until this process's part is written. Raises whatever Orbax and tensorstore do, and TimeoutError."""
+        """Waits until this process's part is written. Raises the errors of Orbax and tensorstore, and TimeoutError."""
         for commit in self._begun.result():
             commit.result(timeout=within)
 
     def finish(self, texts: Mapping[str, Any]) -> None:
-        """Once all processes have waited, in one of them: add the JSON items `texts`, and the manifest."""
+        """In one process, after `wait` has returned in all: adds the JSON items `texts`, and the manifest."""
         for item, names in self._names.items():
             self._handler.finalize(self._folder / item)
             check_listed(pathlib.Path(self._folder / item), names)
