@@ -44,8 +44,8 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
     sections: dict = {
         "devices": (tensor, f"measured on {tensor} {'simulated ' if simulated else ''}devices"),
         "memory": (room or 0, "what the device has, or what of this machine's is free for each"),
-        "flops": (matmul.best, f"measured: the best {of}, {matmul.what}, spread {_spread(matmul.rates)}"),
-        "bandwidth": (copy.best, f"measured: a copy's best {of}, {copy.what}, spread {_spread(copy.rates)}"),
+        "flops": (matmul.best, f"measured: the best {of}, {matmul.array}, spread {_spread(matmul.rates)}"),
+        "bandwidth": (copy.best, f"measured: a copy's best {of}, {copy.array}, spread {_spread(copy.rates)}"),
         "flops_share": (1.0, "flops is what was reached, not a published peak"),
         "bandwidth_share": (1.0, "bandwidth is what was reached, not a published peak"),
         "launch": (launch.median, f"measured: the median {of}, spread {launch.spread:.0%}"),
