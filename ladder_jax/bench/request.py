@@ -34,7 +34,7 @@ class Request:
         if parse_residual(residual).depends_on_ranks:
             changes["ranks"] = self.tensor
         config = preset(self.model, residual=residual, **changes)
-        return shards.alone(config, ranks=self.share) if self.share else config
+        return shards.single_rank(config, ranks=self.share) if self.share else config
 
     @property
     def depth(self) -> int:

@@ -53,4 +53,4 @@ def _table(rows: list[dict]):
 
 def _ceiling(found: Ceiling, scale: float, unit: str) -> str:
     low = number(min(found.rates) / scale)
-    return f"{number(found.best / scale)} {unit}, the best of {len(found.rates)} (the worst {low}): {found.what}"
+    return f"{number(found.best / scale)} {unit}, the best of {len(found.rates)} (the worst {low}): {found.array}"

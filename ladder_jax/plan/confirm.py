@@ -49,8 +49,8 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
         path = folder / f"{_key(asked)}.json"
         if (found := _read(path)) is None:
             mesh = _in_words(candidate)
-            what = f"{mesh}, {request.config.num_layers} layers of {request.name} for {request.target.name}"
-            compiling.run_worker("ladder_jax.plan.worker", asked, path, target=request.target, what=what)
+            label = f"{mesh}, {request.config.num_layers} layers of {request.name} for {request.target.name}"
+            compiling.run_worker("ladder_jax.plan.worker", asked, path, target=request.target, label=label)
             found = _read(path)
         return found
 
