@@ -1,20 +1,20 @@
-"""What Orbax and tensorstore print when a disk refuses: pages that would bury the one line that a user needs.
+"""Silence what Orbax and tensorstore print when a write fails: pages of it would hide our one-line message.
 
-The error itself is raised where the save is waited for. Beside that, Orbax logs it in several threads, with tracebacks;
-and each write that it abandons complains that nobody asked for its error, or that its event loop is closed.
+`Store.wait` raises the error itself. Orbax also logs it in several threads, with tracebacks. And each write that Orbax
+abandons prints that its exception was never retrieved, or that its event loop is closed.
 """
 
 import logging
 import sys
 import threading
 
-WRITING = "writing."  # how the folder of a checkpoint begins that is not whole yet: what is abandoned names it
+WRITING = "writing."  # the prefix of an unfinished checkpoint's folder; messages of abandoned writes contain it
 
 _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
 
 
 class Quiet:
-    """From now until `close()` neither is printed; everything else is."""
+    """From construction until `close()`, drops these messages and no others."""
 
     def __init__(self):
         self._before = sys.unraisablehook
@@ -23,7 +23,7 @@ class Quiet:
             logger.addFilter(_not_orbax)
 
     def close(self, *, after: float = 0.0) -> None:
-        """`after` so many seconds, where abandoned writes may still be under way."""
+        """after: seconds to wait first, without blocking, as abandoned writes may still be running."""
         if after:
             timer = threading.Timer(after, self.close)
             timer.daemon = True
