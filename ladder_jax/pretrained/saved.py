@@ -25,7 +25,7 @@ def read(path: pathlib.Path) -> Source:
     each stack is read once. Raises UserError where there is none, and Damaged.
     """
     found = checkpoint.open_checkpoint(path)
-    if found.listed and (wrong := manifest.problems(found.path, part="params")):
+    if found.has_manifest and (wrong := manifest.problems(found.path, part="params")):
         raise checkpoint.Damaged(f"checkpoint {str(found.path)!r} is damaged or incomplete: {wrong[0]}")
     model, arrays = found.config.model, {}
     opened = functools.cache(functools.partial(_open, found.path / "params"))
