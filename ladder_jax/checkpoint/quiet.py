@@ -1,35 +1,20 @@
-<<<<<<< HEAD
-"""Silences what Orbax and tensorstore print when a disk refuses: pages that would bury the one line for the user.
-
-The error itself is raised where the save is waited for. In addition Orbax logs it in several threads, with tracebacks,
-and each abandoned write reports that its error was never retrieved, or that its event loop is closed.
-=======
 """Silence what Orbax and tensorstore print when a write fails: pages of it would hide our one-line message.
 
 `Store.wait` raises the error itself. Orbax also logs it in several threads, with tracebacks. And each write that Orbax
 abandons prints that its exception was never retrieved, or that its event loop is closed.
->>>>>>> words2
 """
 
 import logging
 import sys
 import threading
 
-<<<<<<< HEAD
-WRITING = "writing."  # before the name of an incomplete checkpoint's folder; reports of abandoned writes contain it
-=======
 WRITING = "writing."  # the prefix of an unfinished checkpoint's folder; messages of abandoned writes contain it
->>>>>>> words2
 
 _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
 
 
 class Quiet:
-<<<<<<< HEAD
-    """Until `close()` neither is printed; everything else is."""
-=======
     """From construction until `close()`, drops these messages and no others."""
->>>>>>> words2
 
     def __init__(self):
         self._before = sys.unraisablehook
@@ -38,11 +23,7 @@ class Quiet:
             logger.addFilter(_not_orbax)
 
     def close(self, *, after: float = 0.0) -> None:
-<<<<<<< HEAD
-        """after: seconds to wait first, where abandoned writes may still report."""
-=======
         """after: seconds to wait first, without blocking, as abandoned writes may still be running."""
->>>>>>> words2
         if after:
             timer = threading.Timer(after, self.close)
             timer.daemon = True

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Which checkpoints are kept: the last n, every m-th step, and the best by held-out loss."""
-=======
 """Which checkpoints to keep: the last n, every m-th step, and the best by held-out loss."""
->>>>>>> words2
 
 import dataclasses
 import pathlib
@@ -11,22 +7,13 @@ from collections.abc import Mapping
 
 from ladder_jax.errors import UserError, unknown
 
-<<<<<<< HEAD
-DELETING = "deleting."  # before a folder's name while it is removed, so that a kill leaves no partial checkpoint
-=======
 DELETING = "deleting."  # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
->>>>>>> words2
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-<<<<<<< HEAD
-    """last: how many of the newest; every: also each step that this number divides; best: also how many of those with
-    the lowest held-out loss. 0 is none. The newest is always kept.
-=======
     """last: how many of the newest to keep. every: also keep the steps divisible by it. best: also keep that many with
     the lowest held-out loss. 0 turns a rule off. The newest is always kept.
->>>>>>> words2
     """
 
     last: int = 1
@@ -47,37 +34,20 @@ def parse(words: str) -> Keep:
     return Keep(**values)
 
 
-<<<<<<< HEAD
-def doomed(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
-    """The steps to remove. losses: held-out loss of every saved step, None where it was not measured."""
-    steps = sorted(losses)
-    measured = sorted((step for step in steps if losses[step] is not None), key=lambda step: (losses[step], -step))
-    kept = {*steps[-keep.last :], *measured[: keep.best]}
-=======
 def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
     """losses: the held-out loss of each step's checkpoint; None if it was not measured."""
     steps = sorted(losses)
     by_loss = sorted((step for step in steps if losses[step] is not None), key=lambda step: (losses[step], -step))
     kept = {*steps[-keep.last :], *by_loss[: keep.best]}
->>>>>>> words2
     return [step for step in steps if step not in kept and not (keep.every and step % keep.every == 0)]
 
 
 def remove(folder: pathlib.Path) -> None:
-<<<<<<< HEAD
-    """Removes one step's folder: renamed first, so that a kill leaves no partial checkpoint under its name."""
-    going = folder.with_name(DELETING + folder.name)
-    shutil.rmtree(going, ignore_errors=True)
-    try:
-        folder.rename(going)
-    except FileNotFoundError:  # another process has removed it
-=======
     """Remove one step's folder. It is renamed first, so that a kill leaves no half checkpoint under its name."""
     renamed = folder.with_name(DELETING + folder.name)
     shutil.rmtree(renamed, ignore_errors=True)
     try:
         folder.rename(renamed)
     except FileNotFoundError:  # another process removed it
->>>>>>> words2
         return
     shutil.rmtree(renamed, ignore_errors=True)

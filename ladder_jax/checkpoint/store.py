@@ -1,18 +1,9 @@
-<<<<<<< HEAD
-"""Checkpoints are written in the background, and renamed to their step only when complete.
-
-A step is written into `writing.<step>`; then its manifest is written and all of it synced, then the folder is renamed
-to `<step>`, and only then are older checkpoints removed. So a folder `<step>` is complete whenever the process or the
-machine dies. With several processes each writes its own shards and reports success or failure; the first one does the
-rest, and a save fails in all of them or in none.
-=======
 """Write checkpoints in the background, each completely or not at all.
 
 A step is written into the folder `writing.<step>`. Then its manifest is written, all files are synced, the folder is
 renamed to `<step>`, and only then are older checkpoints removed. So a folder named `<step>` is complete, whenever the
 process or the machine dies. With several processes, each writes its own shards and reports success or an error.
 Process 0 does the rest, and tells all others the outcome: a save succeeds on all processes or fails on all.
->>>>>>> words2
 """
 
 import contextlib
@@ -37,20 +28,12 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
 
-<<<<<<< HEAD
-LATE = 10.0  # seconds within which the abandoned writes of a failed save end
-=======
 ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
->>>>>>> words2
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-<<<<<<< HEAD
-    """A checkpoint that could not be written. Earlier ones are unchanged."""
-=======
     """A checkpoint could not be written. Earlier checkpoints are unchanged. newest: the step of the last of them."""
->>>>>>> words2
 
     step: int
     reason: str
@@ -62,17 +45,10 @@ class Failure:
 
 
 class Store:
-<<<<<<< HEAD
-    """Writes a run's checkpoints into `folder`, one at a time. A failure is kept until `failure()` returns it.
-
-    With several processes all of them construct it, and call `save`, `wait` and `close` in the same order.
-    patience: seconds that one process waits for another; then the run fails.
-=======
     """Writes a run's checkpoints into `folder`, one at a time. `failure()` returns the last failure.
 
     With several processes, each constructs a Store and makes the same calls of `save`, `wait` and `close`.
     patience: seconds to wait for another process; after that the run fails.
->>>>>>> words2
     """
 
     def __init__(self, folder: pathlib.Path, *, config: RunConfig, patience: float = PATIENCE):
@@ -98,11 +74,7 @@ class Store:
         data: dict[str, Any] | None = None,
         validation_loss: float | None = None,
     ) -> None:
-<<<<<<< HEAD
-        """Wait for the previous save, copy to the host, then write in the background."""
-=======
         """Copy the arrays to the host, then write them in the background. Waits first for the previous save."""
->>>>>>> words2
         self.wait()
         self._quiet = self._quiet or Quiet()
         meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
@@ -118,20 +90,12 @@ class Store:
         self._thread.start()
 
     def failure(self) -> Failure | None:
-<<<<<<< HEAD
-        """The failure of a save since the last call; it does not wait."""
-=======
         """The last failure since the previous call, or None. Does not wait."""
->>>>>>> words2
         failure, self._failure = self._failure, None
         return failure
 
     def wait(self) -> None:
-<<<<<<< HEAD
-        """Wait until the last save is complete, or has failed. Raises RunFailed where other processes do not answer."""
-=======
         """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do not answer."""
->>>>>>> words2
         self._join()
         if self._disagreement is not None:
             raise self._disagreement
@@ -146,13 +110,8 @@ class Store:
             self._thread.join()
             self._thread = None
 
-<<<<<<< HEAD
-    def _prepared(self, step: int, items: dict[str, Params]) -> dict[str, Any]:
-        """Makes empty folders to write into, also where the user has removed the run's."""
-=======
     def _prepare(self, step: int, items: dict[str, Params]) -> dict[str, Any]:
         """Create empty folders to write into. The run's own folder may have been removed meanwhile."""
->>>>>>> words2
 
         def create() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -164,13 +123,8 @@ class Store:
         return self._outcome(_error_of(create))
 
     def _finish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
-<<<<<<< HEAD
-        # Shorter than the others' patience, so that a disk that does not answer is reported to them in time.
-        mine = _why_not(lambda: writing.wait(within=0.8 * self._patience))
-=======
         # A shorter time-out than the other processes', so that a disk that hangs is reported to them in time.
         error = _error_of(lambda: writing.wait(within=0.8 * self._patience))
->>>>>>> words2
 
         def conclude(errors: list[str | None]) -> dict[str, Any]:
             first, whose = first_of(errors)
@@ -186,13 +140,8 @@ class Store:
 
     def _publish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
         writing.finish(texts)
-<<<<<<< HEAD
-        retention.remove(self.folder / str(step))  # saved before the run rolled back
-        self._writing(step).rename(self.folder / str(step))
-=======
         retention.remove(self.folder / str(step))  # exists if the run went back to an earlier step
         self._unfinished(step).rename(self.folder / str(step))
->>>>>>> words2
         manifest.sync_folder(self.folder)
         with contextlib.suppress(OSError):  # the new checkpoint is complete, and the next save prunes again
             self._prune()
@@ -202,16 +151,6 @@ class Store:
         for step in retention.steps_to_remove(losses, keep=self._keep):
             retention.remove(self.folder / str(step))
 
-<<<<<<< HEAD
-    def _outcome(self, why: str | None) -> dict[str, Any]:
-        """The result of a save, for all processes. The files of a failed one are removed."""
-        if why is None:
-            return {"reason": None, "newest": None}
-        try:
-            self._clear()
-            return {"reason": why, "newest": max(steps(self.folder), default=None)}
-        except OSError as error:  # the earlier checkpoints cannot be listed either
-=======
     def _outcome(self, reason: str | None) -> dict[str, Any]:
         """The outcome that all processes get. After a failure, removes the unfinished files, to free the disk."""
         if reason is None:
@@ -220,7 +159,6 @@ class Store:
             self._clear()
             return {"reason": reason, "newest": max(steps(self.folder), default=None)}
         except OSError as error:  # the folder cannot even be listed
->>>>>>> words2
             raise RunFailed(f"cannot read {str(self.folder)!r}: {error.strerror}") from None
 
     def _failed(self, step: int, outcome: dict[str, Any]) -> None:
@@ -228,43 +166,25 @@ class Store:
         self._failure = Failure(step, outcome["reason"], outcome["newest"])
 
     def _clear(self) -> None:
-<<<<<<< HEAD
-        """Removes folders that a kill or a failure has left partly written or partly removed."""
-        for left in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
-            shutil.rmtree(left, ignore_errors=True)
-
-    def _writing(self, step: int) -> pathlib.Path:
-        """The folder to write into: after a failure a new one, as abandoned writes may go on in the old one."""
-=======
         """Remove folders that a kill or a failure left half written or half removed."""
         for leftover in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _unfinished(self, step: int) -> pathlib.Path:
         """The folder to write into. A new name after each failure: its abandoned writes may still be running."""
->>>>>>> words2
         return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
 
 
 def loss_of(folder: pathlib.Path) -> float | None:
-<<<<<<< HEAD
-    """The held-out loss stored in a checkpoint."""
-=======
     """The held-out loss stored in a checkpoint; None if it was not measured, or the checkpoint is damaged."""
->>>>>>> words2
     try:
         return open_checkpoint(folder).validation_loss
-    except UserError:  # a damaged checkpoint is never the best
+    except UserError:  # damaged: never the best
         return None
 
 
-<<<<<<< HEAD
-def _why_not(work: Callable[[], None]) -> str | None:
-    """Runs `work`; returns why it failed, in one line, or None."""
-=======
 def _error_of(work: Callable[[], None]) -> str | None:
     """Calls `work`. Returns its error in one line, None if it succeeded."""
->>>>>>> words2
     try:
         work()
     except Exception as error:  # Orbax and tensorstore have no common error for a failed write
@@ -273,11 +193,7 @@ def _error_of(work: Callable[[], None]) -> str | None:
 
 
 def _check_room(folder: pathlib.Path, *trees: Params) -> None:
-<<<<<<< HEAD
-    """Raises OSError where the disk has less room than the arrays need, before anything is written."""
-=======
     """Raises OSError if the disk has less free space than the arrays need: better now than half-way through."""
->>>>>>> words2
     needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(trees)), shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(

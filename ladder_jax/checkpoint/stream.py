@@ -1,16 +1,8 @@
-<<<<<<< HEAD
-"""Parameters written to a checkpoint piece by piece, in Orbax's format.
-
-A Store saves arrays in memory; this writes the parameters of a model that is never in memory as a whole. Each array is
-a zarr in one OCDBT database, in chunks of at most one layer, so that pieces can be written and read separately. Orbax's
-description of the arrays, `_METADATA`, is written last.
-=======
 """Write a checkpoint's parameters piece by piece, in Orbax's storage format.
 
 A Store saves arrays that are in memory. A Stream writes a model that is too large for the host's memory. Each array is
 a zarr array in one OCDBT database. A chunk holds a part of one layer, so that pieces can be written and read
 separately. Orbax's description of the arrays, `_METADATA`, is written last.
->>>>>>> words2
 """
 
 import concurrent.futures
@@ -29,15 +21,6 @@ DICT_KEY = 2  # Orbax's number for a key of a dict
 
 
 class Stream:
-<<<<<<< HEAD
-    """Writes one item of a checkpoint: `stream.put("layers/mlp/up", values, layer=3)` for each piece, then `finish()`.
-
-    folder: must not exist yet. arrays: shape and dtype of every array by its name, the layers' stacked [L, ...].
-    Errors of the disk are tensorstore's ValueErrors and OSErrors.
-
-    Use it in a `with`: disk access runs in a thread, where no signal handler's exception interrupts it, and ends with
-    the block. A write that continued would create the folder again after its removal.
-=======
     """Writes one item of a checkpoint: `stream.put("layers/mlp/up", values, layer=3)` for each array, then `finish()`.
 
     arrays: the shape and dtype of each array by name; arrays of layers are stacked, [L, ...].
@@ -45,16 +28,11 @@ class Stream:
 
     Use it in a `with` block. All disk access runs in a thread, where the exception of a signal handler cannot interrupt
     it; it has ended when the block ends. A write that ran on would create the folder again after its removal.
->>>>>>> words2
     """
 
     def __init__(self, folder: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]):
         self._disk = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ladder_jax stream")
-<<<<<<< HEAD
-        self._on_disk(lambda: None)  # starts the thread before there is any write to wait for
-=======
         self._on_disk(lambda: None)  # starts the thread now, so that __exit__ always waits for it
->>>>>>> words2
         try:
             folder.mkdir(parents=True)
             self.folder, self.arrays = folder, dict(arrays)
@@ -71,11 +49,7 @@ class Stream:
         self._disk.shutdown(wait=True, cancel_futures=True)
 
     def put(self, name: str, values: np.ndarray, *, layer: int | None = None) -> None:
-<<<<<<< HEAD
-        """Write an array, or one layer of a stack. Returns when it is written."""
-=======
         """Write an array, or one layer of it. Returns when it is on the disk."""
->>>>>>> words2
         target = self._part(name, layer)
         if tuple(target.shape) != values.shape:
             raise ValueError(f"{name} is {values.shape}, not {tuple(target.shape)}")
@@ -85,20 +59,12 @@ class Stream:
             self._digests[name, layer, start] = _digest(piece)
 
     def get(self, name: str, *, layer: int | None = None) -> np.ndarray:
-<<<<<<< HEAD
-        """The array, or one layer of a stack, as it is on the disk."""
-=======
         """Read an array, or one layer of it, back from the disk."""
->>>>>>> words2
         return self._on_disk(lambda: self._part(name, layer).read().result())
 
     @property
     def count(self) -> int:
-<<<<<<< HEAD
-        """How many pieces were written."""
-=======
         """The number of pieces written."""
->>>>>>> words2
         return len(self._digests)
 
     def finish(self) -> None:
@@ -109,11 +75,7 @@ class Stream:
         (self.folder / METADATA).write_text(json.dumps(metadata), encoding="utf-8")
 
     def differences(self) -> Iterator[str | None]:
-<<<<<<< HEAD
-        """Reads every piece back: yields None, or the name of the array where the stored values differ."""
-=======
         """Reads every piece back. Yields None for each that equals what was written, else the array's name."""
->>>>>>> words2
         self._open_all()
         for (name, layer, start), digest in self._digests.items():
             target = self._part(name, layer)
@@ -128,11 +90,7 @@ class Stream:
         return self._disk.submit(work).result()
 
     def _open_all(self) -> None:
-<<<<<<< HEAD
-        """With an empty cache, so that later reads come from the disk."""
-=======
         """Open all arrays without a cache, so that reads come from the disk."""
->>>>>>> words2
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
         self._stores = {name: self._on_disk(lambda: self._open(name, array)) for name, array in self.arrays.items()}
 

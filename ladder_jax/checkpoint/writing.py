@@ -1,14 +1,7 @@
-<<<<<<< HEAD
-"""Writes one step: each process its own shards, which process 0 then completes to a checkpoint.
-
-Orbax's handlers write the arrays. Its checkpointers would wait for the other processes in barriers, which a process
-whose disk fails never enters. Here no process waits for another; `store` does, with a time-out.
-=======
 """Write one step: each process writes its own shards, and process 0 completes the checkpoint.
 
 Orbax's handlers write the arrays. Its checkpointers are not used: they wait for other processes in barriers, which a
 process whose disk failed never reaches. Here no process waits for another; `store` does, with a time-out.
->>>>>>> words2
 """
 
 import asyncio
@@ -28,34 +21,20 @@ from ladder_jax.nn import Params
 
 
 class Writing:
-<<<<<<< HEAD
-    """Writes `items`, trees of arrays by name, into the existing folders of their names in `folder`.
-
-    The constructor copies the arrays, which the caller may then change. Errors are raised by `wait`.
-=======
     """Starts writing `items`, pytrees of arrays by name, into the existing folders `folder/NAME`.
 
     After construction the arrays have been copied, and may change. Errors are raised by `wait`.
->>>>>>> words2
     """
 
     def __init__(self, folder: pathlib.Path, items: Mapping[str, Params]):
         self._folder = epath.Path(folder)
         self._names = {item: set(array_shapes(tree)) for item, tree in items.items()}
         self._handler = ocp.PyTreeCheckpointHandler()
-        # In a thread, as the caller's may run an event loop already, for example in a notebook.
+        # In a thread: the caller's own may have an event loop already, as in notebooks.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             self._started = pool.submit(self._start, items)
 
     def wait(self, *, within: float) -> None:
-<<<<<<< HEAD
-        """Waits until this process's part is written. Raises the errors of Orbax and tensorstore, and TimeoutError."""
-        for commit in self._begun.result():
-            commit.result(timeout=within)
-
-    def finish(self, texts: Mapping[str, Any]) -> None:
-        """In one process, after `wait` has returned in all: adds the JSON items `texts`, and the manifest."""
-=======
         """Wait until this process's shards are written. Raises Orbax's and tensorstore's errors, and TimeoutError.
 
         within: seconds.
@@ -65,7 +44,6 @@ class Writing:
 
     def finish(self, texts: Mapping[str, Any]) -> None:
         """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded on all processes."""
->>>>>>> words2
         for item, names in self._names.items():
             self._handler.finalize(self._folder / item)
             check_listed(pathlib.Path(self._folder / item), names)
