@@ -76,6 +76,12 @@ def test_ceilings(answer):
         assert 0 < one[f"{unit}_min"] <= one[f"{unit}_median"] <= one[f"{unit}_max"] == one[unit]
 
 
+def test_what_is_copied_fits_into_the_devices_memory():
+    """A CPU's array is of 128 MiB, or an eighth of what is free."""
+    copied = lambda room: roofline.copy_bandwidth(jax.devices()[0], room=room, samples=1).what
+    assert copied(8 << 20) == "1 MiB of bfloat16" and copied(None) == copied(16 << 30) == "128 MiB of bfloat16"
+
+
 def test_text(run_cli):
     words = [*ASKED, "--layers", 1, "--batch", 2, "--tensor", 1, "--residual", "ladder-fresh,parallel-shared-norm"]
     said = run_cli("bench", *words, check_status=0).stdout.splitlines()
