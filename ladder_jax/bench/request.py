@@ -72,7 +72,7 @@ def make(*, model: str, residual: str, batch: str | None = None, **numbers: int 
 
 
 def on_devices(request: Request, *, count: int) -> Request:
-    """The request for a machine of `count` devices. Raises UserError if these are too few or do not divide the model."""
+    """The request for a machine of `count` devices. Raises UserError if they are too few or do not divide the model."""
     tensor = count if request.tensor is None else request.tensor
     if tensor > count:
         allowed = ", ".join(map(str, divisors(request.model, most=count)))
