@@ -27,10 +27,10 @@ class Result:
         if self.request.share:
             return [
                 f"one device computes a rank's share of tensor parallelism over {self.request.share}, and communicates"
-                " nothing: a ratio here is a topology's overhead, not what it hides"
+                " nothing: a ratio here is a topology's overhead, not its speed-up"
             ]
         if self.request.tensor == 1:
-            return ["one device communicates nothing: a ratio here is a topology's overhead, not what it hides"]
+            return ["one device communicates nothing: a ratio here is a topology's overhead, not its speed-up"]
         if self.platform == "cpu":
             return [
                 "these are simulated devices on one CPU, which never overlaps communication:"
