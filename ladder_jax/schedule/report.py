@@ -56,8 +56,8 @@ class Reduction(Transfer):
 
     Other fields as in `Transfer`; but merged reductions are not hidden, because the first waits for the second.
 
-    sublayer: the sublayer whose output is reduced (forward) or whose input's gradient is reduced (backward). With
-        sequence parallelism also the one whose input is gathered, or whose output's gradient is gathered.
+    sublayer: the sublayer whose output is reduced (forward) or whose input's gradient is reduced (backward). Under
+        sequence parallelism also the sublayer whose input is gathered, or whose output's gradient is gathered.
     """
 
     sublayer: str

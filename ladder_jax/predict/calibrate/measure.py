@@ -1,7 +1,7 @@
 """Time all-reduces by size and ranks, kernel launches, and compute beside an all-reduce.
 
-A program chains CHAIN operations, each of which reads the result of the one before, so that the host's cost of a call
-is divided by CHAIN. Every program runs a few times before it is timed.
+A program chains CHAIN operations, so that the host's cost of a call is divided by CHAIN: each operation reads the
+previous result. Every program runs a few times before it is timed.
 """
 
 import dataclasses
