@@ -60,7 +60,7 @@ def _arrays(folder: pathlib.Path, model: ModelConfig) -> Mapping[Key, Stored]:
     source.check_layers(model, tensors=len(left), path=str(folder))
     dims, found = source.dims(model), {}
     _drop_tied_head(left, model)
-    for key, ours in source.wanted(model).items():
+    for key, ours in source.expected_shapes(model).items():
         name, letters = names.theirs(key), dims[key.name]
         if name not in left:
             raise UserError(f"{str(folder)!r} holds no {name}")

@@ -56,7 +56,7 @@ def _write(destination: pathlib.Path, pending, files: Mapping[str, bytes], limit
 
 def _pending(given: Source, dtype: np.dtype | None) -> dict[str, Pending]:
     dims, pending = source.dims(given.model), {}
-    for key in source.wanted(given.model):
+    for key in source.expected_shapes(given.model):
         stored, letters = given.arrays[key], dims[key.name]
         values = functools.partial(_values, stored, letters)
         shape = linear.shape(letters, stored.shape)
