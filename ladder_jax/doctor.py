@@ -1,4 +1,4 @@
-"""What this machine has: versions, devices, which ahead-of-time targets compile, and what is missing."""
+"""A report on this machine: package versions, devices, and the targets it can compile for ahead of time."""
 
 import concurrent.futures
 import dataclasses
@@ -12,7 +12,9 @@ REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """packages: versions, None where not installed; targets: "ok", or the reason and its cure."""
+    """packages: each package's version, None if it is not installed.
+    targets: for each compilation target "ok", or why it cannot be compiled for and how to fix that.
+    """
 
     python: str
     system: str

@@ -1,4 +1,4 @@
-"""What a user is told in one line: a mistake, with what is allowed; or what stopped a run."""
+"""Errors that the command line prints as one line: a user's mistake, or a failure of the run."""
 
 import difflib
 import enum
@@ -10,13 +10,13 @@ class UserError(Exception):
 
 
 class RunFailed(Exception):
-    """What another command line would not have prevented: a full disk, a loss that is no number. One line, status 1."""
+    """A failure that is not the user's mistake: a full disk, a loss of NaN. The command line exits with status 1."""
 
     status = 1
 
 
 class Stopped(RunFailed):
-    """A signal asked for the end, and what there was is saved. The status is the shell's: 128 + the signal's number."""
+    """A signal ended the run, after its state was saved. The exit status is the shell's: 128 + the signal's number."""
 
     def __init__(self, message: str, *, signum: int):
         super().__init__(message)
@@ -24,12 +24,15 @@ class Stopped(RunFailed):
 
 
 def printable(text: str) -> str:
-    """With escapes for what a terminal would obey: names of files, tensors and models may hold any character."""
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+    """`text` with control characters escaped: names of files, tensors and models may hold any character.
+
+    A terminal would execute some of them.
+    """
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
-    """An error for a misspelt `name`, with the nearest match and everything that is allowed."""
+    """The error for an unknown `name`. Its message lists the allowed names and suggests the nearest."""
     names = list(allowed)
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -37,8 +40,8 @@ def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
 
 
 def member[E: enum.Enum](kind: type[E], what: str, word: E | str) -> E:
-    """The member of `kind` that is written `word`; a member is returned unchanged."""
+    """The member of the enum `kind` whose value is `word`; a member is returned unchanged. Raises UserError."""
     try:
         return kind(word)
     except ValueError:
-        raise unknown(what, word, [one.value for one in kind]) from None
+        raise unknown(what, word, [option.value for option in kind]) from None

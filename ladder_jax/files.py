@@ -1,4 +1,4 @@
-"""Files that a command writes: checked before the work, written whole or not at all."""
+"""Output files of a command: checked before the work starts, written completely or not at all."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = ()) -> None:
-    """Raises UserError where `--option FILE` could not be written, or its ending is none of `endings`."""
+    """Raises UserError if `--option FILE` cannot be written, or does not end in one of `endings`."""
     if file is None:
         return
     path = pathlib.Path(file)
@@ -28,44 +28,47 @@ def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = 
         raise UserError(f"--{option} {file}: this is a device or a pipe; name a file")
     if path.exists() and not os.access(path, os.R_OK | os.W_OK):
         raise UserError(f"--{option} {file}: this file cannot be read and written")
-    folder = path.resolve().parent  # a link's own place is not where its file is written
+    folder = path.resolve().parent  # of the file that a link points to
     if not os.access(folder, os.W_OK):
         raise UserError(f"--{option} {file}: the folder {folder} cannot be written to")
 
 
 def check_picture(option: str, file: str | None) -> None:
-    """Raises UserError where `--option FILE` could not be drawn, as `check_writable` does."""
+    """As `check_writable`, for a picture: also raises UserError if matplotlib is not installed."""
     check_writable(option, file, endings=PICTURES)
     if file is not None:
         pyplot.check_installed(f"--{option} {file}")
 
 
 def check_apart(**named: str | None) -> None:
-    """Raises UserError where two options name the same file."""
-    seen: dict[pathlib.Path, str] = {}
+    """Raises UserError if two options name the same file."""
+    options: dict[pathlib.Path, str] = {}
     for option, file in named.items():
         path = None if file is None else pathlib.Path(file).resolve()
-        if path in seen:
-            raise UserError(f"--{option} {file}: --{seen[path]} is the same file")
+        if path in options:
+            raise UserError(f"--{option} {file}: --{options[path]} is the same file")
         if path:
-            seen[path] = option
+            options[path] = option
 
 
 def cache_folder(name: str) -> pathlib.Path | None:
-    """`name` in LADDER_JAX_CACHE, or in ladder_jax in the user's cache folder; None where that cannot be written to."""
-    told = os.environ.get("LADDER_JAX_CACHE")
+    """The folder `name` in LADDER_JAX_CACHE, or else in `ladder_jax` in the user's cache folder. Created if missing.
+
+    None if it cannot be written to.
+    """
+    configured = os.environ.get("LADDER_JAX_CACHE")
     try:
-        users = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-        folder = (pathlib.Path(told) if told else users.expanduser() / "ladder_jax") / name
+        user_cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        folder = (pathlib.Path(configured) if configured else user_cache.expanduser() / "ladder_jax") / name
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # of expanduser: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home folder
         return None
     return folder if os.access(folder, os.W_OK | os.X_OK) else None
 
 
 @contextlib.contextmanager
 def cache(name: str) -> Iterator[pathlib.Path]:
-    """`cache_folder`; where there is none, a folder that is gone in the end."""
+    """`cache_folder(name)`; if that is None, a temporary folder, removed when the block ends."""
     if (folder := cache_folder(name)) is not None:
         yield folder
         return
@@ -74,16 +77,16 @@ def cache(name: str) -> Iterator[pathlib.Path]:
 
 
 def write_atomically(file: str, write: Callable[[str], object]) -> None:
-    """`write` is given a path beside `file`, with its ending; that becomes `file` once it has returned.
+    """Calls `write` with a temporary path in the same folder and with the same ending, then renames that to `file`.
 
-    A link stays, and what it leads to is written. Raises RunFailed where the system refuses.
+    If `file` is a link, its target is replaced. Raises RunFailed if the operating system reports an error.
     """
     path = pathlib.Path(file).resolve()
     try:
         handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-", suffix=path.suffix)
         os.close(handle)
         try:
-            _as_before(path, partial)
+            _set_permissions(partial, path)
             write(partial)
             os.replace(partial, path)
         except BaseException:
@@ -93,10 +96,10 @@ def write_atomically(file: str, write: Callable[[str], object]) -> None:
         raise RunFailed(f"{file} was not written: {error.strerror or error}") from error
 
 
-def _as_before(path: pathlib.Path, partial: str) -> None:
-    """`partial`, which only this user may read, becomes readable for who may read `path`, or a new file."""
+def _set_permissions(partial: str, path: pathlib.Path) -> None:
+    """Gives `partial` the permissions of `path`, or those of a new file. mkstemp lets only this user read it."""
     if path.exists():
         os.chmod(partial, stat.S_IMODE(path.stat().st_mode) | stat.S_IWUSR)
         return
     os.unlink(partial)
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # the system takes the umask away
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # the system applies the umask

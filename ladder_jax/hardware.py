@@ -1,4 +1,4 @@
-"""Published figures of devices; a *device* is what jax calls one.
+"""Published figures of accelerators, for one jax device each.
 
 TPU: https://cloud.google.com/tpu/docs (one page a version; tpu7x's two devices share a chip's figures).
 NVIDIA: the data sheets of H100 SXM and B200 (dense bfloat16; NVLink counted in one direction).
@@ -11,9 +11,10 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """memory: bytes; flops: bfloat16 a second; bandwidth: of the memory, bytes a second;
-    link: bytes a second that a device sends; clock: cycles a second in which the compiler estimates, None
-    where it does not; chip: devices a chip.
+    """One device. memory: bytes. flops: dense bfloat16 FLOP/s. bandwidth: of the memory, bytes/s.
+
+    link: bytes/s that a device can send. clock: Hz, to convert the compiler's cycle estimates to seconds; None if the
+    compiler gives none. chip: devices per chip.
     """
 
     memory: int
@@ -34,8 +35,8 @@ HARDWARE = {
     "b200": Hardware(191_000_000_000, 2250e12, 8000e9, 900e9),
 }
 
-# bfloat16, dense, of what jax calls a device; by the beginning of `jax.Device.device_kind`, the longest match counts.
-# Beyond HARDWARE: the data sheets of A100, H100 PCIe, H100 NVL and H200, and cloud.google.com/tpu.
+# Dense bfloat16 FLOP/s of one jax device, by a prefix of `jax.Device.device_kind`; the longest matching prefix counts.
+# Sources beside those of HARDWARE: the data sheets of A100, H100 PCIe, H100 NVL and H200, and cloud.google.com/tpu.
 PEAKS = {
     "TPU v4": 275e12,
     "TPU v5 lite": HARDWARE["v5e"].flops,

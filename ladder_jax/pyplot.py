@@ -1,4 +1,4 @@
-"""matplotlib, which only pictures need: an extra."""
+"""matplotlib: an optional package, as only pictures need it."""
 
 import importlib.util
 from types import ModuleType
@@ -11,13 +11,13 @@ def installed() -> bool:
 
 
 def check_installed(what: str) -> None:
-    """Raises UserError where matplotlib is missing; `what` needs it (`--plot FILE`, say)."""
+    """Raises UserError if matplotlib is not installed. what: the option that needs it, such as `--plot FILE`."""
     if not installed():
         raise UserError(f"{what}: a picture needs matplotlib: pip install 'ladder-jax[plot]'")
 
 
 def load() -> ModuleType:
-    """`matplotlib.pyplot`, for files and not for a screen. Raises UserError where it is not installed."""
+    """`matplotlib.pyplot`, set up to write files (no display). Raises UserError if it is not installed."""
     check_installed("matplotlib.pyplot")
     import matplotlib
 

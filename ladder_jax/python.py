@@ -1,7 +1,8 @@
-"""Another Python process of ours: it runs the `ladder_jax` that this one runs, and nothing from the current folder.
+"""Start a Python subprocess that imports this same copy of `ladder_jax`, and nothing from the current folder.
 
-`python -m` and `python -c` put the current folder before the standard library: a `jax.py` or a `struct.py` there would
-be executed. With `-P` alone, a checkout that is the current folder would not be found, or another that is installed.
+`python -m` and `python -c` put the current folder before the standard library, so a `jax.py` or `struct.py` there would
+be executed. `-P` prevents that, but alone it would also hide a checkout in the current folder, or import an installed
+copy instead. So the subprocess runs this file, which loads the package beside it.
 """
 
 import contextlib
@@ -16,13 +17,16 @@ _SAFE = "PYTHONSAFEPATH"
 
 
 def command(entry: str, *arguments: str) -> list[str]:
-    """What starts `entry`: "package.module", as `python -m` would, or "package.module:function"."""
+    """The command line that runs `entry`: "package.module", as `python -m` does, or "package.module:function"."""
     return [sys.executable, "-P", str(pathlib.Path(__file__).absolute()), entry, *arguments]
 
 
 @contextlib.contextmanager
 def safe_path() -> Iterator[None]:
-    """For the processes that others start while inside: multiprocessing's, which get this one's `sys.path` then."""
+    """Within the block, Python subprocesses leave the current folder out of `sys.path`.
+
+    For subprocesses that a library starts, such as multiprocessing's.
+    """
     before = os.environ.get(_SAFE)
     os.environ[_SAFE] = "1"
     try:

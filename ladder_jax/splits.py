@@ -1,13 +1,13 @@
-"""Over how many devices a preset can be split, for the command line."""
+"""The numbers of devices that a preset can be split over, for the command line."""
 
 from ladder_jax.config import MeshConfig, check_fits_mesh, preset
 from ladder_jax.errors import UserError
 
 
 def check_divides(model: str, *, tensor: int, most: int, option: str = "tensor") -> None:
-    """Raises UserError where the preset cannot be split over `tensor` devices; it names those up to `most` that can.
+    """Raises UserError if the preset cannot be split over `tensor` devices. It lists the valid numbers up to `most`.
 
-    option: what the user wrote the number after.
+    option: the command line's option for the number.
     """
     try:
         check_fits_mesh(preset(model), MeshConfig(tensor=tensor))
@@ -19,12 +19,12 @@ def check_divides(model: str, *, tensor: int, most: int, option: str = "tensor")
 
 
 def divisors(model: str, *, most: int) -> list[int]:
-    """The numbers of devices, up to `most`, over which the preset can be split."""
-    found = []
+    """The numbers of devices, up to `most`, that the preset can be split over."""
+    sizes = []
     for tensor in range(1, most + 1):
         try:
             check_fits_mesh(preset(model), MeshConfig(tensor=tensor))
-            found.append(tensor)
+            sizes.append(tensor)
         except UserError:
             pass
-    return found
+    return sizes

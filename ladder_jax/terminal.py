@@ -1,13 +1,13 @@
-"""What a command prints on standard output: lines and tables, as rich draws them."""
+"""Print lines and rich tables on standard output."""
 
 from collections.abc import Iterable
 from typing import Any
 
-WIDTH = 120  # at least; a narrower terminal wraps what is wider, which loses nothing
+WIDTH = 120  # the minimum: a narrower terminal wraps long lines, so that no column is cut off
 
 
 def show(parts: Iterable[Any]) -> None:
-    """Strings as they are, and tables. Raises BrokenPipeError where nobody reads on, as `print` does."""
+    """Print strings unchanged, and tables. Raises BrokenPipeError if the reader closed the pipe, as `print` does."""
     from rich.console import Console  # slow to import
 
     class Output(Console):

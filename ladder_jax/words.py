@@ -4,18 +4,18 @@ from ladder_jax.errors import UserError
 
 
 def words(option: str, text: str) -> tuple[str, ...]:
-    """The words between commas; raises UserError for an empty place and for a word that stands there twice."""
-    found = tuple(word.strip() for word in text.split(","))
-    for word in found:
+    """The words of a list separated by commas. Raises UserError for an empty word, and for a repeated one."""
+    parts = tuple(word.strip() for word in text.split(","))
+    for word in parts:
         if not word:
             raise UserError(f"--{option} {text!r} has an empty place: write it as in a,b,c")
-        if found.count(word) > 1:
+        if parts.count(word) > 1:
             raise UserError(f"--{option} {text!r} names {word} twice")
-    return found
+    return parts
 
 
 def positive(option: str, word: str) -> int:
-    """`word` as a whole number above 0."""
+    """`word` as an integer above 0. Raises UserError otherwise."""
     try:
         number = int(word)
     except ValueError:

@@ -76,6 +76,12 @@ def test_ceilings(answer):
         assert 0 < one[f"{unit}_min"] <= one[f"{unit}_median"] <= one[f"{unit}_max"] == one[unit]
 
 
+def test_what_is_copied_fits_into_the_devices_memory():
+    """A CPU's array is of 128 MiB, or an eighth of what is free."""
+    copied = lambda room: roofline.copy_bandwidth(jax.devices()[0], room=room, samples=1).what
+    assert copied(8 << 20) == "1 MiB of bfloat16" and copied(None) == copied(16 << 30) == "128 MiB of bfloat16"
+
+
 def test_text(run_cli):
     words = [*ASKED, "--layers", 1, "--batch", 2, "--tensor", 1, "--residual", "ladder-fresh,parallel-shared-norm"]
     said = run_cli("bench", *words, check_status=0).stdout.splitlines()
@@ -204,7 +210,7 @@ def fabricated(*samples, **asked):
     numbers = dict(prompt_length=8, new_tokens=5, repeats=3, tensor=2)
     asked = requests.Request("tiny", **{"residuals": ("standard", "ladder"), "batches": (1,), **numbers, **asked})
     samples = tuple(measure.Samples(*one, step_bytes=1e6, prefill_flops=10**9) for one in samples)
-    measured = measure.Measured(CEILING, CEILING, samples)
+    measured = measure.Measurement(CEILING, CEILING, samples)
     return result.Result(asked, measured, device="a device", devices=2, versions={}, platform="tpu")
 
 
@@ -246,7 +252,7 @@ MISTAKES = {
     "--tensor 16": "model.num_heads=8 is not divisible by mesh.tensor=16; did you mean 8? (allowed: 1, 2, 4, 8)",
     "--share 3": "--share 3: model.num_heads=8 is not divisible by mesh.tensor=3; did you mean 2? (allowed: 1, 2,",
     "--share 0": "--share must be positive, not 0",
-    "--share 8 --tensor 2": "--share is for one device that stands for all: leave --tensor 2 out",
+    "--share 8 --tensor 2": "--share runs one rank on one device: leave --tensor 2 out",
     "--model llama-3-8b --tensor 16": "is more than this machine's 8 devices (allowed for llama-3-8b: 1, 2, 4, 8)",
     "--model smollm2-135m": "--tensor 8: model.num_heads=9 is not divisible by mesh.tensor=8; did you mean 3?",
     "--warmup 0": "--warmup must be positive, not 0",

@@ -98,7 +98,7 @@ def test_nothing_is_written_that_was_not_measured(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(roofline, "matmul_peak", lambda *_, **__: zero)
     monkeypatch.chdir(tmp_path)
     assert cli.main("calibrate --out mine.yaml --tensor 1 --repeats 1 --warmup 0".split()) == 2
-    assert "ladder-jax: flops could not be measured on this machine (found 0.0)" in capsys.readouterr().err
+    assert "ladder-jax: flops could not be measured on this machine (the result is 0.0)" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
 
 

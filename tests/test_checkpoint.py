@@ -54,7 +54,7 @@ def test_identity(saved, tmp_path):
     assert open_checkpoint(tmp_path / "copy").identity == identity
     save(tmp_path / "other", name="ladder-2", data=2, tensor=4)
     assert open_checkpoint(tmp_path / "other").identity != identity
-    old = dataclasses.replace(open_checkpoint(folder), listed=False)  # from before there were manifests
+    old = dataclasses.replace(open_checkpoint(folder), has_manifest=False)  # as of an older version
     assert old.identity == str((folder / "1").resolve())
 
 
@@ -216,12 +216,12 @@ def test_what_is_being_written_does_not_count(three, tmp_path):
 
 def test_what_is_kept():
     losses = {step: loss for step, loss in zip(range(10, 80, 10), (3.0, 1.0, None, 1.0, 4.0, 2.0, None))}
-    doomed = lambda **keep: retention.doomed(losses, keep=retention.Keep(**keep))
-    assert doomed() == [10, 20, 30, 40, 50, 60]
-    assert doomed(last=2, every=30) == [10, 20, 40, 50]
-    assert doomed(best=1) == [10, 20, 30, 50, 60]  # of two equals the later
-    assert doomed(best=3) == [10, 30, 50]
-    assert doomed(last=99) == []
+    removed = lambda **keep: retention.steps_to_remove(losses, keep=retention.Keep(**keep))
+    assert removed() == [10, 20, 30, 40, 50, 60]
+    assert removed(last=2, every=30) == [10, 20, 40, 50]
+    assert removed(best=1) == [10, 20, 30, 50, 60]  # of two equals the later
+    assert removed(best=3) == [10, 30, 50]
+    assert removed(last=99) == []
     assert retention.parse("every=1000, best=2") == retention.Keep(last=1, every=1000, best=2)
     for words, message in (("lats=3", "did you mean 'last'"), ("last=0", "at least 1"), ("best=x", "whole number")):
         with pytest.raises(UserError, match=message):

@@ -169,10 +169,16 @@ def test_launching_by_name_computes_the_same(name, monkeypatch):
     assert cases.error(first[Launch.EXPLICIT], first[Launch.CHAINED]) < cases.bound(definition.config)
 
 
-def test_launching_by_name_where_it_cannot_be():
-    definition = cases.define("ladder", tensor=8)
+@pytest.mark.parametrize("tensor", [2, 8])
+def test_launching_by_name_where_it_cannot_be(tensor):
+    definition = cases.define("ladder", tensor=tensor)
     with pytest.raises(UserError, match="launch 'explicit' is for NVIDIA GPUs, and this mesh is of cpu"):
         decode.decode_many(definition, launch=Launch.EXPLICIT)
+
+
+@pytest.mark.parametrize("ranks", [None, 4])
+def test_one_device_has_nothing_to_launch(ranks):
+    decode.decode_many(cases.define("ladder-fresh", ranks=ranks), launch=Launch.EXPLICIT)
 
 
 @pytest.mark.parametrize("kind, joined", [("cpu", True), ("TPU v5", True), ("TPU v5 lite", False), ("TPU7x", False)])

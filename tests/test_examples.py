@@ -74,7 +74,7 @@ def test_rows_hold_whole_examples_with_their_masks(tmp_path):
     assert len(rows) < 20
     for index in range(len(rows)):
         row = rows[index]
-        batch = Batch(row.tokens[None], row.segments[None], row.learnt[None])
+        batch = Batch(row.tokens[None], row.segments[None], row.loss_mask[None])
         predicted = batch.tokens[:, 1:][batch.predicted]
         assert set(predicted.tolist()) == {ord("c")}
         total += len(predicted)
@@ -130,7 +130,7 @@ def test_bytes_have_no_chat(tmp_path):
 def test_a_template_that_forgets_turns(tmp_path):
     """Of one that shows the last turn alone the earlier ones cannot be found in the whole."""
     folder = made.folder(tmp_path / "t", template="{{ messages[-1].content if messages else '' }}")
-    with pytest.raises(UserError, match="renders a turn otherwise"):
+    with pytest.raises(UserError, match="changes earlier turns"):
         render({"messages": CHAT}, tokenizer=tokenizers.load(folder), where="f:1")
 
 

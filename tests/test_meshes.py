@@ -81,6 +81,12 @@ def test_every_mesh_and_departure(name, mesh, departure):
     check(name, mesh=MESHES[mesh], **DEPARTURES[departure])
 
 
-@pytest.mark.parametrize("settings", PAIRS, ids=range(len(PAIRS)))
+HELD_BY_OTHERS = PAIRS[2], PAIRS[3], PAIRS[7]  # each two of their settings are together in another one, too
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(p, id=str(i), marks=pytest.mark.full if p in HELD_BY_OTHERS else ()) for i, p in enumerate(PAIRS)],
+)
 def test_departures_together(settings):
     check("ladder", mesh=dict(data=2, fsdp=2, tensor=2), **settings)

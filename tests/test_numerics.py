@@ -86,6 +86,12 @@ def test_one_device_emulates_the_ranks(name):
     check_gradients(definition, loop=Loop.SCAN, expected=cases.dense_gradients(name, 4))
 
 
+@pytest.mark.parametrize("name", cases.TOPOLOGIES)
+def test_only_parallel_shared_norm_has_one_norm_a_layer(name):
+    """The reference takes it from the parameters."""
+    assert ("mlp_norm" in cases.define(name).abstract["layers"]) == (name != "parallel-shared-norm")
+
+
 def test_the_bound_tells_topologies_apart():
     """Every two different topologies differ by far more than the bound: a wrong one would be noticed."""
     limit = cases.bound(cases.model())

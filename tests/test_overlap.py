@@ -102,8 +102,8 @@ def test_weights_and_a_stream_that_are_split(run_cli, kept):
 
 MISTAKES = {
     "--target v5q:2x2": "unknown target 'v5q:2x2'; did you mean 'v5p:2x2x2'? (allowed: v5e:2x4,",
-    "--target v5p:8": "target 'v5p:8' has no size that v5p is made in: write it as in v5p:2x2x2",
-    "--target h100:eight": "target 'h100:eight' has no size that h100 is made in: write it as in h100:8",
+    "--target v5p:8": "target 'v5p:8' has no valid size for v5p: write it as in v5p:2x2x2",
+    "--target h100:eight": "target 'h100:eight' has no valid size for h100: write it as in h100:8",
     "--model tiney": "unknown preset 'tiney'; did you mean 'tiny'?",
     "--phase dekode": "unknown --phase 'dekode'; did you mean 'decode'? (allowed: prefill, decode, train)",
     "--residual lader": "unknown residual 'lader'; did you mean 'ladder'?",

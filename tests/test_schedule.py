@@ -373,9 +373,9 @@ def test_a_timeline_waits_only_for_what_is_exposed():
     assert waits["standard"] > 5 * one and waits["unrolled"] < 1.5 * one
 
 
-def test_a_timeline_turns_loops():
+def test_a_timeline_repeats_loops():
     bars = timeline.play(parsed("tpu7x-scan"), hardware=HARDWARE["tpu7x"], ranks=RANKS)
-    assert sorted(b.turn for b in bars if b.wire) == [0, 0, 0, 1, 1, 2, 2]
+    assert sorted(b.iteration for b in bars if b.wire) == [0, 0, 0, 1, 1, 2, 2]
 
 
 def test_collectives_name_their_kind():

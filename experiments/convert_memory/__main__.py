@@ -36,7 +36,7 @@ def random_source(model: ModelConfig) -> pretrained.Source:
 
     stored = {
         key: pretrained.Stored(shape, BFLOAT16, lambda shape=shape, seed=seed: values(shape, seed))
-        for seed, (key, shape) in enumerate(sources.wanted(model).items())
+        for seed, (key, shape) in enumerate(sources.expected_shapes(model).items())
     }
     return pretrained.Source("random", model, stored, context=2048)
 

@@ -128,7 +128,7 @@ def _history(settings: config.RunConfig) -> dict:
     """The held-out loss by the step, and what the run took."""
     run = folder.path_of(settings)
     rows = metrics.read(run)
-    spent = json.loads((run / train.goodput.NAME).read_text())["seconds"]
+    spent = json.loads((run / folder.GOODPUT).read_text())["seconds"]
     return {
         "steps": settings.train.steps,
         "seconds": sum(seconds for part, seconds in spent.items() if part != "lost"),  # killed, or not running at all

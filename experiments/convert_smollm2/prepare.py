@@ -113,7 +113,7 @@ def _measured(model: evaluate.Model, rows: np.ndarray, *, size: Size) -> sensiti
     asked = dict(choose=max(count for count in plan.counts(layers) if count < layers), search=size.search)
     with progress(sensitivity.count(rows, num_layers=layers, **asked), label="{done}/{total} losses") as update:
         done = itertools.count(1)
-        return sensitivity.measure(definition, model.params, rows, measured=lambda: update(next(done), ""), **asked)
+        return sensitivity.measure(definition, model.params, rows, on_loss=lambda: update(next(done), ""), **asked)
 
 
 def _order(curve: dict) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ def made(name: str) -> pretrained.Source:
     """A model of constants, whose arrays exist while they are written only."""
     model = preset(name, residual="standard")
     constant = lambda shape: lambda: np.full(shape, 0.02, DTYPE)
-    arrays = {k: source.Stored(shape, DTYPE, constant(shape)) for k, shape in source.wanted(model).items()}
+    arrays = {k: source.Stored(shape, DTYPE, constant(shape)) for k, shape in source.expected_shapes(model).items()}
     return pretrained.Source(name, model, arrays)
 
 
@@ -111,7 +111,7 @@ def starts(args: argparse.Namespace) -> None:
             for tensor in args.tensor.split(",")
             for weights in (*args.start.split(","), "evaluate")
         ]
-    parameters = sum(int(np.prod(shape)) for shape in source.wanted(model).values())
+    parameters = sum(int(np.prod(shape)) for shape in source.expected_shapes(model).values())
     told = {"model": args.model, "layers": model.num_layers, "parameters": parameters, "stored": "float32"}
     measure.report({**told, "rows": rows}, file=args.out or HERE / "start.json")
     sys.exit(any(row["beside_bytes"] > row["limit_bytes"] for row in rows))
@@ -133,7 +133,7 @@ def random(model) -> pretrained.Source:
     """A model in float32 of values that do not compress: each array is the same noise, over and over."""
     noise = np.random.default_rng(0).standard_normal(1 << 22, np.float32) / 50
     value = lambda shape: lambda: np.resize(noise, shape)
-    arrays = {k: source.Stored(shape, noise.dtype, value(shape)) for k, shape in source.wanted(model).items()}
+    arrays = {k: source.Stored(shape, noise.dtype, value(shape)) for k, shape in source.expected_shapes(model).items()}
     return pretrained.Source("noise", model, arrays)
 
 

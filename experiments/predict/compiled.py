@@ -21,7 +21,7 @@ def main() -> None:
     rows = []
     for target in parser.parse_args().targets:
         words = dict(model="llama-3-70b", hardware=None, tensor=None, batch=16, residual=None, implementation=None)
-        asked = request.make(**compiled.settle(words, target))
+        asked = request.make(**compiled.with_defaults(words, target))
         pairs = zip(result.predict(asked).rows, compiled.predict(asked, target=target).rows)
         for analytic, scheduled in pairs:
             found = {"analytic": analytic, "compiled": scheduled}

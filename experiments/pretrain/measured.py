@@ -65,7 +65,7 @@ def _row(run: Run) -> dict:
         "seed": run.seed,
         "steps": run.config.train.steps,
         "parameters": _result(run)["parameters"],
-        "wall_seconds": json.loads((place / train.goodput.NAME).read_text())["wall_seconds"],
+        "wall_seconds": json.loads((place / folder.GOODPUT).read_text())["wall_seconds"],
         "held_out": [[row["step"], row["validation_loss"]] for row in rows if "validation_loss" in row],
         "training": [[row["step"], row["loss"]] for row in rows],
     }

@@ -20,7 +20,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.predict import implementation, work
 from ladder_jax.predict.implementation import Implementation, Scored
 from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.timeline import Played, Work, play
+from ladder_jax.predict.timeline import Timeline, Work, play
 from ladder_jax.predict.work import Kernel, Model
 from ladder_jax.residual import Step, of_model
 
@@ -31,8 +31,8 @@ TRAINING = dataclasses.replace(implementation.OURS, scored=Scored.ALL, small_all
 class Predicted:
     """Seconds of one microbatch. wire: of all its all-reduces; exposed: what those add to the step."""
 
-    forward: Played
-    backward: Played
+    forward: Timeline
+    backward: Timeline
     ends: float
     ends_wire: float
 
@@ -60,7 +60,7 @@ def step(config: ModelConfig, *, machine: Machine, tensor: int, rows: int, seque
     steps = tuple(itertools.chain.from_iterable(topology.layers))
     all_reduce = machine.all_reduce(model.payload(block), ranks=tensor)
 
-    def played(order: tuple[Step, ...], *, times: int) -> Played:
+    def played(order: tuple[Step, ...], *, times: int) -> Timeline:
         def of_step(one: Step) -> Work:
             kernels = model.step(one.sublayers, block, shared_norm=topology.shared_norm)
             return _work(kernels, machine, TRAINING, times=times)

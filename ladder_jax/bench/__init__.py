@@ -1,1 +1,1 @@
-"""`ladder-jax bench`: time residual topologies side by side, and hold them to what the device itself reaches."""
+"""`ladder-jax bench`: time residual topologies side by side, and compare them with the device's measured limits."""

@@ -1,4 +1,4 @@
-"""The verb `bench`: words to a request, a measurement, an answer."""
+"""The verb `bench`: parse the arguments, measure, print and write the result."""
 
 import contextlib
 import importlib.metadata
@@ -16,14 +16,14 @@ COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin
 
 
 def run(args: dict) -> None:
-    """Print the answer; raises UserError for what cannot be asked, before anything is measured or written."""
+    """Print the result. An invalid argument raises UserError before anything is measured or written."""
     files.check_writable("out", args["out"])
     files.check_picture("plot", args["plot"])
     files.check_apart(out=args["out"], plot=args["plot"])
     numbers = {name: args[name] for name in NUMBERS}
     request = requests.make(model=args["model"], residual=args["residual"], batch=args["batch"], **numbers)
 
-    import jax  # only now: mistakes are answered at once
+    import jax  # after the arguments are checked, because it takes seconds
 
     from ladder_jax.bench import measure, picture, result, text
     from ladder_jax.parallel import make_mesh
@@ -33,18 +33,18 @@ def run(args: dict) -> None:
     mesh = make_mesh(tensor=request.tensor)
     with progress(measure.steps(request)) as update:
         done = itertools.count()
-        measured = measure.measure(request, mesh=mesh, advance=lambda what: update(next(done), what))
+        measurement = measure.measure(request, mesh=mesh, advance=lambda label: update(next(done), label))
     device = mesh.devices.flat[0]
     answer = result.Result(
         request=request,
-        measured=measured,
+        measurement=measurement,
         device=f"{platform.machine()} CPU" if device.platform == "cpu" else device.device_kind,
         devices=jax.device_count(),
         versions=versions(device.platform),
         platform=device.platform,
     )
     as_json = json.dumps(answer.as_dict())
-    # Printed first: a measurement takes long, and a disk may be full.
+    # Printed before it is written: the disk may be full, and repeating the measurement takes long.
     if args["json"]:
         print(as_json, flush=True)
     else:
@@ -56,9 +56,9 @@ def run(args: dict) -> None:
 
 
 def versions(platform_name: str) -> dict[str, str]:
-    """What computes on such a platform, by name; only what is installed."""
-    found = {"python": platform.python_version()}
+    """Versions by name of Python and of the installed packages that compute on this platform."""
+    installed = {"python": platform.python_version()}
     for package in (*PACKAGES, *COMPILERS.get(platform_name, ())):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed

@@ -1,4 +1,4 @@
-"""The measurement: every residual in turns within one process, so that whatever drifts hits all of them alike."""
+"""Time the residuals in turns within one process, so that drift affects all of them alike."""
 
 import dataclasses
 import time
@@ -24,10 +24,10 @@ INSTEAD = "ask for a smaller --batch or --prompt-length, fewer --layers, or more
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Seconds of one residual at one batch, one entry a repeat; entry i of every residual is from the same round.
+    """Seconds of one residual at one batch, one entry per repeat; entry i of every residual is from the same round.
 
-    prefill: from the prompt to the first token; decode: the new_tokens - 1 steps after it.
-    step_bytes, prefill_flops: what one device must do for it (see `work`).
+    prefill: from the prompt to the first token. decode: of the following new_tokens - 1 steps.
+    step_bytes, prefill_flops: minimum traffic and compute of one device (see `work`).
     """
 
     residual: str
@@ -39,29 +39,31 @@ class Samples:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measurement:
+    """The device's limits (copy, matmul), and the samples of all residuals and batches."""
+
     copy: Ceiling
     matmul: Ceiling
     samples: tuple[Samples, ...]
 
 
-def measure(request: Request, *, mesh: Mesh, advance: Callable[[str], None]) -> Measured:
-    """`advance(what)` is called before each of `steps`. Raises UserError for what the memory does not hold."""
+def measure(request: Request, *, mesh: Mesh, advance: Callable[[str], None]) -> Measurement:
+    """Measure everything. `advance(label)` is called before each step. Raises UserError if the memory is too small."""
     definitions, room = _checked(request, mesh=mesh)
     device, dtype = mesh.devices.flat[0], request.config(request.residuals[0]).dtype.value
     advance("the device's own limits")
     ceilings = roofline.copy_bandwidth(device, room=room), roofline.matmul_peak(device, dtype=dtype)
-    return Measured(*ceilings, _samples(request, definitions, room=room, advance=advance))
+    return Measurement(*ceilings, _samples(request, definitions, room=room, advance=advance))
 
 
 def samples(request: Request, *, mesh: Mesh) -> tuple[Samples, ...]:
-    """`measure` without the device's own limits."""
+    """As `measure`, without the device's limits."""
     definitions, room = _checked(request, mesh=mesh)
-    return _samples(request, definitions, room=room, advance=lambda what: None)
+    return _samples(request, definitions, room=room, advance=lambda label: None)
 
 
 def _checked(request: Request, *, mesh: Mesh) -> tuple[dict[str, ModelDef], int | None]:
-    """What is to be measured by residual, and the bytes that a device has, which suffice as far as is known."""
+    """The models by residual, and a device's free bytes, after a check that weights and cache fit; None if unknown."""
     definitions = {name: nn.define(request.config(name), mesh=mesh) for name in request.residuals}
     room = memory.room(mesh.devices.flat[0], devices=mesh.size)
     one, rows = definitions[request.residuals[0]], max(request.batches)
@@ -77,7 +79,7 @@ def _samples(
     try:
         params = dict(zip(definitions, programs.random_weights(list(definitions.values()))))
         run = {}
-        for batch in sorted(request.batches, reverse=True):  # what does not fit is refused first, and before timing
+        for batch in sorted(request.batches, reverse=True):  # largest first: if it does not fit, nothing is timed
             for name, definition in definitions.items():
                 advance(f"batch {batch}: compiling {name}")
                 run[batch, name] = _generation(request, definition, params[name], batch=batch, room=room)
@@ -93,12 +95,12 @@ def _samples(
 
 
 def steps(request: Request) -> int:
-    """How often `measure` calls `advance`."""
+    """Number of steps of `measure`: it calls `advance` before each."""
     return 1 + len(request.batches) * len(request.residuals) * (1 + request.warmup + request.repeats)
 
 
 def rounds(names: tuple[str, ...], *, count: int) -> list[tuple[str, ...]]:
-    """Each round has all of them, each time another one first."""
+    """`count` rounds of all names; each round starts with another name."""
     return [names[i % len(names) :] + names[: i % len(names)] for i in range(count)]
 
 
@@ -108,9 +110,9 @@ def _batch(request: Request, definitions: dict, run: dict, batch: int, advance: 
     for index, order in enumerate(rounds(request.residuals, count=request.warmup + request.repeats)):
         for name in order:
             advance(f"batch {batch}: {name}")
-            found = run[name]()
+            timing = run[name]()
             if index >= request.warmup:
-                seconds[name].append(found)
+                seconds[name].append(timing)
     return [
         Samples(
             name,
@@ -126,15 +128,15 @@ def _batch(request: Request, definitions: dict, run: dict, batch: int, advance: 
 def _generation(
     request: Request, definition: ModelDef, params: Params, *, batch: int, room: int | None
 ) -> Callable[[], tuple[float, float]]:
-    """Compiles; returns what generates once: () -> (prefill seconds, decode seconds)."""
-    place = definition.layout.sharding
+    """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode seconds)."""
+    sharding = definition.layout.sharding
     random = np.random.default_rng(0).integers(definition.config.vocab_size, size=(batch, request.prompt_length))
-    tokens = jax.device_put(random.astype(np.int32), place("BT"))
-    lengths = jax.device_put(np.full(batch, request.prompt_length, np.int32), place("B"))
+    tokens = jax.device_put(random.astype(np.int32), sharding("BT"))
+    lengths = jax.device_put(np.full(batch, request.prompt_length, np.int32), sharding("B"))
     keys = jax.random.split(jax.random.key(0), batch)
-    settings = jax.device_put(decode.Settings.of(keys), place(sampling.DIMS))
-    mark = decode.seen_in(definition)
-    seen = mark(tokens, lengths)
+    settings = jax.device_put(decode.Settings.of(keys), sharding(sampling.DIMS))
+    seen_in = decode.seen_in(definition)
+    seen = seen_in(tokens, lengths)
     sizes = dict(rows=batch, positions=_capacity(request), loop=Loop.UNROLLED)
 
     prefill = decode.prefill(definition, capacity=_capacity(request)).compile(params, tokens, lengths)
@@ -149,13 +151,13 @@ def _generation(
     first = decode.sample_first(definition)
 
     def once() -> tuple[float, float]:
-        own = jax.block_until_ready(mark(tokens, lengths))  # the loop consumes it
-        began = time.perf_counter()
+        loop_seen = jax.block_until_ready(seen_in(tokens, lengths))  # a new array, because the loop donates it
+        start = time.perf_counter()
         logits, caches = prefill(params, tokens, lengths)
         token, _ = jax.block_until_ready(first(logits, settings, lengths, seen))
-        half = time.perf_counter()
-        jax.block_until_ready(loop(params, caches, own, token, lengths, settings))
-        return half - began, time.perf_counter() - half
+        prefilled = time.perf_counter()
+        jax.block_until_ready(loop(params, caches, loop_seen, token, lengths, settings))
+        return prefilled - start, time.perf_counter() - prefilled
 
     return once
 

@@ -1,4 +1,4 @@
-"""What `ladder-jax bench` was asked, checked and with its defaults; imports no jax."""
+"""The checked arguments of `ladder-jax bench`, with defaults; imports no jax."""
 
 import dataclasses
 
@@ -11,10 +11,10 @@ from ladder_jax.words import positive, words
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """batches: rows at once; warmup, repeats: generations a residual and batch, of which only repeats are timed.
+    """batches: numbers of rows. warmup, repeats: generations per residual and batch; only `repeats` are timed.
 
-    tensor: devices, None for all that there are until `on_devices` has counted them.
-    share: None, or over how many ranks the model is split of which one device computes one, alone.
+    tensor: number of devices; None for all devices, until `on_devices` replaces it.
+    share: if not None, one device runs one of so many ranks, without communication.
     """
 
     model: str
@@ -34,7 +34,7 @@ class Request:
         if parse_residual(residual).depends_on_ranks:
             changes["ranks"] = self.tensor
         config = preset(self.model, residual=residual, **changes)
-        return shards.alone(config, ranks=self.share) if self.share else config
+        return shards.single_rank(config, ranks=self.share) if self.share else config
 
     @property
     def depth(self) -> int:
@@ -47,22 +47,22 @@ class Request:
 
 
 def make(*, model: str, residual: str, batch: str | None = None, **numbers: int | None) -> Request:
-    """A checked request from the command line's words; None leaves a default. Raises UserError for what cannot be."""
+    """A checked request. None gives a default. Raises UserError for an invalid request."""
     preset(model)
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
-    given = {name: value for name, value in numbers.items() if value is not None}
+    settings = {name: value for name, value in numbers.items() if value is not None}
     if batch is not None:
-        given["batches"] = tuple(positive("batch", word) for word in words("batch", batch))
+        settings["batches"] = tuple(positive("batch", word) for word in words("batch", batch))
     residuals = words("residual", residual)
     for name in residuals:
         parse_residual(name)
-    request = Request(model=model, residuals=residuals, **given)
+    request = Request(model=model, residuals=residuals, **settings)
     if request.new_tokens < 2:
         raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
     if request.share and request.tensor not in (None, 1):
-        raise UserError(f"--share is for one device that stands for all: leave --tensor {request.tensor} out")
+        raise UserError(f"--share runs one rank on one device: leave --tensor {request.tensor} out")
     for option, ranks in (("tensor", request.tensor), ("share", request.share)):
         if ranks is not None:
             check_divides(model, tensor=ranks, most=max(ranks, preset(model).num_heads), option=option)
@@ -72,7 +72,7 @@ def make(*, model: str, residual: str, batch: str | None = None, **numbers: int 
 
 
 def on_devices(request: Request, *, count: int) -> Request:
-    """The request with `tensor` settled, for a machine of `count` devices. Raises UserError where it does not fit."""
+    """The request for a machine of `count` devices. Raises UserError if they are too few or do not divide the model."""
     tensor = count if request.tensor is None else request.tensor
     if tensor > count:
         allowed = ", ".join(map(str, divisors(request.model, most=count)))

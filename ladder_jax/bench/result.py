@@ -1,19 +1,21 @@
-"""The answer of `ladder-jax bench`: as JSON."""
+"""The result of `ladder-jax bench` as JSON."""
 
 import dataclasses
 import statistics
 from collections.abc import Callable
 
-from ladder_jax.bench.measure import Measured, Samples
+from ladder_jax.bench.measure import Measurement, Samples
 from ladder_jax.bench.request import Request
+
+SETTINGS = ("tensor", "share", "prompt_length", "new_tokens", "warmup", "repeats")
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """device: its kind; devices: how many this machine has; versions: of what measured, by name."""
+    """device: its kind. devices: their number on this machine. versions: of Python, packages and compilers, by name."""
 
     request: Request
-    measured: Measured
+    measurement: Measurement
     device: str
     devices: int
     versions: dict[str, str]
@@ -21,48 +23,48 @@ class Result:
 
     @property
     def notices(self) -> list[str]:
-        """What a reader must know to read the numbers rightly."""
+        """Notes that a reader needs to interpret the numbers."""
         if self.request.share:
             return [
                 f"one device computes a rank's share of tensor parallelism over {self.request.share}, and communicates"
-                " nothing: a ratio here is what a topology costs, not what it hides"
+                " nothing: a ratio here is a topology's overhead, not its speed-up"
             ]
         if self.request.tensor == 1:
-            return ["one device communicates nothing: a ratio here is what a topology costs, not what it hides"]
+            return ["one device communicates nothing: a ratio here is a topology's overhead, not its speed-up"]
         if self.platform == "cpu":
             return [
                 "these are simulated devices on one CPU, which never overlaps communication:"
-                " ratios of topologies mean nothing here, and shares are of limits that all devices share"
+                " ratios of topologies mean nothing here, and all devices share the measured limits"
             ]
         return []
 
     @property
     def rows(self) -> list[dict]:
-        return [_row(one, self.request, self.measured) for one in self.measured.samples]
+        return [_row(one, self.request, self.measurement) for one in self.measurement.samples]
 
     @property
     def ratios(self) -> list[dict]:
-        """How many times as fast as the baseline (Standard, or else the first named), round by round: the median
-        and the range over the rounds of the baseline's seconds / the residual's."""
+        """Speed-ups over the baseline, which is Standard or else the first residual: median and range over the rounds
+        of the baseline's seconds / the residual's seconds."""
         names = self.request.residuals
         baseline = "standard" if "standard" in names else names[0]
-        found = {(one.residual, one.batch): one for one in self.measured.samples}
+        samples = {(one.residual, one.batch): one for one in self.measurement.samples}
         return [
             {
                 "residual": one.residual,
                 "against": baseline,
                 "batch": one.batch,
-                **_ratio("prefill", found[baseline, one.batch].prefill, one.prefill),
-                **_ratio("decode", found[baseline, one.batch].decode, one.decode),
-                **_ratio("total", _total(found[baseline, one.batch]), _total(one)),
+                **_ratio("prefill", samples[baseline, one.batch].prefill, one.prefill),
+                **_ratio("decode", samples[baseline, one.batch].decode, one.decode),
+                **_ratio("total", _total(samples[baseline, one.batch]), _total(one)),
             }
-            for one in self.measured.samples
+            for one in self.measurement.samples
             if one.residual != baseline
         ]
 
     @property
     def verdict(self) -> list[str]:
-        """A line a residual."""
+        """One line per residual."""
         lines = []
         for name in self.request.residuals:
             parts = [
@@ -78,26 +80,26 @@ class Result:
         return [f"{self.request.residuals[0]} generates {', '.join(parts)}"]
 
     def as_dict(self) -> dict:
-        """Seconds, bytes and FLOPs are those of one device. See `_row` for how medians and ranges belong together."""
-        asked = dataclasses.asdict(self.request)
+        """The JSON object. Seconds, bytes and FLOPs are of one device. `_row` defines medians and ranges."""
+        settings = dataclasses.asdict(self.request)
         return {
             "model": self.request.model,
             "device": self.device,
             "devices": self.devices,
             "versions": self.versions,
             "layers": self.request.depth,
-            **{name: asked[name] for name in ("tensor", "share", "prompt_length", "new_tokens", "warmup", "repeats")},
+            **{name: settings[name] for name in SETTINGS},
             "verdict": self.verdict,
             "notices": self.notices,
-            "copy": self.measured.copy.as_dict("bytes_per_second"),
-            "matmul": self.measured.matmul.as_dict("flops_per_second"),
+            "copy": self.measurement.copy.as_dict("bytes_per_second"),
+            "matmul": self.measurement.matmul.as_dict("flops_per_second"),
             "rows": self.rows,
             "ratios": self.ratios,
         }
 
 
-def _row(one: Samples, request: Request, measured: Measured) -> dict:
-    """Each figure follows from the medians of the seconds beside it; its _min and _max are over the repeats.
+def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
+    """The JSON row. Each figure is computed from the median seconds; its _min and _max are over the repeats.
 
     step_seconds                   decode_seconds / (new_tokens - 1)
     tokens_per_second              batch x new_tokens / (prefill_seconds + decode_seconds)
@@ -115,9 +117,9 @@ def _row(one: Samples, request: Request, measured: Measured) -> dict:
         "tokens_per_second": lambda p, d: one.batch * tokens / (p + d),
         "tokens_per_second_per_user": lambda p, d: tokens / (p + d),
         "bytes_per_second": lambda p, d: one.step_bytes * steps / d,
-        "bandwidth_share": lambda p, d: one.step_bytes * steps / d / measured.copy.best,
+        "bandwidth_share": lambda p, d: one.step_bytes * steps / d / measurement.copy.best,
         "prefill_flops_per_second": lambda p, d: one.prefill_flops / p,
-        "matmul_share": lambda p, d: one.prefill_flops / p / measured.matmul.best,
+        "matmul_share": lambda p, d: one.prefill_flops / p / measurement.matmul.best,
     }
     row = {
         "residual": one.residual,

@@ -1,4 +1,4 @@
-"""The answer of `ladder-jax bench` for a terminal: the verdict, a table, the device's limits."""
+"""The result of `ladder-jax bench` for a terminal: the verdict, a table, the device's limits."""
 
 from ladder_jax.bench.result import Result
 from ladder_jax.schedule.roofline import Ceiling
@@ -7,24 +7,24 @@ COLUMNS = ("batch", "residual", "prefill ms", "step ms", "tokens/s", "range", "G
 
 
 def lines(answer: Result) -> list:
-    """Lines and a table, to be printed by rich."""
+    """Lines and a table, for rich to print."""
     request = answer.request
-    what = f"{request.title} on {answer.device}"
+    title = f"{request.title} on {answer.device}"
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens, {request.repeats} repeats in turns"
     return [
         *answer.verdict,
         *(f"note: {notice}" for notice in answer.notices),
-        f"{what}; {shape}",
+        f"{title}; {shape}",
         "",
         _table(answer.rows),
-        f"copy      {_ceiling(answer.measured.copy, 1e9, 'GB/s')}",
-        f"matmul    {_ceiling(answer.measured.matmul, 1e12, 'TFLOP/s')}",
+        f"copy      {_ceiling(answer.measurement.copy, 1e9, 'GB/s')}",
+        f"matmul    {_ceiling(answer.measurement.matmul, 1e12, 'TFLOP/s')}",
         "versions  " + ", ".join(f"{name} {version}" for name, version in answer.versions.items()),
     ]
 
 
 def number(value: float) -> str:
-    """Three significant digits, or all before the point."""
+    """Three significant digits, or all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -51,6 +51,6 @@ def _table(rows: list[dict]):
     return table
 
 
-def _ceiling(found: Ceiling, scale: float, unit: str) -> str:
-    low = number(min(found.rates) / scale)
-    return f"{number(found.best / scale)} {unit}, the best of {len(found.rates)} (the worst {low}): {found.what}"
+def _ceiling(ceiling: Ceiling, scale: float, unit: str) -> str:
+    low = number(min(ceiling.rates) / scale)
+    return f"{number(ceiling.best / scale)} {unit}, the best of {len(ceiling.rates)} (the worst {low}): {ceiling.array}"

@@ -1,8 +1,8 @@
-"""What one device must move and compute at the least: the numerators of the shares of bandwidth and of peak.
+"""The minimum traffic and compute of one device: the numerators of the shares of copy bandwidth and matmul rate.
 
-Everything is counted from the shards that a device holds. So a key/value head that several devices share counts
-on each of them, and so do the rows that pad the vocabulary. Letters as in `nn`: B rows, T = P prompt tokens,
-G new tokens, L layers, H head size; n query heads and k key/value heads on the device.
+All counts are of a device's shards. So a key/value head that several devices share counts on each of them, and the
+vocabulary's padding counts too. Letters as in `nn`: B rows, T = P prompt tokens, G new tokens, L layers, H head size;
+n query heads and k key/value heads on the device.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ from ladder_jax.nn import ModelDef, attention_flops
 
 
 def decode_bytes(definition: ModelDef, *, rows: int, prompt_length: int, new_tokens: int) -> float:
-    """Bytes that a device must read and write in a decode step, the mean over a generation's G - 1 steps:
+    """Bytes that a device must read and write in a decode step, as a mean over a generation's G - 1 steps:
 
-        weights  every parameter once, less the embedding table where the head is another
+        weights  every parameter once, without the embedding table if the head is another table
         lookup   B rows of the embedding table
-        cache    2 L B k H elements a position (keys and values) x (P + G / 2) positions
+        cache    2 L B k H elements per position (keys and values) x (P + G / 2) positions
 
-    Step s = 0 .. G - 2 reads the P + s positions that are filled and writes one: P + (G - 2) / 2 + 1 in the mean.
-    Activations and logits are left out.
+    Step s = 0 .. G - 2 reads the P + s filled positions and writes one: in the mean P + (G - 2) / 2 + 1 = P + G / 2.
+    Activations and logits do not count.
     """
     params = weights.abstract(definition, loop=Loop.UNROLLED)
     table = params["embedding"]["table"]
@@ -36,13 +36,13 @@ def decode_bytes(definition: ModelDef, *, rows: int, prompt_length: int, new_tok
 
 
 def prefill_flops(definition: ModelDef, *, rows: int, prompt_length: int) -> int:
-    """Floating-point operations of a device's matmuls in a prefill, two a multiply-add:
+    """Floating-point operations of a device's matmuls in a prefill, two per multiply-add:
 
         layers     2 x matrix elements x B T
-        attention  2 B n H T (T + 1) a layer: scores and values, 2 H each for the t + 1 positions that t sees
-        head       2 x its elements x B: only each row's last position is scored
+        attention  2 B n H T (T + 1) per layer: scores and values, 2 H each for the t + 1 positions that t attends to
+        head       2 x matrix elements x B: logits only for each row's last position
 
-    What a kernel computes of the masked half is not counted.
+    The masked half of attention does not count, even if a kernel computes it.
     """
     params = weights.abstract(definition, loop=Loop.UNROLLED)
     elements = lambda tree: sum(shard_size(leaf) for leaf in jax.tree.leaves(tree) if len(leaf.shape) > 1)
@@ -53,7 +53,7 @@ def prefill_flops(definition: ModelDef, *, rows: int, prompt_length: int) -> int
 
 
 def weight_bytes(definitions: Iterable[ModelDef]) -> int:
-    """A device's share of the weights, those that the definitions have in common counted once."""
+    """Bytes of a device's shards of the weights; weights that the definitions share count once."""
     shared: dict[str, Any] = {}
     for definition in definitions:
         shared |= named(weights.abstract(definition, loop=Loop.UNROLLED))
@@ -61,5 +61,5 @@ def weight_bytes(definitions: Iterable[ModelDef]) -> int:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths."""
+    """The leaves of a tree by path."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

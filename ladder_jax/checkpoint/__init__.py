@@ -1,4 +1,4 @@
-"""Checkpoints: written in the background, verified, and read onto any mesh."""
+"""Checkpoints: written in the background, verified against a manifest, and read onto any mesh."""
 
 from ladder_jax.checkpoint.pieces import Key as Key
 from ladder_jax.checkpoint.pieces import Pieces as Pieces

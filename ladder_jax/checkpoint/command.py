@@ -1,4 +1,4 @@
-"""The verb `checkpoints`: list a run's, verify them, prune them."""
+"""The verb `checkpoints`: list, verify and prune the checkpoints of a run."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,10 @@ from ladder_jax.errors import RunFailed, UserError
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """state: "whole" (verified), "damaged", "unchecked", or "no manifest", of a checkpoint of an old version."""
+    """One checkpoint. bytes: its size on disk. time: seconds since 1970.
+
+    state: "whole" (verified), "damaged", "unchecked", or "no manifest" (of an older version of this program).
+    """
 
     step: int
     path: str
@@ -26,7 +29,7 @@ class Row:
 
 
 def run(args: dict) -> None:
-    """Print the list. Raises UserError where there is no checkpoint, and at the end RunFailed where one is damaged."""
+    """Print the list. Raises UserError if there is no checkpoint, and RunFailed, at the end, if one is damaged."""
     keep = retention.parse(args["prune"]) if args["prune"] else None
     path = pathlib.Path(args["run"]).expanduser().absolute()
     folder = saved.folder_of(path)
@@ -54,16 +57,17 @@ def _row(folder: pathlib.Path, *, thorough: bool) -> Row:
     try:
         checkpoint = saved.open_checkpoint(folder)
     except UserError as error:
-        wrong = saved.verify(folder) if isinstance(error, saved.Damaged) else [str(error)]
-        return Row(**about, time=None, validation_loss=None, state="damaged", problems=tuple(wrong))
-    wrong = saved.verify(folder) if thorough else []
-    state = "damaged" if wrong else "no manifest" if not checkpoint.listed else "whole" if thorough else "unchecked"
+        problems = saved.verify(folder) if isinstance(error, saved.Damaged) else [str(error)]
+        return Row(**about, time=None, validation_loss=None, state="damaged", problems=tuple(problems))
+    problems = saved.verify(folder) if thorough else []
+    intact = "whole" if thorough else "unchecked"
+    state = "damaged" if problems else intact if checkpoint.has_manifest else "no manifest"
     return Row(
         **about,
         time=checkpoint.time,
         validation_loss=checkpoint.validation_loss,
         state=state,
-        problems=tuple(wrong),
+        problems=tuple(problems),
     )
 
 
@@ -76,9 +80,9 @@ def _size(folder: pathlib.Path) -> int:
 
 
 def _prune(rows: list[Row], *, folder: pathlib.Path, keep: Keep) -> list[int]:
-    """Damaged checkpoints are neither counted nor removed: their owner should see them."""
+    """Remove checkpoints and return their steps. Damaged ones are neither counted nor removed: the user decides."""
     losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
-    removed = retention.doomed(losses, keep=keep) if losses else []
+    removed = retention.steps_to_remove(losses, keep=keep) if losses else []
     for step in removed:
         retention.remove(folder / str(step))
     return removed

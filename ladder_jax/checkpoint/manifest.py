@@ -1,7 +1,7 @@
-"""A checkpoint's manifest: the size and digest of every file in it, written last, to detect later changes.
+"""A checkpoint's manifest: the size and digest of each of its files, to detect later changes. It is written last.
 
 Orbax stores no checksums of values. Digests are BLAKE2b of 128 bits, computed in threads (hashlib releases the
-interpreter's lock), about 1 GB a second each.
+interpreter's lock) at about 1 GB/s each.
 """
 
 import concurrent.futures
@@ -24,7 +24,7 @@ class File:
 
 
 def write(folder: pathlib.Path) -> None:
-    """List the files in `folder`. When this returns, they and the manifest are synced to the disk."""
+    """Write the manifest of all files in `folder`. On return, the files and the manifest are synced to the disk."""
     (folder / NAME).unlink(missing_ok=True)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -41,9 +41,10 @@ def write(folder: pathlib.Path) -> None:
 
 
 def problems(folder: pathlib.Path, *, part: str = "", contents: bool = True) -> list[str]:
-    """The differences from the manifest, a line a file; empty for an intact checkpoint.
+    """The files that differ from the manifest, one line each; empty for an intact checkpoint.
 
-    part: compare only files below this folder, such as "params". contents: compare digests too, which reads all files.
+    part: compare only the files in this subfolder, such as "params".
+    contents: compare digests, not only sizes; this reads all files.
     """
     try:
         files = _read(folder)
@@ -58,13 +59,13 @@ def problems(folder: pathlib.Path, *, part: str = "", contents: bool = True) -> 
 
 
 def digest(folder: pathlib.Path, *, part: str) -> str:
-    """A digest of the manifest's entries below the folder `part`."""
+    """A digest of the manifest's entries for the subfolder `part`."""
     files = {name: dataclasses.asdict(file) for name, file in _read(folder).items() if name.startswith(f"{part}/")}
     return _digest_of(json.dumps(files, sort_keys=True).encode())
 
 
 def lists(folder: pathlib.Path, *, part: str) -> bool:
-    """Whether the manifest lists any file below the folder `part`. Also True for a damaged manifest: see `problems`."""
+    """Whether the manifest lists any file in the subfolder `part`. True for a damaged manifest: see `problems`."""
     try:
         return any(name.startswith(f"{part}/") for name in _read(folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -72,7 +73,7 @@ def lists(folder: pathlib.Path, *, part: str) -> bool:
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Sync a folder to the disk, without which a power cut may undo a rename in it."""
+    """Sync a folder to the disk. Otherwise a power cut may undo a rename in it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -81,6 +82,7 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 def _signed(files: dict) -> dict:
+    """The manifest's JSON: the entries, and a digest of them."""
     return {"digest": DIGEST, "files": files, "own": _digest_of(json.dumps(files, sort_keys=True).encode())}
 
 
@@ -88,8 +90,8 @@ def _read(folder: pathlib.Path) -> dict[str, File]:
     stored = json.loads((folder / NAME).read_text(encoding="utf-8"))
     if stored != _signed(stored["files"]):
         raise ValueError("the manifest is not what was written")
-    if foreign := [name for name in stored["files"] if pathlib.PurePath(name).is_absolute() or ".." in name.split("/")]:
-        raise ValueError(f"{foreign[0]} is not in the checkpoint")
+    if outside := [name for name in stored["files"] if pathlib.PurePath(name).is_absolute() or ".." in name.split("/")]:
+        raise ValueError(f"{outside[0]} is not in the checkpoint")
     return {name: File(**file) for name, file in stored["files"].items()}
 
 

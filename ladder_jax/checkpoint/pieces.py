@@ -1,6 +1,6 @@
-"""A checkpoint's parameters one by one: an array, or one layer of a stack, read straight into its devices' shares.
+"""Read a checkpoint's parameters one at a time: a whole array, or one layer of a stack, directly into its shards.
 
-Inference loads weights this way. Arrays keep the dtype in which they are stored; the host holds only the next few.
+Inference loads weights this way. Arrays keep the stored dtype. The host holds only the next few of them.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import placing
 
 AHEAD = 1 << 29  # bytes that are read in advance
-Key = tuple[str, int | None]  # an array's name, such as "layers/mlp/up", and the index of a layer if it is a stack
+Key = tuple[str, int | None]  # an array's name, such as "layers/mlp/up", and the layer's index if layers are stacked
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """`Pieces(checkpoint, definition)(keys)`: each key's array in turn, laid out as `definition` has it, without L.
+    """`Pieces(checkpoint, definition)(keys)` yields each key's array, sharded as in `definition`, without dimension L.
 
-    The first array read compares the checkpoint's files with the manifest. The host holds up to AHEAD bytes, or one
-    array where that is more; if the stored chunks hold several layers, one chunk of each stack whose layers `keys`
-    mixes. Raises Damaged where a file differs from what was written, UserError for arrays of another shape.
+    Before the first array, the checkpoint's files are compared with the manifest. The host holds up to AHEAD bytes, or
+    one array if that is larger. If a stored chunk holds several layers and `keys` alternates between stacks, the host
+    holds one chunk of each stack. Raises Damaged if a file was changed, UserError if an array has another shape.
     """
 
     checkpoint: Checkpoint
@@ -37,9 +37,9 @@ class Pieces:
     def __call__(self, keys: Sequence[Key]) -> Iterator[jax.Array]:
         self.checkpoint.compare("params", self.definition.abstract)
         try:
-            reading = _Reading(self.checkpoint.path / "params", self.definition, keys)
+            reader = _Reader(self.checkpoint.path / "params", self.definition, keys)
             for index in range(len(keys)):
-                yield reading.take(index)  # without a variable, which would keep it alive after its user has dropped it
+                yield reader.take(index)  # no local variable: it would keep the array alive
         except (ValueError, OSError) as error:  # tensorstore's
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise MemoryError(str(error)) from error
@@ -47,7 +47,7 @@ class Pieces:
 
 
 class _Part(NamedTuple):
-    """One read: an array, or the layers of a stack that one stored chunk holds, from `first` on."""
+    """The unit of reading: an array, or the layers in one stored chunk of a stack, from layer `first` on."""
 
     name: str
     first: int | None
@@ -55,10 +55,10 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-    """An array in the store, and its layout on the devices.
+    """An array in the store, and its sharding.
 
-    shape, sharding: of one layer. span: the part of it that this process's devices hold.
-    layers: how many layers a stored chunk holds.
+    shape, sharding: of one layer. span: the block that covers this process's shards.
+    layers: the number of layers in a stored chunk.
     """
 
     store: tensorstore.TensorStore
@@ -73,27 +73,27 @@ class _Array:
 
     def size(self, first: int | None) -> int:
         """Bytes that `begin` reads."""
-        rows = math.prod(len(range(*where.indices(n))) for where, n in zip(self.span, self.shape))
-        return rows * (1 if first is None else self.layers) * self.store.dtype.numpy_dtype.itemsize
+        items = math.prod(len(range(*axis.indices(n))) for axis, n in zip(self.span, self.shape))
+        return items * (1 if first is None else self.layers) * self.store.dtype.numpy_dtype.itemsize
 
     def place(self, values: np.ndarray) -> jax.Array:
-        """The array on the devices, from the `values` of the span."""
+        """The array on the devices. values: of the span."""
 
-        def share(index: tuple[slice, ...]) -> np.ndarray:
-            ranges = [where.indices(n)[:2] for where, n in zip(index, self.shape)]
-            own = tuple(slice(a - of.start, b - of.start) for (a, b), of in zip(ranges, self.span))
-            return np.ascontiguousarray(values[own])
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            ranges = [axis.indices(n)[:2] for axis, n in zip(index, self.shape)]
+            within = tuple(slice(a - axis.start, b - axis.start) for (a, b), axis in zip(ranges, self.span))
+            return np.ascontiguousarray(values[within])
 
-        return placing.place(share, self.shape, self.sharding)
+        return placing.place(shard, self.shape, self.sharding)
 
     def _stored(self) -> tuple[slice, ...]:
-        """The span within the stored shape: the vocabulary's padding depends on the mesh."""
+        """The span, cut to the stored shape: the stored vocabulary may have less padding than this mesh's."""
         sizes = self.store.shape[-len(self.shape) :]
-        return tuple(slice(min(of.start, n), min(of.stop, n)) for of, n in zip(self.span, sizes))
+        return tuple(slice(min(axis.start, n), min(axis.stop, n)) for axis, n in zip(self.span, sizes))
 
 
-class _Reading:
-    """Reads parts in the order of their first use, in advance, and frees each after its last use."""
+class _Reader:
+    """Reads parts in advance, in the order of their first use, and frees each after its last use."""
 
     def __init__(self, folder: pathlib.Path, definition: ModelDef, keys: Sequence[Key]):
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
@@ -106,40 +106,40 @@ class _Reading:
             layers = store.chunk_layout.read_chunk.shape[0]
             self._arrays[name] = _Array(store, shape, sharding, _span(shape, sharding), layers)
         self._keys, self._parts = keys, [self._part(*key) for key in keys]
-        self._last = {part: index for index, part in enumerate(self._parts)}
-        self._coming = list(dict.fromkeys(self._parts))[::-1]
-        self._read: dict[_Part, tensorstore.Future] = {}
+        self._last_use = {part: index for index, part in enumerate(self._parts)}
+        self._pending = list(dict.fromkeys(self._parts))[::-1]
+        self._reads: dict[_Part, tensorstore.Future] = {}
 
     def take(self, index: int) -> jax.Array:
         """The array of `keys[index]`; call it with 0, 1, 2, ..."""
         (name, layer), part = self._keys[index], self._parts[index]
-        while self._coming and (part not in self._read or self._size(self._coming[-1]) <= AHEAD):
-            coming = self._coming.pop()
-            self._read[coming] = self._arrays[coming.name].begin(coming.first)
-        values = self._read[part].result()
-        if self._last[part] == index:
-            del self._read[part]
+        while self._pending and (part not in self._reads or self._size(self._pending[-1]) <= AHEAD):
+            following = self._pending.pop()
+            self._reads[following] = self._arrays[following.name].begin(following.first)
+        values = self._reads[part].result()
+        if self._last_use[part] == index:
+            del self._reads[part]
         return self._arrays[name].place(values if layer is None else values[layer - part.first])
 
     def _part(self, name: str, layer: int | None) -> _Part:
         layers = self._arrays[name].layers
         return _Part(name, None if layer is None else layer // layers * layers)
 
-    def _size(self, coming: _Part) -> int:
-        """Bytes of all parts in memory, with one more."""
-        return sum(self._arrays[part.name].size(part.first) for part in (*self._read, coming))
+    def _size(self, following: _Part) -> int:
+        """Bytes of all parts in memory and of `following`."""
+        return sum(self._arrays[part.name].size(part.first) for part in (*self._reads, following))
 
 
 def _open(folder: pathlib.Path, name: str, context: tensorstore.Context) -> tensorstore.TensorStore:
-    """An array of an item, without reading its values."""
+    """Open the array `name` in the item at `folder`, without reading its values."""
     base = {"driver": "file", "path": f"{folder}/"}
-    place = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
-    spec = {"driver": "zarr", "kvstore": place}
+    database = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+    spec = {"driver": "zarr", "kvstore": database}
     return tensorstore.open(spec, open=True, read=True, context=context).result()
 
 
 def _span(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> tuple[slice, ...]:
-    """The smallest block that holds the shares of all this process's devices."""
+    """The smallest block that covers the shards of all this process's devices."""
     indices = sharding.addressable_devices_indices_map(shape).values()
-    ends = [[where.indices(n)[:2] for where, n in zip(index, shape)] for index in indices]
+    ends = [[axis.indices(n)[:2] for axis, n in zip(index, shape)] for index in indices]
     return tuple(slice(min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*ends))

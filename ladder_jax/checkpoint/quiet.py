@@ -1,20 +1,20 @@
-"""Suppresses what Orbax and tensorstore print when a disk fails: pages that would bury the one line that a user needs.
+"""Silence what Orbax and tensorstore print when a write fails: pages of it would hide our one-line message.
 
-The error itself is raised in `Writing.wait`. Orbax also logs it in several threads, with tracebacks; and each write
-that it abandons warns that its error was never retrieved, or that its event loop is closed.
+`Store.wait` raises the error itself. Orbax also logs it in several threads, with tracebacks. And each write that Orbax
+abandons prints that its exception was never retrieved, or that its event loop is closed.
 """
 
 import logging
 import sys
 import threading
 
-WRITING = "writing."  # the prefix of an incomplete checkpoint's folder, which abandoned writes name
+WRITING = "writing."  # the prefix of an unfinished checkpoint's folder; messages of abandoned writes contain it
 
 _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
 
 
 class Quiet:
-    """Suppresses these messages, and no others, until `close()`."""
+    """From construction until `close()`, drops these messages and no others."""
 
     def __init__(self):
         self._before = sys.unraisablehook
@@ -23,7 +23,7 @@ class Quiet:
             logger.addFilter(_not_orbax)
 
     def close(self, *, after: float = 0.0) -> None:
-        """Ends it `after` as many seconds: abandoned writes may still be under way."""
+        """after: seconds to wait first, without blocking, as abandoned writes may still be running."""
         if after:
             timer = threading.Timer(after, self.close)
             timer.daemon = True

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the last n, every m-th step, and the best by held-out loss."""
+"""Which checkpoints to keep: the last n, every m-th step, and the best by held-out loss."""
 
 import dataclasses
 import pathlib
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from ladder_jax.errors import UserError, unknown
 
-DELETING = "deleting."  # a folder's prefix while it is removed: after a kill it does not look like a checkpoint
+DELETING = "deleting."  # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """last: how many of the newest are kept. every: also each step that it divides. best: also how many of the lowest
-    held-out loss. 0 keeps none of that kind; the newest is always kept.
+    """last: how many of the newest to keep. every: also keep the steps divisible by it. best: also keep that many with
+    the lowest held-out loss. 0 turns a rule off. The newest is always kept.
     """
 
     last: int = 1
@@ -22,7 +22,7 @@ class Keep:
 
 
 def parse(words: str) -> Keep:
-    """`last=3,every=1000,best=1`, any of them. Raises UserError for anything else."""
+    """Parse `last=3,every=1000,best=1`; each rule may be left out. Raises UserError for anything else."""
     values = {}
     for word in words.split(","):
         name, _, value = word.strip().partition("=")
@@ -34,20 +34,20 @@ def parse(words: str) -> Keep:
     return Keep(**values)
 
 
-def doomed(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
-    """The steps to remove among those in `losses` (held-out loss by step; None where it was not measured)."""
+def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
+    """losses: the held-out loss of each step's checkpoint; None if it was not measured."""
     steps = sorted(losses)
-    measured = sorted((step for step in steps if losses[step] is not None), key=lambda step: (losses[step], -step))
-    stay = {*steps[-keep.last :], *measured[: keep.best]}
-    return [step for step in steps if step not in stay and not (keep.every and step % keep.every == 0)]
+    by_loss = sorted((step for step in steps if losses[step] is not None), key=lambda step: (losses[step], -step))
+    kept = {*steps[-keep.last :], *by_loss[: keep.best]}
+    return [step for step in steps if step not in kept and not (keep.every and step % keep.every == 0)]
 
 
 def remove(folder: pathlib.Path) -> None:
-    """Remove one step's folder. It is renamed first, so that a kill cannot leave half of a checkpoint."""
-    going = folder.with_name(DELETING + folder.name)
-    shutil.rmtree(going, ignore_errors=True)
+    """Remove one step's folder. It is renamed first, so that a kill leaves no half checkpoint under its name."""
+    renamed = folder.with_name(DELETING + folder.name)
+    shutil.rmtree(renamed, ignore_errors=True)
     try:
-        folder.rename(going)
-    except FileNotFoundError:  # another process has removed it
+        folder.rename(renamed)
+    except FileNotFoundError:  # another process removed it
         return
-    shutil.rmtree(going, ignore_errors=True)
+    shutil.rmtree(renamed, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Saved checkpoints: opened, verified, and read onto any mesh.
+"""Saved checkpoints: open them, verify them, and read them onto any mesh.
 
-A checkpoint is a folder `checkpoints/<step>/`: the items `params` and `optimizer`, plain nested dicts of arrays;
-`data`, JSON: the position in the data and what was skipped; `meta`, JSON: this format's name and version, the run's
-resolved configuration, the held-out loss; and `manifest.json`. Older checkpoints without a manifest can be read, but
-not verified.
+A checkpoint is a folder `checkpoints/<step>/` with these items: `params` and `optimizer`, nested dicts of arrays;
+`data`, JSON with the position in the data and the skipped batches; `meta`, JSON with this format's name and version,
+the run's resolved configuration and the held-out loss; and `manifest.json`. Older checkpoints without a manifest can be
+read, but not verified.
 """
 
 import dataclasses
@@ -29,16 +29,17 @@ VERSION = 1
 
 
 class Damaged(UserError):
-    """A checkpoint whose files differ from what was written. The message names the newest intact one before it."""
+    """A file of the checkpoint is missing or changed. The message names the newest intact checkpoint before it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """One saved step: its folder, and the configuration of the run that wrote it.
 
-    data: the position in the data. time: of writing, in seconds since 1970. validation_loss: held-out, nats a token.
-    listed: whether it has a manifest; without one, a changed bit is not detected. compared: whether all its files were
-    compared with the manifest already.
+    data: the position in the data. time: when it was written, in seconds since 1970.
+    validation_loss: the held-out loss, in nats per token; None if it was not measured.
+    has_manifest: without a manifest, a changed bit is not detected.
+    verified: whether all files have been compared with the manifest.
     """
 
     path: pathlib.Path
@@ -47,11 +48,11 @@ class Checkpoint:
     data: dict[str, Any]
     time: float | None
     validation_loss: float | None
-    listed: bool
-    compared: bool = False
+    has_manifest: bool
+    verified: bool = False
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """The run's own copy of its tokenizer. Raises UserError if it is missing, or has more tokens than the model."""
+        """The run's copy of its tokenizer. Raises UserError if it is missing, or has more tokens than the model."""
         folder = self.path.parent.parent / tokenizers.FOLDER
         stored = folder.exists() or self.config.data.tokenizer != tokenizers.BYTES
         tokenizer = tokenizers.load(folder if stored else None)
@@ -59,12 +60,12 @@ class Checkpoint:
         return tokenizer
 
     def params(self, definition: ModelDef) -> Params:
-        """Parameters as `definition` lays them out. Raises Damaged where a file differs from what was written."""
+        """The parameters, with the shapes and shardings of `definition`. Raises Damaged if a file was changed."""
         return self._restore("params", definition.abstract)
 
     def optimizer(self, like: Params) -> Params:
-        """The optimizer's state, with the shapes and shardings of `like`. Raises UserError where none was saved."""
-        if self.listed and not manifest.lists(self.path, part="optimizer"):
+        """The optimizer's state, with the shapes and shardings of `like`. Raises UserError if none was saved."""
+        if self.has_manifest and not manifest.lists(self.path, part="optimizer"):
             raise UserError(
                 f"checkpoint {str(self.path)!r} was converted, not trained: it has no optimizer's state to go on with"
             )
@@ -72,34 +73,34 @@ class Checkpoint:
 
     @property
     def identity(self) -> str:
-        """Identifies these parameters: a digest of their entries in the manifest; without a manifest, the folder."""
-        return manifest.digest(self.path, part="params") if self.listed else str(self.path.resolve())
+        """A string that identifies the parameters: their digest in the manifest; without a manifest, the path."""
+        return manifest.digest(self.path, part="params") if self.has_manifest else str(self.path.resolve())
 
     def check(self) -> "Checkpoint":
-        """This checkpoint, after every file was compared with the manifest. Raises Damaged."""
-        if self.listed:
+        """Compares every file with the manifest, and returns this checkpoint as verified. Raises Damaged."""
+        if self.has_manifest:
             _check_files(self.path, part="")
-        return dataclasses.replace(self, compared=self.listed)
+        return dataclasses.replace(self, verified=self.has_manifest)
 
     def _restore(self, item: str, like: Any) -> Any:
         self.compare(item, like)
         try:
             # Not strict: the vocabulary's zero padding depends on the mesh. All other shapes were compared above.
-            place = lambda a: ocp.ArrayRestoreArgs(
+            restore_args = lambda a: ocp.ArrayRestoreArgs(
                 sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False
             )
-            args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(place, like))
+            args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(restore_args, like))
             return ocp.PyTreeCheckpointHandler().restore(self.path / item, args=args)
         except Exception as error:  # Orbax and tensorstore have no common error for damaged files
             raise damaged(self.path, error) from error
 
     def compare(self, item: str, like: Any) -> None:
-        """Raises Damaged where a file of an item was changed, UserError where its arrays are not like `like`."""
+        """Raises Damaged if a file of `item` was changed, UserError if its arrays' names or shapes are not `like`'s."""
         folder = self.path / item
-        if self.listed and not self.compared:
+        if self.has_manifest and not self.verified:
             _check_files(self.path, part=item)
         try:
-            if not self.listed:
+            if not self.has_manifest:
                 _check_readable(folder, set(array_shapes(like)))
             check_shapes(ocp.PyTreeCheckpointHandler().metadata(folder).tree, like, folder=folder)
         except UserError:
@@ -109,39 +110,39 @@ class Checkpoint:
 
 
 def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of a nested dict's arrays, by name: "layers/mlp/up"."""
+    """The shapes of a nested dict's arrays by name, such as "layers/mlp/up"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
     return {"/".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape) for path, leaf in leaves}
 
 
 def check_shapes(stored: Any, like: Any, *, folder: pathlib.Path) -> None:
-    """Raises UserError where arrays are missing, extra or of another shape; the padded vocabulary may differ."""
-    have, need = array_shapes(stored), array_shapes(like)
-    for name in sorted(have.keys() | need.keys()):
-        a, b = have.get(name), need.get(name)
+    """Raises UserError if an array is missing, extra or of another shape. The padded vocabulary may differ."""
+    actual, expected = array_shapes(stored), array_shapes(like)
+    for name in sorted(actual.keys() | expected.keys()):
+        a, b = actual.get(name), expected.get(name)
         padded = name.endswith("table") and a is not None and b is not None and a[1:] == b[1:]
         if a != b and not padded:
             raise UserError(f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}")
 
 
 def check_listed(folder: pathlib.Path, names: set[str]) -> None:
-    """Raises ValueError where an item's folder lacks an array of `names`. Reads only the list of its arrays."""
+    """Raises ValueError if an item's folder lacks an array of `names`. Reads only the list of its arrays."""
     _check_listed(_keys(_open_store(folder)), names)
 
 
 def _check_readable(folder: pathlib.Path, names: set[str]) -> None:
-    """Reads every stored value once, a few at a time; raises ValueError for the first that is damaged or missing.
+    """Reads every stored chunk once, 16 at a time. Raises ValueError for the first that is damaged or missing.
 
-    For checkpoints without a manifest. Where Orbax meets a damaged value, it abandons its other reads, and their errors
-    bury the one line that the user needs.
+    For checkpoints without a manifest. If Orbax itself reads a damaged chunk, it abandons its other reads, and their
+    errors hide our one-line message.
     """
     store = _open_store(folder)
     keys = _keys(store)
     _check_listed(keys, names)
-    for some in itertools.batched(keys, 16):
-        for key, read in [(key, store.read(key)) for key in some]:
+    for batch in itertools.batched(keys, 16):
+        for key, read in [(key, store.read(key)) for key in batch]:
             if not read.result().value:
-                raise ValueError(f"the data of {key.partition('/')[0]} is not there")
+                raise ValueError(f"the data of {key.partition('/')[0]} is missing")
 
 
 def _open_store(folder: pathlib.Path) -> tensorstore.KvStore:
@@ -154,31 +155,31 @@ def _keys(store: tensorstore.KvStore) -> list[str]:
 
 def _check_listed(keys: list[str], names: set[str]) -> None:
     if missing := {name.replace("/", ".") for name in names} - {key.partition("/")[0] for key in keys}:
-        raise ValueError(f"{sorted(missing)[0]} is not there")
+        raise ValueError(f"{sorted(missing)[0]} is missing")
 
 
 def steps(folder: pathlib.Path) -> list[int]:
-    """The steps of the finished checkpoints in `folder`, in order, without one that is still being written."""
+    """The steps of the finished checkpoints in `folder`, in order."""
     if not folder.is_dir():
         return []
     return sorted(int(p.name) for p in folder.iterdir() if _is_step(p.name) and p.is_dir())
 
 
 def _is_step(name: str) -> bool:
-    """Whether a run writes a step so: "20", not "020", nor with other digits than ASCII's."""
+    """Whether `name` is a step as a run writes it: "20", but not "020" or digits other than ASCII's."""
     return name.isascii() and name.isdigit() and name == str(int(name))
 
 
 def folder_of(path: pathlib.Path) -> pathlib.Path:
-    """The folder that holds the steps' folders: `path`, or its `checkpoints` where `path` is a run's folder."""
+    """The folder that holds the steps' folders: `path/checkpoints` if `path` is a run's folder, else `path`."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
-    """The checkpoint at `path`: one step's folder, or the newest in a run's folder or its `checkpoints/`.
+    """Open the checkpoint at `path`: one step's folder, or the newest in a run's folder or its `checkpoints/`.
 
-    All its files exist with their sizes; their contents are compared when they are read. Raises UserError where `path`
-    holds no checkpoint of this program, and Damaged.
+    Checks that all files exist and have the right sizes. Their contents are compared when they are read. Raises
+    UserError if `path` holds no checkpoint of this program, and Damaged.
     """
     path = pathlib.Path(path).expanduser().absolute()
     if not path.exists():
@@ -189,41 +190,41 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     if finished := steps(folder):
         folder = folder / str(finished[-1])
     meta = _meta(folder, path)
-    listed = "manifest" in meta
-    if listed and (wrong := manifest.problems(folder, contents=False)):
-        raise _damaged(folder, wrong[0])
-    data = _json(folder, "data") if listed else {}
-    about = dict(time=meta.get("time"), validation_loss=meta.get("validation_loss"), listed=listed)
+    has_manifest = "manifest" in meta
+    if has_manifest and (problems := manifest.problems(folder, contents=False)):
+        raise _damaged(folder, problems[0])
+    data = _json(folder, "data") if has_manifest else {}
+    about = dict(time=meta.get("time"), validation_loss=meta.get("validation_loss"), has_manifest=has_manifest)
     return Checkpoint(folder, meta["step"], from_dict(meta["config"]), data, **about)
 
 
 def verify(folder: pathlib.Path) -> list[str]:
-    """What is wrong with one step's folder, a line a file, after reading all of it. Empty if intact, or no manifest."""
+    """Reads all files of one step's folder; one line for each damaged file. Empty if intact, or without manifest."""
     try:
         checkpoint = open_checkpoint(folder)
     except Damaged:
         return manifest.problems(folder) or ["meta/metadata is missing or damaged"]
-    return manifest.problems(folder) if checkpoint.listed else []
+    return manifest.problems(folder) if checkpoint.has_manifest else []
 
 
 def reason(error: BaseException) -> str:
-    """The first line of the innermost error, which names the cause; for an error of the operating system its text."""
+    """The cause of an error in one line: the operating system's text, or the first line of the innermost error."""
     while error.__cause__:
         error = error.__cause__
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):  # tensorstore puts the cause anywhere
+    if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):  # tensorstore: anywhere in the text
         return os.strerror(int(code[1]))
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def damaged(folder: pathlib.Path, error: BaseException) -> Damaged:
-    """The error to raise where reading one step's folder raised `error`."""
+    """The error to raise after reading one step's folder raised `error`."""
     return _damaged(folder, reason(error))
 
 
 def _meta(folder: pathlib.Path, path: pathlib.Path) -> dict:
-    """path: as the user gave it, for messages."""
+    """The item `meta`, checked. path: as the user wrote it, for messages."""
     if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
         raise UserError(f"{str(path)!r} holds no ladder_jax checkpoint")
     meta = _json(folder, "meta")
@@ -239,7 +240,7 @@ def _meta(folder: pathlib.Path, path: pathlib.Path) -> dict:
 
 
 def _json(folder: pathlib.Path, item: str) -> Any:
-    """A JSON item. Where there is a manifest, it is compared with that first."""
+    """Read a JSON item, after comparing it with the manifest if there is one."""
     file = folder / item / "metadata"
     if (folder / manifest.NAME).is_file():
         _check_files(folder, part=item)
@@ -253,15 +254,15 @@ def _json(folder: pathlib.Path, item: str) -> Any:
 
 def _check_files(folder: pathlib.Path, *, part: str) -> None:
     # Comparing contents reads every file once more: one process does it, the others compare sizes.
-    if wrong := manifest.problems(folder, part=part, contents=jax.process_index() == 0):
-        raise _damaged(folder, wrong[0])
+    if problems := manifest.problems(folder, part=part, contents=jax.process_index() == 0):
+        raise _damaged(folder, problems[0])
 
 
-def _damaged(folder: pathlib.Path, why: str) -> Damaged:
+def _damaged(folder: pathlib.Path, problem: str) -> Damaged:
     offer = ""
     for step in steps(folder.parent)[::-1] if _is_step(folder.name) else ():
         before = folder.parent / str(step)
         if step < int(folder.name) and not ((before / manifest.NAME).is_file() and manifest.problems(before)):
             offer = f"; the newest whole one before it is step {step}"
             break
-    return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {why}{offer}")
+    return Damaged(f"checkpoint {str(folder)!r} is damaged or incomplete: {problem}{offer}")

@@ -1,9 +1,9 @@
-"""Writes checkpoints in the background, each into a temporary folder that is renamed when it is complete.
+"""Write checkpoints in the background, each completely or not at all.
 
-A step is written into `writing.<step>`, then its manifest is written and everything synced, then the folder is renamed
-`<step>`, and only then are older steps removed. So whenever the process or the machine dies, a folder `<step>` is
-complete. With several processes, each writes its own shards and reports success or failure, and process 0 does the
-rest: a save fails in all of them or in none.
+A step is written into the folder `writing.<step>`. Then its manifest is written, all files are synced, the folder is
+renamed to `<step>`, and only then are older checkpoints removed. So a folder named `<step>` is complete, whenever the
+process or the machine dies. With several processes, each writes its own shards and reports success or an error.
+Process 0 does the rest, and tells all others the outcome: a save succeeds on all processes or fails on all.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
 
-LATE = 10.0  # seconds that the writes of a failed save may take to end
+ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A checkpoint that could not be written; earlier ones are unchanged. newest: the step of the latest, if any."""
+    """A checkpoint could not be written. Earlier checkpoints are unchanged. newest: the step of the last of them."""
 
     step: int
     reason: str
@@ -45,10 +45,10 @@ class Failure:
 
 
 class Store:
-    """Writes a run's checkpoints into `folder`, one at a time. `failure()` returns a failed save.
+    """Writes a run's checkpoints into `folder`, one at a time. `failure()` returns the last failure.
 
-    With several processes, each has a Store and calls `save`, `wait` and `close` in the same order.
-    patience: seconds that one process waits for another's report; then the run fails.
+    With several processes, each constructs a Store and makes the same calls of `save`, `wait` and `close`.
+    patience: seconds to wait for another process; after that the run fails.
     """
 
     def __init__(self, folder: pathlib.Path, *, config: RunConfig, patience: float = PATIENCE):
@@ -57,8 +57,8 @@ class Store:
         self._keep = retention.Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None
         self._failure: Failure | None = None
-        self._lost: RunFailed | None = None
-        self._begins, self._ends = (Agreement(name, patience=patience) for name in ("save", "saved"))
+        self._disagreement: RunFailed | None = None
+        self._start, self._end = (Agreement(name, patience=patience) for name in ("save", "saved"))
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear()
@@ -74,91 +74,91 @@ class Store:
         data: dict[str, Any] | None = None,
         validation_loss: float | None = None,
     ) -> None:
-        """Copies the arrays to the host, and writes them in the background. First waits for the previous save."""
+        """Copy the arrays to the host, then write them in the background. Waits first for the previous save."""
         self.wait()
         self._quiet = self._quiet or Quiet()
         meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
         meta |= {"validation_loss": validation_loss, "config": to_dict(self._config)}
         items = {"params": params, "optimizer": optimizer}
-        outcome = self._begins.decided(f"room for the checkpoint of step {step}", lambda: self._prepared(step, items))
+        outcome = self._start.decided(f"room for the checkpoint of step {step}", lambda: self._prepare(step, items))
         if outcome["reason"]:
             self._failed(step, outcome)
             return
-        writing = Writing(self._writing(step), items)
+        writing = Writing(self._unfinished(step), items)
         texts = {"data": {"step": step, **(data or {})}, "meta": meta}
         self._thread = threading.Thread(target=self._finish, args=(step, writing, texts), name=f"checkpoint {step}")
         self._thread.start()
 
     def failure(self) -> Failure | None:
-        """The failure since the last call, None if there was none. Does not wait for a save in progress."""
+        """The last failure since the previous call, or None. Does not wait."""
         failure, self._failure = self._failure, None
         return failure
 
     def wait(self) -> None:
-        """Waits until the last save is complete or failed. Raises RunFailed where other processes do not report."""
+        """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do not answer."""
         self._join()
-        if self._lost is not None:
-            raise self._lost
+        if self._disagreement is not None:
+            raise self._disagreement
 
     def close(self) -> None:
         self._join()
         if self._quiet is not None:
-            self._quiet.close(after=LATE if self._failures else 0)
+            self._quiet.close(after=ABANDONED if self._failures else 0)
 
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _prepared(self, step: int, items: dict[str, Params]) -> dict[str, Any]:
-        """Makes empty folders to write into, and the run's own where they were removed."""
+    def _prepare(self, step: int, items: dict[str, Params]) -> dict[str, Any]:
+        """Create empty folders to write into. The run's own folder may have been removed meanwhile."""
 
-        def prepare() -> None:
+        def create() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             _check_room(self.folder, *items.values())
             self._clear()
             for item in items:
-                (self._writing(step) / item).mkdir(parents=True)
+                (self._unfinished(step) / item).mkdir(parents=True)
 
-        return self._outcome(_why_not(prepare))
+        return self._outcome(_error_of(create))
 
     def _finish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
-        # Shorter than the other processes' patience, so that they get the report of a disk that hangs.
-        mine = _why_not(lambda: writing.wait(within=0.8 * self._patience))
+        # A shorter time-out than the other processes', so that a disk that hangs is reported to them in time.
+        error = _error_of(lambda: writing.wait(within=0.8 * self._patience))
 
-        def conclude(reports: list[str | None]) -> dict[str, Any]:
-            why, whose = first_of(reports)
-            return self._outcome(why + whose if why else _why_not(lambda: self._take_place(step, writing, texts)))
+        def conclude(errors: list[str | None]) -> dict[str, Any]:
+            first, whose = first_of(errors)
+            return self._outcome(first + whose if first else _error_of(lambda: self._publish(step, writing, texts)))
 
         try:
-            outcome = self._ends.concluded(f"the checkpoint of step {step}", mine, conclude)
-        except RunFailed as lost:
-            self._lost = lost
+            outcome = self._end.concluded(f"the checkpoint of step {step}", error, conclude)
+        except RunFailed as failure:
+            self._disagreement = failure
             return
         if outcome["reason"]:
             self._failed(step, outcome)
 
-    def _take_place(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
+    def _publish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
         writing.finish(texts)
-        retention.remove(self.folder / str(step))  # saved by a run that has since resumed from an earlier step
-        self._writing(step).rename(self.folder / str(step))
+        retention.remove(self.folder / str(step))  # exists if the run went back to an earlier step
+        self._unfinished(step).rename(self.folder / str(step))
         manifest.sync_folder(self.folder)
-        with contextlib.suppress(OSError):  # the new one is safe, and the next save prunes again
+        with contextlib.suppress(OSError):  # the new checkpoint is complete, and the next save prunes again
             self._prune()
 
     def _prune(self) -> None:
         losses = {step: loss_of(self.folder / str(step)) for step in steps(self.folder)}
-        for step in retention.doomed(losses, keep=self._keep):
+        for step in retention.steps_to_remove(losses, keep=self._keep):
             retention.remove(self.folder / str(step))
 
-    def _outcome(self, why: str | None) -> dict[str, Any]:
-        """The outcome to send to all processes. Removes the files of a failed save, to free the disk for the next."""
-        if why is None:
+    def _outcome(self, reason: str | None) -> dict[str, Any]:
+        """The outcome that all processes get. After a failure, removes the unfinished files, to free the disk."""
+        if reason is None:
             return {"reason": None, "newest": None}
         try:
             self._clear()
-            return {"reason": why, "newest": max(steps(self.folder), default=None)}
-        except OSError as error:  # the folder itself cannot be read
+            return {"reason": reason, "newest": max(steps(self.folder), default=None)}
+        except OSError as error:  # the folder cannot even be listed
             raise RunFailed(f"cannot read {str(self.folder)!r}: {error.strerror}") from None
 
     def _failed(self, step: int, outcome: dict[str, Any]) -> None:
@@ -166,34 +166,34 @@ class Store:
         self._failure = Failure(step, outcome["reason"], outcome["newest"])
 
     def _clear(self) -> None:
-        """Remove folders that a kill or a failure has left half written or half removed."""
-        for left in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
-            shutil.rmtree(left, ignore_errors=True)
+        """Remove folders that a kill or a failure left half written or half removed."""
+        for leftover in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
+            shutil.rmtree(leftover, ignore_errors=True)
 
-    def _writing(self, step: int) -> pathlib.Path:
-        """A new name after each failure, whose abandoned writes may still be under way in the old folder."""
+    def _unfinished(self, step: int) -> pathlib.Path:
+        """The folder to write into. A new name after each failure: its abandoned writes may still be running."""
         return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
 
 
 def loss_of(folder: pathlib.Path) -> float | None:
-    """The held-out loss that a checkpoint was saved with."""
+    """The held-out loss stored in a checkpoint; None if it was not measured, or the checkpoint is damaged."""
     try:
         return open_checkpoint(folder).validation_loss
     except UserError:  # damaged: never the best
         return None
 
 
-def _why_not(work: Callable[[], None]) -> str | None:
-    """Why `work` failed, in one line; None if it succeeded."""
+def _error_of(work: Callable[[], None]) -> str | None:
+    """Calls `work`. Returns its error in one line, None if it succeeded."""
     try:
         work()
-    except Exception as error:  # Orbax and tensorstore have no common error for a failing disk
+    except Exception as error:  # Orbax and tensorstore have no common error for a failed write
         return reason(error)
     return None
 
 
 def _check_room(folder: pathlib.Path, *trees: Params) -> None:
-    """Raises OSError where the disk has less room than the arrays need, before anything is written."""
+    """Raises OSError if the disk has less free space than the arrays need: better now than half-way through."""
     needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(trees)), shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(

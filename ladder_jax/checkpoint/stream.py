@@ -1,8 +1,8 @@
-"""Parameters written to a checkpoint piece by piece, in Orbax's format.
+"""Write a checkpoint's parameters piece by piece, in Orbax's storage format.
 
-A Store saves arrays in memory; this writes the parameters of a model that is never in memory as a whole. Each array is
-a zarr in one OCDBT database, in chunks of at most one layer, so that pieces can be written and read separately. Orbax's
-description of the arrays, `_METADATA`, is written last.
+A Store saves arrays that are in memory. A Stream writes a model that is too large for the host's memory. Each array is
+a zarr array in one OCDBT database. A chunk holds a part of one layer, so that pieces can be written and read
+separately. Orbax's description of the arrays, `_METADATA`, is written last.
 """
 
 import concurrent.futures
@@ -21,18 +21,18 @@ DICT_KEY = 2  # Orbax's number for a key of a dict
 
 
 class Stream:
-    """Writes one item of a checkpoint: `stream.put("layers/mlp/up", values, layer=3)` for each piece, then `finish()`.
+    """Writes one item of a checkpoint: `stream.put("layers/mlp/up", values, layer=3)` for each array, then `finish()`.
 
-    folder: must not exist yet. arrays: shape and dtype of every array by its name, the layers' stacked [L, ...].
-    Errors of the disk are tensorstore's ValueErrors and OSErrors.
+    arrays: the shape and dtype of each array by name; arrays of layers are stacked, [L, ...].
+    `folder` must not exist yet. A failed write raises tensorstore's ValueError or OSError.
 
-    Use it in a `with`: disk access runs in a thread, where no signal handler's exception interrupts it, and ends with
-    the block. A write that continued would create the folder again after its removal.
+    Use it in a `with` block. All disk access runs in a thread, where the exception of a signal handler cannot interrupt
+    it; it has ended when the block ends. A write that ran on would create the folder again after its removal.
     """
 
     def __init__(self, folder: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]):
         self._disk = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ladder_jax stream")
-        self._on_disk(lambda: None)  # starts the thread before there is any write to wait for
+        self._on_disk(lambda: None)  # starts the thread now, so that __exit__ always waits for it
         try:
             folder.mkdir(parents=True)
             self.folder, self.arrays = folder, dict(arrays)
@@ -49,7 +49,7 @@ class Stream:
         self._disk.shutdown(wait=True, cancel_futures=True)
 
     def put(self, name: str, values: np.ndarray, *, layer: int | None = None) -> None:
-        """Write an array, or one layer of a stack. Returns when it is written."""
+        """Write an array, or one layer of it. Returns when it is on the disk."""
         target = self._part(name, layer)
         if tuple(target.shape) != values.shape:
             raise ValueError(f"{name} is {values.shape}, not {tuple(target.shape)}")
@@ -59,12 +59,12 @@ class Stream:
             self._digests[name, layer, start] = _digest(piece)
 
     def get(self, name: str, *, layer: int | None = None) -> np.ndarray:
-        """The array, or one layer of a stack, as it is on the disk."""
+        """Read an array, or one layer of it, back from the disk."""
         return self._on_disk(lambda: self._part(name, layer).read().result())
 
     @property
     def count(self) -> int:
-        """How many pieces were written."""
+        """The number of pieces written."""
         return len(self._digests)
 
     def finish(self) -> None:
@@ -75,7 +75,7 @@ class Stream:
         (self.folder / METADATA).write_text(json.dumps(metadata), encoding="utf-8")
 
     def differences(self) -> Iterator[str | None]:
-        """Reads every piece back: yields None, or the name of the array where the stored values differ."""
+        """Reads every piece back. Yields None for each that equals what was written, else the array's name."""
         self._open_all()
         for (name, layer, start), digest in self._digests.items():
             target = self._part(name, layer)
@@ -90,7 +90,7 @@ class Stream:
         return self._disk.submit(work).result()
 
     def _open_all(self) -> None:
-        """With an empty cache, so that later reads come from the disk."""
+        """Open all arrays without a cache, so that reads come from the disk."""
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
         self._stores = {name: self._on_disk(lambda: self._open(name, array)) for name, array in self.arrays.items()}
 
@@ -110,7 +110,7 @@ class Stream:
 
 
 def _step(shape: tuple[int, ...], itemsize: int) -> int:
-    """How many rows make a piece."""
+    """The number of rows in a piece."""
     return max(1, CHUNK // (itemsize * int(np.prod(shape[1:]))))
 
 

@@ -1,7 +1,7 @@
-"""Writes one step: each process its own shards, which process 0 then completes to a checkpoint.
+"""Write one step: each process writes its own shards, and process 0 completes the checkpoint.
 
-Orbax's handlers write the arrays. Its checkpointers would wait for the other processes in barriers, which a process
-whose disk fails never enters. Here no process waits for another; `store` does, with a time-out.
+Orbax's handlers write the arrays. Its checkpointers are not used: they wait for other processes in barriers, which a
+process whose disk failed never reaches. Here no process waits for another; `store` does, with a time-out.
 """
 
 import asyncio
@@ -21,26 +21,29 @@ from ladder_jax.nn import Params
 
 
 class Writing:
-    """Writes `items`, trees of arrays by name, into the existing folders of their names in `folder`.
+    """Starts writing `items`, pytrees of arrays by name, into the existing folders `folder/NAME`.
 
-    The constructor copies the arrays, which the caller may then change. Errors are raised by `wait`.
+    After construction the arrays have been copied, and may change. Errors are raised by `wait`.
     """
 
     def __init__(self, folder: pathlib.Path, items: Mapping[str, Params]):
         self._folder = epath.Path(folder)
         self._names = {item: set(array_shapes(tree)) for item, tree in items.items()}
         self._handler = ocp.PyTreeCheckpointHandler()
-        # In a thread, as the caller's may run an event loop already, for example in a notebook.
+        # In a thread: the caller's own may have an event loop already, as in notebooks.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            self._begun = pool.submit(self._begin, items)
+            self._started = pool.submit(self._start, items)
 
     def wait(self, *, within: float) -> None:
-        """Waits until this process's part is written. Raises the errors of Orbax and tensorstore, and TimeoutError."""
-        for commit in self._begun.result():
+        """Wait until this process's shards are written. Raises Orbax's and tensorstore's errors, and TimeoutError.
+
+        within: seconds.
+        """
+        for commit in self._started.result():
             commit.result(timeout=within)
 
     def finish(self, texts: Mapping[str, Any]) -> None:
-        """In one process, after `wait` has returned in all: adds the JSON items `texts`, and the manifest."""
+        """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded on all processes."""
         for item, names in self._names.items():
             self._handler.finalize(self._folder / item)
             check_listed(pathlib.Path(self._folder / item), names)
@@ -49,29 +52,29 @@ class Writing:
             (self._folder / item / "metadata").write_text(json.dumps(value), encoding="utf-8")
         manifest.write(pathlib.Path(self._folder))
 
-    def _begin(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
-        async def begin() -> list[ocp.future.Future]:
-            begun = []
+    def _start(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
+        async def start() -> list[ocp.future.Future]:
+            commits = []
             for item, tree in items.items():
-                begun += (
+                commits += (
                     await self._handler.async_save(
                         self._folder / item, args=ocp.args.PyTreeSave(tree, save_args=_chunks(tree))
                     )
                     or []
                 )
-            return begun
+            return commits
 
         loop = asyncio.new_event_loop()
         try:
-            return loop.run_until_complete(begin())
+            return loop.run_until_complete(start())
         finally:
             loop.close()
 
 
 def _chunks(tree: Params) -> Params:
-    """A chunk holds one layer of a stack, so that inference can read one."""
+    """Orbax's settings for each array: one layer of a stack per chunk, so that inference can read single layers."""
 
-    def of(path, array):
+    def save_args(path, array):
         return ocp.SaveArgs(shard_axes=(0,) if getattr(path[0], "key", None) == "layers" else ())
 
-    return jax.tree_util.tree_map_with_path(of, tree)
+    return jax.tree_util.tree_map_with_path(save_args, tree)

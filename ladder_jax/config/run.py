@@ -47,7 +47,7 @@ def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
 
 
 class Format(enum.Enum):
-    """What lies at `data.path`."""
+    """The format of `data.path`."""
 
     TEXT = "text"  # text, a token store, or a mixture: every token is predicted
     EXAMPLES = "examples"  # JSON lines of chats, prompts with completions, and texts (see data/examples/)

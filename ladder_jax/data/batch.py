@@ -1,4 +1,4 @@
-"""What a training step reads: rows of tokens from several documents, and the targets in them."""
+"""The input of a training step: rows packed with several documents, and their targets."""
 
 import dataclasses
 
@@ -8,30 +8,30 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """tokens, segments: [B, T + 1] integers (one row's: [T + 1]), a pytree.
+    """A pytree of integers [B, T + 1]; a single row's are [T + 1].
 
-    segments: which document of its row a token belongs to, counted from 1; 0 is padding. A token is
-    predicted from those of its own document before it: each document's first is predicted by none.
-    learnt: likewise, 0 for tokens that are read and not predicted, such as a prompt's; without it all are.
+    segments: the number of each token's document within its row, from 1; 0 is padding. A token is predicted from the
+    earlier tokens of its document, so the first token of a document is not predicted.
+    loss_mask: 0 for tokens that are input only, such as a prompt's; None to predict all.
     """
 
     tokens: jax.Array
     segments: jax.Array
-    learnt: jax.Array | None = None
+    loss_mask: jax.Array | None = None
 
     @property
     def predicted(self) -> jax.Array:
-        """[B, T]: whether token t + 1 is predicted, from t and what it sees."""
+        """[B, T]: whether position t has a target, token t + 1."""
         before, after = self.segments[:, :-1], self.segments[:, 1:]
-        follows = (before == after) & (after != 0)
-        return follows if self.learnt is None else follows & (self.learnt[:, 1:] != 0)
+        same_document = (before == after) & (after != 0)
+        return same_document if self.loss_mask is None else same_document & (self.loss_mask[:, 1:] != 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """Of a rank's rows: integer tokens [B, T], the next tokens as targets [B, T], and their float32 weights [B, T].
+    """One rank's rows: integer tokens [B, T], the next tokens as targets [B, T], and their float32 weights [B, T].
 
-    segments: as in `Batch`, [B, T]; None where each row is one text.
+    segments: as in `Batch`, [B, T]; None if each row is one text.
     """
 
     tokens: jax.Array

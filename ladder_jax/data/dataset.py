@@ -1,4 +1,4 @@
-"""What `data.path` names, as rows to train on: text, a token store, or a mixture of stores."""
+"""Training rows from `data.path`: text, examples, a token store, or a mixture of stores."""
 
 import dataclasses
 import hashlib
@@ -18,12 +18,12 @@ from ladder_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """training, held_out: rows without end, each T + 1 tokens, or a row's Batch where documents are packed.
+    """training, held_out: endless rows, each T + 1 tokens, or one row's Batch if documents are packed.
 
-    held_out_rows: how many of those there are before they repeat.
-    fingerprint: of all tokens and their order. With the seed and the step it is the whole state of an iteration.
-    text: the training text, uint8, where it is bytes and not a store.
-    notes: what a user should know of it.
+    held_out_rows: the number of held-out rows before they repeat.
+    fingerprint: a digest of all tokens and their order. Together with the seed and the step, it determines every batch.
+    text: the training text as bytes, uint8; None for other tokenizers and formats.
+    notes: lines to show to the user.
     """
 
     training: grain.MapDataset
@@ -36,50 +36,51 @@ class Dataset:
 
 
 def load(config: DataConfig, *, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Raises UserError for what is not there, cannot be read, is too little, or has more tokens than `vocab_size`.
+    """Load the data of a configuration.
 
-    tokenizer: of the checkpoint that training starts from, which the data must have been made with.
+    tokenizer: the tokenizer of the checkpoint that training starts from; the data must have the same.
+    Raises UserError if the data is missing, unreadable or too short, or has more different tokens than `vocab_size`.
     """
-    path, started = pathlib.Path(config.path).expanduser(), tokenizer
-    if started is None or config.tokenizer != BYTES:
+    path, required = pathlib.Path(config.path).expanduser(), tokenizer
+    if required is None or config.tokenizer != BYTES:
         tokenizer = tokenizers.load(config.tokenizer)
-        _check_same(f"data.tokenizer={config.tokenizer!r}", tokenizer, started)
+        _check_same(f"data.tokenizer={config.tokenizer!r}", tokenizer, required)
     if config.format is Format.EXAMPLES:
         return _examples(config, train, vocab_size, tokenizer)
     if path.suffix in mixture.ENDINGS and path.is_file():
-        found = _mixed(mixture.read(path), config, train, vocab_size)
+        dataset = _mixed(mixture.read(path), config, train, vocab_size)
     elif path.is_dir() and is_store(path):
-        found = _stored(Store(path), config, train, vocab_size)
+        dataset = _stored(Store(path), config, train, vocab_size)
     else:
-        found = _text(config, train, vocab_size, tokenizer)
-    _check_same(f"the tokens of data.path={config.path!r}", found.tokenizer, started)
-    return found
+        dataset = _text(config, train, vocab_size, tokenizer)
+    _check_same(f"the tokens of data.path={config.path!r}", dataset.tokenizer, required)
+    return dataset
 
 
-def _check_same(what: str, tokenizer: Tokenizer, wanted: Tokenizer | None) -> None:
-    if wanted is not None and tokenizer.name != wanted.name:
-        raise UserError(f"{what}: {tokenizer.name}, but the checkpoint that training starts from has {wanted.name}")
+def _check_same(what: str, tokenizer: Tokenizer, required: Tokenizer | None) -> None:
+    if required is not None and tokenizer.name != required.name:
+        raise UserError(f"{what}: {tokenizer.name}, but the checkpoint that training starts from has {required.name}")
 
 
 def _examples(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer) -> Dataset:
-    """Packed examples, of which the last are held out."""
+    """Packed examples. The last ones are held out."""
     tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size)
-    found = examples.load(config.path, tokenizer=tokenizer, length=train.sequence)
-    cut = int(np.clip(len(found) - int(len(found) * config.validation_fraction), 1, len(found) - 1))
-    rows = examples.ExampleRows(found, first=0, end=cut, length=train.sequence)
-    held_out = examples.ExampleRows(found, first=cut, end=len(found), length=train.sequence)
+    loaded = examples.load(config.path, tokenizer=tokenizer, length=train.sequence)
+    cut = int(np.clip(len(loaded) - int(len(loaded) * config.validation_fraction), 1, len(loaded) - 1))
+    rows = examples.ExampleRows(loaded, first=0, end=cut, length=train.sequence)
+    held_out = examples.ExampleRows(loaded, first=cut, end=len(loaded), length=train.sequence)
     return Dataset(
         batches.shuffled(rows, seed=train.seed),
         batches.repeated(held_out),
         len(held_out),
         tokenizer,
-        _digest([tokenizer.name, found.fingerprint]),
-        notes=(found.described(),),
+        _digest([tokenizer.name, loaded.fingerprint]),
+        notes=(loaded.summary(),),
     )
 
 
 def _text(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer) -> Dataset:
-    """Windows of one long text, cut where they happen to end."""
+    """Windows of one long text, cut regardless of its contents."""
     tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size)
     tokens = text.tokens(text.load(config), tokenizer=tokenizer)
     content, rest = batches.split(tokens, config=config)
@@ -99,7 +100,7 @@ def _text(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: To
 def _stored(
     store: Store, config: DataConfig, train: TrainConfig, vocab_size: int, *, seed: int | None = None
 ) -> Dataset:
-    """Packed documents, of which the last are held out."""
+    """Packed documents. The last ones are held out."""
     tokenizer = store.tokenizer()
     tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size)
     if config.tokenizer != BYTES and tokenizers.load(config.tokenizer).name != tokenizer.name:
@@ -108,7 +109,7 @@ def _stored(
         )
     documents, total = store.manifest.documents, store.manifest.tokens
     if documents < 2:
-        raise UserError(f"the token store {str(store.folder)!r} has one document; one to hold out is needed, too")
+        raise UserError(f"the token store {str(store.folder)!r} has one document; it needs two, as one is held out")
     cut = np.searchsorted(store.starts, total - int(total * config.validation_fraction))
     cut = int(np.clip(cut, 1, documents - 1))
     rows = batches.PackedRows(store, first=0, end=cut, length=train.sequence)
@@ -123,25 +124,26 @@ def _stored(
 
 
 def _mixed(parts: list[mixture.Part], config: DataConfig, train: TrainConfig, vocab_size: int) -> Dataset:
-    """Rows of several stores in turns, by weight; each store has epochs of its own."""
+    """Rows of several stores, interleaved by weight. Each store has its own epochs."""
     stores = [Store(part.path) for part in parts]
-    # A seed for each: stores of one size would otherwise be shuffled alike.
+    # A different seed for each: stores of the same size would otherwise be shuffled in the same order.
     seeds = [(train.seed + index * 0x9E3779B9) % 2**32 for index in range(len(stores))]
-    found = [_stored(store, config, train, vocab_size, seed=seed) for store, seed in zip(stores, seeds)]
-    for store, one in zip(stores, found):
-        if one.tokenizer.name != found[0].tokenizer.name:
+    datasets = [_stored(store, config, train, vocab_size, seed=seed) for store, seed in zip(stores, seeds)]
+    tokenizer = datasets[0].tokenizer
+    for store, dataset in zip(stores, datasets):
+        if dataset.tokenizer.name != tokenizer.name:
             raise UserError(
-                f"a mixture has one tokenizer: {str(stores[0].folder)!r} is of {found[0].tokenizer.name},"
-                f" {str(store.folder)!r} of {one.tokenizer.name}"
+                f"a mixture has one tokenizer: {str(stores[0].folder)!r} is of {tokenizer.name},"
+                f" {str(store.folder)!r} of {dataset.tokenizer.name}"
             )
     weights = [part.weight for part in parts]
     mix = lambda rows: grain.MapDataset.mix(rows, weights)
     return Dataset(
-        mix([one.training for one in found]),
-        mix([one.held_out for one in found]),
-        sum(one.held_out_rows for one in found),
-        found[0].tokenizer,
-        _digest([[one.fingerprint, weight] for one, weight in zip(found, weights)]),
+        mix([dataset.training for dataset in datasets]),
+        mix([dataset.held_out for dataset in datasets]),
+        sum(dataset.held_out_rows for dataset in datasets),
+        tokenizer,
+        _digest([[dataset.fingerprint, weight] for dataset, weight in zip(datasets, weights)]),
     )
 
 

@@ -1,4 +1,4 @@
-"""Files of JSON lines, plain or compressed with gzip. What is wrong is named by its file and line."""
+"""Read JSON lines files, plain or compressed with gzip. Errors name the file and the line."""
 
 import gzip
 import json
@@ -13,14 +13,14 @@ ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz")
 
 
 def read(file: str | pathlib.Path) -> Iterator[tuple[int, Any]]:
-    """(number, value) of each line that is not empty; numbers count from 1.
+    """Yields (number, value) of each line that is not empty; numbers count from 1.
 
     Raises UserError for a line that is not JSON, and for a file that cannot be read or is damaged.
     """
-    opened = gzip.open if str(file).endswith(".gz") else open
+    open_file = gzip.open if str(file).endswith(".gz") else open
     number = 0
     try:
-        with opened(file, "rb") as source:
+        with open_file(file, "rb") as source:
             for number, line in enumerate(source, start=1):
                 if line.strip():
                     yield number, parse(line, where=lambda: f"{file}:{number}")
@@ -31,7 +31,7 @@ def read(file: str | pathlib.Path) -> Iterator[tuple[int, Any]]:
 
 
 def parse(line: bytes, *, where: Callable[[], str]) -> Any:
-    """where: the line's place, for the message."""
+    """The value of a line of JSON. where: returns the line's file and number, for the error message."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
 """A mixture file: token stores and their weights, as YAML.
 
 mixture:
-  web: 7      # a store's folder, from where this file lies
-  code: 3     # 3 rows of 10, whatever the stores' sizes
+  web: 7      # a store's folder, relative to this file
+  code: 3     # 3 of 10 rows, regardless of the stores' sizes
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ ENDINGS = (".yaml", ".yml")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """weight: above 0; a store's share of the rows is its weight's share of all weights, to within 1 %."""
+    """weight: above 0. A store's share of the rows is its weight divided by the sum of all weights, to within 1 %."""
 
     path: pathlib.Path
     weight: float
 
 
 def read(file: pathlib.Path) -> list[Part]:
-    """Raises UserError for what is not a mixture."""
+    """The stores and weights in a mixture file. Raises UserError if it is not one."""
     import yaml
 
     try:
@@ -34,13 +34,13 @@ def read(file: pathlib.Path) -> list[Part]:
         raise UserError(f"the mixture {str(file)!r} is not UTF-8 text") from None
     except yaml.YAMLError as error:
         raise UserError(f"the mixture {str(file)!r} is not YAML: {' '.join(str(error).split())}") from None
-    given = tree.get("mixture") if isinstance(tree, dict) and len(tree) == 1 else None
-    if not isinstance(given, dict) or not given:
+    weights = tree.get("mixture") if isinstance(tree, dict) and len(tree) == 1 else None
+    if not isinstance(weights, dict) or not weights:
         raise UserError(
             f"{str(file)!r} must hold one section 'mixture:' with token stores and weights, such as 'web: 7'"
         )
-    for name, weight in given.items():
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not number or not 0 < weight < math.inf:
+    for name, weight in weights.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < math.inf:
             raise UserError(f"{str(file)!r}: the weight of {str(name)!r} must be a number above 0, not {weight!r}")
-    return [Part(file.parent / str(name), float(weight)) for name, weight in given.items()]
+    return [Part(file.parent / str(name), float(weight)) for name, weight in weights.items()]

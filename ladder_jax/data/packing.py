@@ -1,7 +1,7 @@
-"""Documents into rows of a fixed length, with hardly any padding: best fit, longest first.
+"""Pack documents into rows of a fixed length with little padding: best fit, longest first.
 
-A document is cut only where it is longer than a row ("Fewer Truncations Improve Language Modeling",
-arXiv 2404.10830). Which pieces share a row depends on the lengths and on nothing else.
+A document is cut only if it is longer than a row ("Fewer Truncations Improve Language Modeling", arXiv 2404.10830).
+The packing depends only on the documents' lengths.
 """
 
 import bisect
@@ -12,10 +12,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Row r holds the pieces `first[r]` to `first[r + 1] - 1`, each of them a stretch of one document.
+    """Row r holds the pieces `first[r]` to `first[r + 1] - 1`. A piece is a range of tokens of one document.
 
-    start: int64, a piece's first token, counted from the first of all documents.
-    length: int32, in tokens.
+    start: int64 [pieces], the index of a piece's first token among the tokens of all documents.
+    length: int32 [pieces], in tokens.
     first: int64 [rows + 1].
     """
 
@@ -28,11 +28,11 @@ class Rows:
 
 
 def pack(starts: np.ndarray, lengths: np.ndarray, *, row: int) -> Rows:
-    """Rows of at most `row` tokens that hold every token of documents which start and measure as given.
+    """Rows of at most `row` tokens that hold every token of the documents. starts, lengths: [documents], in tokens.
 
-    The next piece of a document that is cut begins with the last token of the piece before, so that the
-    token after the cut is predicted, too: in all, each token but a document's first is predicted once.
-    Takes memory and time for the pieces (20 bytes each in the end), hardly more for longer rows.
+    When a document is cut, the next piece begins with the last token of the piece before. So the token after the cut is
+    predicted too: each token except a document's first is predicted exactly once.
+    Time and memory grow with the number of pieces (20 bytes each in the result), hardly with the length of rows.
     """
     start, length = _cut(np.asarray(starts, np.int64), np.asarray(lengths, np.int64), row)
     order = np.argsort(-length, kind="stable")
@@ -45,7 +45,7 @@ def pack(starts: np.ndarray, lengths: np.ndarray, *, row: int) -> Rows:
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces of at most `row` tokens. Empty documents have none."""
+    """(starts, lengths) of the pieces, each of at most `row` tokens. An empty document has no pieces."""
     step = row - 1
     pieces = np.where(lengths > row, -((1 - lengths) // step), np.minimum(lengths, 1))
     index = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -54,41 +54,41 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, row: int) -> tuple[np.ndarray,
 
 
 def _best_fit(lengths: np.ndarray, row: int) -> np.ndarray:
-    """The row of each piece; `lengths` fall. Each goes where it leaves the least room, else to a new row.
+    """The row of each piece. A piece goes to the row that then has the least room left, or to a new row.
 
-    Pieces of one length are placed together, into all rows with the same room at once: the time goes with
-    how many lengths there are, not with how many pieces.
+    lengths: of the pieces, in descending order. Pieces of equal length are placed together, into all rows with equal
+    room at once, so the time grows with the number of different lengths, not with the number of pieces.
     """
     row_of = np.empty(len(lengths), np.int64)
-    rising = -lengths
-    rooms: list[int] = []  # that some row has left, rising
-    with_room: dict[int, list[np.ndarray]] = {}  # those rows
+    ascending = -lengths
+    rooms: list[int] = []  # the different amounts of room left in rows, in tokens, ascending
+    with_room: dict[int, list[np.ndarray]] = {}  # the rows by their room
     rows = done = 0
     while done < len(lengths):
         length = int(lengths[done])
-        end = int(np.searchsorted(rising, -length, side="right"))
+        end = int(np.searchsorted(ascending, -length, side="right"))
         while done < end:
             at = bisect.bisect_left(rooms, length)
             if at == len(rooms):
                 room, count = row, -((done - end) // (row // length))
-                found, rows = np.arange(rows, rows + count), rows + count
+                candidates, rows = np.arange(rows, rows + count), rows + count
             else:
                 room = rooms.pop(at)
-                found = np.concatenate(with_room.pop(room))
-            each = room // length  # a row takes as many as it can before the next is begun
-            used = min(len(found), -((done - end) // each))
-            placed = min(each * used, end - done)
-            row_of[done : done + placed] = np.repeat(found[:used], each)[:placed]
-            full, rest = divmod(placed, each)
-            _leave(rooms, with_room, room - each * length, found[:full])
+                candidates = np.concatenate(with_room.pop(room))
+            per_row = room // length  # each row is filled before the next
+            used = min(len(candidates), -((done - end) // per_row))
+            placed = min(per_row * used, end - done)
+            row_of[done : done + placed] = np.repeat(candidates[:used], per_row)[:placed]
+            full, rest = divmod(placed, per_row)
+            _add_rows(rooms, with_room, room - per_row * length, candidates[:full])
             if rest:
-                _leave(rooms, with_room, room - rest * length, found[full : full + 1])
-            _leave(rooms, with_room, room, found[used:])
+                _add_rows(rooms, with_room, room - rest * length, candidates[full : full + 1])
+            _add_rows(rooms, with_room, room, candidates[used:])
             done += placed
     return row_of
 
 
-def _leave(rooms: list[int], with_room: dict[int, list[np.ndarray]], room: int, rows: np.ndarray) -> None:
+def _add_rows(rooms: list[int], with_room: dict[int, list[np.ndarray]], room: int, rows: np.ndarray) -> None:
     if room and len(rows):
         if room not in with_room:
             bisect.insort(rooms, room)

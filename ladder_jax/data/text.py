@@ -1,4 +1,4 @@
-"""Text as bytes: a file, a folder, or the source of Python's own library."""
+"""Training text as bytes: of a file, a folder, or the source of Python's standard library."""
 
 import pathlib
 import sysconfig
@@ -13,9 +13,9 @@ STDLIB = "stdlib"
 
 
 def load(config: DataConfig) -> np.ndarray:
-    """The text's bytes, uint8 [n], at most `data.max_bytes` of them. Raises UserError for none.
+    """The text's bytes, uint8 [n], at most `data.max_bytes` of them. Raises UserError if there are none.
 
-    Of a folder, every file that is UTF-8 text counts, in the order of their paths.
+    For a folder: all files that are UTF-8 text, in the order of their paths.
     """
     if config.path == STDLIB:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -29,7 +29,7 @@ def load(config: DataConfig) -> np.ndarray:
     for file in files:
         if size >= config.max_bytes:
             break
-        part = _read(file, lenient=file != root)
+        part = _read(file, skip_binary=file != root)
         parts.append(part)
         size += len(part)
     text = b"\n".join(part for part in parts if part)[: config.max_bytes]
@@ -38,8 +38,8 @@ def load(config: DataConfig) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
 
 
-def _read(file: pathlib.Path, *, lenient: bool) -> bytes:
-    """A file's bytes; of a folder's files those that are not text give nothing."""
+def _read(file: pathlib.Path, *, skip_binary: bool) -> bytes:
+    """A file's bytes. skip_binary: for a file that is not UTF-8 text, return b"" rather than raise UserError."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -47,7 +47,7 @@ def _read(file: pathlib.Path, *, lenient: bool) -> bytes:
     try:
         content.decode("utf-8")
     except UnicodeDecodeError:
-        if lenient:
+        if skip_binary:
             return b""
         raise UserError(f"data.path={str(file)!r} is not UTF-8 text") from None
     return content
@@ -62,7 +62,7 @@ def tokens(content: np.ndarray, *, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def bigram_entropy(text: np.ndarray) -> float:
-    """Entropy of a byte given the one before it, in nats a byte: what counting pairs can reach at best."""
+    """The entropy of a byte given the previous byte, in nats per byte: the best loss of a bigram model."""
     pairs = np.bincount(text[:-1].astype(np.int64) * 256 + text[1:], minlength=65536).reshape(256, 256)
     first = pairs.sum(axis=1, keepdims=True)
     joint = pairs / pairs.sum()

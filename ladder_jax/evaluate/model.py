@@ -106,5 +106,5 @@ def open_model(
 
 
 def _digest(saved: Checkpoint, tokenizer: Tokenizer) -> str:
-    listed = (saved.path / manifest.NAME).read_text(encoding="utf-8") if saved.listed else ""
+    listed = (saved.path / manifest.NAME).read_text(encoding="utf-8") if saved.has_manifest else ""
     return json.dumps([saved.step, config.to_dict(saved.config.model), tokenizer.name, listed])

@@ -1,4 +1,4 @@
-"""The verb `overlap`: words to a request, a compilation, an answer."""
+"""The verb `overlap`: parse the arguments, compile the program, print the report."""
 
 import json
 
@@ -11,7 +11,7 @@ from ladder_jax.overlap import request as requests
 
 
 def run(args: dict) -> None:
-    """Print the answer; raises UserError for what cannot be asked, before anything is compiled or written."""
+    """Print the report. An invalid argument raises UserError before anything is compiled or written."""
     files.check_picture("plot", args["plot"])
     files.check_writable("trace", args["trace"], endings=(".json",))
     request = requests.make(

@@ -1,4 +1,4 @@
-"""Compile a request's program in a subprocess, once: the records are kept (see `record`)."""
+"""Compile a request's program in a subprocess, and cache the compiler's record of it (see `record`)."""
 
 import ast
 import contextlib
@@ -30,52 +30,52 @@ PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-
 
 
 def compiled(request: Request, *, until: Until = Until.CODE) -> Record:
-    """What the compiler says of the request's program. Raises UserError where it cannot compile it.
+    """The compiler's record of the request's program. Raises UserError if the program cannot be compiled.
 
-    until: SCHEDULE is for TPUs; elsewhere, and where more is known already, it is as CODE.
+    until: SCHEDULE is for TPUs. On other targets, and if the whole program is in the cache, it has the effect of CODE.
     """
     if reason := targets.not_installed(request.target):
         raise UserError(f"target {request.target.name}: {reason}")
     with files.cache(record.FOLDER) as folder:
-        return _kept(request, folder=folder, until=until)
+        return _cached_or_compiled(request, folder=folder, until=until)
 
 
-def _kept(request: Request, *, folder: pathlib.Path, until: Until) -> Record:
+def _cached_or_compiled(request: Request, *, folder: pathlib.Path, until: Until) -> Record:
     key = _key(request)
     path = folder / f"{key}.json.gz"
-    found = record.read(path)
-    if found is None and until is Until.SCHEDULE and request.target.platform == "tpu":
+    cached = record.read(path)
+    if cached is None and until is Until.SCHEDULE and request.target.platform == "tpu":
         path = folder / f"{key}-schedule.json.gz"
-        found = record.read(path)
+        cached = record.read(path)
     else:
         until = Until.CODE
-    if found is None:
-        what = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
-        worker = "ladder_jax.overlap.worker"
-        run_worker(worker, request.as_dict(), path, target=request.target, what=what, until=until)
-        found = record.read(path)
-    return found
+    if cached is not None:
+        return cached
+    label = f"{request.residual}, {request.layers} layers, {request.phase.value} for {request.target.name}"
+    worker = "ladder_jax.overlap.worker"
+    run_worker(worker, request.as_dict(), path, target=request.target, label=label, until=until)
+    return record.read(path)
 
 
 def run_worker(
-    module: str, asked: dict, path: pathlib.Path, *, target: Target, what: str, until: Until = Until.CODE
+    module: str, request: dict, path: pathlib.Path, *, target: Target, label: str, until: Until = Until.CODE
 ) -> None:
-    """Has `python -m module ASKED.json PATH` write `path`, in the environment in which `target` is compiled for.
+    """Run `python -m module REQUEST.json PATH`, which writes `path`, with the environment that `target` needs.
 
-    what: named on the terminal. until: SCHEDULE gives the worker a third argument, the folder of the compiler's dump.
-    Raises UserError for what the worker refuses, and where it is killed.
+    label: shown on the terminal. until: with SCHEDULE the worker has a third argument, the folder of the compiler's
+    dump. Raises UserError if the worker refuses the request or is killed.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        source, said = pathlib.Path(scratch, "request.json"), pathlib.Path(scratch, "stderr")
-        source.write_text(json.dumps(asked))
+        source, errors = pathlib.Path(scratch, "request.json"), pathlib.Path(scratch, "stderr")
+        source.write_text(json.dumps(request))
         command = python.command(module, str(source), str(path))
         environment = _environment(target)
         if until is Until.SCHEDULE:
             dump = pathlib.Path(scratch, "dump")
             command.append(str(dump))
             environment["XLA_FLAGS"] += f" {scheduled.flags(dump)}"
-        with said.open("wb") as noise, _progress(what):
-            status, answer = _run(command, stdout=subprocess.PIPE, stderr=noise, env=environment)
+        with errors.open("wb") as stderr, _progress(label):
+            status, answer = _run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
         if status == 2 and answer.strip():
             raise UserError(json.loads(answer.splitlines()[-1])["error"])
         if status < 0:
@@ -83,35 +83,35 @@ def run_worker(
             hint = ": out of memory?" if name == "SIGKILL" else ""
             raise UserError(f"the compiler for {target.name} was ended by {name}{hint}")
         if status or not path.exists():
-            raise RuntimeError(f"compiling failed with status {status}:\n{said.read_text()[-4000:]}")
+            raise RuntimeError(f"compiling failed with status {status}:\n{errors.read_text()[-4000:]}")
 
 
 def _run(command: list[str], **arguments) -> tuple[int, bytes]:
-    """Popen's exit status and standard output. Ctrl-C ends the process too, whenever it comes.
+    """Run a process; return its exit status and standard output. Ctrl-C kills it at any time.
 
-    The handler raises nothing: an exception is lost in a callback of the garbage collector, and thrown while the
-    process is being started it would leave that behind.
+    The signal handler itself raises nothing: an exception would be lost inside a callback of the garbage collector, and
+    during Popen's start it would leave the process running.
     """
-    pressed, started = False, []
+    interrupted, started = False, []
 
     def stop(*_) -> None:
-        nonlocal pressed
-        pressed = True
+        nonlocal interrupted
+        interrupted = True
         for process in started:
             process.kill()
 
-    mine = threading.current_thread() is threading.main_thread()  # others get no signals
-    before = signal.signal(signal.SIGINT, stop) if mine else None
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only this thread can set handlers
+    previous = signal.signal(signal.SIGINT, stop) if in_main_thread else None
     try:
         with subprocess.Popen(command, **arguments) as process:
             started.append(process)
-            if pressed:
+            if interrupted:
                 process.kill()
             answer, _ = process.communicate()
     finally:
-        if mine:
-            signal.signal(signal.SIGINT, before)
-    if pressed:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, previous)
+    if interrupted:
         raise KeyboardInterrupt
     return process.returncode, answer
 
@@ -119,16 +119,21 @@ def _run(command: list[str], **arguments) -> tuple[int, bytes]:
 def _environment(target: Target) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
     if target.platform == "cuda":
-        flags += " --xla_gpu_autotune_level=0"  # autotuning runs kernels, and there is no GPU to run them
-    # jax's own cache would give a program back under the names that its operations had when it was compiled.
-    found = {**os.environ, **targets.ENVIRONMENT, "XLA_FLAGS": flags.strip(), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+        flags += " --xla_gpu_autotune_level=0"  # autotuning would run kernels, and there is no GPU
+    # jax's compilation cache is off: it could return the same program with other operation names, which we read.
+    environment = {
+        **os.environ,
+        **targets.ENVIRONMENT,
+        "XLA_FLAGS": flags.strip(),
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
     if target.platform == "cpu":
-        found["JAX_NUM_CPU_DEVICES"] = target.shape
-    return found
+        environment["JAX_NUM_CPU_DEVICES"] = target.shape
+    return environment
 
 
 def _key(request: Request) -> str:
-    """Changes with the request, the compilers and this library's own source."""
+    """The cache's key: a hash of the request, the compilers' versions and this library's source."""
     digest = hashlib.sha256(json.dumps(request.as_dict(), sort_keys=True).encode())
     return with_sources(digest, (*SOURCES, *(TRAINING if request.phase is Phase.TRAIN else ["decode"]))).hexdigest()[
         :32
@@ -136,7 +141,7 @@ def _key(request: Request) -> str:
 
 
 def with_sources(digest, parts: Iterable[str]):
-    """`digest` (of hashlib), updated with the versions of the compilers and those files and folders of this library."""
+    """Update hashlib's `digest` with the compilers' versions and with those files and folders of this library."""
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
@@ -148,7 +153,7 @@ def with_sources(digest, parts: Iterable[str]):
 
 
 def _code(path: pathlib.Path) -> str:
-    """A module without its comments and docstrings, which change no program."""
+    """A module's source without comments and docstrings, which change no compiled program."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
@@ -157,11 +162,11 @@ def _code(path: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def _progress(what: str) -> Iterator[None]:
+def _progress(label: str) -> Iterator[None]:
     from rich.console import Console
 
     console = Console(stderr=True)
     started = time.monotonic()
-    with console.status(f"compiling {what} (a minute or more)") if console.is_terminal else contextlib.nullcontext():
+    with console.status(f"compiling {label} (a minute or more)") if console.is_terminal else contextlib.nullcontext():
         yield
-    console.print(f"compiling {what}: {time.monotonic() - started:.0f} s", style="dim", highlight=False)
+    console.print(f"compiling {label}: {time.monotonic() - started:.0f} s", style="dim", highlight=False)

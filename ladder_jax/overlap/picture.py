@@ -1,4 +1,4 @@
-"""Two consecutive layers as the device would run them, Standard above the asked topology: a plot, and a trace."""
+"""Draw the simulated timeline of two consecutive layers, Standard's above the request's; or write it as a trace."""
 
 import dataclasses
 import json
@@ -16,28 +16,28 @@ from ladder_jax.schedule import hlo, timeline
 from ladder_jax.schedule.cost import sublayer_of
 from ladder_jax.schedule.timeline import Bar
 
-DRAWN = 4  # layers of the unrolled program that is drawn; all but the outermost are alike
+DRAWN = 4  # layers of the unrolled program that is drawn: layers 1 and 2 have the schedule of any inner layer
 COLOURS = {"attention": "#4c78a8", "mlp": "#72b7b2", "joint": "#4c78a8", "": "#bab0ac"}
 WIRE, WAIT = "#e45756", "#f7d4d4"
 
 
 def timelines(request: Request) -> dict[str, list[Bar]]:
-    """For Standard and for the request's topology, the program of DRAWN unrolled layers played through."""
+    """Simulated timelines of DRAWN unrolled layers, by residual: of Standard and of the request's topology."""
     if request.target.kind not in HARDWARE:
         raise UserError(f"{request.target.kind} hides nothing, so there is no timeline: choose a TPU or GPU target")
     drawn = dataclasses.replace(request, layers=min(DRAWN, request.layers), loop=Loop.UNROLLED, ladder_layers=None)
     if drawn.layers < 3:
         raise UserError("a timeline shows two consecutive layers that are not the last: it needs --layers 3 or more")
-    found = {}
+    bars = {}
     for name in dict.fromkeys(("standard", request.residual)):
         record = compiling.compiled(dataclasses.replace(drawn, residual=name))
         program = hlo.parse(record.hlo)
-        found[name] = timeline.play(program, hardware=HARDWARE[request.target.kind], ranks=request.tensor)
-    return found
+        bars[name] = timeline.play(program, hardware=HARDWARE[request.target.kind], ranks=request.tensor)
+    return bars
 
 
 def plot(request: Request, *, file: str) -> None:
-    """Draw layers 1 and 2 (of 0, 1, 2, 3), forward; the format is that of the file's ending."""
+    """Draw the forward pass of layers 1 and 2 (of 0 to 3). The file's ending sets the format."""
     plt = pyplot.load()
     from matplotlib.patches import Patch
 
@@ -65,9 +65,9 @@ def plot(request: Request, *, file: str) -> None:
     legend = [Patch(color=COLOURS[key], label=label) for key, label in names.items()]
     legend += [Patch(color=WIRE, label="all-reduce"), Patch(color=WAIT, label="waiting for the wire")]
     figure.legend(handles=legend, loc="lower right", ncols=5, fontsize=8, frameon=False)
-    what = f"{request.model}, {request.phase.value}, tensor {request.tensor} on {request.target.name}"
+    title = f"{request.model}, {request.phase.value}, tensor {request.tensor} on {request.target.name}"
     figure.suptitle(
-        f"{what}: compiled schedule, times estimated from published speeds, without latency",
+        f"{title}: compiled schedule, times estimated from published speeds, without latency",
         fontsize=10,
         x=0.01,
         ha="left",
@@ -78,31 +78,31 @@ def plot(request: Request, *, file: str) -> None:
 
 
 def trace(request: Request, *, file: str) -> None:
-    """Chrome's trace format, for https://ui.perfetto.dev: a process a topology, a thread a row."""
+    """Write Chrome's trace format for https://ui.perfetto.dev: one process per topology, one thread per row."""
     events = []
     for process, (name, bars) in enumerate(timelines(request).items()):
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
         for thread, row in enumerate(("compute", "communication")):
             events.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": row}})
         for bar in bars:
-            place = {"ph": "X", "pid": process, "tid": int(bar.wire), "ts": bar.start * 1e6}
+            event = {"ph": "X", "pid": process, "tid": int(bar.wire), "ts": bar.start * 1e6}
             kind = "all-reduce" if bar.wire else sublayer_of(bar.op_name) or "other"
             length = (bar.stop - bar.start) * 1e6
-            events.append({**place, "dur": length, "name": bar.name, "cat": kind, "args": {"op_name": bar.op_name}})
+            events.append({**event, "dur": length, "name": bar.name, "cat": kind, "args": {"op_name": bar.op_name}})
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
     files.write_atomically(file, lambda path: pathlib.Path(path).write_text(text))
 
 
 def _two_layers(bars: Sequence[Bar]) -> list[Bar]:
-    """Whatever runs from the first forward matmul of layer 1 until that of layer 3, from time zero.
+    """The bars between the first forward matmuls of layers 1 and 3, with times from zero.
 
-    Not what carries the layers' names: a small operation of one layer may run in the next.
+    They are selected by time, not by the layers' names: a small operation of one layer may run during the next.
     """
     matmuls = [bar for bar in bars if "dot_general" in bar.op_name and "transpose(" not in bar.op_name]
-    begins = lambda layer: [bar.start for bar in matmuls if re.search(rf"layer_{layer}\b", bar.op_name)]
-    start = min(begins(1))
+    starts = lambda layer: [bar.start for bar in matmuls if re.search(rf"layer_{layer}\b", bar.op_name)]
+    start = min(starts(1))
     last = max(bar.stop for bar in matmuls if re.search(r"layer_2\b", bar.op_name))
-    stop = min(begins(3), default=last)
-    kept = [bar for bar in bars if bar.stop > start and bar.start < stop]
-    cut = lambda at: min(max(at, start), stop) - start
-    return [dataclasses.replace(bar, start=cut(bar.start), stop=cut(bar.stop)) for bar in kept]
+    stop = min(starts(3), default=last)
+    overlapping = [bar for bar in bars if bar.stop > start and bar.start < stop]
+    clip = lambda time: min(max(time, start), stop) - start
+    return [dataclasses.replace(bar, start=clip(bar.start), stop=clip(bar.stop)) for bar in overlapping]

@@ -1,4 +1,4 @@
-"""The library's own programs, train step, prefill and decode step, as they are compiled for a request."""
+"""Build the library's train step, prefill or decode step for a request."""
 
 import contextlib
 import importlib.metadata
@@ -18,11 +18,11 @@ from ladder_jax.schedule.targets import Target
 
 
 def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
-    """The program and the shapes of its arguments, placed on the target's devices."""
-    found = schedule.devices(request.target)
-    if len(found) < request.fsdp * request.tensor:
-        raise UserError(f"{request.target.name} has {len(found)} devices, fewer than --fsdp x --tensor")
-    mesh = make_mesh(fsdp=request.fsdp, tensor=request.tensor, devices=found)
+    """The program, and the shapes of its arguments with shardings on the target's devices."""
+    target_devices = schedule.devices(request.target)
+    if len(target_devices) < request.fsdp * request.tensor:
+        raise UserError(f"{request.target.name} has {len(target_devices)} devices, fewer than --fsdp x --tensor")
+    mesh = make_mesh(fsdp=request.fsdp, tensor=request.tensor, devices=target_devices)
     definition = nn.define(request.config, mesh=mesh)
 
     def tokens(*shape: int) -> jax.ShapeDtypeStruct:
@@ -34,13 +34,13 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
         config = TrainConfig(**{**recipe(request.model), **shape}, sequence_parallel=split)
         arguments = train.abstract_state(definition, config=config), train.abstract_batch(definition, config=config)
         return train.train_step(definition, config=config), arguments
-    form = dict(loop=loop, quantize=request.quantize)
+    settings = dict(loop=loop, quantize=request.quantize)
     if request.phase is Phase.PREFILL:
-        params = weights.abstract(definition, **form)
-        step = decode.prefill(definition, capacity=request.context, sequence_parallel=split, **form)
+        params = weights.abstract(definition, **settings)
+        step = decode.prefill(definition, capacity=request.context, sequence_parallel=split, **settings)
         return step, (params, tokens(rows, request.prompt_length), tokens(rows))
-    many = decode.decode_many(definition, choice=decode.Choice.GREEDY, launch=request.launch, **form)
-    return many, steps.abstract(definition, rows=rows, positions=request.context, **form)
+    decode_loop = decode.decode_many(definition, choice=decode.Choice.GREEDY, launch=request.launch, **settings)
+    return decode_loop, steps.abstract(definition, rows=rows, positions=request.context, **settings)
 
 
 def compiler(target: Target) -> str:
@@ -53,8 +53,10 @@ def compiler(target: Target) -> str:
 
 
 def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
-    """What one device must read in a decode step: its share of the weights once, less the embedding's rows
-    that no token asks for, and of the caches once."""
+    """Bytes that one device must read in a decode step: its shards of the weights and of the caches, each once.
+
+    The embedding table is left out if the head is another table: a step reads only its tokens' rows.
+    """
     if request.phase is not Phase.DECODE:
         return None
     params, caches, *_ = arguments

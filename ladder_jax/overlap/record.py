@@ -1,4 +1,4 @@
-"""What a compiler said about a program, and the store of it: compiling again would say the same."""
+"""A compiler's results for one program, and their files in the cache."""
 
 import contextlib
 import dataclasses
@@ -11,24 +11,25 @@ import tempfile
 import zlib
 
 FOLDER = "schedules"
-"""Of the cache."""
+"""The records' folder in the cache."""
 
 
 class Until(enum.Enum):
     """How far a program is compiled."""
 
     CODE = "code"
-    SCHEDULE = "schedule"  # the order of operations is final; the compiler's own costs and sizes are not known
+    SCHEDULE = "schedule"  # until the order of operations is final; without the compiler's costs and sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """hlo: the scheduled program. Bytes are those of one device; bytes_accessed None where unknown.
+    """A compiler's results for one program; bytes are those of one device.
 
-    The sizes from argument_bytes to code_bytes are None for a program compiled until SCHEDULE.
-
-    options: compiler options in force; notices: what was dropped or given up, and why.
-    bytes_minimum: weights and cache read once (decode), None for other phases.
+    hlo: text of the scheduled program.
+    options: compiler options in force. notices: warnings about options or settings that were dropped, with reasons.
+    bytes_accessed: the compiler's count; None if it gives none.
+    argument_bytes, output_bytes, alias_bytes, temporary_bytes, code_bytes: None if compiled until SCHEDULE.
+    bytes_minimum: weights and cache, each read once (decode); None for other phases.
     """
 
     hlo: str
@@ -55,30 +56,30 @@ class Record:
 
 
 def read(path: str | os.PathLike) -> Record | None:
-    """The record at `path`; None where there is none, or none that this version can read."""
+    """The record at `path`; None if the file is missing or unreadable for this version."""
     try:
         with gzip.open(path, "rt") as file:
             values = json.load(file)
-        found = Record(**{**values, "notices": tuple(values["notices"])})
+        record = Record(**{**values, "notices": tuple(values["notices"])})
     except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, zlib.error):
         return None
-    return found if _is_sound(found) else None
+    return record if _has_declared_types(record) else None
 
 
-def _is_sound(found: Record) -> bool:
-    """Of the types that are declared: what a disk has damaged may still be JSON."""
-    sizes = [value for name, value in vars(found).items() if name.startswith("bytes_") or name.endswith("_bytes")]
-    texts = [found.hlo, found.jax, found.compiler, *found.notices]
-    numbers = [found.seconds, *(size for size in sizes if size is not None)]
+def _has_declared_types(record: Record) -> bool:
+    """Whether the fields have their declared types: a damaged file may still be valid JSON."""
+    sizes = [value for name, value in vars(record).items() if name.startswith("bytes_") or name.endswith("_bytes")]
+    texts = [record.hlo, record.jax, record.compiler, *record.notices]
+    numbers = [record.seconds, *(size for size in sizes if size is not None)]
     return (
-        isinstance(found.options, dict)
+        isinstance(record.options, dict)
         and all(isinstance(text, str) for text in texts)
         and all(isinstance(number, int | float) for number in numbers)
     )
 
 
 def write(path: str | os.PathLike, record: Record) -> None:
-    """Atomically: a killed process leaves no half of a record."""
+    """Write atomically: a killed process leaves no partial record."""
     path = pathlib.Path(path)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
     try:

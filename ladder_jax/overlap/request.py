@@ -1,4 +1,4 @@
-"""What `ladder-jax overlap` was asked, checked and with its defaults; imports no jax."""
+"""The checked arguments of `ladder-jax overlap`, with defaults; imports no jax."""
 
 import dataclasses
 import enum
@@ -24,9 +24,9 @@ from ladder_jax.schedule.targets import Target
 class Request:
     """A program to compile.
 
-    batch: rows on one data shard, of which fsdp counts as well.
-    context: cached positions a row. Decode has all of them filled; prefill fills the prompt's, and has no fewer.
-    sequence_parallel: the stream is split along the sequence over the tensor ranks (see residual/sequence.py).
+    batch: rows on one data shard; the fsdp axis shards the batch too.
+    context: the cache's capacity in positions per row. Decode fills all of them, prefill those of the prompt.
+    sequence_parallel: the residual stream is split along the sequence over the tensor axis (see residual/sequence.py).
     """
 
     target: Target
@@ -55,20 +55,20 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Tokens that one device's share of the program computes at once."""
+        """Tokens that one device computes in one execution: a decode step has one per row."""
         return self.batch if self.phase is Phase.DECODE else self.batch * self.prompt_length
 
     def as_dict(self) -> dict:
         return {
             "target": self.target.name,
-            **{f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "target"},
+            **{f.name: _json_value(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "target"},
         }
 
     @classmethod
     def from_dict(cls, values: dict) -> "Request":
         enums = {"phase": Phase, "loop": Loop, "remat": Remat, "launch": Launch, "quantize": Quantize}
-        read = {name: enums[name](value) if name in enums else value for name, value in values.items()}
-        return cls(**{**read, "target": targets.parse(values["target"])})
+        converted = {name: enums[name](value) if name in enums else value for name, value in values.items()}
+        return cls(**{**converted, "target": targets.parse(values["target"])})
 
 
 def make(
@@ -90,19 +90,19 @@ def make(
     fsdp: int | None = None,
     sequence_parallel: bool = False,
 ) -> Request:
-    """A checked request; raises UserError for what cannot be."""
+    """A checked request. Raises UserError for an invalid one."""
     parsed = targets.parse(target)
-    shape = preset(model)
+    config = preset(model)
     count = parsed.count
-    named = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
-    for name, value in named.items():
+    numbers = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
+    for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
     fsdp = fsdp or 1
     tensor = max(1, count // fsdp) if tensor is None else tensor
     if tensor * fsdp > count:
-        asked = f"--tensor {tensor}" + (f" x --fsdp {fsdp}" if fsdp > 1 else "")
-        raise UserError(f"{asked} is more than the {count} devices of {parsed.name}")
+        options = f"--tensor {tensor}" + (f" x --fsdp {fsdp}" if fsdp > 1 else "")
+        raise UserError(f"{options} is more than the {count} devices of {parsed.name}")
     request = Request(
         target=parsed,
         model=model,
@@ -110,7 +110,7 @@ def make(
         ladder_layers=ladder_layers,
         phase=phase,
         loop=loop or (Loop.SCAN if phase is Phase.TRAIN else Loop.UNROLLED),
-        layers=layers or shape.num_layers,
+        layers=layers or config.num_layers,
         tensor=tensor,
         batch=batch or (16 if phase is Phase.DECODE else 1),
         prompt_length=prompt_length or 1024,
@@ -136,11 +136,11 @@ def make(
 
 
 def sublayer_flops(request: Request) -> dict[str, float]:
-    """Matmul FLOPs of one sublayer, forward, on one device: its projections (see `schedule.judge.read`)."""
-    held = shards.shard(request.config, ranks=request.tensor)
-    attention, mlp = 2 * request.tokens * held.attention, 2 * request.tokens * held.mlp
+    """Forward matmul FLOPs of one sublayer's projections on one device, by kind (see `schedule.judge.read`)."""
+    shard = shards.shard(request.config, ranks=request.tensor)
+    attention, mlp = 2 * request.tokens * shard.attention, 2 * request.tokens * shard.mlp
     return {"attention": attention, "mlp": mlp, "joint": attention + mlp}
 
 
-def _plain(value: object) -> object:
+def _json_value(value: object) -> object:
     return value.value if isinstance(value, enum.Enum) else value

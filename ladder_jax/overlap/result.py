@@ -1,4 +1,4 @@
-"""The answer of `ladder-jax overlap`, as JSON; text.py has it for a terminal."""
+"""The result of `ladder-jax overlap` as JSON; text.py formats it for a terminal."""
 
 import dataclasses
 from collections import Counter
@@ -21,21 +21,21 @@ class Result:
     bytes_accessed: int
 
     def as_dict(self) -> dict:
-        """The JSON object: counts as `schedule.report` defines them, bytes those of one device.
+        """The JSON object. Counts are those of `schedule.report`; bytes are those of one device.
 
-        bytes_accessed: as `schedule.traffic` counts them; bytes_accessed_by_compiler: its own analysis, null
-            where there is none. That one counts a loop's body once, what is prefetched up to three times,
-            and on TPUs a cache that attention reads once five times.
+        bytes_accessed: counted by `schedule.traffic`.
+        bytes_accessed_by_compiler: the compiler's own count, null if it gives none. It counts a loop's body once, a
+            prefetched array up to three times, and on TPUs a cache that attention reads once five times.
         """
-        asked = {name: value for name, value in self.request.as_dict().items() if _belongs(name, self.request)}
-        found = self.report
+        settings = {name: value for name, value in self.request.as_dict().items() if _is_used(name, self.request)}
+        report = self.report
         return {
-            **asked,
-            **{name: getattr(found, name) for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")},
-            "window_flops_fraction": found.window_flops_fraction,
-            "hidden_time_fraction": found.hidden_time_fraction,
-            "step_cycles": found.step_cycles,
-            "hidden_cycles": found.hidden_cycles,
+            **settings,
+            **{name: getattr(report, name) for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")},
+            "window_flops_fraction": report.window_flops_fraction,
+            "hidden_time_fraction": report.hidden_time_fraction,
+            "step_cycles": report.step_cycles,
+            "hidden_cycles": report.hidden_cycles,
             "bytes_accessed": self.bytes_accessed,
             "bytes_accessed_by_compiler": self.record.bytes_accessed,
             "bytes_minimum": self.record.bytes_minimum,
@@ -45,11 +45,11 @@ class Result:
             "verdict": self.verdict,
             "compiler_options": self.record.options,
             "notices": list(self.record.notices),
-            "reductions": [_reduction(one) for one in found.reductions],
-            "weights_gathers": _transfers(found.gathers),
-            "gradients_scatters": _transfers(found.scatters),
-            "other_collectives": [_other(one) for one in found.others],
-            "other_hidden": found.other_hidden,
+            "reductions": [_reduction(one) for one in report.reductions],
+            "weights_gathers": _transfers(report.gathers),
+            "gradients_scatters": _transfers(report.scatters),
+            "other_collectives": [_other(one) for one in report.others],
+            "other_hidden": report.other_hidden,
             "jax": self.record.jax,
             "compiler": self.record.compiler,
         }
@@ -57,41 +57,41 @@ class Result:
     @property
     def fits(self) -> bool | None:
         memory = self.request.target.memory
-        taken = self.record.bytes_per_device
-        return None if memory is None or taken is None else taken <= memory
+        used = self.record.bytes_per_device
+        return None if memory is None or used is None else used <= memory
 
     @property
     def verdict(self) -> str:
-        found = self.report
-        if not found.all_reduces:
+        report = self.report
+        if not report.all_reduces:
             return "no all-reduces: no sublayer of this program communicates"
         noun = "collectives" if self.request.sequence_parallel else "all-reduces"
-        line = f"{found.hidden} of {found.all_reduces} {noun} hidden"
-        left = [r for r in found.reductions if r.status is not Status.HIDDEN]
-        if not left:
+        line = f"{report.hidden} of {report.all_reduces} {noun} hidden"
+        not_hidden = [r for r in report.reductions if r.status is not Status.HIDDEN]
+        if not not_hidden:
             return line
-        if found.merged:
-            return f"{line}; {found.merged} were merged by the compiler, which leaves nothing to hide them"
-        if found.hidden == 0:
+        if report.merged:
+            return f"{line}; {report.merged} were merged by the compiler, so no compute can hide them"
+        if report.hidden == 0:
             waits = {Status.SYNCHRONOUS: "synchronous"}
-            kinds = ", ".join(sorted({waits.get(r.status, "awaited where it is issued") for r in left}))
+            kinds = ", ".join(sorted({waits.get(r.status, "awaited where it is issued") for r in not_hidden}))
             return f"{line}: each is {kinds}"
-        if len(left) == 1 and left[0].layer == "last":
+        if len(not_hidden) == 1 and not_hidden[0].layer == "last":
             return f"{line}; the last has nothing left to hide under"
         counts = Counter()
-        for reduction in left:
+        for reduction in not_hidden:
             counts[reduction.status] += reduction.count
         return f"{line}; exposed: " + ", ".join(f"{count} {status.value}" for status, count in counts.items())
 
 
 def read(request: Request, record: Record) -> Result:
     program = hlo.parse(record.hlo)
-    found = judge.read(program, sublayer_flops=requests.sublayer_flops(request))
-    return Result(request, record, found, traffic.bytes_moved(program))
+    report = judge.read(program, sublayer_flops=requests.sublayer_flops(request))
+    return Result(request, record, report, traffic.bytes_moved(program))
 
 
 def _reduction(one: Reduction) -> dict:
-    """A sublayer's reduction: whose, what became of it, and what is in its window."""
+    """A sublayer's reduction as JSON: its sublayer, its status and its window."""
     return {
         "layer": one.layer,
         "sublayer": one.sublayer,
@@ -113,32 +113,32 @@ def _other(one: Other) -> dict:
     }
 
 
-def _transfers(found: Sequence[Transfer]) -> dict:
-    """Of the layers' weights, counted by arrays: how many, how many of them asynchronous and hidden, and each.
+def _transfers(transfers: Sequence[Transfer]) -> dict:
+    """Gathers or reduce-scatters of the layers' weights as JSON. The counts are of arrays.
 
-    hidden_bytes_fraction: the share of their bytes that is hidden, null where none is moved.
+    hidden_bytes_fraction: the share of their bytes that is hidden, null without transfers.
     """
     one = lambda t: {"layer": t.layer, "direction": "backward" if t.backward else "forward", "arrays": t.count}
     return {
-        "count": sum(t.count for t in found),
-        "asynchronous": sum(t.count for t in found if not t.collective.synchronous),
-        "hidden": hidden(found),
-        "hidden_bytes_fraction": hidden_bytes(found),
+        "count": sum(t.count for t in transfers),
+        "asynchronous": sum(t.count for t in transfers if not t.collective.synchronous),
+        "hidden": hidden(transfers),
+        "hidden_bytes_fraction": hidden_bytes(transfers),
         "each": [
             one(t) | {"status": t.status.name.lower(), "window_flops_fraction": t.window} | _collective(t.collective)
-            for t in found
+            for t in transfers
         ],
     }
 
 
 def _collective(one: Collective) -> dict:
-    kept = ("kind", "bytes", "axes", "executions", "operations", "kernels", "cycles", "op_name")
-    return {name: getattr(one, name) for name in kept} | {"synchronous": one.synchronous}
+    fields = ("kind", "bytes", "axes", "executions", "operations", "kernels", "cycles", "op_name")
+    return {name: getattr(one, name) for name in fields} | {"synchronous": one.synchronous}
 
 
-def _belongs(name: str, request: Request) -> bool:
-    """Whether a setting matters to the phase."""
-    elsewhere = {
+def _is_used(name: str, request: Request) -> bool:
+    """Whether the request's phase uses a setting."""
+    used = {
         "prompt_length": request.phase is not Phase.DECODE,
         "context": request.phase is Phase.DECODE,
         "launch": request.phase is Phase.DECODE,
@@ -148,4 +148,4 @@ def _belongs(name: str, request: Request) -> bool:
         "sequence_parallel": request.phase is not Phase.DECODE,
         "ladder_layers": request.ladder_layers is not None,
     }
-    return elsewhere.get(name, True)
+    return used.get(name, True)

@@ -1,4 +1,4 @@
-"""The answer of `ladder-jax overlap` for a terminal: the verdict, a table, what it takes and moves."""
+"""The result of `ladder-jax overlap` for a terminal: the verdict, a table, memory and traffic."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from ladder_jax.schedule.report import Reduction, Report, Status, Transfer, hidd
 
 
 def lines(answer: Result) -> list:
-    """Lines and tables, to be printed by rich."""
+    """Lines and tables, for rich to print."""
     request, record = answer.request, answer.record
-    what = f"{request.model}, {request.residual}, {request.phase.value}, {request.layers} layers"
+    title = f"{request.model}, {request.residual}, {request.phase.value}, {request.layers} layers"
     mesh = (f"fsdp {request.fsdp}, " if request.fsdp > 1 else "") + f"tensor {request.tensor}"
     split = ", sequence-parallel" if request.sequence_parallel else ""
-    head = [answer.verdict, f"{what}, {mesh}{split}, {request.loop.value}, on {request.target.name}", ""]
+    head = [answer.verdict, f"{title}, {mesh}{split}, {request.loop.value}, on {request.target.name}", ""]
     tail = [""]
     if record.bytes_per_device is not None:
         memory = f"{record.bytes_per_device / 2**30:.1f} GiB a device"
@@ -25,21 +25,21 @@ def lines(answer: Result) -> list:
         parts = [("arguments", record.argument_bytes), ("temporaries", record.temporary_bytes)]
         split = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts)
         tail.append(f"memory    {memory} ({split})")
-    moved = f"moves     {answer.bytes_accessed / 2**30:.2f} GiB through the device's memory"
+    traffic_line = f"moves     {answer.bytes_accessed / 2**30:.2f} GiB through the device's memory"
     if record.bytes_minimum:
-        moved += f", {answer.bytes_accessed / record.bytes_minimum:.2f} x the weights and cache once"
-    tail.append(moved)
+        traffic_line += f", {answer.bytes_accessed / record.bytes_minimum:.2f} x the weights and cache once"
+    tail.append(traffic_line)
     if answer.report.hidden_time_fraction is not None:
         share = f"{answer.report.hidden_time_fraction:.0%} of the step's estimated compute"
         tail.append(f"time      a hidden reduction is in flight during {share}")
     for name, transfers in (("gathers", answer.report.gathers), ("scatters", answer.report.scatters)):
         if transfers:
-            tail.append(f"{name:<10}{_in_words(transfers)}")
+            tail.append(f"{name:<10}{_transfer_line(transfers)}")
     if answer.report.others:
         others = answer.report.others
         kinds = ", ".join(dict.fromkeys(part for one in others for part in one.purpose.split(", ")))
-        count, unseen = sum(one.count for one in others), answer.report.other_hidden
-        tail.append(f"other collectives: {count} ({kinds}), {unseen} hidden")
+        count, hidden_count = sum(one.count for one in others), answer.report.other_hidden
+        tail.append(f"other collectives: {count} ({kinds}), {hidden_count} hidden")
     tail.append(f"compiler  {record.compiler}, jax {record.jax}, {record.seconds:.0f} s")
     tail.append("options   " + (", ".join(f"{k}={v}" for k, v in record.options.items()) or "none"))
     tail += [f"notice    {notice}" for notice in record.notices]
@@ -48,18 +48,20 @@ def lines(answer: Result) -> list:
     return [*head, _table(answer.report), *tail]
 
 
-def _in_words(found: Sequence[Transfer]) -> str:
-    what = "gradients reduce-scattered" if found[0].collective.kind == "reduce-scatter" else "weights gathered"
-    line = f"{hidden(found)} of {sum(t.count for t in found)} arrays of layers' {what}, hidden"
-    line += f" ({hidden_bytes(found):.0%} of their bytes)"
-    left = Counter()
-    for t in found:
+def _transfer_line(transfers: Sequence[Transfer]) -> str:
+    scattered = transfers[0].collective.kind == "reduce-scatter"
+    arrays = "gradients reduce-scattered" if scattered else "weights gathered"
+    line = f"{hidden(transfers)} of {sum(t.count for t in transfers)} arrays of layers' {arrays}, hidden"
+    line += f" ({hidden_bytes(transfers):.0%} of their bytes)"
+    not_hidden = Counter()
+    for t in transfers:
         if t.status is not Status.HIDDEN:
-            left[f"of layer {t.layer or '?'}, {'backward' if t.backward else 'forward'}, {t.status.value}"] += t.count
-    return line + "".join(f"; {count} {what}" for what, count in left.items())
+            kind = f"of layer {t.layer or '?'}, {'backward' if t.backward else 'forward'}, {t.status.value}"
+            not_hidden[kind] += t.count
+    return line + "".join(f"; {count} {kind}" for kind, count in not_hidden.items())
 
 
-def _table(found: Report):
+def _table(report: Report):
     from rich import box
     from rich.table import Table
 
@@ -67,7 +69,7 @@ def _table(found: Report):
     for name in ("reduction", "layers", "bytes", "count", "status", "sublayers inside", "cycles inside"):
         table.add_column(name, justify="left" if name in ("reduction", "layers", "status") else "right")
     groups: dict[tuple, list[Reduction]] = {}
-    for reduction in found.reductions:
+    for reduction in report.reductions:
         end = "input" if ENTER in reduction.collective.op_name else "output"
         name = f"{end} of {reduction.sublayer}" if reduction.sublayer else f"last {end}"
         name = f"gradient of the {name}" if reduction.backward else name
@@ -90,10 +92,10 @@ def _layers(names: list[str]) -> str:
     numbers = sorted({int(name) for name in names if name.isdigit()})
     if len(numbers) != len(set(names)) or len(numbers) < 3:
         return ", ".join(dict.fromkeys(names))
-    steps = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if steps else f"{len(numbers)} layers of {numbers[0]}-{numbers[-1]}"
+    consecutive = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if consecutive else f"{len(numbers)} layers of {numbers[0]}-{numbers[-1]}"
 
 
-def _range(values: list, form: str) -> str:
-    low, high = form.format(min(values)), form.format(max(values))
+def _range(values: list, pattern: str) -> str:
+    low, high = pattern.format(min(values)), pattern.format(max(values))
     return low if low == high else f"{low} - {high}"

@@ -1,10 +1,10 @@
-"""Compiles one program in a process of its own: its environment is set before jax is imported, and it may be killed.
+"""Compile one program in a subprocess: jax reads its environment at import, and the compiler may be killed.
 
     python -m ladder_jax.overlap.worker REQUEST.json RESULT [DUMP]
 
-A user's mistake is one JSON line on standard output, {"error": ...}, and exit status 2 (standard error is full of
-what compilers say to themselves); the result is written whole or not at all. With DUMP, a folder that XLA_FLAGS names,
-it is compiled until it is scheduled.
+A user's mistake is one JSON line on standard output, {"error": ...}, and exit status 2; standard error has the
+compiler's log. RESULT is written completely or not at all. With DUMP, the folder named in XLA_FLAGS, the program is
+compiled only until it is scheduled.
 """
 
 import json
@@ -32,9 +32,9 @@ def main(source: str, destination: str, dump: str | None = None) -> int:
         function, arguments = programs.program(request)
         if dump is None:
             compiled = function.compile(*arguments)
-            hlo, known = compiled.as_text(), _known(compiled)
+            hlo, analysis = compiled.as_text(), _analysis(compiled)
         else:
-            hlo, known = scheduled.schedule(function, arguments=arguments, folder=pathlib.Path(dump)), _UNKNOWN
+            hlo, analysis = scheduled.schedule(function, arguments=arguments, folder=pathlib.Path(dump)), _NO_ANALYSIS
     except UserError as error:
         return _refuse(str(error))
     except jax.errors.JaxRuntimeError as error:
@@ -49,7 +49,7 @@ def main(source: str, destination: str, dump: str | None = None) -> int:
             notices=tuple(notices),
             seconds=time.perf_counter() - started,
             bytes_minimum=programs.bytes_minimum(request, arguments),
-            **known,
+            **analysis,
         ),
     )
     return 0
@@ -60,7 +60,7 @@ def _refuse(message: str) -> int:
     return 2
 
 
-def _known(compiled) -> dict:
+def _analysis(compiled) -> dict:
     memory = compiled.memory_analysis()
     return {
         "bytes_accessed": _costs(compiled).get("bytes accessed"),
@@ -72,13 +72,13 @@ def _known(compiled) -> dict:
     }
 
 
-_UNKNOWN = dict.fromkeys(
+_NO_ANALYSIS = dict.fromkeys(
     ("bytes_accessed", "argument_bytes", "output_bytes", "alias_bytes", "temporary_bytes", "code_bytes")
 )
 
 
 def _costs(compiled) -> dict:
-    """Empty where the compiler has no analysis (NVIDIA, ahead of time)."""
+    """The compiler's cost analysis; empty if it has none (NVIDIA, ahead of time)."""
     try:
         return compiled.cost_analysis() or {}
     except (NotImplementedError, RuntimeError):
@@ -98,4 +98,4 @@ if __name__ == "__main__":
     status = main(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a compiler's threads may hang as the interpreter ends
+    os._exit(status)  # no normal exit: a compiler's threads may hang at the interpreter's end

@@ -1,1 +1,1 @@
-"""`ladder-jax plan`: which meshes, remat policies and microbatches of a training step fit a target's memory."""
+"""`ladder-jax plan`: find meshes, remat policies and microbatches whose training step fits a target's memory."""

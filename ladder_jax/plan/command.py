@@ -1,4 +1,4 @@
-"""The verb `plan`: words to a request, an answer."""
+"""The verb `plan`: parse the arguments, rank the candidates, print the plans."""
 
 import json
 
@@ -6,14 +6,14 @@ from ladder_jax import terminal
 from ladder_jax.errors import UserError
 from ladder_jax.plan import request as requests
 
-WORDS = "model target tokens sequence residual layers".split()  # of `requests.make`
+OPTIONS = "model target tokens sequence residual layers".split()  # parameters of `requests.make`
 
 
 def run(args: dict) -> None:
-    """Print the answer; raises UserError for what cannot be asked, before anything is compiled."""
+    """Print the plans. An invalid argument raises UserError before anything is compiled."""
     if args["confirm"] < 0:
         raise UserError(f"--confirm must not be negative, not {args['confirm']}")
-    request = requests.make(**{name: args[name] for name in WORDS})
+    request = requests.make(**{name: args[name] for name in OPTIONS})
 
     from ladder_jax.plan import plans
 

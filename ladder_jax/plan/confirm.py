@@ -1,4 +1,4 @@
-"""What the target's compiler says that a plan takes: the whole training step, compiled in a process of its own."""
+"""Confirm a plan's memory: compile its whole training step for the target, in a subprocess."""
 
 import dataclasses
 import hashlib
@@ -14,10 +14,10 @@ from ladder_jax.plan.request import Request
 
 @dataclasses.dataclass(frozen=True)
 class Confirmed:
-    """Bytes of one device, by `memory_analysis()`; `host`: of its host's memory.
+    """A training step's bytes on one device, by `memory_analysis()`. host: bytes of its host's memory.
 
-    seconds: that tracing and compiling took; cpu_seconds: of all processors together, whatever else they do.
-    refusal: the compiler's words where it gave up, as for want of memory; the bytes are then 0.
+    seconds: wall time of tracing and compiling. cpu_seconds: processor time of the compiling process.
+    refusal: the compiler's message if it ran out of the device's memory (then all bytes are 0), or None.
     """
 
     arguments: int
@@ -33,35 +33,35 @@ class Confirmed:
 
     @property
     def device(self) -> int:
-        """At the peak: arguments, temporaries, code, and outputs that do not reuse an argument's memory."""
+        """Peak bytes: arguments, temporaries, code, and outputs that do not reuse an argument's memory."""
         return self.arguments + self.temporaries + self.outputs + self.code
 
 
 def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
-    """Raises UserError where the target cannot be compiled for here."""
-    asked = {
+    """The compiler's memory analysis, from the cache if possible. Raises UserError if the compiler is missing."""
+    step = {
         "target": request.target.name,
         "model": to_dict(request.config),
         "mesh": to_dict(candidate.mesh),
         "train": to_dict(candidate.train(request)),
     }
     with files.cache("plans") as folder:
-        path = folder / f"{_key(asked)}.json"
-        if (found := _read(path)) is None:
-            mesh = _in_words(candidate)
-            what = f"{mesh}, {request.config.num_layers} layers of {request.name} for {request.target.name}"
-            compiling.run_worker("ladder_jax.plan.worker", asked, path, target=request.target, what=what)
-            found = _read(path)
-        return found
+        path = folder / f"{_key(step)}.json"
+        if (confirmed := _read(path)) is None:
+            settings = _summary(candidate)
+            label = f"{settings}, {request.config.num_layers} layers of {request.name} for {request.target.name}"
+            compiling.run_worker("ladder_jax.plan.worker", step, path, target=request.target, label=label)
+            confirmed = _read(path)
+        return confirmed
 
 
-def _in_words(candidate: Candidate) -> str:
+def _summary(candidate: Candidate) -> str:
     sizes = " x ".join(str(size) for size in dataclasses.astuple(candidate.mesh))
     return f"mesh {sizes}, remat {candidate.remat.value}"
 
 
-def _key(asked: dict) -> str:
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
+def _key(step: dict) -> str:
+    digest = hashlib.sha256(json.dumps(step, sort_keys=True).encode())
     return compiling.with_sources(digest, (*compiling.SOURCES, *compiling.TRAINING, "plan/worker.py")).hexdigest()[:32]
 
 

@@ -1,4 +1,4 @@
-"""Candidates with what they take and how fast they are, in the order in which to try them."""
+"""Estimate every candidate's memory and speed, and rank the candidates that fit."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from ladder_jax.plan.memory import Memory
 from ladder_jax.plan.request import Request
 from ladder_jax.plan.speed import Speed
 
-MOST_REFUSED = 4  # programs that turn out too large before the rest is left as it is estimated
+MOST_REFUSED = 4  # number of plans that the compiler refuses before confirmation stops
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """limit: bytes of a device, None where it is not known (CPU); confirmed: None where nothing was compiled."""
+    """limit: bytes of a device's memory, None if unknown (CPU). confirmed: None if the plan was not compiled."""
 
     candidate: Candidate
     memory: Memory
@@ -24,7 +24,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """The compiler's, or the estimate."""
+        """The compiler's figure if the plan was compiled, or else the estimate."""
         return self.memory.device if self.confirmed is None else self.confirmed.device
 
     @property
@@ -36,9 +36,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """plans: those that fit, first the recommended one; refused: what the compiler found too large after all.
+    """The ranked plans of a request.
 
-    considered: how many candidates there were; smallest: the one with the least memory, if none fits.
+    plans: all that fit; the first one is recommended. refused: plans whose compiled step does not fit.
+    considered: number of candidates. smallest: the candidate with the least estimated memory.
     """
 
     request: Request
@@ -49,7 +50,7 @@ class Answer:
 
 
 def ranked(request: Request) -> list[Plan]:
-    """Every candidate, the fastest first; of one mesh, policy and stream, the largest microbatch last."""
+    """All candidates, the fastest first; among equally fast ones, first those with less memory."""
     limit = request.target.memory
 
     def plan(candidate: Candidate) -> Plan:
@@ -60,26 +61,26 @@ def ranked(request: Request) -> list[Plan]:
 
 
 def answer(request: Request, *, compiled: int) -> Answer:
-    """The plans that fit; the first `compiled` of them are confirmed by the target's compiler.
+    """The plans that fit. The target's compiler confirms the first `compiled` of them.
 
-    Where the compiler finds one too large, the next is tried. Raises UserError where it cannot compile for the target.
+    If a compiled plan is too large, the next one is compiled. Raises UserError if the compiler is missing.
     """
     every = ranked(request)
-    left = [plan for plan in every if plan.limit is None or plan.memory.device <= plan.limit]
+    fitting = [plan for plan in every if plan.limit is None or plan.memory.device <= plan.limit]
     confirmed, refused = [], []
-    while left and len(confirmed) < compiled:
-        plan = left.pop(0)
+    while fitting and len(confirmed) < compiled:
+        plan = fitting.pop(0)
         plan = dataclasses.replace(plan, confirmed=confirm(plan.candidate, request=request))
         (confirmed if plan.fits else refused).append(plan)
         if len(refused) > MOST_REFUSED:
             break
     smallest = min(every, key=lambda plan: plan.memory.device)
-    return Answer(request, (*confirmed, *left), tuple(refused), len(every), smallest)
+    return Answer(request, (*confirmed, *fitting), tuple(refused), len(every), smallest)
 
 
-def as_dict(found: Answer) -> dict:
-    """The JSON object. Bytes are those of one device; seconds of one optimizer step."""
-    request = found.request
+def as_dict(answer: Answer) -> dict:
+    """The JSON object. Bytes are of one device, seconds of one optimizer step."""
+    request = answer.request
     return {
         "model": request.name,
         "target": request.target.name,
@@ -87,9 +88,9 @@ def as_dict(found: Answer) -> dict:
         "tokens": request.tokens,
         "sequence": request.sequence,
         "device_memory": request.target.memory,
-        "considered": found.considered,
-        "plans": [_plan(plan, request) for plan in found.plans],
-        "refused": [_plan(plan, request) for plan in found.refused],
+        "considered": answer.considered,
+        "plans": [_plan(plan, request) for plan in answer.plans],
+        "refused": [_plan(plan, request) for plan in answer.refused],
     }
 
 

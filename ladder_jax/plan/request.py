@@ -1,4 +1,4 @@
-"""What `ladder-jax plan` was asked, checked; imports no jax."""
+"""The checked arguments of `ladder-jax plan`; imports no jax."""
 
 import dataclasses
 import pathlib
@@ -11,9 +11,9 @@ from ladder_jax.schedule.targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """name: the model's, as the user wrote it; tokens: of one optimizer step, over all devices, in sequences.
+    """name: of the model, as the user typed it. tokens: of one optimizer step over all devices. sequence: tokens each.
 
-    changes: to that model, as dotted settings and values.
+    changes: settings of the model that the options change, as (dotted name, value).
     """
 
     name: str
@@ -37,7 +37,7 @@ def make(
     residual: str | None = None,
     layers: int | None = None,
 ) -> Request:
-    """A checked request; `model` is a preset's name or a file with a configuration. Raises UserError."""
+    """A checked request. model: a preset's name or a configuration file. Raises UserError for an invalid request."""
     parsed = targets.parse(target)
     changes = {"residual": residual, "num_layers": layers}
     changes = {name: value for name, value in changes.items() if value is not None}
@@ -51,8 +51,8 @@ def make(
     if tokens % sequence:
         below, above = tokens // sequence * sequence, (tokens // sequence + 1) * sequence
         near = f"{below} or {above}" if below else f"{above}"
-        raise UserError(f"--tokens {tokens} are no whole sequences of {sequence}: {near} would be")
+        raise UserError(f"--tokens {tokens} are not a multiple of --sequence {sequence}: {near} would be")
     if parse_residual(config.residual).depends_on_ranks and config.ranks is None:
-        raise UserError(f"{config.residual} is another model on every number of ranks: give model.ranks in a file")
+        raise UserError(f"{config.residual} is a function of the number of ranks: give model.ranks in a file")
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
     return Request(model, config, parsed, tokens, sequence, settings)

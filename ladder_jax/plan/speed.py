@@ -1,15 +1,15 @@
-"""How long a training step takes, by a model coarse enough to be checked by hand: what plans are ranked by.
+"""Estimate the time of a training step, for ranking plans; simple enough to check by hand.
 
-    a microbatch = compute + exposed communication
-    compute      = FLOPs / (peak x share reached), forward, backward and what the remat policy computes again,
-                   longer by `contention` while a transfer is in flight
-    exposed      = what of the transfers is longer than the compute that they stand beside; of a topology whose
-                   sublayers wait for their reductions (standard, parallel, desync) all of these
-    a step       = accumulate x a microbatch + the gradients' all-reduce over the data axis + the optimizer's reads
+    microbatch = compute + exposed communication
+    compute    = FLOPs / (peak x share reached) of forward, backward and recomputation, longer by `contention` while
+                 a transfer is in flight
+    exposed    = time of the transfers beyond the compute that can hide them, plus all reductions of sublayers that
+                 wait for them (standard, parallel, desync)
+    step       = accumulate x microbatch + the gradients' all-reduce over the data axis + the optimizer's reads
 
-Constants are those of `ladder-jax predict` (predict/hardware); a half of an all-reduce, n ranks, takes
-(n - 1) / n x bytes / bandwidth. A tensor axis is taken to lie within a node; an fsdp axis that does not fit in it
-moves at the network's speed.
+The constants are those of `ladder-jax predict` (predict/hardware). Half of an all-reduce over n ranks takes
+(n - 1) / n x bytes / bandwidth. The tensor axis is assumed to be inside a node; an fsdp axis that spans nodes has the
+network's bandwidth.
 """
 
 import dataclasses
@@ -24,19 +24,21 @@ from ladder_jax.predict.machine import Machine
 from ladder_jax.residual import Silent
 from ladder_jax.schedule import shards
 
-MACHINES = {"h100": "h100-2-nodes", "b200": "b200-nvlink"}  # others by their own name
-NODE, NETWORK = 8, 50e9  # GPUs, and bytes a second of each beyond: NVIDIA DGX H100 and B200 data sheets
-# Bytes a second to a device's host, one way: https://jax-ml.github.io/scaling-book (tpus); PCIe 5.0 x16.
+MACHINES = {"h100": "h100-2-nodes", "b200": "b200-nvlink"}  # by target, if their names differ
+# GPUs per node, and bytes a second of each GPU between nodes: NVIDIA DGX H100 and B200 data sheets.
+NODE, NETWORK = 8, 50e9
+# Bytes a second between a device and its host, one way: https://jax-ml.github.io/scaling-book (tpus); PCIe 5.0 x16.
 HOST = {"tpu": 16e9, "cuda": 64e9, "cpu": 16e9}
-NOMINAL = dict(flops=1e12, bandwidth=1e11, link=1e10)  # of a simulated device, which has no speed of its own
+NOMINAL = dict(flops=1e12, bandwidth=1e11, link=1e10)  # for simulated devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Seconds of one step: `seconds` in all, of which `exposed` devices wait for a transfer.
+    """The estimated speed of one step.
 
-    recomputed: FLOPs of the backward pass that the forward pass has computed before, as a share of the model's.
-    mfu: the model's FLOPs over what the devices could do in that time, none recomputed counted.
+    seconds: total. exposed: seconds in which devices wait for a transfer.
+    recomputed: recomputed FLOPs as a share of the model's FLOPs.
+    mfu: the model's FLOPs, without recomputation, over the peak FLOPs of the devices in that time.
     """
 
     seconds: float
@@ -47,7 +49,11 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Of one device: FLOPs reached and at its peak, bytes of memory, of links inside a node, beyond it, to the host."""
+    """Rates of one device, a second.
+
+    flops: reached. peak: published FLOPs. memory, link, network, host: bytes of memory traffic, of the link inside a
+    node, of the network between nodes, of the connection to the host. node: devices per node.
+    """
 
     flops: float
     peak: float
@@ -65,50 +71,50 @@ def rates(request: Request) -> Rates:
     if target.platform == "cpu":
         slow = NOMINAL["link"]
         return Rates(NOMINAL["flops"], NOMINAL["flops"], NOMINAL["bandwidth"], slow, slow, target.count, host, 0.0)
-    found: Machine = machines.load(MACHINES.get(target.kind, target.kind))
+    machine: Machine = machines.load(MACHINES.get(target.kind, target.kind))
     gpu = target.platform == "cuda"
     return Rates(
-        flops=found.flops * found.flops_share,
-        peak=found.flops,
-        memory=found.bandwidth * found.bandwidth_share,
-        link=found.link.bandwidth,
-        network=NETWORK if gpu else found.link.bandwidth,
+        flops=machine.flops * machine.flops_share,
+        peak=machine.flops,
+        memory=machine.bandwidth * machine.bandwidth_share,
+        link=machine.link.bandwidth,
+        network=NETWORK if gpu else machine.link.bandwidth,
         node=NODE if gpu else target.count,
         host=host,
-        contention=found.contention,
+        contention=machine.contention,
     )
 
 
 def speed(candidate: Candidate, *, request: Request) -> Speed:
     rate, mesh, config = rates(request), candidate.mesh, request.config
-    forward, again = _flops(candidate, request=request)
-    held = shards.shard(config, ranks=mesh.tensor)
-    taken, size = estimate(candidate, request=request), size_of(config.dtype)
+    forward, recomputed = _flops(candidate, request=request)
+    shard = shards.shard(config, ranks=mesh.tensor)
+    memory, size = estimate(candidate, request=request), size_of(config.dtype)
 
     def half(bytes_: float, ranks: int, *, within: int) -> float:
-        """Seconds of an all-gather or a reduce-scatter over ranks that span `within` devices."""
+        """Seconds of an all-gather or a reduce-scatter over `ranks` ranks within a group of `within` devices."""
         return (ranks - 1) / ranks * bytes_ / (rate.link if within <= rate.node else rate.network)
 
-    # Forward and backward: gathered in the compute dtype twice, given back in float32 once.
-    matrices = config.num_layers * (held.attention + held.mlp)
+    # Two gathers in the compute dtype (forward, backward) and one reduce-scatter in float32.
+    matrices = config.num_layers * (shard.attention + shard.mlp)
     weights = half(matrices * (2 * size + FLOAT32), mesh.fsdp, within=mesh.fsdp * mesh.tensor)
-    # A reduction is two halves forward and two backward; what is computed again gathers its second input again.
-    gathered_again = candidate.sequence_parallel and candidate.remat is not Remat.NONE
+    # A reduction is two halves forward and two backward. With recomputation the second input is gathered once more.
+    regathers = candidate.sequence_parallel and candidate.remat is not Remat.NONE
     output = half(candidate.rows * request.sequence * config.d_model * size, mesh.tensor, within=mesh.tensor)
-    hiding, waiting = (count * (4.5 if gathered_again else 4) * output for count in _reductions(config))
-    beside = max(weights + hiding, 2 * taken.host / rate.host)
+    hiding, waiting = (count * (4.5 if regathers else 4) * output for count in _reductions(config))
+    transfers = max(weights + hiding, 2 * memory.host / rate.host)
 
-    compute = (3 * forward + again) / rate.flops
-    slowed = rate.contention * min(beside, compute)
-    exposed = max(0.0, beside - compute) + waiting
-    gradients = 2 * half(taken.state / 3, mesh.data, within=request.target.count)
-    seconds = candidate.accumulate * (compute + slowed + exposed) + gradients + 2 * taken.state / rate.memory
+    compute = (3 * forward + recomputed) / rate.flops
+    slowed = rate.contention * min(transfers, compute)
+    exposed = max(0.0, transfers - compute) + waiting
+    gradients = 2 * half(memory.state / 3, mesh.data, within=request.target.count)
+    seconds = candidate.accumulate * (compute + slowed + exposed) + gradients + 2 * memory.state / rate.memory
     mfu = candidate.accumulate * 3 * forward / rate.peak / seconds
-    return Speed(seconds, candidate.accumulate * exposed + gradients, again / (3 * forward), mfu)
+    return Speed(seconds, candidate.accumulate * exposed + gradients, recomputed / (3 * forward), mfu)
 
 
 def _reductions(config: ModelConfig) -> tuple[int, int]:
-    """How many of the layers' reductions stand beside a sublayer, and how many are waited for."""
+    """Numbers of the layers' reductions: those that a sublayer can hide, and those that the next sublayer waits for."""
     steps = [step for layer in residual.of_model(config).layers for step in layer]
     reducing = [step for step in steps if not isinstance(step, Silent) and getattr(step, "sync", True)]
     hiding = sum(step.delay > 0 for step in reducing)
@@ -116,19 +122,19 @@ def _reductions(config: ModelConfig) -> tuple[int, int]:
 
 
 def _flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
-    """Of a microbatch on one device: forward, and computed again in the backward pass."""
+    """FLOPs of a microbatch on one device: of the forward pass, and of recomputation in the backward pass."""
     config, tensor = request.config, candidate.mesh.tensor
-    held = shards.shard(config, ranks=tensor)
+    shard = shards.shard(config, ranks=tensor)
     tokens, heads = candidate.rows * request.sequence, config.num_heads / tensor
     scores = 2 * candidate.rows * heads * config.head_dim * request.sequence * (request.sequence + 1)
-    layers = config.num_layers * (2 * tokens * (held.attention + held.mlp) + scores)
-    head = 2 * tokens * held.vocabulary * config.d_model
-    last = config.num_layers * 2 * tokens * config.d_model * (held.queries + held.features)
-    # The reduced sums are kept, so the two matmuls that make them are not computed again.
-    again = {
+    layers = config.num_layers * (2 * tokens * (shard.attention + shard.mlp) + scores)
+    head = 2 * tokens * shard.vocabulary * config.d_model
+    outputs = config.num_layers * 2 * tokens * config.d_model * (shard.queries + shard.features)
+    # The reduced sums are kept, so the output projections of both sublayers are not recomputed.
+    recomputed = {
         Remat.NONE: 0.0,
         Remat.SAVE_MATMULS: config.num_layers * scores,
-        Remat.FULL: layers - last,
-        Remat.OFFLOAD: layers - last,
+        Remat.FULL: layers - outputs,
+        Remat.OFFLOAD: layers - outputs,
     }
-    return layers + head, again[candidate.remat]
+    return layers + head, recomputed[candidate.remat]

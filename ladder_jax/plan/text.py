@@ -1,58 +1,54 @@
-"""The answer of `ladder-jax plan` for a terminal."""
+"""The result of `ladder-jax plan` for a terminal."""
 
 from ladder_jax.plan.plans import Answer, Plan
 
-SHOWN = 12  # plans, each with its fastest microbatch; --json has them all
+SHOWN = 12  # plans in the table, each with its fastest microbatch; --json has all plans
 COLUMNS = ("d x f x t", "remat", "stream", "rows", "parts", "GiB", "s a step", "MFU", "waits", "again")
 GIB = 2**30
 
 
 def lines(answer: Answer) -> list:
-    """Lines and a table, to be printed by rich."""
+    """Lines and a table, for rich to print."""
     request = answer.request
     room = "" if request.target.memory is None else f", {request.target.memory / GIB:.0f} GiB a device"
-    what = (
+    title = (
         f"{request.name}, {request.config.residual}, {request.config.num_layers} layers on {request.target.name}{room};"
     )
-    what += f" {request.tokens:,} tokens a step, in sequences of {request.sequence:,}"
+    title += f" {request.tokens:,} tokens a step, in sequences of {request.sequence:,}"
     if not answer.plans:
-        return [_nothing_fits(answer), what, *_refused(answer)]
+        return [_nothing_fits(answer), title, *_refused(answer)]
     best = answer.plans[0]
-    words = " ".join(f"{name}={value}" for name, value in best.candidate.overrides(request).items())
+    overrides = " ".join(f"{name}={value}" for name, value in best.candidate.overrides(request).items())
     return [
         f"take {_name(best)}: {_why(answer)}",
-        what,
+        title,
         "",
         _table(answer),
         f"{len(answer.plans)} of {answer.considered} candidates fit: the fastest microbatch of up to {SHOWN} is shown",
         *_refused(answer),
-        "d x f x t: mesh.data x fsdp x tensor; stream: split if sequence-parallel; rows: sequences that a shard of the",
-        "batch computes at once, in so many parts; GiB of a device: = by the compiler's memory_analysis of the whole",
-        "training step, ~ estimated from shapes; the rest by the model of ladder_jax/plan/speed.py, not measured: MFU,",
-        "the share of time that waits for transfers, and the FLOPs that are computed again",
-        *(
-            ["note      a simulated device has no memory of its own, and its speed here is a nominal one"]
-            if not room
-            else []
-        ),
+        "d x f x t: mesh.data x fsdp x tensor; stream: split if sequence-parallel; rows: sequences in a microbatch of",
+        "one batch shard; parts: microbatches per step; GiB of a device: = from the compiler's memory_analysis of the",
+        "whole training step, ~ estimated from shapes; the other columns are estimates (ladder_jax/plan/speed.py):",
+        "MFU; waits: share of time in which devices wait for transfers; again: recomputed FLOPs over the model's",
+        *(["note      a simulated device has no memory limit, and its speed here is nominal"] if not room else []),
         "",
-        f"ladder-jax train {request.name} {words}",
+        f"ladder-jax train {request.name} {overrides}",
     ]
 
 
 def _why(answer: Answer) -> str:
     best = answer.plans[0]
-    sure = "estimated to fit" if best.confirmed is None else f"it fits ({best.bytes / GIB:.1f} GiB, compiled)"
+    evidence = "estimated to fit" if best.confirmed is None else f"it fits ({best.bytes / GIB:.1f} GiB, compiled)"
     if len(answer.plans) == 1:
-        return f"{sure}, the only one that does"
-    return f"{sure}, and of what fits it is the fastest by the model: {best.speed.seconds:.3g} s a step"
+        return f"{evidence}, the only one that does"
+    return f"{evidence}, and among the plans that fit it has the fastest estimate: {best.speed.seconds:.3g} s a step"
 
 
 def _nothing_fits(answer: Answer) -> str:
-    least, request = answer.smallest, answer.request
+    smallest, request = answer.smallest, answer.request
     return (
-        f"nothing fits: of {answer.considered} candidates the smallest, {_name(least)}, is estimated at"
-        f" {least.memory.device / GIB:.1f} GiB of a device's {request.target.memory / GIB:.0f}: take more devices,"
+        f"nothing fits: of {answer.considered} candidates the smallest, {_name(smallest)}, is estimated at"
+        f" {smallest.memory.device / GIB:.1f} GiB of a device's {request.target.memory / GIB:.0f}: take more devices,"
         " shorter sequences or a smaller model"
     )
 
@@ -67,22 +63,22 @@ def _name(plan: Plan) -> str:
 
 
 def _shown(answer: Answer) -> list[Plan]:
-    """Of plans that differ in the microbatch alone the first; and all that were compiled, which come first."""
-    known, found = set(), []
+    """All compiled plans, and of plans that differ only in the microbatch the first; at most SHOWN."""
+    seen, shown = set(), []
     for plan in answer.plans:
-        alike = plan.candidate.mesh, plan.candidate.remat, plan.candidate.sequence_parallel
-        if plan.confirmed is not None or alike not in known:
-            found.append(plan)
-        known.add(alike)
-    return found[:SHOWN]
+        key = plan.candidate.mesh, plan.candidate.remat, plan.candidate.sequence_parallel
+        if plan.confirmed is not None or key not in seen:
+            shown.append(plan)
+        seen.add(key)
+    return shown[:SHOWN]
 
 
 def _refused(answer: Answer) -> list[str]:
-    found = []
+    refused_lines = []
     for plan in answer.refused:
-        said = plan.confirmed.refusal or f"{plan.bytes / GIB:.1f} GiB compiled"
-        found.append(f"too large: {_name(plan)}: {said} (estimated {plan.memory.device / GIB:.1f})")
-    return found
+        reason = plan.confirmed.refusal or f"{plan.bytes / GIB:.1f} GiB compiled"
+        refused_lines.append(f"too large: {_name(plan)}: {reason} (estimated {plan.memory.device / GIB:.1f})")
+    return refused_lines
 
 
 def _table(answer: Answer):

@@ -1,4 +1,4 @@
-"""Which topology to take, and why: the nearest to Standard of those that are about as fast as the fastest."""
+"""Recommend a topology, with a reason: among those about as fast as the fastest, the one closest to Standard."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,47 +7,47 @@ from typing import Protocol
 from ladder_jax.config import parse_residual
 from ladder_jax.predict.model import Speed
 
-WORTH = 1.02  # a smaller speed-up is within what the model can tell apart, and none to change a model for
-SAME = 0.95  # of the fastest: nearer than the model is to measurements, so they count as equally fast
+WORTH = 1.02  # a smaller speed-up is within the model's error, and no reason to change a model
+SAME = 0.95  # share of the fastest from which topologies count as equally fast: the model's error is larger
 
 PREFERENCE = ("standard", "ladder", "ladder-fresh", "parallel-shared-norm", "parallel", "ladder-K", "parallel-ladder")
-"""Of equally fast ones the first is taken: those that are closest to what has been trained and measured."""
+"""Order of recommendation among equally fast topologies: first those closest to trained and measured models."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """ladder_helps: whether the plain Ladder is worth it here; None where it was not asked about."""
+    """ladder_helps: whether the plain Ladder's speed-up is at least WORTH; None if the request leaves it out."""
 
     residual: str
     reason: str
     ladder_helps: bool | None
 
 
-class Judged(Protocol):
+class Candidate(Protocol):
     residual: str
     speed: Speed
     speedup: float
 
 
-def read(*, rows: Sequence[Judged], baseline: Speed, tensor: int) -> Advice:
-    """Of the rows that compute a model's true outputs; `baseline` is Standard's speed."""
-    real = [row for row in rows if row.residual != "no-communication"]
+def read(*, rows: Sequence[Candidate], baseline: Speed, tensor: int) -> Advice:
+    """The advice for a request's rows. baseline: Standard's speed. `no-communication` is never recommended."""
+    usable = [row for row in rows if row.residual != "no-communication"]
     ladders = [row.speedup for row in rows if row.residual == "ladder"]
     helps = ladders[0] >= WORTH if ladders else None
-    best = max((row.speedup for row in real), default=1.0)
+    best = max((row.speedup for row in usable), default=1.0)
     share = baseline.exposed_seconds / (baseline.prefill_seconds + baseline.decode_seconds)
     if tensor == 1:
         return Advice("standard", "one device communicates nothing, so there is nothing to hide", helps)
     if best < WORTH:
-        why = f"communication is {share:.1%} of Standard's time here, too little for another topology to matter"
-        return Advice("standard", why, helps)
-    fast = [row for row in real if row.speedup >= max(WORTH, SAME * best)]
+        reason = f"communication is {share:.1%} of Standard's time here, too little for another topology to matter"
+        return Advice("standard", reason, helps)
+    fast = [row for row in usable if row.speedup >= max(WORTH, SAME * best)]
     chosen = min(fast, key=lambda row: (_rank(row.residual), -row.speedup))
-    return Advice(chosen.residual, _reason(chosen, real, baseline, share), helps)
+    return Advice(chosen.residual, _reason(chosen, usable, baseline, share), helps)
 
 
-def _reason(chosen: Judged, real: Sequence[Judged], baseline: Speed, share: float) -> str:
-    begin = f"communication is {share:.0%} of Standard's time here"
+def _reason(chosen: Candidate, usable: Sequence[Candidate], baseline: Speed, share: float) -> str:
+    start = f"communication is {share:.0%} of Standard's time here"
     kind = parse_residual(chosen.residual).kind
     wire, shortest = _lengths(baseline)
     microseconds = lambda seconds: f"{seconds * 1e6:.0f} µs"
@@ -58,24 +58,24 @@ def _reason(chosen: Judged, real: Sequence[Judged], baseline: Speed, share: floa
             compare += f" outlasts its shorter sublayer ({microseconds(shortest)})"
         else:
             compare += f" fits under its shorter sublayer ({microseconds(shortest)})"
-        begin += f", and {compare}"
+        start += f", and {compare}"
     if kind in ("ladder", "ladder-fresh"):
-        return f"{begin}: what it hides gives {gain}"
-    less = "half as many all-reduces" + (", each under a whole layer," if kind == "parallel-ladder" else "")
+        return f"{start}: hiding it under compute gives {gain}"
+    fewer = "half as many all-reduces" + (", each under a whole layer," if kind == "parallel-ladder" else "")
     if kind == "desync":
-        less = "fewer all-reduces"
-    ladder = next((row for row in real if row.residual == "ladder"), None)
-    beside = f" where the plain Ladder gives {ladder.speedup:.2f}" if ladder else ""
-    return f"{begin}: {less} give {gain}{beside}"
+        fewer = "fewer all-reduces"
+    ladder = next((row for row in usable if row.residual == "ladder"), None)
+    comparison = f" where the plain Ladder gives {ladder.speedup:.2f}" if ladder else ""
+    return f"{start}: {fewer} give {gain}{comparison}"
 
 
 def _lengths(baseline: Speed) -> tuple[float, float | None]:
-    """Of Standard's decode step: seconds of an all-reduce, and of its shortest sublayer; None if not played."""
-    played = baseline.step.sublayers
-    if played is None or not played.all_reduces:
+    """Seconds of an all-reduce and of the shortest sublayer in Standard's decode step; None without a timeline."""
+    timeline = baseline.step.sublayers
+    if timeline is None or not timeline.all_reduces:
         return 0.0, None
-    computes = [bar.stop - bar.start for bar in played.bars if not bar.wire]
-    return played.wire / played.all_reduces, min(computes)
+    computes = [bar.stop - bar.start for bar in timeline.bars if not bar.wire]
+    return timeline.wire / timeline.all_reduces, min(computes)
 
 
 def _rank(residual: str) -> int:

@@ -1,4 +1,4 @@
-"""The verb `predict`: words to a request, predictions, an answer."""
+"""The verb `predict`: parse the arguments, predict, print the result."""
 
 import json
 
@@ -6,37 +6,37 @@ from ladder_jax import files, terminal
 from ladder_jax.errors import UserError
 from ladder_jax.predict import request as requests
 
-WORDS = (
+OPTIONS = (
     "model hardware tensor batch prompt_length new_tokens residual ladder_layers layers implementation".split()
-)  # of `requests.make`
+)  # parameters of `requests.make`
 
 
 def run(args: dict) -> None:
-    """Print the answer; raises UserError for what cannot be asked, before anything is compiled or written."""
+    """Print the result. An invalid argument raises UserError before anything is compiled or written."""
     files.check_picture("plot", args["plot"])
     target = args["from_schedule"]
     if target and args["sweep"]:
-        raise UserError("--sweep is analytic: it cannot be had --from-schedule")
-    given = {name: args[name] for name in WORDS}
+        raise UserError("--sweep is analytic: it cannot be combined with --from-schedule")
+    options = {name: args[name] for name in OPTIONS}
     if target:
         from ladder_jax.predict import compiled
 
-        given = compiled.settle(given, target)
-    if given["hardware"] is None:
+        options = compiled.with_defaults(options, target)
+    if options["hardware"] is None:
         raise UserError(f"--hardware is needed (allowed: {', '.join(requests.machines.NAMES)}, or a .yaml file)")
-    request = requests.make(**given)
-    wanted = requests.sweep(request, args["sweep"]) if args["sweep"] else None
+    request = requests.make(**options)
+    axes = requests.sweep(request, args["sweep"]) if args["sweep"] else None
 
     from ladder_jax.predict import picture, result, sweep, text
 
-    if wanted:
-        points = sweep.run(request, wanted)
+    if axes:
+        points = sweep.run(request, axes)
         if args["plot"]:
             if not sweep.front(points):
                 raise UserError("--plot: there is nothing to draw, as no topology that communicates fits into memory")
             picture.plot_sweep(points, file=args["plot"])
-        whole = {"model": request.model, "hardware": request.machine.name, "sweep": [p.as_dict() for p in points]}
-        _print(whole if args["json"] else text.sweep_lines(points, wanted))
+        document = {"model": request.model, "hardware": request.machine.name, "sweep": [p.as_dict() for p in points]}
+        _print(document if args["json"] else text.sweep_lines(points, axes))
         return
     answer = compiled.predict(request, target=target) if target else result.predict(request)
     if args["plot"]:

@@ -1,9 +1,9 @@
-"""The other fidelity: a compiled program's own schedule and estimates, on the machine's link.
+"""Predict from a compiled program's schedule instead of the analytic model (`--from-schedule`).
 
-The compilers of a target (`ladder-jax overlap`) say in which order operations run, what they fuse, move and merge, and
-on TPUs how many cycles each takes; the machine says how long its collectives take, what share of the published rates
-programs reach, and what starting an operation costs. Two depths are compiled and the layers between them counted,
-because a program of 80 layers takes minutes: all but the outermost are alike.
+The target's compiler (see `ladder-jax overlap`) gives the order of operations, their fusion, memory traffic and
+merging, and on TPUs their cycles. The machine's constants give the times of collectives and launches, and the share of
+the published rates that programs reach. Compiling 80 layers takes minutes, so the model is compiled at two depths and
+extrapolated: all layers but the outermost have the same schedule.
 """
 
 import dataclasses
@@ -23,21 +23,21 @@ from ladder_jax.schedule.collectives import Collective
 
 DEPTHS = (2, 4)
 RESIDUALS = "standard,ladder,no-communication"
-MACHINES = {"h100": "h100-nvlink", "b200": "b200-nvlink"}  # of the targets that are not called as their machine is
+MACHINES = {"h100": "h100-nvlink", "b200": "b200-nvlink"}  # by target, if their names differ
 
 
-def settle(given: dict, target: str) -> dict:
-    """The words of `request.make` with a target's defaults. Raises UserError for what no program can be had for."""
+def with_defaults(options: dict, target: str) -> dict:
+    """The options of `request.make` with the target's defaults. Raises UserError if no program can be compiled."""
     parsed = targets.parse(target)
     if parsed.kind not in HARDWARE:
         raise UserError(f"--from-schedule {target}: {parsed.kind} hides nothing: choose a TPU or GPU target")
-    if given["implementation"] not in (None, "ours"):
+    if options["implementation"] not in (None, "ours"):
         raise UserError("--from-schedule compiles this library's programs: --implementation must be ours")
     return {
-        **given,
-        "hardware": given["hardware"] or MACHINES.get(parsed.kind, parsed.kind),
-        "tensor": given["tensor"] or parsed.count,
-        "residual": given["residual"] or RESIDUALS,
+        **options,
+        "hardware": options["hardware"] or MACHINES.get(parsed.kind, parsed.kind),
+        "tensor": options["tensor"] or parsed.count,
+        "residual": options["residual"] or RESIDUALS,
     }
 
 
@@ -61,19 +61,20 @@ def _speed(request: Request, residual: str, target: str) -> Speed:
 
 def _pass(request: Request, residual: str, target: str, phase: Phase) -> Pass:
     layers = request.layers or preset(request.model).num_layers
-    # A hybrid's layers are not alike, so it is compiled whole.
+    # A hybrid's layers differ, so all of them are compiled.
     depths = DEPTHS if layers > DEPTHS[1] and request.ladder_layers is None else (layers,)
-    found = [_played(request, residual, target, phase, depth) for depth in depths]
-    if len(found) == 1:
-        return found[0]
-    first, second = found
-    more = (layers - depths[1]) / (depths[1] - depths[0])
-    onward = lambda name: getattr(second, name) + more * (getattr(second, name) - getattr(first, name))
-    return Pass(seconds=onward("seconds"), wire=onward("wire"), exposed=max(0.0, onward("exposed")))
+    passes = [_compiled_pass(request, residual, target, phase, depth) for depth in depths]
+    if len(passes) == 1:
+        return passes[0]
+    first, second = passes
+    factor = (layers - depths[1]) / (depths[1] - depths[0])
+    extrapolate = lambda name: getattr(second, name) + factor * (getattr(second, name) - getattr(first, name))
+    exposed = max(0.0, extrapolate("exposed"))
+    return Pass(seconds=extrapolate("seconds"), wire=extrapolate("wire"), exposed=exposed)
 
 
-def _played(request: Request, residual: str, target: str, phase: Phase, layers: int) -> Pass:
-    asked = overlaps.make(
+def _compiled_pass(request: Request, residual: str, target: str, phase: Phase, layers: int) -> Pass:
+    program_request = overlaps.make(
         target=target,
         model=request.model,
         residual=residual,
@@ -85,31 +86,31 @@ def _played(request: Request, residual: str, target: str, phase: Phase, layers: 
         prompt_length=request.prompt_length,
         context=request.prompt_length + request.new_tokens if phase is Phase.DECODE else None,
     )
-    program = hlo.parse(compiling.compiled(asked).hlo)
-    return play(program, machine=request.machine, kind=asked.target.kind, ranks=request.tensor)
+    program = hlo.parse(compiling.compiled(program_request).hlo)
+    return play(program, machine=request.machine, kind=program_request.target.kind, ranks=request.tensor)
 
 
 def play(program: hlo.Program, *, machine: Machine, kind: str, ranks: int) -> Pass:
-    """A scheduled program for a device of `kind` on the machine. exposed: against a link that takes no time."""
-    hardware = _reachable(HARDWARE[kind], machine)
+    """Simulate a scheduled program for a device of `kind`. Its exposed time is the difference to an instant link."""
+    hardware = _at_reached_rates(HARDWARE[kind], machine)
 
     def wire(collective: Collective) -> float:
-        whole = machine.all_reduce(collective.bytes, ranks=ranks)
-        return whole if collective.kind == "all-reduce" else whole / 2  # a reduce-scatter, an all-gather: half of one
+        seconds = machine.all_reduce(collective.bytes, ranks=ranks)
+        return seconds if collective.kind == "all-reduce" else seconds / 2  # a reduce-scatter or an all-gather
 
     settings = dict(hardware=hardware, ranks=ranks, launch=machine.launch)
     bars = timeline.play(program, wire=wire, contention=machine.contention, **settings)
-    alone = timeline.play(program, wire=lambda _: 0.0, **settings)
-    stop = lambda played: max((bar.stop for bar in played), default=0.0)
+    instant = timeline.play(program, wire=lambda _: 0.0, **settings)
+    end = lambda bars: max((bar.stop for bar in bars), default=0.0)
     return Pass(
-        seconds=stop(bars),
+        seconds=end(bars),
         wire=sum(bar.stop - bar.start for bar in bars if bar.wire),
-        exposed=stop(bars) - stop(alone),
+        exposed=end(bars) - end(instant),
     )
 
 
-def _reachable(hardware: Hardware, machine: Machine) -> Hardware:
-    """Where the compiler gives cycles it has its own idea of what is reachable; else the machine's rates count."""
+def _at_reached_rates(hardware: Hardware, machine: Machine) -> Hardware:
+    """The hardware with the rates that programs reach, for operations without the compiler's cycles."""
     return dataclasses.replace(
         hardware, flops=machine.flops * machine.flops_share, bandwidth=machine.bandwidth * machine.bandwidth_share
     )

@@ -1,41 +1,45 @@
-"""How a program does what the model's shapes ask for: what it reads twice, pads, replicates, and how many kernels."""
+"""Properties of a program that the model's shapes do not determine: padding, replication, repeated reads, kernels."""
 
 import dataclasses
 import enum
 
 
 class Head(enum.Enum):
-    """Where the vocabulary's tables are."""
+    """How the embedding and the head's table are distributed."""
 
-    SHARDED = "sharded"  # each rank scores its share of the vocabulary; the embedding is all-reduced
-    REPLICATED = "replicated"  # each rank has all of both tables, and communicates for neither
+    SHARDED = "sharded"  # over the vocabulary; the embedding's output is all-reduced
+    REPLICATED = "replicated"  # on every rank; neither needs communication
 
 
 class Scored(enum.Enum):
-    """Which of a prompt's positions a prefill scores."""
+    """The positions of a prompt for which a prefill computes logits."""
 
     LAST = "last"
     ALL = "all"
 
 
 class Cache(enum.Enum):
-    """Which positions attention works on."""
+    """The cached positions that attention processes."""
 
-    FILLED = "filled"  # those that there are: the causal half of a prompt, a decode step's own past
-    PADDED = "padded"  # prompt and new tokens, always, filled or masked
+    FILLED = "filled"  # the filled ones: the causal half of a prompt, the past of a decode step
+    PADDED = "padded"  # always all positions of prompt and new tokens, with a mask
 
 
-class Readers(enum.Enum):
-    """How often attention reads a key/value head's cache."""
+class CacheReads(enum.Enum):
+    """How often attention reads the cache of a key/value head."""
 
-    KEYS = "keys"  # once
-    QUERIES = "queries"  # once for each query head that shares it
+    PER_KEY_HEAD = "per key head"  # once
+    PER_QUERY_HEAD = "per query head"  # once for each query head that shares it
 
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """Kernels started for: a norm; a matrix product; turning queries and keys and writing the cache; scores, softmax
-    and values; the MLP's activation; adding the partial sums of joint sublayers; after the last layer."""
+    """Numbers of kernels.
+
+    norm: of a norm. matmul: of a matrix product. rotate: of rotary embeddings and of writes to the cache.
+    attend: of scores, softmax and values. activate: of the MLP's activation.
+    join: of the addition of a joint step's two partial sums. last: after the last layer.
+    """
 
     norm: int = 1
     matmul: int = 1
@@ -48,19 +52,22 @@ class Launches:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """score_bytes: memory traffic for each score of a prefill's attention, 0 where they stay on the chip.
+    """How a program runs the model.
 
-    cache_speed: how fast the cache is read, over how fast weights are: above 1 where re-reads hit a cache of the chip.
-    fused: joint sublayers share one norm and one product into queries, keys, values, gate and up, whatever the
-        residual's name says. one_row: where there is a single token in all, matrix products fuse with their neighbours.
-    small_all_reduces: a step's reductions of a few bytes beside the sublayers', to choose the next token.
+    score_bytes: memory traffic per attention score in a prefill; 0 if scores stay on the chip.
+    launches: kernels per operation. one_row: likewise for a single token, where a compiler fuses matrix products with
+        their neighbours.
+    fused: whether joint sublayers share one norm and one matrix product, regardless of the residual's name.
+    cache_speed: bandwidth of reading the cache over that of reading weights; above 1 if repeated reads hit an on-chip
+        cache.
+    small_all_reduces: reductions of a few bytes per step, for the choice of the next token.
     """
 
     name: str
     head: Head
     scored: Scored
     cache: Cache
-    readers: Readers
+    cache_reads: CacheReads
     score_bytes: int
     launches: Launches
     one_row: Launches
@@ -74,21 +81,22 @@ OURS = Implementation(
     head=Head.SHARDED,
     scored=Scored.LAST,
     cache=Cache.FILLED,
-    readers=Readers.KEYS,
+    cache_reads=CacheReads.PER_KEY_HEAD,
     score_bytes=0,
     launches=Launches(attend=4),
     one_row=Launches(attend=4),
     small_all_reduces=2,
 )
-"""This library's programs. Launches as counted in an H100's schedule of a decode step that never communicates: 9 in
-attention, 4 in an MLP, 10 besides (`ladder-jax overlap --target h100:8 --residual no-communication --phase decode`)."""
+"""This library's programs. The launches were counted in the H100 schedule of a decode step without communication: 9 in
+attention, 4 in an MLP, 10 elsewhere (`ladder-jax overlap --target h100:8 --residual no-communication --phase decode`).
+"""
 
 AUTHORS = Implementation(
     "authors",
     head=Head.REPLICATED,
     scored=Scored.ALL,
     cache=Cache.PADDED,
-    readers=Readers.QUERIES,
+    cache_reads=CacheReads.PER_QUERY_HEAD,
     score_bytes=12,
     launches=Launches(matmul=2),
     one_row=Launches(activate=0),
@@ -97,10 +105,10 @@ AUTHORS = Implementation(
 )
 """The benchmark of arXiv 2501.06589, https://github.com/mayank31398/ladder-residual-inference, in compiled PyTorch.
 
-Keys and values are repeated for each query head, a mask covers the padded cache, scores are in memory (written, read
-twice and written by the softmax, read, and their mask). Matrix products of several rows are library calls that split
-the sum and add it up in a second kernel; those of one row are generated, with the activation in them (PyTorch's
-`coordinate_descent_tuning`). cache_speed is fitted: python -m experiments.predict.
+Keys and values are repeated for each query head, and a mask covers the padded cache. Scores are in memory: they are
+written, read twice and written by the softmax, and read again, and their mask is read. A matrix product of several rows
+is a library call with split-K, so a second kernel adds up the parts; for one row PyTorch generates a kernel that
+includes the activation (`coordinate_descent_tuning`). cache_speed is fitted: python -m experiments.predict.
 """
 
 ALL = {one.name: one for one in (OURS, AUTHORS)}

@@ -1,4 +1,4 @@
-"""How long an all-reduce takes, by its bytes and its ranks."""
+"""The time of an all-reduce, by its bytes and its number of ranks."""
 
 import dataclasses
 import enum
@@ -6,15 +6,15 @@ import math
 
 
 class Ring(enum.Enum):
-    """How a collective's messages travel among the devices of one node or slice."""
+    """The ring algorithm of collectives within a node or slice."""
 
-    ONE_WAY = "one-way"  # 2 (n - 1) steps, one after another: NCCL's ring
-    TWO_WAY = "two-way"  # both directions at once, n steps: a torus' links
+    ONE_WAY = "one-way"  # 2 (n - 1) steps: NCCL's ring
+    TWO_WAY = "two-way"  # both directions at once, n steps: links of a torus
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What joins nodes of `size` devices. step: seconds a message; bandwidth: bytes a second for each device."""
+    """The network between nodes of `size` devices. step: seconds per message. bandwidth: bytes a second per device."""
 
     size: int
     step: float
@@ -23,8 +23,11 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """latency: seconds of any collective; step: seconds more for each step of the ring; bandwidth: bytes a second
-    that a device sends. All reachable, not peak."""
+    """The link between devices. All constants are what programs reach, not published peaks.
+
+    latency: fixed seconds of a collective. step: seconds per step of the ring. bandwidth: bytes a second that a device
+    sends. network: between nodes; None if the link joins all devices.
+    """
 
     latency: float
     step: float
@@ -37,14 +40,14 @@ class Link:
 
             latency + steps x step + 2 (n - 1) / n x size / bandwidth
 
-        Over m nodes each device then exchanges its n-th with its peers, in a tree: 2 log2(m) more steps.
+        Over m nodes, each device also exchanges its 1/n of the array with its peers, in a tree: 2 log2(m) more steps.
         https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc has the same terms.
         """
         if ranks == 1:
             return 0.0
         network = self.network
         nodes = 1 if network is None else math.ceil(ranks / network.size)
-        inside = math.ceil(ranks / nodes)  # of the fullest node
+        inside = math.ceil(ranks / nodes)  # devices in the fullest node
         steps = 2 * (inside - 1) if self.ring is Ring.ONE_WAY else inside
         seconds = self.latency + steps * self.step + 2 * (inside - 1) / inside * size / self.bandwidth
         if nodes > 1:
@@ -53,7 +56,7 @@ class Link:
         return seconds
 
     def faster(self, factor: float) -> "Link":
-        """The same link `factor` times as fast: its bandwidths times, its times divided by it."""
+        """The same link `factor` times as fast: bandwidths multiplied by it, latencies divided by it."""
         network = self.network and Network(
             self.network.size, self.network.step / factor, self.network.bandwidth * factor
         )

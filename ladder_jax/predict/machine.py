@@ -1,4 +1,4 @@
-"""A machine's constants: a name of this package's table, or a YAML file of the user's, read and checked."""
+"""Read and check a machine's constants: a named machine of this package, or a user's YAML file."""
 
 import dataclasses
 import math
@@ -11,21 +11,22 @@ from ladder_jax.predict.link import Link, Network, Ring
 TABLE = pathlib.Path(__file__).parent / "hardware"
 NAMES = tuple(
     "h100-nvlink h100-no-nvlink h100-2-nodes h200-nvlink b200-nvlink v5e v5p v6e tpu7x".split()
-)  # in the order of docs and messages; each is a file of TABLE
+)  # each is a file in TABLE; docs and messages use this order
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices that are alike, and what joins them.
+    """Identical devices and the link between them.
 
-    devices: the most that `link` joins; memory: bytes a device;
-    flops, bandwidth: published bfloat16 operations and bytes of memory a second, of one device;
-    flops_share, bandwidth_share: what programs reach of them;
-    launch: seconds that a device loses at each kernel that it starts;
-    contention: how much longer memory traffic and arithmetic take while a collective is in flight (0.5: half
-        as long again), because it uses the same memory and cores;
-    link: None where there is but one device;
-    sources: where each constant comes from, by its dotted name.
+    devices: largest number of devices that `link` joins.
+    memory: bytes per device.
+    flops, bandwidth: published bfloat16 operations, and bytes of memory traffic, a second and device.
+    flops_share, bandwidth_share: the shares of these rates that programs reach.
+    launch: seconds that starting a kernel costs.
+    contention: relative slowdown of compute while a collective is in flight, because the collective uses the same
+        memory and cores (0.5: half as long again).
+    link: None for a single device.
+    sources: the source of each constant, by dotted name.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Machine:
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def seconds(self, *, flops: float, size: float, launches: float = 0.0) -> float:
-        """Of kernels that compute `flops` and move `size` bytes, whichever lasts longer, and of starting them."""
+        """Time of kernels that compute `flops` and move `size` bytes: the longer of the two, plus the launches."""
         work = max(flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share))
         return work + launches * self.launch
 
@@ -56,10 +57,10 @@ WHOLE = ("devices", "size")
 
 
 def load(name: str) -> Machine:
-    """The machine called `name`, or in the YAML file of that name. Raises UserError, in one line.
+    """The machine of that name, or of the YAML file at that path. Raises UserError for an invalid one.
 
-    A file gives a number for each constant, or `{value: 4.8e12, source: where from}`; with `based_on: NAME` only those
-    that differ from that machine's.
+    A file has a number for each constant, or `{value: 4.8e12, source: TEXT}`. With `based_on: NAME` it has only the
+    constants that differ from those of machine NAME.
     """
     path = pathlib.Path(name)
     if path.suffix not in (".yaml", ".yml"):
@@ -71,7 +72,7 @@ def load(name: str) -> Machine:
 
 
 def _tree(path: pathlib.Path, *, seen: tuple[str, ...]) -> dict:
-    """The file's sections, laid over those of the machine that it is based on."""
+    """The file's sections, merged into those of the machine in `based_on`."""
     import yaml
 
     where = f"hardware {str(path)!r}"
@@ -94,23 +95,23 @@ def _tree(path: pathlib.Path, *, seen: tuple[str, ...]) -> dict:
 
 
 def _merge(base: dict, over: dict) -> dict:
-    """A constant is replaced whole, or only its `source`; a section (`link`, `network`) constant by constant."""
+    """Merge `over` into `base`: it replaces a constant, or only its `source`; `link` and `network` are merged."""
     merged = dict(base)
     for key, value in over.items():
         section = key in ("link", "network") or (isinstance(value, dict) and set(value) == {"source"})
-        both = section and isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = _merge(base[key], value) if both else value
+        mergeable = section and isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merge(base[key], value) if mergeable else value
     return merged
 
 
 def _flat(tree: dict, path: pathlib.Path, prefix: str = "") -> tuple[dict[str, typing.Any], dict[str, str]]:
-    """Values and sources by dotted names."""
+    """Values and sources by dotted name."""
     values, sources = {}, {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if name in ("link", "link.network") and isinstance(value, dict):
-            below = _flat(value, path, f"{name}.")
-            values, sources = values | below[0], sources | below[1]
+            section = _flat(value, path, f"{name}.")
+            values, sources = values | section[0], sources | section[1]
         elif isinstance(value, dict):
             if extra := set(value) - {"value", "source"}:
                 raise unknown(f"key in {name} of hardware {str(path)!r}:", min(extra, key=str), ("value", "source"))
@@ -129,26 +130,26 @@ def _machine(name: str, values: dict, sources: dict, where: str) -> Machine:
     for key in values:
         if key not in (*allowed, "link"):
             raise unknown(f"constant of {where}:", key, allowed)
-    alone = values.get("link", ...) is None  # `link: null`, for one device
+    no_link = values.get("link", ...) is None  # `link: null`, for one device
     with_network = any(key in values for key in network)
-    needed = [*REQUIRED, *(() if alone else link), *(network if with_network else ())]
+    needed = [*REQUIRED, *(() if no_link else link), *(network if with_network else ())]
     for key in needed:
         if values.get(key) is None:
             raise UserError(f"{where} lacks the constant {key} (needed: {', '.join(needed)})")
     number = {key: _number(values[key], key, where) for key in needed}
-    made = None
-    if not alone:
+    joined_by = None
+    if not no_link:
         ring = member(Ring, f"value for link.ring of {where}:", values.get("link.ring", "one-way"))
-        joined = Network(int(number[network[0]]), *(number[key] for key in network[1:])) if with_network else None
-        made = Link(*(number[key] for key in link), ring=ring, network=joined)
+        internode = Network(int(number[network[0]]), *(number[key] for key in network[1:])) if with_network else None
+        joined_by = Link(*(number[key] for key in link), ring=ring, network=internode)
     constants = {key: int(number[key]) if key in WHOLE else number[key] for key in REQUIRED}
-    if alone and constants["devices"] > 1:
+    if no_link and constants["devices"] > 1:
         raise UserError(f"{where} has {constants['devices']} devices but no link: give latency, step and bandwidth")
-    return Machine(name=name, link=made, sources=sources, **constants)
+    return Machine(name=name, link=joined_by, sources=sources, **constants)
 
 
 def _number(value: object, key: str, where: str) -> float:
-    """YAML 1.1 reads 3e12 as text, so text is tried too."""
+    """The checked number. It may be a string, because YAML 1.1 reads 3e12 as one."""
     last = key.rpartition(".")[2]
     try:
         number = float(value) if not isinstance(value, bool) else math.nan
@@ -156,9 +157,9 @@ def _number(value: object, key: str, where: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise UserError(f"{key} of {where} must be a number, not {value!r}")
-    least = "not be negative" if last in MAY_BE_ZERO else "be positive"
+    bound = "not be negative" if last in MAY_BE_ZERO else "be positive"
     if number < 0 or (number == 0 and last not in MAY_BE_ZERO):
-        raise UserError(f"{key} of {where} must {least}, not {value}")
+        raise UserError(f"{key} of {where} must {bound}, not {value}")
     if last in SHARES and number > 1:
         raise UserError(f"{key} of {where} is a share of the published rate, at most 1, not {value}")
     if last in WHOLE and number != int(number):

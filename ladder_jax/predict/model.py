@@ -1,4 +1,4 @@
-"""The speed of one topology on one machine, from the configuration alone."""
+"""Predict the speed of one topology on one machine from the model's configuration."""
 
 import dataclasses
 import functools
@@ -8,32 +8,33 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.predict import work
 from ladder_jax.predict.implementation import OURS, Head, Implementation
 from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.timeline import Played, Work, play
+from ladder_jax.predict.timeline import Timeline, Work, play
 from ladder_jax.predict.work import Block, Kernel, Model
 from ladder_jax.residual import Step, of_model
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One prefill or decode step. seconds: of all of it; wire: of its all-reduces; exposed: what those add to it.
+    """The time of one prefill or decode step.
 
-    sublayers: the timeline of the layers alone, which begins when the embedding is there; None where it is not known.
+    seconds: total. wire: of its all-reduces. exposed: the time that all-reduces add to the total.
+    sublayers: timeline of the layers, without embedding and head; None for a prediction from a schedule.
     """
 
     seconds: float
     wire: float
     exposed: float
-    sublayers: Played | None = None
+    sublayers: Timeline | None = None
 
     @property
     def hidden(self) -> float:
-        """The share of the all-reduces' time that costs nothing; 0 where there is none."""
+        """The hidden share of the all-reduces' time; 0 without all-reduces."""
         return max(0.0, round(1 - self.exposed / self.wire, 12)) if self.wire else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """A generation of `rows` texts. memory: bytes of weights and cache on a device."""
+    """The time of generating `new_tokens` tokens in `rows` rows. memory: bytes of weights and cache on a device."""
 
     rows: int
     new_tokens: int
@@ -47,7 +48,7 @@ class Speed:
 
     @property
     def decode_seconds(self) -> float:
-        """Of the G - 1 steps after the prefill, which gives the first token."""
+        """Seconds of the G - 1 decode steps; the first token comes from the prefill."""
         return (self.new_tokens - 1) * self.step.seconds
 
     @property
@@ -73,7 +74,7 @@ def speed(
     new_tokens: int = 512,
     implementation: Implementation = OURS,
 ) -> Speed:
-    """What `config`, its residual included, does over `tensor` devices, which must divide it."""
+    """The speed of `config` with its residual topology over `tensor` devices, which must divide the model."""
     shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens, implementation=implementation)
     model = Model(config, tensor, implementation)
     return Speed(
@@ -86,29 +87,29 @@ def speed(
 
 
 def _pass(model: Model, machine: Machine, block: Block) -> Pass:
-    topology, ranks, implementation = _topology(model.config), model.ranks, model.implementation
+    plan, ranks, implementation = _plan(model.config), model.ranks, model.implementation
 
     @functools.cache
-    def of_step(sublayers: tuple[int, ...]) -> Work:
-        kernels = model.step(sublayers, block, shared_norm=topology.shared_norm)
+    def work_of_sublayers(sublayers: tuple[int, ...]) -> Work:
+        kernels = model.step(sublayers, block, shared_norm=plan.shared_norm)
         return _work(kernels, machine, implementation)
 
     def work_of(step: Step) -> Work:
-        return of_step(step.sublayers)
+        return work_of_sublayers(step.sublayers)
 
     payload = model.payload(block)
     all_reduce = machine.all_reduce(payload, ranks=ranks)
-    played = play(topology.steps, work=work_of, all_reduce=all_reduce, contention=machine.contention)
+    timeline = play(plan.steps, work=work_of, all_reduce=all_reduce, contention=machine.contention)
     ends = _work((model.embedding(block), *model.head(block)), machine, implementation).seconds
-    # Besides the sublayers': the embedding's, which all else waits for, and a few bytes a row to choose the token.
-    beside = implementation.small_all_reduces * machine.all_reduce(4 * block.rows, ranks=ranks)
+    # All-reduces outside the sublayers, never hidden: of the embedding, and of a few bytes per row to choose the token.
+    other_wire = implementation.small_all_reduces * machine.all_reduce(4 * block.rows, ranks=ranks)
     if implementation.head is Head.SHARDED:
-        beside += all_reduce
+        other_wire += all_reduce
     return Pass(
-        seconds=played.seconds + ends + beside,
-        wire=played.wire + beside,
-        exposed=played.exposed + beside,
-        sublayers=played,
+        seconds=timeline.seconds + ends + other_wire,
+        wire=timeline.wire + other_wire,
+        exposed=timeline.exposed + other_wire,
+        sublayers=timeline,
     )
 
 
@@ -119,14 +120,14 @@ class _Plan:
 
 
 @functools.lru_cache(maxsize=64)
-def _topology(config: ModelConfig) -> _Plan:
-    """Counted once for the many predictions of a sweep."""
+def _plan(config: ModelConfig) -> _Plan:
+    """The topology's steps. Cached, because a sweep predicts the same configuration many times."""
     topology = of_model(config)
     return _Plan(tuple(itertools.chain.from_iterable(topology.layers)), topology.shared_norm)
 
 
 def _work(kernels: tuple[Kernel, ...], machine: Machine, implementation: Implementation) -> Work:
-    """Each kernel's busy time apart: one that computes cannot hide another that moves."""
+    """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of another."""
     busy = sum(
         machine.seconds(
             flops=kernel.flops,

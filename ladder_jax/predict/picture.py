@@ -1,4 +1,4 @@
-"""Plots: where the time of each topology goes; and of a sweep, what nothing beats and which topology wins where."""
+"""Plots: each topology's compute and exposed communication; of a sweep, the Pareto front and a map of advice."""
 
 from collections.abc import Sequence
 
@@ -28,35 +28,36 @@ def colour(residual: str, names: Sequence[str]) -> str:
 
 
 def plot(answer: Result, *, file: str) -> None:
-    """A bar a topology for a decode step and for the prefill: compute, and what communication adds to it."""
+    """One bar per topology, for a decode step and for the prefill: compute, and exposed communication."""
     request, rows = answer.request, answer.rows
     figure, axes = pyplot.load().subplots(1, 2, figsize=(11, 1.7 + 0.38 * len(rows)), sharey=True, layout="constrained")
-    for axis, (title, name) in zip(axes, (("decode step", "step"), ("prefill", "prefill"))):
+    for axis, (panel, name) in zip(axes, (("decode step", "step"), ("prefill", "prefill"))):
         passes = [getattr(row.speed, name) for row in rows]
         exposed = [one.exposed * 1e3 for one in passes]
-        compute = [one.seconds * 1e3 - lost for one, lost in zip(passes, exposed)]
-        places = range(len(rows))
-        axis.barh(places, compute, color=COMPUTE, height=0.68, label="compute")
-        axis.barh(places, exposed, left=compute, color=EXPOSED, height=0.68, label="communication that shows")
+        compute = [one.seconds * 1e3 - wait for one, wait in zip(passes, exposed)]
+        heights = range(len(rows))
+        axis.barh(heights, compute, color=COMPUTE, height=0.68, label="compute")
+        axis.barh(heights, exposed, left=compute, color=EXPOSED, height=0.68, label="exposed communication")
         standard = next((one.seconds for row, one in zip(rows, passes) if row.residual == "standard"), None)
-        for place, one in enumerate(passes):
+        for height, one in enumerate(passes):
             ratio = f"   {standard / one.seconds:.2f} x" if standard else ""
-            axis.annotate(f" {number(one.seconds * 1e3)}{ratio}", (one.seconds * 1e3, place), va="center", fontsize=8.5)
-        axis.set_yticks(places, [row.residual for row in rows])
+            label = f" {number(one.seconds * 1e3)}{ratio}"
+            axis.annotate(label, (one.seconds * 1e3, height), va="center", fontsize=8.5)
+        axis.set_yticks(heights, [row.residual for row in rows])
         axis.set_xlim(0, 1.22 * max(one.seconds for one in passes) * 1e3)
         axis.set_xlabel("ms")
-        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_title(panel, fontsize=10, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    what = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {request.machine.name}"
-    figure.suptitle(f"{what}: predicted ({answer.fidelity})", fontsize=11, x=0.01, ha="left")
-    shown = axes[0].get_legend_handles_labels()
-    figure.legend(*shown, fontsize=8.5, frameon=False, loc="outside upper right", ncols=2)
+    title = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {request.machine.name}"
+    figure.suptitle(f"{title}: predicted ({answer.fidelity})", fontsize=11, x=0.01, ha="left")
+    handles_and_labels = axes[0].get_legend_handles_labels()
+    figure.legend(*handles_and_labels, fontsize=8.5, frameon=False, loc="outside upper right", ncols=2)
     _save(figure, file)
 
 
 def plot_sweep(points: Sequence[Point], *, file: str) -> None:
-    """Left: every topology's latency and throughput, and those that nothing beats. Right: a map a tensor size."""
+    """Left: latency and throughput of every topology, with the Pareto front. Right: a map for each tensor size."""
     sizes = sorted({point.tensor for point in points})
     figure = pyplot.load().figure(figsize=(7.2 + 2.7 * len(sizes), 5.2), layout="constrained")
     widths = [2.6, *([1.0] * len(sizes))]
@@ -79,8 +80,8 @@ def _front(axis, points: Sequence[Point]) -> set[str]:
     for point in own:
         for row in point.result.rows:
             if row.residual != "no-communication":
-                place = sweeps.latency(row) * 1e3, sweeps.throughput(point, row)
-                axis.plot(*place, "o", color=colour(row.residual, names), ms=5, alpha=0.45, mew=0)
+                position = sweeps.latency(row) * 1e3, sweeps.throughput(point, row)
+                axis.plot(*position, "o", color=colour(row.residual, names), ms=5, alpha=0.45, mew=0)
     xs = [sweeps.latency(row) * 1e3 for _, row in best]
     ys = [sweeps.throughput(point, row) for point, row in best]
     axis.plot(xs, ys, color="#333333", lw=1.1, zorder=3)
@@ -92,16 +93,19 @@ def _front(axis, points: Sequence[Point]) -> set[str]:
     axis.set_yscale("log")
     axis.margins(x=0.2, y=0.1)
     _plain_ticks(axis)
-    axis.set_xlabel("ms a token of each user (decode)")
-    axis.set_ylabel("tokens a second of each device")
-    axis.set_title("what nothing beats: up and to the left is better", fontsize=10, loc="left")
+    axis.set_xlabel("ms per token of each user (decode)")
+    axis.set_ylabel("tokens per second and device")
+    axis.set_title("Pareto front: up and to the left is better", fontsize=10, loc="left")
     axis.grid(True, which="both", lw=0.4, color="#eeeeee")
     axis.spines[["top", "right"]].set_visible(False)
     return {row.residual for point in own for row in point.result.rows if row.residual != "no-communication"}
 
 
 def _map(axis, points: Sequence[Point], *, first: bool) -> set[str]:
-    """Batches across, links up. A cell: the topology to take, its speed-up; hatched where Ladder does not help."""
+    """Columns are batches, rows are link speeds; a cell has the recommended topology and its speed-up.
+
+    Hatched if the plain Ladder does not help. Returns the topologies drawn.
+    """
     from matplotlib.patches import Rectangle
 
     batches, links = (sorted({getattr(point, name) for point in points}) for name in ("batch", "link"))
@@ -131,7 +135,7 @@ def _map(axis, points: Sequence[Point], *, first: bool) -> set[str]:
 
 
 def _plain_ticks(axis) -> None:
-    """1, 2, 5, 10, ... instead of powers."""
+    """Label ticks 1, 2, 5, 10, ... instead of powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     for one in (axis.xaxis, axis.yaxis):
@@ -145,7 +149,7 @@ def _legend(figure, names: Sequence[str], used: set[str]) -> None:
 
     handles = [Patch(fc=colour(name, names), label=name) for name in names if name in used]
     handles.append(Patch(fc="#b8b8b8", ec="#ffffff", hatch="////", lw=0, label="Ladder does not help"))
-    caption = "cells: the topology to take, and its tokens/s over Standard's"
+    caption = "cells: recommended topology, and its tokens/s over Standard's"
     figure.legend(handles=handles, loc="outside lower right", ncols=5, fontsize=8.5, frameon=False, title=caption)
 
 

@@ -1,4 +1,4 @@
-"""What `ladder-jax predict` was asked, checked and with its defaults."""
+"""The checked arguments of `ladder-jax predict`, with defaults."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ BASELINE = "standard"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """residuals: in the order of the answer; ladder_layers: makes hybrids of those of them that are ladder kinds."""
+    """residuals: in the order of the result's rows. ladder_layers: makes hybrids of the ladder kinds among them."""
 
     model: str
     machine: Machine
@@ -54,7 +54,7 @@ def make(
     layers: int | None = None,
     implementation: str | None = None,
 ) -> Request:
-    """A checked request from the command line's words; None leaves a default: all devices, one row, all residuals."""
+    """A checked request. None gives a default: all devices, one row, all residuals. Raises UserError."""
     preset(model)
     machine = machines.load(hardware)
     numbers = dict(tensor=tensor, batch=batch, prompt_length=prompt_length, new_tokens=new_tokens, layers=layers)
@@ -65,26 +65,26 @@ def make(
         raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
     if implementation is not None and implementation not in implementations.ALL:
         raise unknown("implementation", implementation, implementations.ALL)
-    given = {name: value for name, value in numbers.items() if value is not None}
+    settings = {name: value for name, value in numbers.items() if value is not None}
     if residual is not None:
-        given["residuals"] = words("residual", residual)
-    asked = Request(
+        settings["residuals"] = words("residual", residual)
+    request = Request(
         model=model,
         machine=machine,
         ladder_layers=ladder_layers,
         implementation=implementations.ALL[implementation or "ours"],
-        **{"tensor": machine.devices, "batch": 1, **given},
+        **{"tensor": machine.devices, "batch": 1, **settings},
     )
-    check_tensor(asked)
-    for name in asked.residuals:
-        asked.config(name)
-    if ladder_layers is not None and not any(parse_residual(name).is_ladder for name in asked.residuals):
-        raise UserError(f"--ladder-layers needs a ladder kind of residual, not {', '.join(asked.residuals)}")
-    return asked
+    check_tensor(request)
+    for name in request.residuals:
+        request.config(name)
+    if ladder_layers is not None and not any(parse_residual(name).is_ladder for name in request.residuals):
+        raise UserError(f"--ladder-layers needs a ladder kind of residual, not {', '.join(request.residuals)}")
+    return request
 
 
 def check_tensor(request: Request) -> None:
-    """Raises UserError where the machine has fewer devices, or the model cannot be split over them."""
+    """Raises UserError if the machine has fewer devices, or if the model cannot be split over so many."""
     most = request.machine.devices
     if request.tensor > most:
         allowed = ", ".join(map(str, divisors(request.model, most=most)))
@@ -97,7 +97,10 @@ def check_tensor(request: Request) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What is varied. link: how many times as fast as the machine's own; unsplit: sizes that the model cannot take."""
+    """The values to vary.
+
+    link: factors of the machine's link speed. unsplit: tensor sizes that do not divide the model.
+    """
 
     tensor: tuple[int, ...]
     batch: tuple[int, ...]
@@ -106,7 +109,7 @@ class Sweep:
 
 
 def sweep(request: Request, phrases: list[str]) -> Sweep:
-    """From words such as `tensor=1,2,4,8`; what is not named stays as the request has it."""
+    """Parse phrases such as `tensor=1,2,4,8`. An axis without a phrase has the request's value."""
     values: dict[str, tuple] = {"tensor": (request.tensor,), "batch": (request.batch,), "link": (1.0,)}
     for phrase in phrases:
         name, equals, text = phrase.partition("=")
@@ -114,16 +117,16 @@ def sweep(request: Request, phrases: list[str]) -> Sweep:
             raise unknown("axis of --sweep", name, values)
         if not equals:
             raise UserError(f"--sweep {phrase!r} has no values: write it as in {name}=1,2,4")
-        read = _speed if name == "link" else lambda word: positive(f"sweep {name}", word)
-        values[name] = tuple(read(word) for word in words("sweep", text))
+        parse = _speed if name == "link" else lambda word: positive(f"sweep {name}", word)
+        values[name] = tuple(parse(word) for word in words("sweep", text))
     for tensor in values["tensor"]:
         if tensor > request.machine.devices:
             check_tensor(dataclasses.replace(request, tensor=tensor))
-    able = set(divisors(request.model, most=max(values["tensor"])))
-    fits = tuple(size for size in values["tensor"] if size in able)
+    divisible = set(divisors(request.model, most=max(values["tensor"])))
+    fits = tuple(size for size in values["tensor"] if size in divisible)
     if not fits:
         check_tensor(dataclasses.replace(request, tensor=values["tensor"][0]))
-    unsplit = tuple(size for size in values["tensor"] if size not in able)
+    unsplit = tuple(size for size in values["tensor"] if size not in divisible)
     return Sweep(fits, values["batch"], values["link"], unsplit)
 
 

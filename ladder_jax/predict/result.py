@@ -1,4 +1,4 @@
-"""The answer of `ladder-jax predict`: a row a topology, and which one to take."""
+"""The result of `ladder-jax predict`: a row per topology, and a recommendation."""
 
 import dataclasses
 
@@ -10,29 +10,29 @@ from ladder_jax.predict.request import BASELINE, Request
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """speedup: tokens a second over Standard's."""
+    """speedup: tokens a second over those of Standard."""
 
     residual: str
     speed: Speed
     speedup: float
 
     def as_dict(self, *, memory: float) -> dict:
-        """Seconds of a whole generation; exposed: what its communication adds; of decode steps, the mean."""
-        found = self.speed
+        """The JSON row: seconds of a whole generation, and of its mean decode step. exposed: added by communication."""
+        speed = self.speed
         return {
             "residual": self.residual,
-            "prefill_seconds": found.prefill_seconds,
-            "decode_seconds": found.decode_seconds,
-            "tokens_per_second": found.tokens_per_second,
-            "exposed_seconds": found.exposed_seconds,
+            "prefill_seconds": speed.prefill_seconds,
+            "decode_seconds": speed.decode_seconds,
+            "tokens_per_second": speed.tokens_per_second,
+            "exposed_seconds": speed.exposed_seconds,
             "speedup": self.speedup,
-            "step_seconds": found.step.seconds,
-            "step_exposed_seconds": found.step.exposed,
-            "prefill_exposed_seconds": found.prefill.exposed,
-            "communication_seconds": found.wire_seconds,
-            "hidden_fraction": {"prefill": found.prefill.hidden, "step": found.step.hidden},
-            "memory_bytes": found.memory,
-            "fits": found.memory <= memory,
+            "step_seconds": speed.step.seconds,
+            "step_exposed_seconds": speed.step.exposed,
+            "prefill_exposed_seconds": speed.prefill.exposed,
+            "communication_seconds": speed.wire_seconds,
+            "hidden_fraction": {"prefill": speed.prefill.hidden, "step": speed.step.hidden},
+            "memory_bytes": speed.memory,
+            "fits": speed.memory <= memory,
         }
 
 
@@ -68,16 +68,16 @@ def predict(request: Request) -> Result:
 
 
 def of_speeds(request: Request, speeds: dict[str, Speed], *, fidelity: str = "analytic") -> Result:
-    """`speeds` of the request's residuals, and of Standard."""
+    """The result. speeds: of the request's residuals and of Standard."""
     baseline = speeds[BASELINE].tokens_per_second
     rows = tuple(Row(name, speeds[name], speeds[name].tokens_per_second / baseline) for name in request.residuals)
-    reading = advice.read(rows=rows, baseline=speeds[BASELINE], tensor=request.tensor)
-    return Result(request, rows, reading, fidelity)
+    recommendation = advice.read(rows=rows, baseline=speeds[BASELINE], tensor=request.tensor)
+    return Result(request, rows, recommendation, fidelity)
 
 
 def constants(request: Request) -> dict[str, dict]:
-    """The machine's constants by dotted name, and where each comes from."""
-    machine, found = request.machine, {}
+    """The machine's constants by dotted name, each with its source."""
+    machine, constants = request.machine, {}
     sections = [("", machine)] + ([("link.", machine.link)] if machine.link else [])
     if machine.link and machine.link.network:
         sections.append(("link.network.", machine.link.network))
@@ -86,8 +86,8 @@ def constants(request: Request) -> dict[str, dict]:
             value = getattr(section, field.name)
             if isinstance(value, (int, float)):
                 name = prefix + field.name
-                found[name] = {"value": value, "source": machine.sources.get(name, "given without a source")}
-    return found
+                constants[name] = {"value": value, "source": machine.sources.get(name, "given without a source")}
+    return constants
 
 
 def _speed(request: Request, residual: str) -> Speed:

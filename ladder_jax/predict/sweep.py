@@ -1,4 +1,4 @@
-"""Predictions over sizes, batches and links, and which of them nothing beats."""
+"""Predictions over tensor sizes, batches and link speeds, and their Pareto front."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ from ladder_jax.predict.result import Result, Row
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """link: how many times as fast as the machine's own."""
+    """link: factor of the machine's link speed."""
 
     tensor: int
     batch: int
@@ -26,7 +26,7 @@ class Point:
 
     @property
     def fits(self) -> bool:
-        """Whether the recommended topology's weights and cache have room on a device."""
+        """Whether the recommended topology's weights and cache fit into a device's memory."""
         return self.chosen.speed.memory <= self.result.request.machine.memory
 
     def as_dict(self) -> dict:
@@ -35,38 +35,41 @@ class Point:
 
 
 def run(request: Request, sweep: Sweep) -> list[Point]:
-    found = []
+    points = []
     for tensor, batch, link in itertools.product(sweep.tensor, sweep.batch, sweep.link):
         machine = request.machine
         if machine.link is not None:
             machine = dataclasses.replace(machine, link=machine.link.faster(link))
-        asked = dataclasses.replace(request, machine=machine, tensor=tensor, batch=batch)
-        found.append(Point(tensor, batch, link, result.predict(asked)))
-    return found
+        varied = dataclasses.replace(request, machine=machine, tensor=tensor, batch=batch)
+        points.append(Point(tensor, batch, link, result.predict(varied)))
+    return points
 
 
 def at_own_link(points: Sequence[Point]) -> list[Point]:
+    """The points at the machine's own link speed; all points if the sweep leaves that out."""
     return [point for point in points if point.link == 1] or list(points)
 
 
 def latency(row: Row) -> float:
-    """Seconds a user waits for a token."""
+    """Seconds between two tokens of one user."""
     return row.speed.step.seconds
 
 
 def throughput(point: Point, row: Row) -> float:
-    """Tokens a second of a device: what a machine that is given costs."""
+    """Tokens a second and device."""
     return row.speed.tokens_per_second / point.tensor
 
 
 def front(points: Sequence[Point]) -> list[tuple[Point, Row]]:
-    """Of what fits, at the machine's own link where that is among the points: the rows that no other beats in latency
-    and throughput at once, from the shortest latency on; without those that do not communicate."""
+    """The Pareto front of latency and throughput, sorted by latency, at the machine's own link speed.
+
+    Without points that do not fit into memory, and without `no-communication`.
+    """
     own = [point for point in at_own_link(points) if point.fits]
     rows = [(point, row) for point in own for row in point.result.rows if row.residual != "no-communication"]
-    best, kept = 0.0, []
+    best, pareto = 0.0, []
     for point, row in sorted(rows, key=lambda pair: (latency(pair[1]), -throughput(*pair))):
         if throughput(point, row) > best:
-            kept.append((point, row))
+            pareto.append((point, row))
             best = throughput(point, row)
-    return kept
+    return pareto

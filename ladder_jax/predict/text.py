@@ -1,4 +1,4 @@
-"""The answer of `ladder-jax predict` for a terminal."""
+"""The result of `ladder-jax predict` for a terminal."""
 
 from collections.abc import Sequence
 
@@ -12,37 +12,37 @@ PROGRAMS = {"ours": "this library's programs", "authors": "the paper's authors' 
 
 
 def lines(answer: Result) -> list:
-    """Lines and a table, to be printed by rich."""
+    """Lines and a table, for rich to print."""
     request, machine = answer.request, answer.request.machine
-    what = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {machine.name}"
+    title = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {machine.name}"
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens"
     tail = []
     if any(row.speed.memory > machine.memory for row in answer.rows):
         tail.append(f"note      weights and cache need more than a device's {machine.memory / 2**30:.0f} GiB")
-    guessed = sum("assumed" in source for source in machine.sources.values())
-    if guessed:
+    assumed = sum("assumed" in source for source in machine.sources.values())
+    if assumed:
         tail.append(
-            f"note      {guessed} of {machine.name}'s constants are assumed: ladder-jax calibrate measures them"
+            f"note      {assumed} of {machine.name}'s constants are assumed: ladder-jax calibrate measures them"
         )
     return [
         *verdict(answer),
-        f"{what}; {shape}; {answer.fidelity}, {PROGRAMS[request.implementation.name]}",
+        f"{title}; {shape}; {answer.fidelity}, {PROGRAMS[request.implementation.name]}",
         "",
         _table(answer),
-        "step and exposed: of a decode step; hidden: the share of its all-reduces' time that costs nothing",
+        "step, exposed: of a decode step; hidden: the share of its all-reduces' time that adds nothing to the step",
         *tail,
     ]
 
 
 def verdict(answer: Result) -> list[str]:
-    found = [f"take {answer.advice.residual}: {answer.advice.reason}"]
+    verdict_lines = [f"take {answer.advice.residual}: {answer.advice.reason}"]
     if answer.advice.ladder_helps is False:
-        found.append("the plain Ladder does not help here")
-    return found
+        verdict_lines.append("the plain Ladder does not help here")
+    return verdict_lines
 
 
 def sweep_lines(points: Sequence[Point], sweep: Sweep) -> list:
-    """A table with a row a point: which topology to take, what it and the plain Ladder give."""
+    """A table with a row per point: the recommended topology, its speed-up and that of the plain Ladder."""
     from rich import box
     from rich.table import Table
 
@@ -71,7 +71,7 @@ def sweep_lines(points: Sequence[Point], sweep: Sweep) -> list:
 
 
 def number(value: float) -> str:
-    """Three significant digits, or all before the point."""
+    """Three significant digits, or all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,9 +1,9 @@
-"""A topology's steps played through: when a device computes, waits, and has an all-reduce in flight.
+"""Simulate a topology's steps: when a device computes, waits, and has an all-reduce in flight.
 
-The order of events is the topology's own plan (`residual.Topology.layers`): each step says which outputs it leaves
-out of its input, and so which all-reduces it waits for. A device computes one step after another, and the link
-carries one all-reduce after another; what is hidden is what of an all-reduce falls inside compute. Compute slows down
-while one is in flight.
+The order of events is that of the topology's steps (`residual.Topology.layers`). Each step leaves the newest outputs
+out of its input (`Step.delay`), and so waits for the all-reduces of the others only. A device computes one step after
+another, and the link carries one all-reduce after another. An all-reduce is hidden for the time that it overlaps with
+compute; compute is slower meanwhile.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from ladder_jax.residual import Delayed, Desynced, Step
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Seconds of a step alone on its device. busy: with memory and matrix units; idle: between its kernels."""
+    """Seconds of a step without communication. busy: memory or matrix units work. idle: between kernels."""
 
     busy: float
     idle: float
@@ -26,7 +26,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """start, stop: seconds from the first step's begin. wire: an all-reduce and not compute."""
+    """start, stop: seconds since the start of the first step. wire: whether it is an all-reduce, not compute."""
 
     name: str
     start: float
@@ -35,8 +35,8 @@ class Bar:
 
 
 @dataclasses.dataclass(frozen=True)
-class Played:
-    """seconds: from the first step's begin until all is reduced; compute: of the steps alone; wire: of all-reduces."""
+class Timeline:
+    """seconds: until the last all-reduce ends. compute: of the steps without communication. wire: of all-reduces."""
 
     seconds: float
     compute: float
@@ -46,17 +46,18 @@ class Played:
 
     @property
     def exposed(self) -> float:
-        """Seconds that communication adds: waited for, or lost because it slows compute."""
+        """Seconds that communication adds: by waiting, and by contention with compute."""
         return self.seconds - self.compute
 
 
 NAMES = {(0,): "attention", (1,): "mlp", (0, 1): "joint"}
 
 
-def play(steps: Iterable[Step], *, work: Callable[[Step], Work], all_reduce: float, contention: float) -> Played:
-    """A topology's steps, of all layers one after another.
+def play(steps: Iterable[Step], *, work: Callable[[Step], Work], all_reduce: float, contention: float) -> Timeline:
+    """The timeline of a topology's steps, of all layers.
 
-    work(step): what a step takes alone; all_reduce: seconds of one; contention: as in `Machine`.
+    work(step): the step's time without communication. all_reduce: seconds of one all-reduce.
+    contention: as in `Machine`.
     """
     player = _Player(all_reduce, contention)
     for step in steps:
@@ -65,9 +66,9 @@ def play(steps: Iterable[Step], *, work: Callable[[Step], Work], all_reduce: flo
 
 
 class _Player:
-    """Times stand for arrays: of the residual and the sums, when they are whole; of the partial, when it is computed.
+    """The state of `residual.State`, with a time in place of each array.
 
-    None stands for an array that is zero, as in `residual.State`.
+    residual, sums: when they are reduced. partial: when it has been computed; None if it is zero.
     """
 
     def __init__(self, all_reduce: float, contention: float):
@@ -79,20 +80,20 @@ class _Player:
 
     def take(self, step: Step, work: Work) -> None:
         launched = self._launch_pending(step)
-        # `sums` leaves out those that are None before the first layers, so it may be shorter than `pending_before`.
+        # Before the first layers some sums are zero. `sums` omits them, so it may be shorter than `pending_before`.
         needed = launched[: max(0, len(launched) - step.delay)]
         self._compute(step, work, ready=max([self.residual, *needed]))
         if isinstance(step, Delayed):
-            self._keep(step, launched)
+            self._update_state(step, launched)
         elif isinstance(step, Desynced) and step.sync:
             self.residual = self._reduce("sync", self.now)
 
-    def finish(self) -> Played:
-        """As `residual.flush`: what is pending is reduced and added."""
+    def finish(self) -> Timeline:
+        """As `residual.flush`: reduce and add all pending outputs."""
         last = [] if self.partial is None else [self._reduce("last", self.partial)]
         seconds = max([self.now, self.residual, *self.sums, *last])
         wires = [bar for bar in self.bars if bar.wire]
-        return Played(
+        return Timeline(
             seconds=seconds,
             compute=self.compute,
             wire=sum(bar.stop - bar.start for bar in wires),
@@ -105,13 +106,13 @@ class _Player:
             return self.sums
         return [*self.sums, self._reduce("all-reduce", self.partial)]
 
-    def _keep(self, step: Delayed, launched: list[float]) -> None:
+    def _update_state(self, step: Delayed, launched: list[float]) -> None:
         if step.pending_after == 0:
             self.residual = max([self.residual, *launched, self._reduce("all-reduce", self.now)])
             self.sums, self.partial = [], None
             return
-        kept = step.pending_after - 1  # besides its own, which is not reduced yet
-        added = launched[: max(0, len(launched) - kept)]
+        pending = step.pending_after - 1  # without the step's own output, which is not reduced yet
+        added = launched[: max(0, len(launched) - pending)]
         self.residual = max([self.residual, *added])
         self.sums, self.partial = launched[len(added) :], self.now
 
@@ -122,7 +123,7 @@ class _Player:
         return self.wire_free
 
     def _compute(self, step: Step, work: Work, *, ready: float) -> None:
-        """All that is in flight was launched before, so the link is busy from now until it is free."""
+        """Every all-reduce in flight was launched before this step, so the link is busy until `wire_free`."""
         start = max(self.now, ready)
         slower = 1 + self.contention * work.busy / work.seconds if work.seconds else 1.0
         window = max(0.0, self.wire_free - start)

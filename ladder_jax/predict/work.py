@@ -1,28 +1,32 @@
-"""What one device computes and moves in a step: kernel by kernel, from the configuration alone.
+"""Count the operations and bytes of one device in a step, kernel by kernel, from the configuration.
 
-Letters as in `nn`: B rows, T tokens a row, D model, V vocabulary; n query columns, k key columns, f features and v
-rows of the vocabulary on the device (`schedule.shards`). Elements are of the compute dtype; a matrix product of M x K
-with K x N counts 2 M K N operations, and its three matrices' elements once.
+Letters as in `nn`: B rows, T tokens per row, D model, V vocabulary; on the device (`schedule.shards`) n query columns,
+k key columns, f features and v rows of the vocabulary. Elements have the compute dtype. A matrix product of M x K with
+K x N counts 2 M K N operations, and each element of its three matrices once.
 """
 
 import dataclasses
 
 from ladder_jax.config import Dtype, ModelConfig
-from ladder_jax.predict.implementation import Cache, Head, Implementation, Launches, Readers, Scored
-from ladder_jax.schedule.shards import Shard, shard
+from ladder_jax.predict.implementation import Cache, CacheReads, Head, Implementation, Launches, Scored
+from ladder_jax.schedule import shards
+from ladder_jax.schedule.shards import Shard
 
 ATTENTION, MLP = 0, 1  # as a topology's steps name them
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """B rows of T tokens that are computed at once. reads: cached positions of a row that attention works on, in the
-    mean over its queries; keeps: cached positions that it moves once."""
+    """B rows of T tokens that are computed at once.
+
+    attended: cached positions of a row over which attention computes, the mean over its queries.
+    cached: cached positions of a row that are read from memory.
+    """
 
     rows: int
     tokens: int
-    reads: float
-    keeps: float
+    attended: float
+    cached: float
 
     @property
     def size(self) -> int:
@@ -30,21 +34,21 @@ class Block:
 
 
 def prefill(*, rows: int, prompt_length: int, new_tokens: int, implementation: Implementation) -> Block:
-    """Reads: query t of 0 .. T - 1 sees t + 1 positions, (T + 1) / 2 in the mean."""
+    """A prompt's block. Query t of 0 .. T - 1 attends to t + 1 positions: (T + 1) / 2 in the mean."""
     if implementation.cache is Cache.PADDED:
         return Block(rows, prompt_length, prompt_length + new_tokens, prompt_length + new_tokens)
     return Block(rows, prompt_length, (prompt_length + 1) / 2, prompt_length)
 
 
 def decode_step(*, rows: int, prompt_length: int, new_tokens: int, implementation: Implementation) -> Block:
-    """The mean of a generation's G - 1 steps: step s reads P + s positions and writes one, P + G / 2 in the mean."""
+    """The mean block of the G - 1 steps. Step s reads P + s positions and writes one: in the mean P + G / 2."""
     filled = prompt_length + (new_tokens if implementation.cache is Cache.PADDED else new_tokens / 2)
     return Block(rows, 1, filled, filled)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """flops: operations of matrix products. weights, cache, activations: bytes moved. Launches: device kernels."""
+    """flops: of matrix products. weights, cache, activations: bytes moved. launches: number of device kernels."""
 
     name: str
     flops: float = 0.0
@@ -56,106 +60,106 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model on one of `ranks` devices, as `implementation` runs it."""
+    """A model's shard on one of `ranks` devices, in a program of kind `implementation`."""
 
     config: ModelConfig
     ranks: int
     implementation: Implementation
 
     @property
-    def held(self) -> Shard:
-        return shard(self.config, ranks=self.ranks)
+    def shard(self) -> Shard:
+        return shards.shard(self.config, ranks=self.ranks)
 
     @property
-    def element(self) -> int:
-        """Bytes."""
+    def element_bytes(self) -> int:
         return 2 if self.config.dtype is Dtype.BFLOAT16 else 4
 
     def payload(self, block: Block) -> int:
         """Bytes of a sublayer's all-reduce: B T D elements."""
-        return block.size * self.config.d_model * self.element
+        return block.size * self.config.d_model * self.element_bytes
 
     def step(self, sublayers: tuple[int, ...], block: Block, *, shared_norm: bool) -> tuple[Kernel, ...]:
-        """A topology's step: one sublayer, or attention and MLP that are added before one all-reduce."""
-        started, joint = self._launches(block), len(sublayers) > 1
+        """The kernels of a step: of one sublayer, or of attention and MLP whose outputs share one all-reduce."""
+        launches, joint = self._launches(block), len(sublayers) > 1
         one_product = joint and self.implementation.fused
         one_norm = one_product or (joint and shared_norm)
         kernels: list[Kernel] = []
-        for index, which in enumerate(sublayers):
+        for index, sublayer in enumerate(sublayers):
             if index == 0 or not one_norm:
-                kernels.append(self._norm(block, started, gains=len(sublayers) if one_norm else 1))
-            if which == ATTENTION:
-                kernels += self._attention(block, started)
+                kernels.append(self._norm(block, launches, gains=len(sublayers) if one_norm else 1))
+            if sublayer == ATTENTION:
+                kernels += self._attention(block, launches)
             else:
-                kernels += self._mlp(block, started, first=0 if one_product else started.matmul)
+                kernels += self._mlp(block, launches, first=0 if one_product else launches.matmul)
         if joint:
-            moved = 3 * block.size * self.config.d_model * self.element
-            kernels.append(Kernel("join", activations=moved, launches=started.join))
+            moved = 3 * block.size * self.config.d_model * self.element_bytes
+            kernels.append(Kernel("join", activations=moved, launches=launches.join))
         return tuple(kernels)
 
     def embedding(self, block: Block) -> Kernel:
-        size = block.size * self.config.d_model * self.element
+        size = block.size * self.config.d_model * self.element_bytes
         return Kernel("embedding", weights=size, activations=size)
 
     def head(self, block: Block) -> tuple[Kernel, ...]:
-        """The final norm, logits, and the choice of a token."""
-        positions = block.size if self.implementation.scored is Scored.ALL else block.rows
-        scored = dataclasses.replace(block, rows=positions, tokens=1)
+        """The kernels of the final norm, the logits and the choice of a token."""
+        count = block.size if self.implementation.scored is Scored.ALL else block.rows
+        scored = dataclasses.replace(block, rows=count, tokens=1)
         return (
             self._norm(block, dataclasses.replace(self._launches(block), norm=0)),
             self._product("head", scored, self.config.d_model, self._vocabulary, self._launches(block).last),
         )
 
     def memory(self, *, rows: int, capacity: int) -> float:
-        """Bytes of weights and of a cache of `capacity` positions a row; activations are left out."""
-        held, config = self.held, self.config
+        """Bytes of weights and of a cache of `capacity` positions per row, without activations."""
+        shard, config = self.shard, self.config
         tables = 1 if config.tie_embeddings else 2
-        matrices = config.num_layers * (held.attention + held.mlp) + tables * self._vocabulary * config.d_model
+        matrices = config.num_layers * (shard.attention + shard.mlp) + tables * self._vocabulary * config.d_model
         gains = 4 * config.d_model * (2 * config.num_layers + 1)
-        cache = 2 * config.num_layers * rows * capacity * held.keys * self.element
-        return matrices * self.element + gains + cache
+        cache = 2 * config.num_layers * rows * capacity * shard.keys * self.element_bytes
+        return matrices * self.element_bytes + gains + cache
 
     @property
     def _vocabulary(self) -> int:
         replicated = self.implementation.head is Head.REPLICATED
-        return self.config.vocab_size if replicated else self.held.vocabulary
+        return self.config.vocab_size if replicated else self.shard.vocabulary
 
     def _launches(self, block: Block) -> Launches:
         return self.implementation.one_row if block.size == 1 else self.implementation.launches
 
     def _product(self, name: str, block: Block, inputs: int, outputs: int, launches: float) -> Kernel:
-        moved = block.size * (inputs + outputs) * self.element
+        moved = block.size * (inputs + outputs) * self.element_bytes
         matrix = inputs * outputs
-        return Kernel(name, 2 * block.size * matrix, matrix * self.element, activations=moved, launches=launches)
+        return Kernel(name, 2 * block.size * matrix, matrix * self.element_bytes, activations=moved, launches=launches)
 
-    def _norm(self, block: Block, started: Launches, *, gains: int = 1) -> Kernel:
-        """It adds the newest sum to the residual too: two arrays read, two written. Gains are float32."""
-        moved = 4 * block.size * self.config.d_model * self.element
-        return Kernel("norm", weights=4 * self.config.d_model * gains, activations=moved, launches=started.norm)
+    def _norm(self, block: Block, launches: Launches, *, gains: int = 1) -> Kernel:
+        """The norm also adds the newest sum to the residual: it reads two arrays and writes two. Gains are float32."""
+        moved = 4 * block.size * self.config.d_model * self.element_bytes
+        return Kernel("norm", weights=4 * self.config.d_model * gains, activations=moved, launches=launches.norm)
 
-    def _attention(self, block: Block, started: Launches) -> list[Kernel]:
-        held, config, heads = self.held, self.config, self.held.queries // self.config.head_dim
-        columns = held.queries + 2 * held.keys
-        readers = held.queries if self.implementation.readers is Readers.QUERIES else held.keys
-        scores = 0 if block.tokens == 1 else self.implementation.score_bytes * block.size * heads * block.keeps
+    def _attention(self, block: Block, launches: Launches) -> list[Kernel]:
+        shard, config, heads = self.shard, self.config, self.shard.queries // self.config.head_dim
+        columns = shard.queries + 2 * shard.keys
+        per_query = self.implementation.cache_reads is CacheReads.PER_QUERY_HEAD
+        columns_read = shard.queries if per_query else shard.keys
+        scores = 0 if block.tokens == 1 else self.implementation.score_bytes * block.size * heads * block.cached
         return [
-            self._product("query, key, value", block, config.d_model, columns, started.matmul),
-            Kernel("rotate", activations=2 * block.size * columns * self.element, launches=started.rotate),
+            self._product("query, key, value", block, config.d_model, columns, launches.matmul),
+            Kernel("rotate", activations=2 * block.size * columns * self.element_bytes, launches=launches.rotate),
             Kernel(
                 "attend",
-                flops=4 * block.size * held.queries * block.reads,
-                cache=2 * block.rows * block.keeps * readers * self.element,
+                flops=4 * block.size * shard.queries * block.attended,
+                cache=2 * block.rows * block.cached * columns_read * self.element_bytes,
                 activations=scores,
-                launches=started.attend,
+                launches=launches.attend,
             ),
-            self._product("out", block, held.queries, config.d_model, started.matmul),
+            self._product("out", block, shard.queries, config.d_model, launches.matmul),
         ]
 
-    def _mlp(self, block: Block, started: Launches, *, first: float) -> list[Kernel]:
-        held, d_model = self.held, self.config.d_model
-        moved = 3 * block.size * held.features * self.element
+    def _mlp(self, block: Block, launches: Launches, *, first: float) -> list[Kernel]:
+        shard, d_model = self.shard, self.config.d_model
+        moved = 3 * block.size * shard.features * self.element_bytes
         return [
-            self._product("gate, up", block, d_model, 2 * held.features, first),
-            Kernel("activate", activations=moved, launches=started.activate),
-            self._product("down", block, held.features, d_model, started.matmul),
+            self._product("gate, up", block, d_model, 2 * shard.features, first),
+            Kernel("activate", activations=moved, launches=launches.activate),
+            self._product("down", block, shard.features, d_model, launches.matmul),
         ]

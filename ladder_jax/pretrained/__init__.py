@@ -1,4 +1,4 @@
-"""Pretrained models of other programs: in, onto a mesh, and out again.
+"""Read pretrained models in other programs' formats, load them onto a mesh, and write them back.
 
 source = pretrained.open("SmolLM2-135M")
 params = pretrained.load(source, mesh=mesh)

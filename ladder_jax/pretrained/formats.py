@@ -1,4 +1,4 @@
-"""A pretrained model by its path, in whatever form it lies there."""
+"""Open a pretrained model in any supported format."""
 
 import os
 import pathlib
@@ -10,9 +10,9 @@ from ladder_jax.pretrained.source import Source
 
 
 def open_source(path: str | os.PathLike) -> Source:
-    """The model at `path`: a Hugging Face folder, a GGUF file, or a checkpoint or run of ours.
+    """The model at `path`: a Hugging Face folder, a GGUF file, or a checkpoint or run of ladder_jax.
 
-    Nothing but headers is read. Raises UserError for what is none of them, is damaged, or cannot be represented.
+    Reads only headers. Raises UserError for other formats, damaged files, and models that cannot be represented.
     """
     path = pathlib.Path(path).expanduser()
     if not path.exists():

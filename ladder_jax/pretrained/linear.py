@@ -1,6 +1,6 @@
-"""Matrices as PyTorch stores them, [out, in], against ours, whose heads are dimensions of their own.
+"""Convert between PyTorch's matrices, [out, in], and our arrays, in which heads are separate dimensions.
 
-Both functions only turn a view: no value is copied until it is used. `dims` are letters as in `source.dims`.
+The functions return views and copy no values. `dims` are letters as in `source.dims`; `ours` is our shape.
 """
 
 import math
@@ -11,7 +11,7 @@ from ladder_jax.nn import parameter
 
 
 def shape(dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape there of what is [D, N, H], say, here: [N x H, D]. Vectors are flat; tables [V, D] on both sides."""
+    """PyTorch's shape: [N x H, D] for our [D, N, H]. Vectors are flat. Tables are [V, D] in both."""
     if not parameter.is_matrix(dims):
         return (math.prod(ours),)
     if dims == "VD":
@@ -21,11 +21,11 @@ def shape(dims: str, ours: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_ours(array: np.ndarray, *, dims: str, ours: tuple[int, ...]) -> np.ndarray:
-    """From `shape(dims, ours)` to `ours`."""
+    """Reshape from PyTorch's `shape(dims, ours)` to `ours`."""
     return array if dims == "VD" else array.T.reshape(ours)
 
 
 def from_ours(array: np.ndarray, *, dims: str) -> np.ndarray:
-    """From ours to `shape(dims, array.shape)`."""
-    there = shape(dims, array.shape)
-    return array if dims == "VD" else array.reshape(there[::-1]).T
+    """Reshape from our layout to PyTorch's `shape(dims, array.shape)`."""
+    theirs = shape(dims, array.shape)
+    return array if dims == "VD" else array.reshape(theirs[::-1]).T

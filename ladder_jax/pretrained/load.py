@@ -1,4 +1,4 @@
-"""A Source's arrays onto a mesh: the host never holds more than one array, whatever the model's size."""
+"""Load a Source's arrays onto a mesh. The host holds at most one array at a time."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +22,12 @@ def load(
     loop: Loop = Loop.SCAN,
     done: Callable[[Key], object] = lambda key: None,
 ) -> nn.Params:
-    """The parameters on `mesh` (axes data, fsdp, tensor), laid out as `nn.define(source.model, mesh=mesh)` has them.
+    """The parameters on `mesh` (axes data, fsdp, tensor), with the shardings of `nn.define(source.model, mesh=mesh)`.
 
-    dtype: of all arrays; None keeps what is stored (of a stack: the one that holds all its layers' values).
-    loop: SCAN for layers stacked [L, ...], as training and checkpoints have them; UNROLLED for a tuple of layers.
-    done: told of each array once it is there.
-    Raises UserError where the model cannot be split over the mesh.
+    dtype: of all arrays; None keeps the stored dtypes (a stack gets one that holds the values of all its layers).
+    loop: SCAN for layers stacked [L, ...], as in training and checkpoints; UNROLLED for a tuple of layers.
+    done: called with the key of each array after it is loaded.
+    Raises UserError if the model cannot be split over the mesh.
     """
     config = parallel.with_ranks(source.model, tensor=mesh.shape["tensor"])
     definition = nn.define(config, mesh=mesh)
@@ -35,31 +35,31 @@ def load(
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
     place = functools.partial(_place, source, layout=definition.layout, done=done)
     layers = range(config.num_layers)
-    alone, stacks, apart = {}, {}, [{} for _ in layers]
+    unstacked, stacks, by_layer = {}, {}, [{} for _ in layers]
     for name, letters in dims.items():
         if not letters.startswith("L"):
-            alone[name] = place(Key(name), letters, abstract[name].shape, dtype=dtype)
+            unstacked[name] = place(Key(name), letters, abstract[name].shape, dtype=dtype)
             continue
-        letters, shape, below = letters.removeprefix("L"), abstract[name].shape[1:], name.removeprefix("layers/")
-        of_all = dtype or functools.reduce(jnp.promote_types, (source.arrays[Key(name, i)].dtype for i in layers))
+        letters, shape, suffix = letters.removeprefix("L"), abstract[name].shape[1:], name.removeprefix("layers/")
+        stack_dtype = dtype or functools.reduce(jnp.promote_types, (source.arrays[Key(name, i)].dtype for i in layers))
         if loop is Loop.UNROLLED:
             for layer in layers:
-                apart[layer][below] = place(Key(name, layer), letters, shape, dtype=dtype)
+                by_layer[layer][suffix] = place(Key(name, layer), letters, shape, dtype=dtype)
             continue
-        stack = placing.zeros((len(layers), *shape), np.dtype(of_all), abstract[name].sharding)
+        stack = placing.zeros((len(layers), *shape), np.dtype(stack_dtype), abstract[name].sharding)
         for layer in layers:
-            part = place(Key(name, layer), letters, shape, dtype=of_all)
-            stack = jax.block_until_ready(placing.put(stack, part, layer))
-            del part
-        stacks[below] = stack
+            array = place(Key(name, layer), letters, shape, dtype=stack_dtype)
+            stack = jax.block_until_ready(placing.put(stack, array, layer))
+            del array
+        stacks[suffix] = stack
     nested = functools.partial(traverse_util.unflatten_dict, sep="/")
-    return {**nested(alone), "layers": nested(stacks) if loop is Loop.SCAN else tuple(map(nested, apart))}
+    return {**nested(unstacked), "layers": nested(stacks) if loop is Loop.SCAN else tuple(map(nested, by_layer))}
 
 
 def reader(source: Source, definition: nn.ModelDef) -> Callable[[Sequence[Key]], Iterator[jax.Array]]:
-    """For `Engine(definition, pretrained.reader(source, definition))`: arrays on their devices, one at a time.
+    """Reads arrays onto their devices one at a time, for `Engine(definition, pretrained.reader(source, definition))`.
 
-    They come in the dtype in which they are stored; each is cast, or quantized, before the next is read.
+    Arrays have the stored dtype. The engine casts or quantizes each before the next is read.
     """
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
@@ -68,14 +68,14 @@ def reader(source: Source, definition: nn.ModelDef) -> Callable[[Sequence[Key]],
         name, layer = key
         letters = dims[name].removeprefix("L")
         shape = abstract[name].shape[-len(letters) :]
-        more = dict(dtype=None, layout=definition.layout, done=lambda key: None)
-        return _place(source, Key(name, layer), letters, shape, **more)
+        settings = dict(dtype=None, layout=definition.layout, done=lambda key: None)
+        return _place(source, Key(name, layer), letters, shape, **settings)
 
     return lambda keys: map(place, keys)
 
 
 def _place(source: Source, key: Key, dims: str, shape: tuple[int, ...], *, dtype, layout, done) -> jax.Array:
-    """One array on its devices, padded with zeros to `shape`: of the host's memory it needs what a device gets."""
+    """One array on its devices, padded with zeros to `shape`. Needs host memory for one shard only."""
     stored = source.arrays[key]
     values, dtype = stored.read(), np.dtype(dtype or stored.dtype)
     array = placing.place(lambda index: _copy(values[index], dtype), shape, layout.sharding(dims))
@@ -84,8 +84,8 @@ def _place(source: Source, key: Key, dims: str, shape: tuple[int, ...], *, dtype
 
 
 def _copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Always a copy: a CPU device may use the host's memory as it is, and a mapped file may change."""
+    """A copy, always: a CPU device may use the host's buffer itself, and a mapped file may change."""
     if values.dtype != dtype:
         return np.array(values, dtype, order="C")
-    # As whole numbers: NumPy copies bfloat16 value by value, 15 times slower.
+    # Copied as integers: NumPy copies bfloat16 value by value, 15 times slower.
     return np.array(values.view(f"u{dtype.itemsize}"), order="C").view(dtype)

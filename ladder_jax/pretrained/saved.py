@@ -1,4 +1,4 @@
-"""One of our own checkpoints as a Source, to be exported."""
+"""Read a ladder_jax checkpoint as a Source, for example to export it."""
 
 import functools
 import pathlib
@@ -19,34 +19,36 @@ _GENERATION = "generation_config.json"  # beside a tokenizer's own files
 
 
 def read(path: pathlib.Path) -> Source:
-    """The checkpoint at `path` (a run's folder, its `checkpoints/`, or one step's), its files compared with their list.
+    """The checkpoint at `path` (a run's folder, its `checkpoints/`, or one step's), compared with its manifest.
 
-    Layers lie stacked there, so reading one reads its stack: go through the arrays in `source.wanted`'s order, and
-    each stack is read once. Raises UserError where there is none, and Damaged.
+    Layers are stored stacked, so reading one layer reads its whole stack. Read the arrays in the order of
+    `source.expected_shapes`: then each stack is read once. Raises UserError if there is no checkpoint, and Damaged.
     """
-    found = checkpoint.open_checkpoint(path)
-    if found.listed and (wrong := manifest.problems(found.path, part="params")):
-        raise checkpoint.Damaged(f"checkpoint {str(found.path)!r} is damaged or incomplete: {wrong[0]}")
-    model, arrays = found.config.model, {}
-    opened = functools.cache(functools.partial(_open, found.path / "params"))
-    # What was decoded for one layer is there for the next, and goes before another is.
-    whole = functools.lru_cache(maxsize=1)(lambda name: opened(name).read().result())
-    for key, shape in source.wanted(model).items():
-        arrays[key] = Stored(shape, opened(key.name).dtype.numpy_dtype, functools.partial(_values, whole, key, shape))
-    folder = found.path.parent.parent / tokenizer.FOLDER
-    generation = read_object(folder / _GENERATION) if tokenizer_files.is_held(folder, _GENERATION) else {}
-    return Source(str(path), model, arrays, found.config.train.sequence, tokenizer_files.read(folder), generation)
+    opened = checkpoint.open_checkpoint(path)
+    if opened.has_manifest and (problems := manifest.problems(opened.path, part="params")):
+        raise checkpoint.Damaged(f"checkpoint {str(opened.path)!r} is damaged or incomplete: {problems[0]}")
+    model, arrays = opened.config.model, {}
+    store = functools.cache(functools.partial(_open, opened.path / "params"))
+    # Keeps the last stack only, for its other layers.
+    read_stack = functools.lru_cache(maxsize=1)(lambda name: store(name).read().result())
+    for key, shape in source.expected_shapes(model).items():
+        dtype = store(key.name).dtype.numpy_dtype
+        arrays[key] = Stored(shape, dtype, functools.partial(_values, read_stack, key, shape))
+    folder = opened.path.parent.parent / tokenizer.FOLDER
+    generation = read_object(folder / _GENERATION) if tokenizer_files.has_file(folder, _GENERATION) else {}
+    return Source(str(path), model, arrays, opened.config.train.sequence, tokenizer_files.read(folder), generation)
 
 
 def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
-    """An array of an item, its values not read."""
+    """Open the array `name` in the item at `folder`, without reading its values."""
     base = {"driver": "file", "path": f"{folder}/"}
-    place = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+    database = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
     try:
-        return tensorstore.open({"driver": "zarr", "kvstore": place}, open=True, read=True).result()
+        return tensorstore.open({"driver": "zarr", "kvstore": database}, open=True, read=True).result()
     except ValueError as error:
         raise UserError(f"{str(folder)!r} holds no {name}: {str(error).splitlines()[0][:200]}") from None
 
 
-def _values(whole: Callable[[str], np.ndarray], key: Key, shape: tuple[int, ...]) -> np.ndarray:
-    return whole(key.name)[: shape[0]] if key.layer is None else whole(key.name)[key.layer]
+def _values(read_stack: Callable[[str], np.ndarray], key: Key, shape: tuple[int, ...]) -> np.ndarray:
+    """One layer of a stack; of an array without layers, the rows without the vocabulary's padding."""
+    return read_stack(key.name)[: shape[0]] if key.layer is None else read_stack(key.name)[key.layer]

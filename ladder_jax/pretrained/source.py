@@ -1,6 +1,6 @@
-"""What every form of a pretrained model becomes on its way in or out: a configuration, and arrays read one at a time.
+"""The common representation of a pretrained model in any format: a configuration, and arrays that are read lazily.
 
-A format's reader makes a Source; loading onto a mesh, exporting and converting need no other knowledge of it.
+Each format's reader returns a Source. Loading, exporting and converting need only that.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Key(NamedTuple):
-    """One array: its name in our checkpoints, such as "layers/attention/query", and of those its 0-based layer.
+    """One array: its name in our checkpoints, such as "layers/attention/query", and its layer, counted from 0.
 
-    `layer` is None for what no layer has: "embedding/table", "final_norm/scale", "head/table".
+    `layer` is None for arrays outside the layers: "embedding/table", "final_norm/scale", "head/table".
     """
 
     name: str
@@ -33,11 +33,11 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An array where it lies. `read` gives its values, of that shape and dtype, anew at every call.
+    """A stored array. `read` reads its values, with this shape and dtype, from the file at every call.
 
-    shape: in our layout, of one layer, the vocabulary without padding: query is [D, N, H], a table [V, D].
-    dtype: as stored (ml_dtypes has bfloat16). What `read` gives may be a read-only view of a mapped file: do not
-    keep it, or memory grows.
+    shape: in our layout, of one layer, without the vocabulary's padding: query is [D, N, H], a table [V, D].
+    dtype: as stored (ml_dtypes has bfloat16). `read` may return a read-only view of a mapped file. Do not keep it: its
+    pages would stay in memory.
     """
 
     shape: tuple[int, ...]
@@ -47,14 +47,14 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model as found somewhere, nothing of it read yet but its description.
+    """A model in some format, of which only the description has been read.
 
-    path: where, for messages.
-    model: its configuration; the residual topology is standard, unless the source names one.
-    arrays: one entry a layer and array: exactly `wanted(model)`'s keys, which `check` verifies.
-    context: the longest sequence that it was made for, in tokens; None where nothing says so.
-    files: its tokenizer's and chat template's files under Hugging Face's names (tokenizer.json, ...), by content.
-    generation: what Hugging Face's generation_config.json says (eos_token_id, temperature, ...), or the like.
+    path: for messages.
+    model: the configuration; the residual topology is standard, unless the source names one.
+    arrays: one entry for each layer of each array, with exactly the keys of `expected_shapes(model)`; see `check`.
+    context: the longest sequence that the model was trained for, in tokens; None if unknown.
+    files: the contents of the tokenizer's files by Hugging Face's names: tokenizer.json, chat_template.jinja, ...
+    generation: the settings of Hugging Face's generation_config.json: eos_token_id, temperature, ...
     """
 
     path: str
@@ -66,45 +66,42 @@ class Source:
 
 
 def dims(model: ModelConfig) -> dict[str, str]:
-    """The dimensions of every array by its name, of one layer: {"layers/attention/query": "DNH", ...}.
+    """The dimensions of each array by name: {"layers/attention/query": "DNH", ...}.
 
-    Letters as in nn.parameter; a name that begins with "layers/" stands for one array a layer.
+    Letters as in nn.parameter. A name that begins with "layers/" stands for one array in each layer.
     """
     modules = model_def.declare(model, ranks=1)
     nested = {name: parameter.dims_of(module) for name, module in modules.items()}
-    return {name: found.removeprefix("L") for name, found in _flat(nested).items()}
+    return {name: letters.removeprefix("L") for name, letters in _flat(nested).items()}
 
 
-def wanted(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
-    """Every array of a model, and its shape in a Source: one layer's, the vocabulary without padding."""
+def expected_shapes(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
+    """The shapes of all arrays of a model, as a Source has them: of one layer, without the vocabulary's padding."""
     sizes = parameter.Sizes(model)
-    found = {}
+    shapes = {}
     for name, letters in dims(model).items():
         shape = tuple(model.vocab_size if letter == "V" else sizes[letter] for letter in letters)
         layers = range(model.num_layers) if name.startswith("layers/") else (None,)
-        found |= {Key(name, layer): shape for layer in layers}
-    return found
+        shapes |= {Key(name, layer): shape for layer in layers}
+    return shapes
 
 
 def check_layers(model: ModelConfig, *, tensors: int, path: str) -> None:
-    """Raises UserError where `path` has fewer tensors than its configuration has layers.
+    """Raises UserError if `path` has fewer tensors than its configuration has layers.
 
-    Before `wanted`: to name what is missing of a million layers would take hours.
+    Called before `expected_shapes`, which takes hours for a configuration that claims a million layers.
     """
     if tensors < model.num_layers:
         raise UserError(
-            f"{path!r} holds {tensors} tensors, fewer than the {model.num_layers} layers that it says it has"
+            f"{path!r} holds {tensors} tensors, fewer than the {model.num_layers} layers of its configuration"
         )
 
 
 def check(source: Source) -> Source:
-    """`source`, if it has every array of its model in the right shape and no other, and a tokenizer that fits.
-
-    Raises UserError.
-    """
-    shapes = wanted(source.model)
+    """Returns `source`. Raises UserError for missing, extra or wrongly shaped arrays, or too large a tokenizer."""
+    shapes = expected_shapes(source.model)
     for key in source.arrays.keys() - shapes.keys():
-        raise UserError(f"{source.path!r} holds {key}, for which its configuration has no place")
+        raise UserError(f"{source.path!r} holds {key}, which is not in its configuration")
     for key, shape in shapes.items():
         if key not in source.arrays:
             raise UserError(f"{source.path!r} lacks {key}")
@@ -119,21 +116,21 @@ def check(source: Source) -> Source:
 
 
 def _tokens(source: Source) -> int:
-    """One more than the last token of its tokenizer.json; 0 where there is none."""
+    """One more than the largest token number in tokenizer.json; 0 if there is no such file."""
     if "tokenizer.json" not in source.files:
         return 0
     try:
-        told = json.loads(source.files["tokenizer.json"])
-        vocabulary = told["model"]["vocab"]  # numbers by name, or a list
+        tokenizer = json.loads(source.files["tokenizer.json"])
+        vocabulary = tokenizer["model"]["vocab"]  # numbers by name, or a list
         numbers = vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))
-        return 1 + max([*numbers, *(token["id"] for token in told.get("added_tokens") or ())], default=-1)
+        return 1 + max([*numbers, *(token["id"] for token in tokenizer.get("added_tokens") or ())], default=-1)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{source.path!r}: tokenizer.json is not a tokenizer: {error!r}") from None
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found = {}
-    for name, below in nested.items():
+    flat = {}
+    for name, value in nested.items():
         path = f"{prefix}{name}"
-        found |= _flat(below, f"{path}/") if isinstance(below, Mapping) else {path: below}
-    return found
+        flat |= _flat(value, f"{path}/") if isinstance(value, Mapping) else {path: value}
+    return flat

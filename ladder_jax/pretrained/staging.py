@@ -1,7 +1,7 @@
-"""A folder that appears whole or not at all.
+"""Create a folder completely or not at all.
 
-It is written in a folder beside its place, which nothing reads, and moved at the end. An error, Ctrl-C or
-SIGTERM removes what there is; what SIGKILL or a power cut leaves, the next conversion to the same place removes.
+It is written in a temporary folder beside the destination, and renamed at the end. After an error, Ctrl-C or SIGTERM,
+the temporary folder is removed. After SIGKILL or a power cut, the next conversion to the same destination removes it.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ LOCK = ".lock"
 
 
 def check_free(destination: pathlib.Path) -> None:
-    """Raises UserError where something is there already, or no folder can be made there."""
+    """Raises UserError if `destination` exists and is not an empty folder, or cannot be created."""
     if destination.is_dir() and not destination.is_symlink() and not any(destination.iterdir()):
         return
     if destination.exists() or destination.is_symlink():
@@ -33,7 +33,7 @@ def check_free(destination: pathlib.Path) -> None:
 
 
 def check_room(destination: pathlib.Path, *, size: int) -> None:
-    """Raises RunFailed where the disk has less room than that many bytes: cheaper than finding out in the middle."""
+    """Raises RunFailed if the disk has fewer than `size` bytes free: better now than half-way through."""
     free = shutil.disk_usage(destination.parent).free
     if free < size:
         raise RunFailed(f"no space for {str(destination)!r}: {size / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free")
@@ -41,15 +41,14 @@ def check_room(destination: pathlib.Path, *, size: int) -> None:
 
 @contextlib.contextmanager
 def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives the path of a folder to make, which becomes `destination` once the block has ended without an error.
+    """Yields the path of a folder to create. It is renamed to `destination` when the block ends without an error.
 
-    What is made beside it is gone then.
-
-    Raises UserError where `destination` is taken, or is being written by another process.
+    Other files that the block creates beside it are removed.
+    Raises UserError if `destination` exists, or another process is writing it.
     """
     check_free(destination)
-    with _terminated(destination):
-        folder, lock = _claimed(destination)
+    with _sigterm_raises(destination):
+        folder, lock = _lock_folder(destination)
         try:
             yield folder / destination.name
             _sync(folder / destination.name)
@@ -58,26 +57,27 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
-            with contextlib.suppress(OSError):  # NFS keeps an open file, and so its folder, until it is closed
+            with contextlib.suppress(OSError):  # on NFS, an open file keeps its folder from being removed
                 folder.rmdir()
 
 
-def _claimed(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
-    """The folder to write into, emptied of what a kill has left, and its lock, which ends with this process."""
+def _lock_folder(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
+    """The temporary folder, emptied of files that a killed process left, and its lock, which ends with this process."""
     folder = destination.with_name(f".{destination.name}.converting")
     while True:
-        _make(folder)
+        _create_private(folder)
         file = folder / LOCK
-        try:  # a regular file that is open for writing: NFS keeps other hosts out by nothing else
+        try:  # a regular file, open for writing: on NFS, only that locks other hosts out
             lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:  # the folder was just removed
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.exists() and os.fstat(lock).st_ino == file.stat().st_ino:  # else it was just removed
-                for left in folder.iterdir():
-                    if left != file:
-                        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                for leftover in folder.iterdir():
+                    if leftover != file:
+                        is_folder = leftover.is_dir() and not leftover.is_symlink()
+                        shutil.rmtree(leftover) if is_folder else leftover.unlink()
                 return folder, lock
         except BlockingIOError:
             os.close(lock)
@@ -88,13 +88,13 @@ def _claimed(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
         os.close(lock)
 
 
-def _make(folder: pathlib.Path) -> None:
-    """Its name can be foreseen: what is there must be a folder of this user's, not a link to one nor another user's."""
+def _create_private(folder: pathlib.Path) -> None:
+    """Create `folder`. Its name is predictable, so an existing one must be this user's own folder, and not a link."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    with contextlib.suppress(FileNotFoundError):  # it was just removed: the lock finds that out
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    with contextlib.suppress(FileNotFoundError):  # just removed by another process; opening the lock notices that
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise UserError(f"{str(folder)!r} is in the way: a link, or another user's; remove it")
 
 
@@ -108,8 +108,8 @@ def _sync(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _terminated(destination: pathlib.Path) -> Iterator[None]:
-    """SIGTERM as an exception, so that what was begun is removed; outside of the main thread it is left alone."""
+def _sigterm_raises(destination: pathlib.Path) -> Iterator[None]:
+    """Within the block, SIGTERM raises Stopped, so that unfinished files are removed. Only in the main thread."""
 
     def handle(signum: int, _) -> None:
         raise Stopped(f"SIGTERM: {str(destination)!r} was not written", signum=signum)

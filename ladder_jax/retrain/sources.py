@@ -103,5 +103,5 @@ def _open(name: str, path: str) -> Checkpoint:
 def _digest(checkpoint: Checkpoint) -> str:
     """Of the manifest, which lists every file's digest; of an older checkpoint without one, of its time of writing."""
     file = checkpoint.path / "manifest.json"
-    content = file.read_bytes() if checkpoint.listed else str(checkpoint.time).encode()
+    content = file.read_bytes() if checkpoint.has_manifest else str(checkpoint.time).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()

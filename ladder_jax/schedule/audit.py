@@ -1,4 +1,4 @@
-"""Audit a compiled function, yours or the library's; and a check for test suites."""
+"""Audit a compiled function, yours or the library's, and an assertion for test suites."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +7,12 @@ import jax
 
 from ladder_jax import parallel
 from ladder_jax.schedule import hlo, judge
-from ladder_jax.schedule.named import own_names
+from ladder_jax.schedule.named import names_in_cache_key
 from ladder_jax.schedule.report import Report, Status
 
 
 def audit(fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] | None = None) -> Report:
-    """What the compiler made of the reductions of a program.
+    """Report which of a program's reductions the compiler hides under compute.
 
         options = topology.compile_options(mesh, phase="prefill")  # of residual.topology(...)
         jitted = jax.jit(jax.shard_map(fn, ...), compiler_options=options)
@@ -20,41 +20,44 @@ def audit(fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] |
         schedule.audit(jitted.lower(x, w).compile())      # the same
         schedule.audit(compiled.as_text())                # the same
 
-    A plain `jax.jit` has none of these options, and without them v5p, for one, hides nothing.
-    With arguments on `schedule.make_mesh("v5p:2x2x2", tensor=8)` it is compiled for that hardware, which
-    need not be here. Of a function built on `ladder_jax.residual` the reductions that its topology launched are
-    judged, and the rest, such as gradients of norm gains, stand in the report's `others`, named; of another function
-    every all-reduce and reduce-scatter, whatever its axis. Each window is measured against the program's matmul FLOPs
-    divided by their number, or the sublayers' own where they are given (see `judge.read`).
+    A plain `jax.jit` does not set these options; without them some compilers (v5p's) hide nothing.
+    Arguments on `schedule.make_mesh("v5p:2x2x2", tensor=8)` compile the function for v5p on a machine without TPUs.
+
+    In a function built on `ladder_jax.residual`, `Report.reductions` are those that its topology launched, and
+    `Report.others` are all other collectives, such as the all-reduces of norm gains' gradients. In any other function
+    `reductions` are all all-reduces and reduce-scatters, on every mesh axis. The window of a reduction is measured in
+    sublayers: by `sublayer_flops`, or by default by the program's matmul FLOPs over the number of its reductions (see
+    `judge.read`).
     """
     text = fn_or_compiled if isinstance(fn_or_compiled, str) else _compiled(fn_or_compiled, args).as_text()
     return judge.read(hlo.parse(text), sublayer_flops=sublayer_flops)
 
 
 def assert_hidden(fn_or_compiled: Any, *args: Any, exposed: int = 1, **settings: Any) -> Report:
-    """Raises AssertionError, naming them, if more than `exposed` reductions are not hidden, or any is merged.
+    """Raise AssertionError, naming the reductions, if more than `exposed` are not hidden or if any is merged.
 
-    One is: after the last there is nothing left to compute. Arguments as in `audit`; returns its report.
+    The default is 1, because no compute follows a program's last reduction. Arguments and result are those of `audit`.
     """
-    found = audit(fn_or_compiled, *args, **settings)
-    if found.all_reduces == 0:
+    report = audit(fn_or_compiled, *args, **settings)
+    if report.all_reduces == 0:
         raise AssertionError("the program has no reduction to hide")
-    if found.exposed > exposed or found.merged:
-        named = [
+    if report.exposed > exposed or report.merged:
+        not_hidden = [
             f"{r.collective.name} ({r.count} x {r.collective.bytes:,} bytes): {r.status.value}"
-            for r in found.reductions
+            for r in report.reductions
             if r.status is not Status.HIDDEN
         ]
         raise AssertionError(
-            f"{found.exposed} of {found.all_reduces} reductions are not hidden, {exposed} allowed: " + "; ".join(named)
+            f"{report.exposed} of {report.all_reduces} reductions are not hidden, {exposed} allowed: "
+            + "; ".join(not_hidden)
         )
-    return found
+    return report
 
 
 def _compiled(program: Any, args: tuple) -> jax.stages.Compiled:
     if isinstance(program, jax.stages.Compiled):
         return program
-    with own_names():
+    with names_in_cache_key():
         if isinstance(program, jax.stages.Lowered):
             return program.compile()
         if isinstance(program, parallel.Compiled):

@@ -1,8 +1,7 @@
-"""Where a scheduled program communicates, and what it computes meanwhile.
+"""The collectives of a scheduled program, and the compute that the schedule places beside each.
 
-A collective is *synchronous* (the device waits) or has a *window*: the instructions that are issued
-between its start and its done (see forms.py). A reduce-scatter may also be an all-reduce and the slice
-that this device keeps, in one fusion (TPU).
+A collective is *synchronous* (the device waits) or has a *window*: the instructions issued between its start and its
+done (see forms.py). On TPUs a reduce-scatter may be one fusion of an all-reduce and the slice that this device keeps.
 """
 
 import dataclasses
@@ -15,19 +14,21 @@ from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program, where it stands in the schedule.
+    """One collective of the program, and its position in the schedule.
 
-    operands: how many arrays it carries; an all-reduce of several is a merged one. The compiler for
-        NVIDIA GPUs joins them into one flat array instead, and those are counted too.
-    joined: the names of what computed them, where there are several: one name is all that a compiler for TPUs keeps.
-    bytes: of those arrays, on one device, before it: whole ones to be scattered, shares to be gathered.
-    axes: mesh axes that it spans, such as ("tensor",); empty where the program does not say.
-    ranks: over how many devices it goes, 0 where the program does not say.
-    executions: how often it runs in one execution of the program; of a loop over new tokens, for one of them.
+    operands: number of arrays that it carries; an all-reduce of several arrays is a merged one. The compiler for
+        NVIDIA GPUs concatenates arrays into one flat operand; this counts the arrays in it.
+    operand_op_names: names of the operations that computed the operands, if there are several (a compiler for TPUs
+        keeps only one name for the merged collective itself).
+    bytes: size of its operands on one device: unscattered arrays of a reduce-scatter, shards of an all-gather.
+    axes: mesh axes that it spans, such as ("tensor",); empty if the program does not name them.
+    ranks: number of devices in its group; 0 if unknown.
+    executions: runs per execution of the program; inside the loop over new tokens, runs per token.
     issued, awaited: positions of its start and its done in `computation`; equal if it is synchronous.
-    operations, flops, cycles, kernels: of the instructions between them: how many compute, the FLOPs of
-        matrix products by sublayer, the compiler's estimate of their time (None where it gives none),
-        and how many opaque kernels there are among them.
+    operations: number of computing instructions in its window.
+    flops: matmul FLOPs in its window, by sublayer.
+    cycles: the compiler's estimate of the window's time; None if it gives none.
+    kernels: number of opaque (Pallas) kernels in its window.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Collective:
     flops: Flops
     cycles: int | None
     kernels: int
-    joined: tuple[str, ...] = ()
+    operand_op_names: tuple[str, ...] = ()
 
     @property
     def synchronous(self) -> bool:
@@ -53,56 +54,60 @@ class Collective:
 
 
 def find(program: Program, *, costs: Costs) -> list[Collective]:
-    """All collectives that run, in issue order computation by computation."""
-    found, mesh = [], groups.mesh_of(program)
-    for computation in scheduled(program):
-        for form in forms(computation, program):
-            found.append(_measure(form, computation, program, costs, mesh))
-    return found
+    """All collectives that run: computation by computation, each in issue order."""
+    mesh = groups.mesh_of(program)
+    return [
+        _measure(form, computation, program, costs, mesh)
+        for computation in scheduled(program)
+        for form in forms(computation, program)
+    ]
 
 
 def _measure(form: Form, computation: Computation, program: Program, costs: Costs, mesh: dict[str, int]) -> Collective:
     collective, holder = form.collective, form.holder
-    members = groups.parse(collective, mesh=mesh)
+    group = groups.parse(collective, mesh=mesh)
     payload = tuple(a for name in collective.operands for a in holder.by_name[name].arrays)
     window = computation.instructions[form.issued + 1 : form.awaited]
     cycles = [costs.cycles(i, within=computation) for i in window]
-    known = [c for c in cycles if c is not None]
+    estimates = [c for c in cycles if c is not None]
+    start = computation.instructions[form.issued]
     return Collective(
-        name=computation.instructions[form.issued].name,
+        name=start.name,
         kind=_kind(collective, holder),
-        op_name=collective.op_name or computation.instructions[form.issued].op_name or _of_reducer(collective, program),
-        operands=max(len(collective.operands), _joined(collective, holder, program)),
+        op_name=collective.op_name
+        or computation.instructions[form.issued].op_name
+        or _reducer_op_name(collective, program),
+        operands=max(len(collective.operands), _concatenated_arrays(collective, holder, program)),
         bytes=hlo.size_in_bytes(payload),
-        axes=members.axes,
-        ranks=members.ranks,
+        axes=group.axes,
+        ranks=group.ranks,
         computation=computation.name,
         executions=costs.trips(computation.name),
         issued=form.issued,
         awaited=form.awaited,
         operations=sum(i.opcode in ("fusion", "dot", "convolution", "custom-call") for i in window),
         flops=sum((costs.matmul_flops(i, within=computation) for i in window), Flops()),
-        cycles=sum(known) if known or (not window and costs.total_cycles()) else None,
+        cycles=sum(estimates) if estimates or (not window and costs.total_cycles()) else None,
         kernels=sum(i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window),
-        joined=_names(collective, holder) if len(collective.operands) > 1 else (),
+        operand_op_names=_operand_op_names(collective, holder) if len(collective.operands) > 1 else (),
     )
 
 
-def _names(collective: Instruction, holder: Computation) -> tuple[str, ...]:
-    found = []
+def _operand_op_names(collective: Instruction, holder: Computation) -> tuple[str, ...]:
+    op_names = []
     for name in collective.operands:
         source = holder.by_name[name]
         while not source.op_name and source.opcode in _MOVES:
             source = holder.by_name[source.operands[0]]
-        found.append(source.op_name)
-    return tuple(found)
+        op_names.append(source.op_name)
+    return tuple(op_names)
 
 
 _MOVES = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element")
 
 
-def _joined(collective: Instruction, holder: Computation, program: Program) -> int:
-    """How many arrays were concatenated into the flat one that `collective` carries; 1 if none were."""
+def _concatenated_arrays(collective: Instruction, holder: Computation, program: Program) -> int:
+    """Number of arrays in the flat operand of `collective` that the compiler concatenated; 1 if it is one array."""
     name, *others = collective.operands
     source = holder.by_name[name]
     if others or len(source.arrays) != 1 or len(source.arrays[0][1]) != 1:
@@ -114,13 +119,13 @@ def _joined(collective: Instruction, holder: Computation, program: Program) -> i
     return len(source.operands) if source.opcode == "concatenate" else 1
 
 
-def _of_reducer(collective: Instruction, program: Program) -> str:
-    """What a reduction that the compiler rewrote was made from: its addition still says so."""
+def _reducer_op_name(collective: Instruction, program: Program) -> str:
+    """The name of the original operation of a reduction that the compiler rewrote: its addition keeps that name."""
     reducer = program.computations.get((collective.attribute("to_apply") or "").lstrip("%"))
     return reducer.instructions[-1].op_name if reducer else ""
 
 
 def _kind(collective: Instruction, holder: Computation) -> str:
-    kind, kept = collective.opcode.removesuffix("-start"), holder.instructions[-1]
-    sliced = not holder.entry and kept.opcode == "dynamic-slice" and kept.operands[0] == collective.name
+    kind, root = collective.opcode.removesuffix("-start"), holder.instructions[-1]
+    sliced = not holder.entry and root.opcode == "dynamic-slice" and root.operands[0] == collective.name
     return "reduce-scatter" if kind == "all-reduce" and sliced else kind

@@ -1,4 +1,4 @@
-"""What an instruction of a program costs: matmul FLOPs by its shapes, time by the compiler's own estimate."""
+"""Cost of a program's instructions: matmul FLOPs from shapes, cycles from the compiler's estimates."""
 
 import collections
 import functools
@@ -10,17 +10,17 @@ from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 GARBAGE_CYCLES = 2**62  # libtpu writes 2^63 - 1 where it has no estimate
 
-Flops = collections.Counter  # by sublayer: "attention", "mlp", "joint" (both), "" for what is in none
+Flops = collections.Counter  # by sublayer: "attention", "mlp", "joint" (both), "" outside of sublayers
 SUBLAYER = re.compile(r"(?<![\w])(attention|mlp|joint)(?![\w])")
 
 
 def sublayer_of(op_name: str) -> str:
-    """The last of those named scopes in it, or ""."""
+    """The innermost sublayer scope in an operation's name, or ""."""
     return (SUBLAYER.findall(op_name) or [""])[-1]
 
 
 class Costs:
-    """Costs of `program`'s instructions, those of the computations that they call included."""
+    """Costs of `program`'s instructions, including the computations that they call."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -28,9 +28,9 @@ class Costs:
         self._cycles = functools.cache(self._computation_cycles)
 
     def matmul_flops(self, instruction: Instruction, *, within: Computation) -> Flops:
-        """2 x multiply-adds of the matrix products in it, by the sublayer whose named scope they stand in.
+        """2 x multiply-adds of the instruction's matrix products, by the sublayer named in their scope.
 
-        A kernel (custom call) has none that can be read.
+        0 for a kernel (custom call): its text does not show what it computes.
         """
         count = _COUNTERS.get(instruction.opcode)
         if instruction.opcode == "custom-call" and "__cublas" in instruction.attributes:
@@ -45,26 +45,27 @@ class Costs:
 
     def cycles(self, instruction: Instruction, *, within: Computation) -> int | None:
         """The compiler's estimate for one execution; None where it gives none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-        if found:
-            return int(found[1]) if int(found[1]) < GARBAGE_CYCLES else None
+        estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+        if estimate:
+            return int(estimate[1]) if int(estimate[1]) < GARBAGE_CYCLES else None
         if instruction.opcode not in ("while", "call", "conditional"):
             return None
-        below = [self._cycles(name) for name in instruction.calls]
-        known = [cycles for cycles in below if cycles is not None]
-        return self._trips(instruction, within) * sum(known) if known else None
+        called = [self._cycles(name) for name in instruction.calls]
+        estimates = [cycles for cycles in called if cycles is not None]
+        return self._trips(instruction, within) * sum(estimates) if estimates else None
 
     def total_cycles(self) -> int | None:
-        """Of the whole program, one execution, loops as often as they turn; of one that makes several tokens, a token's
-        share."""
+        """Estimated cycles of one execution of the program, with every loop's iterations counted; of a program that
+        generates several tokens, cycles per token."""
         total, loop = self._cycles(self._program.entry.name), token_loop(self._program)
         if total is None or loop is None:
             return total
-        inside = self.cycles(loop, within=self._program.entry) or 0
-        return inside + (total - inside) // turns(loop, within=self._program.entry, program=self._program)
+        per_token = self.cycles(loop, within=self._program.entry) or 0
+        tokens = iterations(loop, within=self._program.entry, program=self._program)
+        return per_token + (total - per_token) // tokens
 
     def trips(self, computation: str) -> int:
-        """How often `computation` runs in one execution of the program."""
+        """Number of runs of `computation` in one execution of the program."""
         return self._trip_counts.get(computation, 0)
 
     @functools.cached_property
@@ -90,12 +91,13 @@ class Costs:
 
     def _computation_cycles(self, name: str) -> int | None:
         computation = self._program.computations[name]
-        found = [self.cycles(i, within=computation) for i in computation.instructions]
-        known = [cycles for cycles in found if cycles is not None]
-        return sum(known) if known else None
+        cycles = [self.cycles(i, within=computation) for i in computation.instructions]
+        estimates = [estimate for estimate in cycles if estimate is not None]
+        return sum(estimates) if estimates else None
 
 
-_TOKENS = re.compile(rf"(?<!\w){TOKEN_LOOP}/while(?!/)")  # that loop itself: those in its body go on with /body
+# The loop itself: names of loops in its body continue with /body.
+_TOKENS = re.compile(rf"(?<!\w){TOKEN_LOOP}/while(?!/)")
 
 
 def token_loop(program: Program) -> Instruction | None:
@@ -105,17 +107,17 @@ def token_loop(program: Program) -> Instruction | None:
 
 
 def trip_count(loop: Instruction, *, within: Computation, program: Program) -> int:
-    """`turns`, but that the loop over new tokens counts once: a decode program's figures are those of one token."""
-    return 1 if _TOKENS.search(loop.op_name) else turns(loop, within=within, program=program)
+    """The iterations of a loop; 1 for the loop over new tokens, because a decode program is reported per token."""
+    return 1 if _TOKENS.search(loop.op_name) else iterations(loop, within=within, program=program)
 
 
-def turns(loop: Instruction, *, within: Computation, program: Program) -> int:
-    """Of a `while`: as the compiler noted them, or `i < limit` of its condition, counted from zero by one.
+def iterations(loop: Instruction, *, within: Computation, program: Program) -> int:
+    """Iterations of a `while`: the compiler's `known_trip_count`, or the limit in its condition `i < limit`.
 
-    Raises ValueError where neither says it: a count of 1 would be a wrong report.
+    Raises ValueError if the program has neither: a guess would make the report wrong.
     """
-    if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
-        return int(noted[1])
+    if trip_count_note := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+        return int(trip_count_note[1])
     condition = program.computations[loop.attribute("condition").lstrip("%")]
     root = condition.instructions[-1]
     constants = [condition.by_name[name] for name in root.operands if condition.by_name[name].opcode == "constant"]
@@ -142,10 +144,9 @@ def _gemm(call: Instruction, within: Computation) -> int:
 
 
 def _convolution(conv: Instruction, within: Computation) -> int:
-    """TPU compilers write every matmul as a convolution; a batch dimension becomes a strided window of it.
+    """TPU compilers write every matmul as a convolution, and a batch dimension as a strided window of it.
 
-    So the multiply-adds are counted position by position: those that fall on padding or on the
-    holes of a dilated operand are no work.
+    So multiply-adds are counted position by position, without those on padding or on the holes of a dilated operand.
     """
     left_labels, right_labels, out_labels = re.match(r"(\w+)_(\w+)->(\w+)", conv.attribute("dim_labels")).groups()
     left, right, out = _operand(conv, 0, within), _operand(conv, 1, within), conv.arrays[0][1]
@@ -170,7 +171,7 @@ def _convolution(conv: Instruction, within: Computation) -> int:
 def _valid_positions(
     *, size: int, kernel: int, out: int, stride: int, low: int, dilate: int, kernel_dilate: int
 ) -> int:
-    """How many (output, kernel) index pairs of one dimension meet a real element of the input."""
+    """Number of (output, kernel) index pairs of one dimension that read a real element of the input."""
     count = 0
     for o in range(out):
         for k in range(kernel):
@@ -180,7 +181,7 @@ def _valid_positions(
 
 
 def _multiplied_sum(reduce: Instruction, within: Computation) -> int:
-    """A matrix times one row, as TPU compilers write it where the row is all there is: multiply, then add up."""
+    """FLOPs of a matrix-vector product, which TPU compilers write as a multiply and a reduce."""
     if not reduce.op_name.endswith("/dot_general"):
         return 0
     summand = within.by_name[reduce.operands[0]]

@@ -1,14 +1,14 @@
-"""Where a scheduled program issues each collective and where it awaits it, in the forms that XLA writes.
+"""Find where a scheduled program issues and awaits each collective, in every form that XLA writes.
 
 all-reduce                                   synchronous, on every backend; likewise the other kinds
 all-reduce-start ... all-reduce-done         NVIDIA GPU; likewise the other kinds
 async-start ... async-done, fusion-start ... fusion-done
                                              NVIDIA GPU, the collective in the called computation
 call-start, call-update ... call-done        TPU SparseCore; the start may come early, without
-                                             operands, so the window opens at the update
+                                             operands, so the window starts at the update
 fusion(AsyncCollectiveStart) ... fusion(AsyncCollectiveDone)
                                              TPU v5e; pieces of one collective share a chain_id,
-                                             and those fused with compute stand in the window
+                                             and pieces fused with compute are in the window
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ CONTROL_FLOW = ("while", "call", "conditional")
 
 
 def scheduled(program: Program) -> list[Computation]:
-    """The computations whose instructions are issued one after another: the entry, loop bodies, branches."""
+    """The computations whose instructions the device issues in order: the entry, loop bodies, branches."""
     order = []
 
     def visit(computation: Computation):
@@ -48,7 +48,7 @@ def scheduled(program: Program) -> list[Computation]:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A collective (and the computation that holds it), and where it is issued and awaited."""
+    """A collective, the computation that holds it, and the positions of its start and its done."""
 
     collective: Instruction
     holder: Computation
@@ -61,45 +61,45 @@ def forms(computation: Computation, program: Program) -> Iterator[Form]:
     for index, instruction in enumerate(instructions):
         if instruction.opcode in CONTROL_FLOW:
             continue
-        opened = re.fullmatch(r"(.+)-start", instruction.opcode)
+        start_of = re.fullmatch(r"(.+)-start", instruction.opcode)
         if instruction.opcode in KINDS:
             yield Form(instruction, computation, index, index)
-        elif opened and opened[1] in KINDS:
-            yield Form(instruction, computation, index, _awaited(instructions, index, opened[1]))
-        elif inner := _inside(instruction, program):
-            if opened:
-                start = _updated(instructions, index, opened[1])
-                yield Form(*inner, start, _awaited(instructions, start, opened[1]))
+        elif start_of and start_of[1] in KINDS:
+            yield Form(instruction, computation, index, _done_of(instructions, index, start_of[1]))
+        elif inner := _called_collective(instruction, program):
+            if start_of:
+                start = _last_update(instructions, index, start_of[1])
+                yield Form(*inner, start, _done_of(instructions, start, start_of[1]))
             elif _calls_target(instruction, program, "AsyncCollectiveStart"):
-                yield Form(*inner, index, _chained(instructions, index, inner[0], program))
+                yield Form(*inner, index, _chained_done(instructions, index, inner[0], program))
             elif instruction.opcode == "fusion" and "chain_id=" not in inner[0].attributes:
                 yield Form(*inner, index, index)
 
 
-def _inside(instruction: Instruction, program: Program) -> tuple[Instruction, Computation] | None:
+def _called_collective(instruction: Instruction, program: Program) -> tuple[Instruction, Computation] | None:
     """The collective in the computations that `instruction` calls."""
     for name in instruction.calls:
         holder = program.computations[name]
         for inner in holder.instructions:
             if inner.opcode in KINDS:
                 return inner, holder
-            if deeper := _inside(inner, program):
+            if deeper := _called_collective(inner, program):
                 return deeper
     return None
 
 
-def _updated(instructions: tuple[Instruction, ...], start: int, stem: str) -> int:
-    """The last update of the start at `start`, or itself."""
+def _last_update(instructions: tuple[Instruction, ...], start: int, stem: str) -> int:
+    """Position of the last update of the start at `start`; `start` itself if it has none."""
     while True:
         name = instructions[start].name
         later = (i for i in range(start + 1, len(instructions)) if instructions[i].opcode == f"{stem}-update")
-        following = next((i for i in later if name in instructions[i].operands), None)
-        if following is None:
+        update = next((i for i in later if name in instructions[i].operands), None)
+        if update is None:
             return start
-        start = following
+        start = update
 
 
-def _awaited(instructions: tuple[Instruction, ...], start: int, stem: str) -> int:
+def _done_of(instructions: tuple[Instruction, ...], start: int, stem: str) -> int:
     name = instructions[start].name
     for index in range(start + 1, len(instructions)):
         if instructions[index].opcode == f"{stem}-done" and name in instructions[index].operands:
@@ -107,11 +107,11 @@ def _awaited(instructions: tuple[Instruction, ...], start: int, stem: str) -> in
     raise ValueError(f"the schedule starts {name} and never awaits it")
 
 
-def _chained(instructions: tuple[Instruction, ...], start: int, piece: Instruction, program: Program) -> int:
+def _chained_done(instructions: tuple[Instruction, ...], start: int, piece: Instruction, program: Program) -> int:
     chain = re.search(r'chain_id="?(\d+)', piece.attributes)
     for index in range(start + 1, len(instructions)):
         if _calls_target(instructions[index], program, "AsyncCollectiveDone"):
-            inner = _inside(instructions[index], program)
+            inner = _called_collective(instructions[index], program)
             if inner and chain and re.search(rf'chain_id="?{chain[1]}\b', inner[0].attributes):
                 return index
     raise ValueError(f"the schedule starts {instructions[start].name} and never awaits it")

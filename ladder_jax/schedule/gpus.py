@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as XLA's compiler wants them described where there is none: a GpuTargetConfig in text form."""
+"""Descriptions of NVIDIA GPUs (XLA's GpuTargetConfig as text), for compiling on machines without one."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from ladder_jax.hardware import Hardware
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """compute: major version of the compute capability; clock: GHz; cache: bytes. The rest is HARDWARE's."""
+    """compute: major version of the compute capability; clock: GHz; cache: bytes. HARDWARE has memory and bandwidth."""
 
     name: str
     compute: int

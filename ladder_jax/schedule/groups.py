@@ -1,7 +1,7 @@
-"""Which devices a collective goes over, as axes of the mesh.
+"""The mesh axes over which a collective runs.
 
-A program names the axes (`replica_groups=mesh['data'=1,'fsdp'=2,'tensor'=4] {'fsdp'}`), except where the compiler
-made the collective up: there stand the devices' numbers, `{{0,4},{1,5},...}` or, shorter, `[4,2]<=[2,4]T(1,0)`.
+A program names the axes (`replica_groups=mesh['data'=1,'fsdp'=2,'tensor'=4] {'fsdp'}`), except in a collective that
+the compiler generated: that one lists device numbers, `{{0,4},{1,5},...}` or, shorter, `[4,2]<=[2,4]T(1,0)`.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """axes: () where unknown. ranks: devices in a group, 0 where unknown."""
+    """axes: () if unknown. ranks: number of devices in a group, 0 if unknown."""
 
     axes: tuple[str, ...]
     ranks: int
 
 
 def mesh_of(program: Program) -> dict[str, int]:
-    """The axes of the mesh and their sizes, as the program's collectives name them; empty where none does."""
+    """Sizes of the mesh axes by name, read from the program's collectives; empty if none names them."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             if named := _MESH.search(instruction.attributes):
@@ -50,22 +50,22 @@ def _first_group(attributes: str) -> tuple[int, ...]:
         shape = tuple(map(int, counted[3].split(",")))
         order = tuple(map(int, counted[4].split(","))) if counted[4] else tuple(range(len(shape)))
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        places = itertools.product(*(range(shape[axis]) for axis in order))
-        numbers = (sum(i * strides[axis] for i, axis in zip(place, order)) for place in places)
+        coordinates = itertools.product(*(range(shape[axis]) for axis in order))
+        numbers = (sum(i * strides[axis] for i, axis in zip(indices, order)) for indices in coordinates)
         return tuple(itertools.islice(numbers, int(counted[2])))
     return ()
 
 
 def _axes_of(group: tuple[int, ...], mesh: dict[str, int]) -> tuple[str, ...]:
-    """The axes along which the places of these devices differ, if the group is all that differ in those alone."""
+    """The axes along which the mesh coordinates of a group differ; () unless the group covers these axes completely."""
     if not group or max(group) >= math.prod(mesh.values()):
         return ()
-    places = []
+    coordinates = []
     for number in group:
-        place = []
+        indices = []
         for size in reversed(mesh.values()):
             number, index = divmod(number, size)
-            place.append(index)
-        places.append(place[::-1])
-    axes = tuple(axis for axis, indices in zip(mesh, zip(*places)) if len(set(indices)) > 1)
+            indices.append(index)
+        coordinates.append(indices[::-1])
+    axes = tuple(axis for axis, indices in zip(mesh, zip(*coordinates)) if len(set(indices)) > 1)
     return axes if math.prod(mesh[axis] for axis in axes) == len(group) else ()

@@ -1,4 +1,4 @@
-"""Scheduled HLO text, as `compiled.as_text()` prints it, as values: computations of instructions in issue order."""
+"""Parse scheduled HLO text (`compiled.as_text()`) into computations, each with its instructions in issue order."""
 
 import dataclasses
 import functools
@@ -16,17 +16,17 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     attributes: str
-    literal: str = ""  # a constant's value, as printed; a parameter's number
+    literal: str = ""  # the value of a constant, the number of a parameter
 
     @functools.cached_property
     def op_name(self) -> str:
-        """The jax operation that it comes from, with its named scopes; empty where the compiler made it up."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        """The name of its jax operation, with named scopes; empty for an instruction that the compiler generated."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
 
     @functools.cached_property
     def calls(self) -> tuple[str, ...]:
-        """The computations that run as part of it, its `while` body among them but no condition or reducer."""
+        """Names of the computations that it runs, including the body of a `while` but no condition or reducer."""
         if self.opcode.startswith(("all-reduce", "reduce", "scatter", "sort", "select-and-scatter", "map")):
             return ()
         single = re.findall(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)", self.attributes)
@@ -36,13 +36,13 @@ class Instruction:
     @functools.cached_property
     def arrays(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """(element type, dimensions) of the result, or of each array of a tuple."""
-        found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", self.shape)
-        return tuple((kind, tuple(int(n) for n in dims.split(",") if n)) for kind, dims in found)
+        arrays = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", self.shape)
+        return tuple((kind, tuple(int(n) for n in dims.split(",") if n)) for kind, dims in arrays)
 
     def attribute(self, name: str) -> str | None:
-        """The text after `name=`, up to the comma or space that ends it, braces kept whole."""
-        found = re.search(rf"(?:^|[\s,]){name}=(\{{[^}}]*\}}|[^\s,]+)", self.attributes)
-        return found[1] if found else None
+        """The text after `name=`: a group in braces, or up to the next comma or space; None if there is none."""
+        match = re.search(rf"(?:^|[\s,]){name}=(\{{[^}}]*\}}|[^\s,]+)", self.attributes)
+        return match[1] if match else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Raises ValueError where `text` is not a module in HLO's text form."""
+    """Raises ValueError if `text` is not an HLO module."""
     if not text.startswith("HloModule"):
         raise ValueError(f"not the text of an HLO module: it begins with {text[:40]!r}")
     computations, header, lines = {}, None, []
@@ -86,7 +86,7 @@ def parse(text: str) -> Program:
 
 
 def size_in_bytes(arrays: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
-    """Bytes of the arrays, without a device's padding."""
+    """Bytes of the arrays, without the padding of a device's layout."""
     return sum(math.ceil(_bits(kind) * math.prod(dims) / 8) for kind, dims in arrays)
 
 
@@ -97,7 +97,7 @@ def _bits(kind: str) -> int:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines, joined where a string in an instruction's backend_config broke them."""
+    """One line per instruction: a line break inside a string of backend_config is removed."""
     pending = None
     for line in text.splitlines():
         if re.match(r"\s+(ROOT )?%[\w.\-]+ = |\}(,|$)|(ENTRY )?%?[\w.\-]+ \(.*\{$", line):
@@ -123,10 +123,10 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str, opened: int) -> int:
-    """Where the parenthesis opened at `opened` is closed."""
+    """Position of the parenthesis that closes the one at `opened`."""
     depth = 0
-    for found in re.finditer(r"[()]", text[opened:]):
-        depth += 1 if found[0] == "(" else -1
+    for parenthesis in re.finditer(r"[()]", text[opened:]):
+        depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return opened + found.start()
+            return opened + parenthesis.start()
     raise ValueError(f"unbalanced parentheses in HLO: {text[:120]!r}")

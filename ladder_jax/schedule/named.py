@@ -1,4 +1,4 @@
-"""Programs read by the names in them must be compiled with those names."""
+"""Compile a program with its own operation names, which the audit reads."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,15 +9,14 @@ OPTION = "jax_compilation_cache_include_metadata_in_key"
 
 
 @contextlib.contextmanager
-def own_names() -> Iterator[None]:
-    """What is compiled within has the names of its own scopes.
+def names_in_cache_key() -> Iterator[None]:
+    """Within this context, jax's persistent cache distinguishes programs by their named scopes too.
 
-    jax's persistent cache leaves names out of its keys: it may give back what was compiled of the same operations in
-    other scopes.
+    By default its keys leave names out: a lookup may return a program of the same operations in other named scopes.
     """
-    before = getattr(jax.config, OPTION)
+    previous = getattr(jax.config, OPTION)
     jax.config.update(OPTION, True)
     try:
         yield
     finally:
-        jax.config.update(OPTION, before)
+        jax.config.update(OPTION, previous)

@@ -1,4 +1,4 @@
-"""What a collective is for, in words: by the scope in which the library communicates, else by what it does."""
+"""The purpose of a collective as a phrase: from the library's named scope, or else from its kind and axes."""
 
 from ladder_jax.parallel.collectives import (
     CHOICE,
@@ -15,41 +15,45 @@ from ladder_jax.parallel.collectives import (
 from ladder_jax.parallel.mesh import DATA, FSDP
 from ladder_jax.schedule.collectives import Collective
 
-SHARED = "gradients of norm gains and other replicated weights"
-REDUCED = "data-parallel gradients"
-WORDS = {  # the first that is found
+REPLICATED_GRADIENTS = "gradients of norm gains and other replicated weights"
+DATA_PARALLEL_GRADIENTS = "data-parallel gradients"
+PURPOSES = {  # by named scope; the first scope that the name contains counts
     CHOICE: "choice of the token",
     EMBEDDING: "embedding",
     DIVERGENCE: "distillation",
     LOSS: "loss",
     HEAD: "gradient of the head's input",
     GRADIENT_NORM: "gradient norm",
-    SHARED_GRADIENTS: SHARED,
-    DATA_GRADIENTS: REDUCED,
+    SHARED_GRADIENTS: REPLICATED_GRADIENTS,
+    DATA_GRADIENTS: DATA_PARALLEL_GRADIENTS,
     GATHER: "weights outside the layers",
     SCATTER: "gradients of weights outside the layers",
 }
 
 
 def purpose(collective: Collective) -> str:
-    """Several, with commas, where the compiler joined them: it writes their names as `(a:b)`, or keeps the first."""
-    found = [_words(part) for part in collective.op_name.split(":")]
-    found += [_words(part) or _gradients(part, collective) for part in collective.joined]
-    if named := [words for words in dict.fromkeys(found) if words]:
-        return ", ".join(named)
-    if words := _gradients(collective.op_name, collective):
-        return words
+    """The purpose of a collective; of one that the compiler merged, all purposes, separated by commas.
+
+    A compiler writes the names of merged collectives as `(a:b)`, or keeps the first one only.
+    """
+    phrases = [_scope_purpose(part) for part in collective.op_name.split(":")]
+    phrases += [_scope_purpose(part) or _gradient_purpose(part, collective) for part in collective.operand_op_names]
+    if purposes := [phrase for phrase in dict.fromkeys(phrases) if phrase]:
+        return ", ".join(purposes)
+    if phrase := _gradient_purpose(collective.op_name, collective):
+        return phrase
     if not collective.op_name and collective.axes == (FSDP,) and collective.kind in ("all-gather", "reduce-scatter"):
-        return WORDS[GATHER if collective.kind == "all-gather" else SCATTER]
+        return PURPOSES[GATHER if collective.kind == "all-gather" else SCATTER]
     return f"other: {collective.op_name or collective.name}"
 
 
-def _gradients(op_name: str, collective: Collective) -> str | None:
-    """Of a backward pass, a user's too: the transpose of what is equal on all ranks is a sum over them."""
+def _gradient_purpose(op_name: str, collective: Collective) -> str | None:
+    """The purpose of a backward pass's all-reduce: it sums the gradient of an array that is equal on all ranks."""
     if "transpose(" not in op_name or collective.kind != "all-reduce":
         return None
-    return REDUCED if collective.axes and set(collective.axes) <= {DATA, FSDP} else SHARED
+    data_axes = collective.axes and set(collective.axes) <= {DATA, FSDP}
+    return DATA_PARALLEL_GRADIENTS if data_axes else REPLICATED_GRADIENTS
 
 
-def _words(op_name: str) -> str | None:
-    return next((words for scope, words in WORDS.items() if scope in op_name), None)
+def _scope_purpose(op_name: str) -> str | None:
+    return next((phrase for scope, phrase in PURPOSES.items() if scope in op_name), None)

@@ -1,4 +1,4 @@
-"""What a program's schedule says about its communication: hidden, exposed or merged, and how well hidden."""
+"""The report of a program's schedule: which collectives are hidden, exposed or merged, and how well they are hidden."""
 
 import dataclasses
 import enum
@@ -8,28 +8,29 @@ from collections.abc import Sequence
 from ladder_jax.schedule.collectives import Collective
 
 ENOUGH = 0.1
-"""A reduction counts as hidden if its window holds this share of a sublayer's matmul FLOPs.
+"""A reduction counts as hidden if its window holds at least this share of a sublayer's matmul FLOPs.
 
-XLA issues a collective as late as it believes is enough, so one matmul of a sublayer is often all there is.
+The share is small because XLA issues a collective as late as its cost model allows: a window is often one matmul.
 """
 
 
 class Status(enum.Enum):
     HIDDEN = "hidden"
-    EXPOSED = "asynchronous, too little inside"
+    EXPOSED = "asynchronous, window too small"
     SYNCHRONOUS = "synchronous"
     MERGED = "merged with another"
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Weights of a layer gathered over the fsdp axis, or their gradients reduce-scattered.
+    """A gather of a layer's weights over the fsdp axis, or a reduce-scatter of their gradients.
 
-    layer: whose weights they are, "3", or "0-79" for a loop over them; "" where the program does not say. A compiler
-        may join several arrays of one layer: fewer messages, as well hidden.
-    backward: it stands in the backward pass.
-    window: matmul FLOPs in its window, in sublayers: each matmul is measured against the sublayer it
-        belongs to (backward, against twice that: gradients of inputs and of weights).
+    A compiler may merge transfers of several arrays of one layer; that hides them as well, in fewer messages.
+
+    layer: number of the layer, "3"; "0-79" for a loop over layers; "" if the program does not name it.
+    backward: whether it is in the backward pass.
+    window: matmuls in its window, in sublayers: the FLOPs of each matmul over those of its sublayer (in the backward
+        pass over twice those, for gradients of inputs and of weights).
     """
 
     collective: Collective
@@ -39,7 +40,7 @@ class Transfer:
 
     @property
     def count(self) -> int:
-        """Arrays in one execution of the program."""
+        """Number of arrays that it moves in one execution of the program."""
         return self.collective.executions * self.collective.operands
 
     @property
@@ -51,11 +52,12 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Reduction(Transfer):
-    """A sublayer's all-reduce over the tensor axis or a half of it, or a reduction of a user's program.
+    """A sublayer's all-reduce over the tensor axis, or half of one, or a reduction of a user's program.
 
-    sublayer: whose output is reduced forward, the gradient of whose input backward. With sequence parallelism
-        also whose input is gathered forward, the gradient of whose output backward.
-    The rest is as in `Transfer`, but that two of them must not be joined: the first would wait for the second.
+    Other fields as in `Transfer`; but merged reductions are not hidden, because the first waits for the second.
+
+    sublayer: the sublayer whose output is reduced (forward) or whose input's gradient is reduced (backward). Under
+        sequence parallelism also the sublayer whose input is gathered, or whose output's gradient is gathered.
     """
 
     sublayer: str
@@ -67,9 +69,11 @@ class Reduction(Transfer):
 
 @dataclasses.dataclass(frozen=True)
 class Other(Transfer):
-    """What is no sublayer's: the embedding's, the loss's, the gradients', the choice of the token.
+    """Any other collective: of the embedding, the loss, the gradients, the choice of the token.
 
-    purpose: in words. `count` is of messages, as a compiler may join arrays of what nothing has to hide.
+    `count` counts messages, not arrays: merging these collectives does no harm.
+
+    purpose: a phrase (see `purposes.purpose`).
     """
 
     purpose: str
@@ -81,12 +85,13 @@ class Other(Transfer):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """reductions: what was asked about; others: all else that communicates.
+    """The collectives of a program, by class.
 
-    gathers, scatters: of the layers' weights and their gradients, where they are split over the fsdp axis.
-
-    step_cycles: the compiler's estimate of the whole program's compute; hidden_cycles: of the compute
-    inside the windows of hidden reductions. None where it gives none (GPU, CPU).
+    reductions: of the sublayers, or all reductions of a user's program.
+    others: all collectives of no other class.
+    step_cycles: the compiler's estimate of the whole program's compute; None if it gives none (GPU, CPU).
+    hidden_cycles: its estimate of the compute in windows of hidden reductions; None likewise.
+    gathers, scatters: of the layers' weights and of their gradients, if they are sharded over the fsdp axis.
     """
 
     reductions: tuple[Reduction, ...]
@@ -118,7 +123,7 @@ class Report:
 
     @property
     def window_flops_fraction(self) -> dict[str, float] | None:
-        """Of the hidden ones: how much of a sublayer's matmul FLOPs each window holds."""
+        """Least and median window of the hidden reductions, in sublayers' matmul FLOPs; None if none is hidden."""
         windows = [r.window for r in self.reductions if r.status is Status.HIDDEN for _ in range(r.count)]
         return {"least": min(windows), "median": statistics.median(windows)} if windows else None
 
@@ -135,12 +140,12 @@ class Report:
         return sum(r.count for r in self.reductions if r.status is status)
 
 
-def hidden(found: Sequence[Transfer]) -> int:
-    """How many of the arrays."""
-    return sum(t.count for t in found if t.status is Status.HIDDEN)
+def hidden(transfers: Sequence[Transfer]) -> int:
+    """The number of hidden arrays (of `Other`s: messages)."""
+    return sum(t.count for t in transfers if t.status is Status.HIDDEN)
 
 
-def hidden_bytes(found: Sequence[Transfer]) -> float | None:
-    """The share of their bytes that is hidden, None where none is moved."""
-    moved = lambda these: sum(t.collective.executions * t.collective.bytes for t in these)
-    return moved(t for t in found if t.status is Status.HIDDEN) / moved(found) if found else None
+def hidden_bytes(transfers: Sequence[Transfer]) -> float | None:
+    """The share of the transfers' bytes that is hidden; None without transfers."""
+    moved = lambda group: sum(t.collective.executions * t.collective.bytes for t in group)
+    return moved(t for t in transfers if t.status is Status.HIDDEN) / moved(transfers) if transfers else None

@@ -1,4 +1,4 @@
-"""What the device itself reaches: the bandwidth of a plain copy, and the rate of one large matmul."""
+"""Measure a device's limits: the bandwidth of a plain copy, and the rate of one large matmul."""
 
 import dataclasses
 import statistics
@@ -13,10 +13,13 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Ceiling:
-    """rates: per second, one a sample; what: the array that was used. The best is the ceiling."""
+    """A measured limit: the best of its samples.
+
+    rates: one per sample, in bytes or FLOPs a second. array: description of the operand.
+    """
 
     rates: tuple[float, ...]
-    what: str
+    array: str
 
     @property
     def best(self) -> float:
@@ -24,14 +27,16 @@ class Ceiling:
 
     def as_dict(self, unit: str) -> dict:
         spread = {"min": min(self.rates), "median": statistics.median(self.rates), "max": max(self.rates)}
-        return {unit: self.best, **{f"{unit}_{k}": v for k, v in spread.items()}, "array": self.what}
+        return {unit: self.best, **{f"{unit}_{k}": v for k, v in spread.items()}, "array": self.array}
 
 
 def copy_bandwidth(device: jax.Device, *, room: int | None, samples: int = 10) -> Ceiling:
-    """Bytes read and written a second by y = -x, x bfloat16, too large for any cache.
+    """Bytes read and written a second by y = -x; x is bfloat16 and too large for any cache.
 
-    A sign flip is native where bfloat16 arithmetic is not. The result takes x's place (donation): a CPU's fresh
-    pages cost ten times the copy.
+    The operation is a sign flip because it is fast on devices that emulate bfloat16 arithmetic. x is donated because
+    on a CPU writing to fresh pages costs ten times the copy.
+
+    room: free bytes of the device; None if unknown.
     """
     cpu = device.platform == "cpu"
     size = (128 if cpu else 1024) * MIB
@@ -42,10 +47,10 @@ def copy_bandwidth(device: jax.Device, *, room: int | None, samples: int = 10) -
 
 
 def matmul_peak(device: jax.Device, *, dtype: str, samples: int = 10) -> Ceiling:
-    """Floating-point operations a second of x = a x, square matrices of `dtype`."""
+    """Floating-point operations a second of x = a x with square matrices of `dtype`."""
     cpu = device.platform == "cpu"
     size = 1024 if cpu else 8192
-    # With this deviation the product's elements are as large as x's, however often it is repeated.
+    # With this standard deviation repeated products neither grow nor vanish.
     a = jax.random.normal(jax.random.key(0), (size, size), dtype) * size**-0.5
     a, x = jax.device_put((a, a + 0), device)
     step = jax.jit(lambda x, a: a @ x, donate_argnums=0)
@@ -54,12 +59,12 @@ def matmul_peak(device: jax.Device, *, dtype: str, samples: int = 10) -> Ceiling
 
 
 def _rates(step: Callable, x: jax.Array, *, work: float, calls: int, samples: int) -> tuple[float, ...]:
-    """`work` a second. The calls of a sample are queued together: the device need not wait for the host."""
+    """`work` a second, by sample. A sample queues all its calls, so that the device never waits for the host."""
     x, rates = jax.block_until_ready(step(x)), []
     for _ in range(samples):
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(calls):
             x = step(x)
         jax.block_until_ready(x)
-        rates.append(calls * work / (time.perf_counter() - began))
+        rates.append(calls * work / (time.perf_counter() - start))
     return tuple(rates)

@@ -1,4 +1,4 @@
-"""What one device of a tensor-parallel mesh holds of a model, counted from the configuration alone; imports no jax."""
+"""Sizes of one device's shard of a model under tensor parallelism, from the configuration alone; imports no jax."""
 
 import dataclasses
 
@@ -7,9 +7,10 @@ from ladder_jax.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """queries, keys: columns of the query and of the key (or value) projection on the device; features: of the MLP.
+    """One device's shard. A key/value head that several ranks share is replicated on them, and counts on each.
 
-    A key/value head that several ranks share is held by each of them. vocabulary: rows of the table, padding included.
+    queries: columns of the query projection. keys: columns of the key projection, and of the value projection.
+    features: hidden features of the MLP. vocabulary: rows of the embedding table, including padding.
     """
 
     queries: int
@@ -40,10 +41,10 @@ def shard(config: ModelConfig, *, ranks: int) -> Shard:
     )
 
 
-def alone(config: ModelConfig, *, ranks: int) -> ModelConfig:
-    """One rank's shard as a model of its own: the same matrices, cache and kernels, and nobody to communicate with.
+def single_rank(config: ModelConfig, *, ranks: int) -> ModelConfig:
+    """One rank's shard as a model for one device: the same matrices, cache and kernels, without communication.
 
-    What it computes means nothing; it takes what the rank takes, but for the wire. `ranks` must divide the model.
+    Its outputs mean nothing; its time is that of a rank without collectives. `ranks` must divide the model.
     """
     return dataclasses.replace(
         config,

@@ -1,4 +1,4 @@
-"""Hardware that programs can be compiled for without having it, and whether that works here."""
+"""Targets: hardware to compile for on a machine without it, and checks that their compilers are installed."""
 
 import dataclasses
 import importlib.metadata
@@ -15,7 +15,7 @@ from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule.gpus import GPUS
 
 ENVIRONMENT = {
-    # Compile on a machine without the hardware: no look for a TPU's metadata server, no demand for a driver.
+    # To compile without the hardware: no query of a TPU's metadata server, no check for a GPU's driver.
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -28,7 +28,7 @@ KINDS = (*HARDWARE, "cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A slice of devices: `kind` and its shape, "2x2x2" chips of a TPU or a number of GPUs or CPU devices."""
+    """A slice of devices of one kind. shape: "2x2x2" chips of a TPU, or the number of GPUs or CPU devices."""
 
     kind: str
     shape: str
@@ -43,32 +43,32 @@ class Target:
 
     @property
     def memory(self) -> int | None:
-        """Bytes a device; None for a CPU."""
+        """Bytes of one device; None for a CPU."""
         return HARDWARE[self.kind].memory if self.kind in HARDWARE else None
 
     @property
     def count(self) -> int:
-        """How many devices jax sees in it."""
+        """Number of jax devices."""
         chips = math.prod(map(int, self.shape.split("x")))
         return chips * (HARDWARE[self.kind].chip if self.kind in HARDWARE else 1)
 
 
 def parse(name: str) -> Target:
-    """`v5p:4x4x4`, `h100:8`, `cpu:8`; whether a compiler knows the shape is for it to say (see `devices`)."""
+    """Parse `v5p:4x4x4`, `h100:8` or `cpu:8`. The compiler checks a TPU's shape later (see `devices`)."""
     kind, colon, shape = name.partition(":")
     if kind not in KINDS:
         raise unknown("target", name, [target.name for target in TARGETS])
     flat = kind == "cpu" or kind in GPUS
     if not re.fullmatch(r"[1-9]\d*" if flat else r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         example = next(target.name for target in TARGETS if target.kind == kind)
-        raise UserError(f"target {name!r} has no size that {kind} is made in: write it as in {example}")
+        raise UserError(f"target {name!r} has no valid size for {kind}: write it as in {example}")
     return Target(kind, shape)
 
 
 def devices(target: Target) -> Sequence:
-    """The target's devices, to compile for and not to run on. Raises UserError where that cannot be done here.
+    """The target's devices, for compiling only. Raises UserError if this machine cannot compile for them.
 
-    Where jax has been imported already, `ENVIRONMENT` should have been set before.
+    Set `ENVIRONMENT` before you import jax: this function sets it too late if jax has initialized already.
     """
     if reason := not_installed(target):
         raise UserError(f"target {target.name}: {reason}")
@@ -76,11 +76,11 @@ def devices(target: Target) -> Sequence:
     from jax.experimental import topologies
 
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-    here = jax.devices()  # also makes jax find its plugins
+    local = jax.devices()  # this call also registers jax's plugins
     if target.platform == "cpu":
-        if len(here) < int(target.shape) or here[0].platform != "cpu":
+        if len(local) < int(target.shape) or local[0].platform != "cpu":
             raise UserError(f"{target.name} needs JAX_NUM_CPU_DEVICES={target.shape} and JAX_PLATFORMS=cpu")
-        return here[: int(target.shape)]
+        return local[: int(target.shape)]
     try:
         if target.platform == "tpu":
             return topologies.get_topology_desc(platform="tpu", topology_name=target.name).devices
@@ -96,18 +96,18 @@ def devices(target: Target) -> Sequence:
 
 
 def make_mesh(target: str, *, tensor: int | None = None, data: int = 1):
-    """A mesh (data x fsdp x tensor) over a target's first devices, to compile for; tensor: all of them."""
+    """A mesh (data x fsdp x tensor) over a target's first devices, for compiling. tensor: default, all / data."""
     from ladder_jax import parallel
 
-    found = devices(parse(target))
-    size = len(found) // data if tensor is None else tensor
-    if data * size > len(found):
-        raise UserError(f"{target} has {len(found)} devices, too few for data {data} x tensor {size}")
-    return parallel.make_mesh(data=data, tensor=size, devices=found)
+    target_devices = devices(parse(target))
+    size = len(target_devices) // data if tensor is None else tensor
+    if data * size > len(target_devices):
+        raise UserError(f"{target} has {len(target_devices)} devices, too few for data {data} x tensor {size}")
+    return parallel.make_mesh(data=data, tensor=size, devices=target_devices)
 
 
 def _hosts(count: int) -> str:
-    """Slices x hosts x devices a host, eight to a host."""
+    """XLA's topology of `count` GPUs: slices x hosts x GPUs per host, 8 of them on a host."""
     if count > 8 and count % 8:
         raise UserError(f"{count} GPUs do not fill hosts of 8: use up to 8, or a multiple of 8")
     return f"1x{max(1, count // 8)}x{min(count, 8)}"
@@ -120,13 +120,13 @@ TARGETS = tuple(map(lambda name: Target(*name.split(":")), (
 
 
 def missing(target: Target) -> str | None:
-    """Why `target` cannot be compiled for here and what installs it, or None."""
+    """Why this machine cannot compile for `target`, and the command that installs the compiler; None if it can."""
     reason = not_installed(target)
     return _probe_tpu(target) if reason is None and target.platform == "tpu" else reason
 
 
 def not_installed(target: Target) -> str | None:
-    """Why the compiler for `target` is not here and what installs it, or None; imports no jax."""
+    """Which package of the compiler for `target` is missing, and how to install it; None if none. Imports no jax."""
     if target.platform == "cpu":
         return None
     jax = _version("jax")
@@ -142,7 +142,7 @@ def not_installed(target: Target) -> str | None:
 
 
 def _probe_tpu(target: Target) -> str | None:
-    """Ask libtpu itself, in a process of its own: it can be loaded once, and it may abort."""
+    """Let libtpu describe the target, in a subprocess: a process can load it only once, and it may abort."""
     done = subprocess.run(
         python.command(f"{__name__}:probe", target.name),
         env={**os.environ, **ENVIRONMENT},
@@ -157,7 +157,7 @@ def _probe_tpu(target: Target) -> str | None:
 
 
 def probe() -> None:
-    """What `_probe_tpu` starts; the argument is a target's name."""
+    """The program that `_probe_tpu` starts; its argument is a target's name."""
     from jax.experimental import topologies
 
     print(len(topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices))

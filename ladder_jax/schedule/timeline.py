@@ -1,12 +1,15 @@
-"""A scheduled program played through: when each operation would compute, and when the wire would be busy.
+"""Simulate a scheduled program: estimate when each operation computes, and when each collective uses the link.
 
-An estimate: without latencies to look at and not to quote; with a machine's own (`wire`, launches, contention) the
-compiled half of `ladder-jax predict`. The device computes one operation after another in issue
-order. An operation takes what the compiler estimates, in cycles of the device's clock; where it
-estimates nothing (GPUs, kernels) the longer of its FLOPs at the published peak and its bytes at the
-published bandwidth. A collective over n devices takes its bytes over the published link, 2 (n-1)/n of them
-for an all-reduce, (n-1)/n for a reduce-scatter, n-1 for an all-gather (of a share each), from when it is
-issued and the wire is free; a `done` waits for it.
+The device computes one operation after another, in issue order.
+
+    operation   the compiler's cycles over the device's clock; if it gives none (GPUs, kernels), the longer of
+                FLOPs / published peak and bytes / published bandwidth
+    collective  bytes / published link, times 2 (n-1)/n for an all-reduce over n devices, (n-1)/n for a
+                reduce-scatter, n-1 for an all-gather (of one shard each); it starts when it has been issued and
+                the link is free, and its `done` waits for its end
+
+By default there are no latencies: `ladder-jax overlap --plot` draws these times, and nobody should quote them. With a
+machine's constants (`wire`, `launch`, `contention`) this is `ladder-jax predict --from-schedule`.
 """
 
 import dataclasses
@@ -15,26 +18,26 @@ from collections.abc import Callable
 from ladder_jax.hardware import Hardware
 from ladder_jax.schedule import collectives, hlo
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.cost import Costs, token_loop, turns
+from ladder_jax.schedule.cost import Costs, iterations, token_loop
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 FREE = (
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "copy-start", "copy-done", "slice-start",
     "slice-done", "call-start", "call-update", "call-done", "after-all", "partition-id", "iota",
 )  # fmt: skip
-"""Operations that take no time of the compute units: bookkeeping, and copies that run beside them."""
+"""Operations that take no compute time: bookkeeping, and asynchronous copies."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """start, stop: seconds from the program's begin. wire: it occupies the link, not the compute units."""
+    """start, stop: seconds since the program's start. wire: whether it uses the link, not the compute units."""
 
     name: str
     op_name: str
     start: float
     stop: float
     wire: bool
-    turn: int = 0  # of the loop that it stands in
+    iteration: int = 0  # of the loop that contains it
 
 
 def play(
@@ -46,14 +49,15 @@ def play(
     launch: float = 0.0,
     contention: float = 0.0,
 ) -> list[Bar]:
-    """All bars that take time, in the order of their begin.
+    """All bars, sorted by their start.
 
-    ranks: of collectives that do not say theirs.
-    wire: seconds of a collective, in place of its bytes over the published link; launch: seconds more for each
-    operation; contention: how much longer an operation takes while a collective is in flight.
+    ranks: number of devices of a collective whose group is unknown.
+    wire(collective): its seconds; by default its bytes over the published link.
+    launch: seconds added to each operation.
+    contention: relative slowdown of an operation while a collective is in flight (0.5: half as long again).
     """
     player = _Player(program, hardware, wire or _published(hardware, ranks), launch, contention)
-    player.run(program.entry, turn=0)
+    player.run(program.entry, iteration=0)
     return sorted(player.bars, key=lambda bar: bar.start)
 
 
@@ -63,50 +67,50 @@ class _Player:
         self.launch, self.contention = launch, contention
         self.costs = Costs(program)
         loop = token_loop(program)
-        self.tokens = 1 if loop is None else turns(loop, within=program.entry, program=program)
+        self.tokens = 1 if loop is None else iterations(loop, within=program.entry, program=program)
         self.bars: list[Bar] = []
         self.now = self.wire_free = 0.0
-        self.found: dict[str, list[Collective]] = {}
+        self.collectives: dict[str, list[Collective]] = {}
         for collective in collectives.find(program, costs=self.costs):
-            self.found.setdefault(collective.computation, []).append(collective)
+            self.collectives.setdefault(collective.computation, []).append(collective)
 
-    def run(self, computation: Computation, *, turn: int) -> None:
-        issued = {c.issued: c for c in self.found.get(computation.name, ())}
-        awaited = {c.awaited: c for c in self.found.get(computation.name, ())}
+    def run(self, computation: Computation, *, iteration: int) -> None:
+        issued = {c.issued: c for c in self.collectives.get(computation.name, ())}
+        awaited = {c.awaited: c for c in self.collectives.get(computation.name, ())}
         arrival: dict[str, float] = {}
         for index, instruction in enumerate(computation.instructions):
             if index in issued:
-                arrival[issued[index].name] = self._send(issued[index], turn)
+                arrival[issued[index].name] = self._send(issued[index], iteration)
             if index in awaited:
                 self.now = max(self.now, arrival[awaited[index].name])
             if index not in issued and index not in awaited:
-                self._compute(instruction, computation, turn)
+                self._compute(instruction, computation, iteration)
 
-    def _send(self, collective: Collective, turn: int) -> float:
+    def _send(self, collective: Collective, iteration: int) -> float:
         start = max(self.now, self.wire_free)
         self.wire_free = start + self.wire(collective)
-        self.bars.append(Bar(collective.name, collective.op_name, start, self.wire_free, wire=True, turn=turn))
+        bar = Bar(collective.name, collective.op_name, start, self.wire_free, wire=True, iteration=iteration)
+        self.bars.append(bar)
         return self.wire_free
 
-    def _compute(self, instruction: Instruction, computation: Computation, turn: int) -> None:
+    def _compute(self, instruction: Instruction, computation: Computation, iteration: int) -> None:
         if instruction.opcode == "while":
             body = self.program.computations[instruction.attribute("body").lstrip("%")]
             for index in range(self.costs.trips(body.name) // max(1, self.costs.trips(computation.name))):
-                self.run(body, turn=index)
+                self.run(body, iteration=index)
         elif instruction.opcode == "call":
             for name in instruction.calls:
-                self.run(self.program.computations[name], turn=turn)
+                self.run(self.program.computations[name], iteration=iteration)
         elif instruction.opcode not in FREE:
             seconds = self.launch + self._slowed(self._seconds(instruction, computation))
-            if computation.entry:  # around the loop over tokens, which share it
+            if computation.entry:  # outside the loop over tokens: its time is shared by all tokens
                 seconds /= self.tokens
-            self.bars.append(
-                Bar(instruction.name, instruction.op_name, self.now, self.now + seconds, wire=False, turn=turn)
-            )
-            self.now += seconds
+            start, self.now = self.now, self.now + seconds
+            bar = Bar(instruction.name, instruction.op_name, start, self.now, wire=False, iteration=iteration)
+            self.bars.append(bar)
 
     def _slowed(self, seconds: float) -> float:
-        """Until the link is free it takes 1 + contention times as long."""
+        """The time of an operation that is 1 + contention times slower until the link is free."""
         window, slower = max(0.0, self.wire_free - self.now), 1 + self.contention
         return seconds * slower if seconds * slower <= window else seconds + window * (1 - 1 / slower)
 

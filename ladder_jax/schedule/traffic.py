@@ -1,17 +1,17 @@
-"""How many bytes a scheduled program moves between a device's main memory and its cores.
+"""Count the bytes that a scheduled program moves between a device's main memory and its cores.
 
-XLA's own `bytes accessed` counts every operand of every instruction: a matrix that is prefetched into
-on-chip memory three times, a kernel's operands not at all or as its author declared. Here an array
-counts where it lies in main memory, as often as the program reads or writes it there.
+Here an array counts once for each read or write of it in main memory. XLA's own `bytes accessed` counts every operand
+of every instruction: a matrix that is prefetched into on-chip memory counts three times, and a kernel's operands not at
+all, or as its author declared.
 """
 
 import math
 import re
 
-from ladder_jax.schedule.cost import token_loop, trip_count, turns
+from ladder_jax.schedule.cost import iterations, token_loop, trip_count
 from ladder_jax.schedule.hlo import Computation, Instruction, Program, size_in_bytes
 
-# What moves nothing: names for arrays that are already there, and the ends of what was counted at its start.
+# Operations that move no bytes: views of arrays, and the ends of transfers (their starts are counted).
 _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier"
     " copy-done slice-done call-done async-done all-reduce-done all-gather-done collective-permute-done".split()
@@ -21,17 +21,17 @@ _ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; none or S(0)
 
 
 def bytes_moved(program: Program) -> int:
-    """Read and written in one execution, loops as often as they turn; of a conditional, its largest branch.
+    """Bytes read and written in one execution: every iteration of a loop, the largest branch of a conditional.
 
-    Of a program that makes several tokens, a token's share: a turn of the loop over them, and as large a part of what
-    is done once before and after it, as of arrays that stay on the chip throughout.
+    Of a program that generates several tokens, the bytes per token: one iteration of the loop over tokens, and the
+    traffic outside the loop divided by the number of tokens.
     """
     entry, loop = program.entry, token_loop(program)
     total = _computation(entry, program)
     if loop is None:
         return total
-    inside = _instruction(loop, entry, program)
-    return inside + (total - inside) // turns(loop, within=entry, program=program)
+    per_token = _instruction(loop, entry, program)
+    return per_token + (total - per_token) // iterations(loop, within=entry, program=program)
 
 
 def _computation(computation: Computation, program: Program) -> int:
@@ -41,24 +41,24 @@ def _computation(computation: Computation, program: Program) -> int:
 def _instruction(instruction: Instruction, within: Computation, program: Program) -> int:
     if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
         return 0
-    below = [program.computations[name] for name in instruction.calls]
+    called = [program.computations[name] for name in instruction.calls]
     if instruction.opcode == "while":
-        turns = trip_count(instruction, within=within, program=program)
-        return turns * sum(_computation(one, program) for one in below)
+        trips = trip_count(instruction, within=within, program=program)
+        return trips * sum(_computation(one, program) for one in called)
     if instruction.opcode == "conditional":
-        return max(_computation(one, program) for one in below)
+        return max(_computation(one, program) for one in called)
     if instruction.opcode in ("call", "async-start", "call-start", "async-update", "call-update"):
-        return sum(_computation(one, program) for one in below)
+        return sum(_computation(one, program) for one in called)
     operands = [within.by_name[name] for name in instruction.operands]
     if instruction.opcode == "fusion":
-        return _fusion(instruction, operands, below[0])
+        return _fusion(instruction, operands, called[0])
     if instruction.opcode in _PARTIAL:
         read, written = _PARTIAL[instruction.opcode](instruction, operands)
         return read + written
     if instruction.opcode in ("copy-start", "slice-start"):
-        ends = _arrays(instruction)[:2]  # from and to, in either order; a slice reads no more than it keeps
+        ends = _arrays(instruction)[:2]  # source and destination, in either order; a slice reads only what it keeps
         return min(size for _, size in ends) * sum(not on_chip for on_chip, _ in ends)
-    if instruction.opcode.endswith("-start"):  # of a collective; its tuple names the operands again
+    if instruction.opcode.endswith("-start"):  # a collective: its result tuple repeats the operands
         return 2 * sum(map(_in_memory, operands))
     return sum(map(_in_memory, operands)) + _in_memory(instruction)
 
@@ -74,20 +74,20 @@ def _fusion(fusion: Instruction, operands: list[Instruction], body: Computation)
     return read + written
 
 
-def _read(array: Instruction, body: Computation, whole: int) -> int:
-    """Bytes of a parameter, `whole` in memory, that its users in a fusion read."""
+def _read(array: Instruction, body: Computation, size: int) -> int:
+    """Bytes of a parameter of `size` bytes in main memory that its users in a fusion read."""
     total = 0
     for user in body.instructions:
         if array.name not in user.operands:
             continue
         if user.opcode in _VIEWS:
-            total += _read(user, body, whole)
+            total += _read(user, body, size)
         elif user.opcode in _PARTIAL and user.operands[0] == array.name:
             total += _PARTIAL[user.opcode](user, [body.by_name[name] for name in user.operands])[0]
         else:
-            return whole
-        if total >= whole:
-            return whole
+            return size
+        if total >= size:
+            return size
     return total
 
 
@@ -99,8 +99,8 @@ def _written(array: Instruction, body: Computation) -> float:
     return math.inf
 
 
-# (read, written) of what touches a part of its first operand only. An update happens in place: it reads
-# nothing of what it overwrites.
+# Bytes (read, written) of operations that access only a part of their first operand. An update in place reads nothing
+# of the array that it overwrites.
 _PARTIAL = {
     "dynamic-slice": lambda i, operands: (_size(i), _in_memory(i)),
     "slice": lambda i, operands: (_size(i), _in_memory(i)),
@@ -115,7 +115,7 @@ def _size(instruction: Instruction) -> int:
 
 
 def _arrays(instruction: Instruction) -> list[tuple[bool, int]]:
-    """(whether it is on the chip, bytes) of each array of the result."""
+    """(whether it is in on-chip memory, bytes) of each array of the result."""
     layouts = re.findall(r"\b[a-z]\w*\[[\d,]*\](\{[^}]*\})?", instruction.shape)
     return [
         (bool(_ON_CHIP.search(layout)), size_in_bytes((array,)))

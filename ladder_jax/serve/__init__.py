@@ -1,4 +1,4 @@
-"""An engine behind HTTP, with OpenAI's API (https://platform.openai.com/docs/api-reference).
+"""An HTTP server for an engine, with OpenAI's API (https://platform.openai.com/docs/api-reference).
 
 Needs the extra `serve`.
 """

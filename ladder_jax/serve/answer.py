@@ -1,4 +1,4 @@
-"""Answers as one JSON object or a stream of them, for completions and chat alike."""
+"""Answers to completions and chat: one JSON object, or a stream of them."""
 
 import time
 import uuid
@@ -16,9 +16,9 @@ from ladder_jax.serve.stream import EventStream
 
 
 class Form(Protocol):
-    """How completions or chat write an answer: the `choices` of a whole answer and of a stream's events.
+    """The JSON of completions or chat: the `choices` of a complete answer, and of a stream's events.
 
-    prefix: of the answers' ids. whole, part: the value of `object` in a whole answer, and in a stream's events.
+    prefix: of the answers' ids. whole: the value of `object` in a complete answer. part: that in a stream's events.
     """
 
     prefix: str
@@ -28,10 +28,10 @@ class Form(Protocol):
     def choice(self, index: int, result: Result) -> dict: ...
 
     def opening(self, index: int) -> dict | None:
-        """The event before the first piece; None for no event."""
+        """The event before the first piece; None if there is none."""
 
     def piece(self, index: int, piece: Piece) -> dict | None:
-        """A piece's event; None for no event."""
+        """The event of a piece; None if there is none."""
 
     def closing(self, index: int, result: Result) -> dict: ...
 
@@ -39,7 +39,7 @@ class Form(Protocol):
 async def respond(
     service: Service, http: fastapi.Request, body: GenerationBody, requests: Sequence[Request], *, form: Form
 ) -> Response:
-    """Submits the requests, and returns their answer or its stream. Raises Refusal or UserError if one is refused."""
+    """Submits the requests. Returns the answer or its stream. Raises Refusal or UserError if a request is refused."""
     handles = generation.submit(service, requests)
     common = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
     if body.stream:
@@ -48,14 +48,14 @@ async def respond(
         parts = _parts(service, handles, head=head, n=body.n or 1, usage=usage, form=form)
         return EventStream(parts, ended=lambda: generation.cancel(handles))
     try:
-        results = await generation.unless_dropped(http.receive, _results(service, handles))
-    except generation.Dropped:
-        return Response(status_code=refusal.DROPPED)
+        results = await generation.unless_disconnected(http.receive, _results(service, handles))
+    except generation.Disconnected:
+        return Response(status_code=refusal.CLIENT_CLOSED_REQUEST)
     finally:
         generation.cancel(handles)
     choices = [form.choice(index, result) for index, result in enumerate(results)]
     usage = _usage(results, n=body.n or 1)
-    return refusal.answer({**common, "object": form.whole, "choices": choices, "usage": usage})
+    return refusal.json_response({**common, "object": form.whole, "choices": choices, "usage": usage})
 
 
 async def _results(service: Service, handles: Sequence[Handle]) -> list[Result]:
@@ -69,7 +69,7 @@ async def _results(service: Service, handles: Sequence[Handle]) -> list[Result]:
 async def _parts(
     service: Service, handles: Sequence[Handle], *, head: dict, n: int, usage: bool, form: Form
 ) -> AsyncIterator[dict]:
-    """The stream's events. The last one, if `usage`, holds the token counts and no choices."""
+    """The stream's events. With `usage`, one more event at the end holds the token counts and no choices."""
     results, blank = {}, {"usage": None} if usage else {}
     for index in range(len(handles)):
         if opening := form.opening(index):
@@ -83,12 +83,12 @@ async def _parts(
         if choice:
             yield {**head, "choices": [choice], **blank}
     if usage:
-        whole = [results[index] for index in range(len(handles))]
-        yield {**head, "choices": [], "usage": _usage(whole, n=n)}
+        in_order = [results[index] for index in range(len(handles))]
+        yield {**head, "choices": [], "usage": _usage(in_order, n=n)}
 
 
 def _usage(results: Sequence[Result], *, n: int) -> dict[str, int]:
-    """Token counts; a prompt with several answers counts once."""
+    """Token counts. n: answers per prompt; a prompt counts once."""
     prompt = sum(result.prompt_tokens for result in results[::n])
     new = sum(len(result.tokens) for result in results)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

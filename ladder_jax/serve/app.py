@@ -1,4 +1,4 @@
-"""The application: the paths, and the middleware before them."""
+"""The ASGI application: its paths, and the middleware in front of them."""
 
 import fastapi
 from fastapi.exceptions import RequestValidationError
@@ -12,7 +12,7 @@ from ladder_jax.errors import UserError, unknown
 from ladder_jax.serve import chat, completions, hosts, validation
 from ladder_jax.serve.auth import authorised
 from ladder_jax.serve.limits import limited
-from ladder_jax.serve.refusal import Refusal, answer
+from ladder_jax.serve.refusal import Refusal, json_response
 from ladder_jax.serve.service import Service
 
 GENERATE = (completions.PATH, chat.PATH)
@@ -30,12 +30,12 @@ def create(service: Service) -> ASGIApp:
     app = limited(api, limits=service.limits)
     app = service.drain.guard(app, paths=GENERATE)
     app = authorised(app, key=service.key)
-    app = hosts.named(app, hosts=service.hosts)
+    app = hosts.restricted(app, hosts=service.hosts)
     return service.metrics.count(app, paths=PATHS)
 
 
 def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
-    """The client's answer for an error. An unexpected error is a 500, and its traceback goes to the log."""
+    """The error response for an exception. An unexpected one is a 500, and its traceback goes to the log."""
     match error:
         case Refusal():
             return error
@@ -68,21 +68,21 @@ def _about(service: Service) -> fastapi.APIRouter:
     @routes.head("/health", include_in_schema=False)  # load balancers ask with HEAD
     async def health() -> Response:
         if service.engine.error:
-            return answer({"status": "failed"}, status=503)
+            return json_response({"status": "failed"}, status=503)
         if service.drain.draining:
-            return answer({"status": "draining"}, status=503)
-        return answer({"status": "ok"})
+            return json_response({"status": "draining"}, status=503)
+        return json_response({"status": "ok"})
 
     @routes.get("/v1/models")
     async def models() -> Response:
-        return answer({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     @routes.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         if name != service.name:
             message = f"there is no model {name!r}; this server has {service.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
-        return answer(model)
+        return json_response(model)
 
     @routes.get("/metrics")
     async def metrics() -> Response:

@@ -1,4 +1,4 @@
-"""The API key, if one is set: `Authorization: Bearer KEY` is required on every path but /health."""
+"""API key check: if a key is set, every path except /health requires `Authorization: Bearer KEY`."""
 
 import hmac
 
@@ -8,24 +8,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ladder_jax.errors import UserError
 from ladder_jax.serve.refusal import Refusal
 
-OPEN = ("/health",)
+PUBLIC = ("/health",)
 
 
 def check_key(key: str) -> None:
-    """Raises UserError for a key that no header can hold."""
+    """Raises UserError for a key that cannot be sent in a header."""
     if not (key and key.isascii() and key.isprintable() and " " not in key):
         raise UserError("the API key must be printable ASCII characters without spaces")
 
 
 def authorised(app: ASGIApp, *, key: str | None) -> ASGIApp:
-    """`app` for requests with the key; the others are refused before their body is read."""
+    """Middleware: passes requests with the key to `app`, and refuses others before reading their bodies."""
     if key is None:
         return app
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in OPEN:
+        if scope["path"] not in PUBLIC:
             scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-            # In constant time, which does not tell how much of a key is right.
+            # In constant time: the duration must not reveal how many characters of a key are right.
             right = hmac.compare_digest(given.strip().encode(), key.encode())
             if scheme.lower() != "bearer" or not right:
                 message = "wrong API key" if given else "this server wants an API key: Authorization: Bearer KEY"

@@ -1,11 +1,11 @@
-"""/v1/chat/completions: the next message of a conversation, through the checkpoint's chat template."""
+"""/v1/chat/completions: generates the next message of a conversation, with the checkpoint's chat template."""
 
 import fastapi
 
 from ladder_jax.decode.engine import Piece, Request, Result
 from ladder_jax.serve import prepare
 from ladder_jax.serve.answer import respond
-from ladder_jax.serve.logprobs import of_chat
+from ladder_jax.serve.logprobs import chat_logprobs
 from ladder_jax.serve.reading import route_class
 from ladder_jax.serve.refusal import Refusal
 from ladder_jax.serve.schema import Chat, Message
@@ -19,8 +19,8 @@ def router(service: Service) -> fastapi.APIRouter:
 
     @routes.post(PATH)
     async def chat(body: Chat, http: fastapi.Request) -> fastapi.Response:
-        requests = await service.aside(len(await http.body()), lambda: _prepare(body, service))
-        return await respond(service, http, body, requests, form=_Messages(body, service))
+        requests = await service.in_thread(len(await http.body()), lambda: _prepare(body, service))
+        return await respond(service, http, body, requests, form=_ChatForm(body, service))
 
     return routes
 
@@ -31,24 +31,24 @@ def _prepare(body: Chat, service: Service) -> list[Request]:
         message = f"{service.name} has no chat template; ask it at /v1/completions"
         raise Refusal(400, message, param="messages", code="no_chat_template")
     if body.top_logprobs is not None and not body.logprobs:
-        raise Refusal(400, "top_logprobs go with logprobs: true", param="top_logprobs")
+        raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     prepare.check_top_logprobs(body.top_logprobs or 0, body=body, param="top_logprobs")
     messages = [_plain(message) for message in body.messages]
     prepare.check_text(sum(len(message["content"]) for message in messages), param="messages", service=service)
     prompt = service.tokenizer.chat(messages)
-    most = body.max_completion_tokens or body.max_tokens
-    sizes = dict(max_tokens=most, default=service.limits.max_new_tokens)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    sizes = dict(max_tokens=max_tokens, default=service.limits.max_new_tokens)
     return prepare.requests(body, [prompt], **sizes, logprobs=bool(body.logprobs), service=service)
 
 
 def _plain(message: Message) -> dict[str, str]:
-    """A message as chat templates expect it: text, and a role that they know."""
+    """A message as chat templates expect it: its text, and a role that every template has."""
     text = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
     role = "system" if message.role == "developer" else message.role  # OpenAI's newer name for the role
     return {"role": role, "content": text} | ({"name": message.name} if message.name else {})
 
 
-class _Messages:
+class _ChatForm:
     """See answer.Form."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -74,7 +74,7 @@ class _Messages:
     def _delta(self, index: int, delta: dict) -> dict:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, of: Piece | Result) -> dict | None:
-        if of.logprobs is None:
+    def _logprobs(self, output: Piece | Result) -> dict | None:
+        if output.logprobs is None:
             return None
-        return of_chat(of.tokens, of.logprobs, tokenizer=self._tokenizer, top=self._top)
+        return chat_logprobs(output.tokens, output.logprobs, tokenizer=self._tokenizer, top=self._top)

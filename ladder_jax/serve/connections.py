@@ -1,7 +1,7 @@
-"""Limits on connections that wait for their client: how long, and how many, so that other clients can connect.
+"""Limits on the number of connections, and on how long one may wait for its client, so that others can connect.
 
-uvicorn times out connections that are idle between requests, but not one that sends nothing, or half a head, or goes on
-sending a body after the request was refused.
+uvicorn closes connections that are idle between requests. It does not close one that sends nothing, or half a head,
+or continues to send a body after its request was refused.
 """
 
 import itertools
@@ -14,53 +14,56 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ladder_jax.serve.refusal import Refusal
 
 HEAD_SECONDS = 10.0
-"""Seconds within which the head of a request must have arrived."""
-MOST = 1024
-"""The most simultaneous connections; fewer where the system limits this process to fewer open files."""
-_RESERVE = 32  # open files left for other uses
+"""Seconds within which the head of a request must arrive."""
+MAX_CONNECTIONS = 1024
+"""Simultaneous connections, at most; fewer if the system limits the open files of this process to fewer."""
+_RESERVE = 32  # open files for other uses
 
 
 def allowed() -> int:
-    """How many connections this process can hold, at most MOST. Raises its limit of open files as far as allowed."""
+    """The number of connections that this process can hold, up to MAX_CONNECTIONS.
+
+    Raises the process's limit of open files as far as the system allows.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = _RESERVE + (len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else _RESERVE)
     unlimited = resource.RLIM_INFINITY
-    if soft != unlimited and soft < used + 2 * MOST:
-        soft = used + 2 * MOST if hard == unlimited else min(hard, used + 2 * MOST)
+    if soft != unlimited and soft < used + 2 * MAX_CONNECTIONS:
+        soft = used + 2 * MAX_CONNECTIONS if hard == unlimited else min(hard, used + 2 * MAX_CONNECTIONS)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     # Half of them: a burst of connections is accepted before they are counted.
-    return MOST if soft == unlimited else max(8, min(MOST, (soft - used) // 2))
+    return MAX_CONNECTIONS if soft == unlimited else max(8, min(MAX_CONNECTIONS, (soft - used) // 2))
 
 
 def protocol(*, most: int) -> type[H11Protocol]:
-    """uvicorn's protocol, with at most `most` connections: beyond them, the one that has waited longest is closed."""
+    """uvicorn's protocol with at most `most` connections. One more closes the connection that has waited longest."""
 
-    turns = itertools.count()  # the loop's clock is the same for all connections that it accepts at once
+    turns = itertools.count()  # not the loop's clock: that is equal for all connections accepted at once
 
-    class Patient(H11Protocol):
+    class LimitedProtocol(H11Protocol):
         def connection_made(self, transport) -> None:
             super().connection_made(transport)
-            self._late, self._turn = None, next(turns)
-            open_ = [one for one in self.connections if not one.transport.is_closing()]
+            self._head_timer, self._turn = None, next(turns)
+            open_ = [connection for connection in self.connections if not connection.transport.is_closing()]
             if len(open_) > most:
-                waiting = [one for one in open_ if one._waits]
-                min(waiting, key=lambda one: one._turn).transport.close()  # possibly this one
-            self._watch()
+                waiting = [connection for connection in open_ if connection._is_waiting]
+                min(waiting, key=lambda connection: connection._turn).transport.close()  # possibly this one
+            self._update_timer()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._watch()
+            self._update_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self._give_up_watching()
+            self._cancel_timer()
 
         def on_response_complete(self) -> None:
             self._turn = next(turns)
             super().on_response_complete()
 
         def send_400_response(self, msg: str) -> None:
-            """Also where the malformed part is a body for which the answer has not waited."""
+            """Called for a malformed request, also while its answer is being sent: then no status can be sent."""
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
             self.transport.close()
@@ -69,23 +72,23 @@ def protocol(*, most: int) -> type[H11Protocol]:
                 self.cycle.message_event.set()
 
         @property
-        def _waits(self) -> bool:
-            """Whether it waits for its client, with no request in progress."""
+        def _is_waiting(self) -> bool:
+            """Whether the connection waits for its client, with no request in progress."""
             return self.cycle is None or self.cycle.response_complete
 
-        def _watch(self) -> None:
-            if not self._waits or self.transport.is_closing():
-                self._give_up_watching()
-            elif self._late is None:
-                self._late = self.loop.call_later(HEAD_SECONDS, self._too_late)
+        def _update_timer(self) -> None:
+            if not self._is_waiting or self.transport.is_closing():
+                self._cancel_timer()
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(HEAD_SECONDS, self._time_out)
 
-        def _give_up_watching(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
+        def _cancel_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
 
-        def _too_late(self) -> None:
-            if not self._waits or self.transport.is_closing():
+        def _time_out(self) -> None:
+            if not self._is_waiting or self.transport.is_closing():
                 return
             if self.conn.our_state is h11.IDLE:
                 message = f"the request's head did not come within {HEAD_SECONDS:g} seconds"
@@ -94,4 +97,4 @@ def protocol(*, most: int) -> type[H11Protocol]:
                 self.transport.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
             self.transport.close()
 
-    return Patient
+    return LimitedProtocol

@@ -1,4 +1,4 @@
-"""The end of a server: requests in progress are finished, new ones are refused."""
+"""Shut a server down gracefully: finish the requests in progress, refuse new ones."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ POLL = 0.05  # seconds
 
 
 class Drain:
-    """Counts the requests in progress. Any thread may use it."""
+    """Counts the requests in progress. Thread-safe."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -36,17 +36,17 @@ class Drain:
             time.sleep(POLL)
 
     def guard(self, app: ASGIApp, *, paths: tuple[str, ...]) -> ASGIApp:
-        """`app` with requests to `paths` counted, and refused while draining."""
+        """Middleware: counts the requests to `paths`, and refuses them while draining."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["path"] not in paths:
                 return await app(scope, receive, send)
-            with self._lock:  # a request must be counted before `wait` looks
-                if entered := not self._draining:
+            with self._lock:  # after `begin`, the count can only fall
+                if accepted := not self._draining:
                     self._active += 1
-            if not entered:
+            if not accepted:
                 headers = {"Retry-After": "5", "Connection": "close"}
-                refusal = Refusal(503, "the server is about to end; ask again", code="draining", headers=headers)
+                refusal = Refusal(503, "the server is shutting down; try again", code="draining", headers=headers)
                 return await refusal.response()(scope, receive, send)
             try:
                 await app(scope, receive, send)

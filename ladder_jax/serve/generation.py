@@ -1,4 +1,4 @@
-"""Requests between HTTP's event loop and the engine's thread: none occupies a thread while it waits."""
+"""Pass requests from HTTP's event loop to the engine's thread. A waiting request occupies no thread."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,12 @@ from ladder_jax.serve.refusal import Refusal
 from ladder_jax.serve.service import Service
 
 
-class Dropped(Exception):
+class Disconnected(Exception):
     """The client disconnected before its answer was complete."""
 
 
 def submit(service: Service, requests: Sequence[Request]) -> list[Handle]:
-    """Submits all of them, or none. The caller must `cancel` them in the end, which leaves finished ones alone."""
+    """Submits all requests, or none. The caller must `cancel` the handles at the end; finished ones are unaffected."""
     try:
         return service.engine.submit_all(requests)
     except Exception:
@@ -33,50 +33,50 @@ def cancel(handles: Sequence[Handle]) -> None:
 
 
 async def events(service: Service, handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece | Result]]:
-    """Yields each handle's pieces and, at last, its result, with the handle's index.
+    """Yields (the handle's index, event): each handle's pieces, then its result.
 
-    Raises Refusal where a request fails or the server ends before it has finished.
+    Raises Refusal if a request fails, or the server shuts down before it has finished.
     """
-    loop, inbox, begun = asyncio.get_running_loop(), asyncio.Queue(), time.perf_counter()
+    loop, inbox, start_time = asyncio.get_running_loop(), asyncio.Queue(), time.perf_counter()
 
     def subscribe(index: int, handle: Handle) -> None:
         def listener(event: Piece | Result | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has shut down
                 loop.call_soon_threadsafe(inbox.put_nowait, (index, event))
 
         handle.subscribe(listener)
 
     for index, handle in enumerate(handles):
         subscribe(index, handle)
-    left, seen = len(handles), False
-    while left:
+    unfinished, has_first_token = len(handles), False
+    while unfinished:
         index, event = await inbox.get()
         if isinstance(event, NoNumbers):
             raise Refusal(500, str(event), code="no_numbers")
         if isinstance(event, BaseException):
             raise _failed()
         if isinstance(event, Result):
-            left -= 1
+            unfinished -= 1
             if event.finish is Finish.CANCELLED:
                 raise Refusal(503, "the server ended before the answer did", code="draining")
-        elif not seen:
-            seen = True
-            service.metrics.first_token.observe(time.perf_counter() - begun)
+        elif not has_first_token:
+            has_first_token = True
+            service.metrics.first_token.observe(time.perf_counter() - start_time)
         yield index, event
 
 
-async def unless_dropped[T](receive: Receive, work: Coroutine[None, None, T]) -> T:
-    """The result of `work`. If the client disconnects first, cancels `work` and raises Dropped."""
+async def unless_disconnected[T](receive: Receive, work: Coroutine[None, None, T]) -> T:
+    """The result of `work`. If the client disconnects first, cancels `work` and raises Disconnected."""
 
-    async def dropped() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(dropped())
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Dropped
+            raise Disconnected
         return working.result()
     finally:
         for task in (working, watching):

@@ -1,7 +1,7 @@
-"""A server on a loopback address without a key refuses requests from other sites' web pages (DNS rebinding).
+"""Protection against DNS rebinding: a local server without a key refuses requests from web pages of other sites.
 
-A page can make its own host name resolve to 127.0.0.1. Its requests then come from this machine, and for the browser
-they are of the same origin, but their headers hold the page's host name.
+Such a page can make its own host name resolve to 127.0.0.1. Its requests then come from this machine, and the browser
+treats them as of the same origin. But their headers contain the page's host name.
 """
 
 import ipaddress
@@ -18,15 +18,15 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def allowed(host: str, sock: socket.socket, *, key: str | None) -> frozenset[str] | None:
-    """The host names of a server that listens at `host`; None where other machines may connect, or a key is needed."""
+    """The allowed host names of a server that listens at `host`; None (any) if it has a key or is not local."""
     address = sock.getsockname()[0].partition("%")[0]
     if key is not None or not ipaddress.ip_address(address).is_loopback:
         return None
     return frozenset((*LOCAL, host.lower(), address))
 
 
-def named(app: ASGIApp, *, hosts: Collection[str] | None) -> ASGIApp:
-    """`app` for requests whose Host and, if present, Origin are among `hosts`, with any port."""
+def restricted(app: ASGIApp, *, hosts: Collection[str] | None) -> ASGIApp:
+    """Middleware: refuses requests whose Host, or Origin if present, is not in `hosts`. Any port is allowed."""
     if hosts is None:
         return app
 
@@ -45,7 +45,7 @@ def named(app: ASGIApp, *, hosts: Collection[str] | None) -> ASGIApp:
 
 
 def _name(origin: str) -> str | None:
-    """NAME of http://NAME:PORT; None where there is none, as in the origin "null"."""
+    """The host name in http://NAME:PORT; None if there is none, as in the origin "null"."""
     try:
         parts = urllib.parse.urlsplit(origin)
         parts.port  # noqa: B018 - raises ValueError for an invalid port

@@ -1,4 +1,4 @@
-"""Limits on a request before the engine sees it: the size of its body, and the time to send it."""
+"""Limits on a request's body, checked before it is parsed: its size, and the time to send it."""
 
 import asyncio
 import dataclasses
@@ -8,34 +8,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ladder_jax.serve.refusal import Refusal
 
-KIND = "application/json"
+CONTENT_TYPE = "application/json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """max_new_tokens: the most new tokens of a choice.
-
-    body_bytes, body_seconds: the largest body, and the longest time for it to arrive.
-    """
+    """max_new_tokens: new tokens per answer, at most. body_bytes, body_seconds: size of a body, and time to send it."""
 
     max_new_tokens: int
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
 
 
-class Left(Exception):
+class Disconnected(Exception):
     """The client disconnected."""
 
 
 def limited(app: ASGIApp, *, limits: Limits) -> ASGIApp:
-    """`app` with complete bodies, of content type JSON and limited size; other requests are refused."""
+    """Middleware: reads the whole body, and refuses one that is too large, too slow, or not JSON in UTF-8."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await _body(Headers(scope=scope), receive, limits=limits)
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)
-        except Left:
+        except Disconnected:
             return
         else:
             await app(scope, _after(body, receive), send)
@@ -50,8 +47,8 @@ async def _body(headers: Headers, receive: Receive, *, limits: Limits) -> bytes:
     except TimeoutError:
         message = f"the request's body did not come within {limits.body_seconds:g} seconds"
         raise Refusal(408, message, headers={"Connection": "close"}) from None
-    if body and headers.get("content-type", "").partition(";")[0].strip().lower() != KIND:
-        raise Refusal(415, f"the body must be JSON, and its Content-Type {KIND}")
+    if body and headers.get("content-type", "").partition(";")[0].strip().lower() != CONTENT_TYPE:
+        raise Refusal(415, f"the body must be JSON, and its Content-Type {CONTENT_TYPE}")
     try:
         body.decode()
     except UnicodeDecodeError as error:
@@ -60,12 +57,12 @@ async def _body(headers: Headers, receive: Receive, *, limits: Limits) -> bytes:
 
 
 async def _read(receive: Receive, *, limit: int) -> bytes:
-    """The body. One that is somewhat too large is read to its end, so that the client reads the answer."""
+    """Read the body. One of up to 4 x `limit` bytes is read to its end, so that the client reads our answer."""
     parts, size, more = [], 0, True
     while more and size <= 4 * limit:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Left
+            raise Disconnected
         size += len(message.get("body", b""))
         more = message.get("more_body", False)
         if size <= limit:
@@ -78,14 +75,14 @@ async def _read(receive: Receive, *, limit: int) -> bytes:
 
 
 def _after(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the body first, then the messages after it."""
-    given = False
+    """A `receive` that returns the body first, then the messages that follow it."""
+    replayed = False
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        given = True
+        replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay

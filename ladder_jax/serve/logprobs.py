@@ -1,32 +1,32 @@
-"""Log-probabilities of tokens, in nats, as completions and chat write them."""
+"""Log-probabilities of tokens, in nats, in the JSON of completions and chat."""
 
 import codecs
 from collections.abc import Sequence
 
 from ladder_jax.data.tokenizer import Tokenizer
 
-LEAST = -9999.0  # OpenAI's value for impossible tokens: JSON has no infinity
+MIN_LOGPROB = -9999.0  # OpenAI's value for impossible tokens: JSON has no infinity
 
 
-def spelled(data: bytes) -> str:
-    """A token's text; for a part of a character its bytes, as OpenAI writes them: `bytes:\\xc3`."""
+def token_text(data: bytes) -> str:
+    """A token's text. If it is only a part of a character, its bytes as OpenAI writes them: `bytes:\\xc3`."""
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def of_chat(tokens: Sequence[int], logprobs: Sequence[float], *, tokenizer: Tokenizer, top: int) -> dict:
+def chat_logprobs(tokens: Sequence[int], logprobs: Sequence[float], *, tokenizer: Tokenizer, top: int) -> dict:
     content = []
     for token, logprob in zip(tokens, logprobs):
         data = tokenizer.to_bytes([token])
-        one = {"token": spelled(data), "logprob": max(logprob, LEAST), "bytes": list(data)}
-        content.append({**one, "top_logprobs": [one][:top]})
+        entry = {"token": token_text(data), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
+        content.append({**entry, "top_logprobs": [entry][:top]})
     return {"content": content, "refusal": None}
 
 
-class OfText:
-    """Log-probabilities of a completion in pieces. Token offsets count the characters of all pieces."""
+class CompletionLogprobs:
+    """Log-probabilities of a completion, called once for each piece. Token offsets count from the first piece on."""
 
     def __init__(self, *, tokenizer: Tokenizer, top: int):
         self._tokenizer, self._top = tokenizer, top
@@ -35,7 +35,7 @@ class OfText:
 
     def __call__(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict:
         pieces = [self._tokenizer.to_bytes([token]) for token in tokens]
-        words, values = [spelled(piece) for piece in pieces], [max(value, LEAST) for value in logprobs]
+        words, values = [token_text(piece) for piece in pieces], [max(value, MIN_LOGPROB) for value in logprobs]
         top = [{word: value} for word, value in zip(words, values)] if self._top else None
         offsets = [self._offset(piece) for piece in pieces]
         return {"tokens": words, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
@@ -43,7 +43,7 @@ class OfText:
     def _offset(self, piece: bytes) -> int:
         before = self._characters
         self._characters += len(self._utf8.decode(piece))
-        # The decoder may also have released an invalid character of earlier tokens: so count back from the end.
+        # Counted from the end: the decoder may also have output an invalid character of earlier tokens.
         return max(before, self._characters - len(_utf8().decode(piece)))
 
 

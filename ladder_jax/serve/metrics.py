@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: requests by status, durations, and the engine's counts."""
+"""Metrics for Prometheus: requests by status, durations, and the engine's counters."""
 
 import time
 from collections.abc import Iterator
@@ -10,45 +10,45 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ladder_jax.decode.engine import Engine
-from ladder_jax.serve.refusal import DROPPED
+from ladder_jax.serve.refusal import CLIENT_CLOSED_REQUEST
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # upper bounds of histogram buckets
 
 
 class Metrics:
-    """One server's metrics, in a registry of their own."""
+    """The metrics of one server, in its own registry."""
 
     def __init__(self, engine: Engine):
         self._registry = CollectorRegistry()
-        own = dict(namespace="ladder_jax", registry=self._registry)
-        self._requests = Counter("requests", "Answered HTTP requests.", ["path", "status"], **own)
+        common = dict(namespace="ladder_jax", registry=self._registry)
+        self._requests = Counter("requests", "Answered HTTP requests.", ["path", "status"], **common)
         self._seconds = Histogram(
-            "request_duration_seconds", "From a request's head to its last byte.", ["path"], buckets=SECONDS, **own
+            "request_duration_seconds", "From a request's head to its last byte.", ["path"], buckets=SECONDS, **common
         )
         self.first_token = Histogram(
-            "time_to_first_token_seconds", "From the queue to the first token, a request.", buckets=SECONDS, **own
+            "time_to_first_token_seconds", "From submission to the first token.", buckets=SECONDS, **common
         )
-        self._registry.register(_OfEngine(engine))
+        self._registry.register(_EngineCollector(engine))
         prometheus_client.ProcessCollector(registry=self._registry)
 
     def count(self, app: ASGIApp, *, paths: tuple[str, ...]) -> ASGIApp:
-        """`app` with requests counted and timed. Paths not in `paths` count as "other": clients cannot add series."""
+        """Middleware: counts and times requests. Paths not in `paths` count as "other": clients cannot add series."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-            status, begun = DROPPED, time.perf_counter()
+            status, start_time = CLIENT_CLOSED_REQUEST, time.perf_counter()
             path = scope["path"] if scope["path"] in paths else "other"
 
-            async def watched(message: Message) -> None:
+            async def send_and_note_status(message: Message) -> None:
                 nonlocal status
                 if message["type"] == "http.response.start":
                     status = message["status"]
                 await send(message)
 
             try:
-                await app(scope, receive, watched)
+                await app(scope, receive, send_and_note_status)
             finally:
                 self._requests.labels(path, status).inc()
-                self._seconds.labels(path).observe(time.perf_counter() - begun)
+                self._seconds.labels(path).observe(time.perf_counter() - start_time)
 
         return counted
 
@@ -58,7 +58,7 @@ class Metrics:
         )
 
 
-class _OfEngine:
+class _EngineCollector:
     """Collects the engine's `stats` when Prometheus scrapes."""
 
     def __init__(self, engine: Engine):

@@ -1,6 +1,6 @@
-"""The bodies of requests: OpenAI's parameters, and the engine's own.
+"""The bodies of requests: OpenAI's parameters, and some of our own.
 
-Null means the default, as in OpenAI's API. Undeclared parameters go to `unsupported.check`.
+Null means the default, as in OpenAI's API. `unsupported.check` handles parameters that are not declared here.
 """
 
 from typing import Annotated, Literal
@@ -9,8 +9,8 @@ import pydantic
 from pydantic import Field
 
 
-def _whole(text: str) -> str:
-    """Raises ValueError for half of a surrogate pair, which JSON can hold, but which is no character."""
+def _check_characters(text: str) -> str:
+    """Raises ValueError for half of a surrogate pair: JSON can contain it, but it is not a character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -18,7 +18,7 @@ def _whole(text: str) -> str:
     return text
 
 
-Text = Annotated[str, pydantic.AfterValidator(_whole)]
+Text = Annotated[str, pydantic.AfterValidator(_check_characters)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=1)]
@@ -33,10 +33,10 @@ class StreamOptions(Object):
 
 
 class GenerationBody(Object):
-    """The parameters of completions and chat."""
+    """The parameters that completions and chat have in common."""
 
     model: str
-    n: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="answers a prompt; default 1")
+    n: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="answers per prompt; default 1")
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0 is greedy; default 1")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="default 1: all tokens")
@@ -75,7 +75,7 @@ class Message(Object):
 
 
 class Chat(GenerationBody):
-    """A request for /v1/chat/completions."""
+    """The body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None

@@ -1,4 +1,4 @@
-"""A socket served by uvicorn in a thread of its own, with signals handled in the main thread."""
+"""Run uvicorn on a socket in a thread; the main thread handles signals."""
 
 import contextlib
 import queue
@@ -13,13 +13,13 @@ from starlette.types import ASGIApp
 from ladder_jax.errors import UserError
 
 BACKLOG = 2048
-LAST_WORDS = 5  # seconds in which finished answers must be sent
-KEEP_ALIVE = 75  # seconds; longer than clients' own, so that none sends into a connection that is being closed
+GRACE = 5  # seconds to send finished answers before the shutdown
+KEEP_ALIVE = 75  # seconds; longer than clients' time-outs, so that none sends while we close the connection
 POLL = 0.2  # seconds
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Binds the port, 0 for any free one, without listening yet. Raises UserError where it cannot be bound."""
+    """Binds the port (0: any free one), without listening yet. Raises UserError if it cannot be bound."""
     if not 0 <= port < 2**16:
         raise UserError(f"a port is from 0 to 65535, not {port}")
     sock = None
@@ -43,9 +43,9 @@ def url(sock: socket.socket) -> str:
 
 @contextlib.contextmanager
 def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
-    """Serves within the block; at its end, answers in progress may still be sent. Yields the serving thread.
+    """Serves within the block. At its end, waits until answers in progress are sent, and closes the socket.
 
-    Closes the socket.
+    Yields the serving thread.
     """
     import uvicorn
 
@@ -56,10 +56,10 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
     except OSError as error:  # another process took the port in the meantime
         raise UserError(f"cannot listen at {url(sock)}: {error.strerror}") from None
     # In a thread, uvicorn installs no signal handlers. It logs only the server's errors, not the clients'.
-    quiet = dict(log_config=None, log_level="error", access_log=False, server_header=False)
-    patience = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=LAST_WORDS)
+    logging = dict(log_config=None, log_level="error", access_log=False, server_header=False)
+    timeouts = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE)
     http = connections.protocol(most=connections.allowed())
-    settings = uvicorn.Config(app, **quiet, **patience, http=http, lifespan="off", ws="none")
+    settings = uvicorn.Config(app, **logging, **timeouts, http=http, lifespan="off", ws="none")
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True)
     thread.start()
@@ -74,17 +74,17 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
 
 
 def catch_signals() -> queue.SimpleQueue[int]:
-    """A queue that gets the number of the first SIGTERM or SIGINT. The next one ends the process at once."""
+    """A queue that receives the number of the first SIGTERM or SIGINT. A second one ends the process at once."""
     signals = queue.SimpleQueue()  # its `put` is safe in a signal handler
-    both = (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGINT)
 
     def handle(number: int, _: object) -> None:
-        for one in both:
-            signal.signal(one, signal.SIG_DFL)
+        for signum in numbers:
+            signal.signal(signum, signal.SIG_DFL)
         signals.put(number)
 
-    for one in both:
-        signal.signal(one, handle)
+    for signum in numbers:
+        signal.signal(signum, handle)
     return signals
 
 

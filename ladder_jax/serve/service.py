@@ -12,16 +12,16 @@ from ladder_jax.serve.drain import Drain
 from ladder_jax.serve.limits import Limits
 from ladder_jax.serve.metrics import Metrics
 
-SMALL = 2**17  # bytes of a body
-LONG_TOKEN = 64  # bytes: a bound for special tokens, whose text the tokenizer does not give
+SMALL_BODY = 2**17  # bytes
+MAX_SPECIAL_TOKEN = 64  # bytes: an upper bound for special tokens, whose text the tokenizer does not give
 
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """engine: with the tokenizer's bytes as its decoder, driven by its own thread.
+    """engine: runs in its own thread, with the tokenizer's bytes as its decoder.
 
-    name: the model's, as clients must give it. key: the API key, None if they need none.
-    hosts: the names that `Host` and `Origin` may have; None for any.
+    name: the model's name in the API. key: the API key; None if clients need none.
+    hosts: the names allowed in `Host` and `Origin`; None for any. large_bodies: held while a large body is handled.
     """
 
     engine: Engine
@@ -33,24 +33,24 @@ class Service:
     hosts: frozenset[str] | None = None
     drain: Drain = dataclasses.field(default_factory=Drain)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-    large: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(1))
+    large_bodies: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(1))
 
-    async def aside[T](self, size: int, work: Callable[[], T]) -> T:
-        """The result of `work`, run in a thread, for a body of `size` bytes.
+    async def in_thread[T](self, size: int, work: Callable[[], T]) -> T:
+        """Runs `work`, for a body of `size` bytes, in a thread, and returns its result.
 
-        Large bodies are handled one at a time, which leaves threads and Python's lock to small ones.
+        Large bodies are handled one at a time, so that small ones get threads and Python's lock.
         """
-        if size <= SMALL:
+        if size <= SMALL_BODY:
             return await asyncio.to_thread(work)
-        async with self.large:
+        async with self.large_bodies:
             return await asyncio.to_thread(work)
 
     def prepare(self) -> None:
-        """Computes in advance what the first request would have to wait for."""
-        _ = self.most_text
+        """Computes `max_characters` in advance, so that the first request does not wait for it."""
+        _ = self.max_characters
 
     @functools.cached_property
-    def most_text(self) -> int:
-        """The most characters that the engine's capacity of tokens can hold: a longer text need not be tokenized."""
+    def max_characters(self) -> int:
+        """An upper bound for the characters in `engine.capacity` tokens. Longer texts are refused untokenized."""
         longest = max(len(self.tokenizer.to_bytes([token])) for token in range(self.tokenizer.vocab_size))
-        return self.engine.capacity * max(longest, LONG_TOKEN)
+        return self.engine.capacity * max(longest, MAX_SPECIAL_TOKEN)

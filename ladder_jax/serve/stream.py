@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ladder_jax.serve.generation import Dropped, unless_dropped
+from ladder_jax.serve.generation import Disconnected, unless_disconnected
 from ladder_jax.serve.refusal import Refusal, dumps
 
 DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends objects as they come, until they end or the client disconnects; then calls `ended`."""
+    """Sends each object as an event until the last one, or until the client disconnects. Then calls `ended`."""
 
     media_type = "text/event-stream"
 
@@ -26,19 +26,19 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            with contextlib.suppress(Dropped):
-                await unless_dropped(receive, self._send(send))
+            with contextlib.suppress(Disconnected):
+                await unless_disconnected(receive, self._send(send))
         finally:
             self._ended()
 
     async def _send(self, send: Send) -> None:
-        async def one(data: bytes, *, more: bool = True) -> None:
+        async def send_event(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
             async for value in self._objects:
-                await one(b"data: %b\n\n" % dumps(value))
+                await send_event(b"data: %b\n\n" % dumps(value))
         except Refusal as refusal:  # the status was sent already
-            await one(b"data: %b\n\n" % dumps(refusal.body()), more=False)
+            await send_event(b"data: %b\n\n" % dumps(refusal.body()), more=False)
         else:
-            await one(DONE, more=False)
+            await send_event(DONE, more=False)

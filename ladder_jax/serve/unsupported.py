@@ -1,12 +1,12 @@
-"""Unsupported parameters: refused by name, unless their value has no effect."""
+"""Refuse unsupported parameters by name, unless their value has no effect."""
 
 from collections.abc import Iterator
 
 from ladder_jax.errors import unknown
-from ladder_jax.serve.refusal import LONGEST, Refusal
+from ladder_jax.serve.refusal import MAX_CHARACTERS, Refusal
 from ladder_jax.serve.schema import Object
 
-# OpenAI's other parameters, and their values without effect. Null has none either.
+# OpenAI's other parameters, each with its values that have no effect. Null has no effect either.
 NEUTRAL = {
     "audio": (),
     "best_of": (1,),
@@ -17,7 +17,7 @@ NEUTRAL = {
     "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # of no tools
+    "parallel_tool_calls": (True, False),  # there are no tools to call
     "prediction": (),
     "presence_penalty": (0,),
     "reasoning_effort": ("none",),
@@ -38,13 +38,12 @@ ACCEPTED = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_id
 
 def check(body: Object) -> None:
     """Raises Refusal for the first parameter, at any depth, that is unknown or not supported."""
-    for path, name, value, known in _extras(body, ""):
+    for path, name, value, allowed_names in _extras(body, ""):
         if name in ACCEPTED or value is None and name in NEUTRAL:
             continue
         if name not in NEUTRAL:
-            message = str(
-                unknown("parameter", (path + name)[:LONGEST], known)
-            )  # finding the nearest match of a long name takes long
+            shortened = (path + name)[:MAX_CHARACTERS]  # finding the nearest match of a long name is slow
+            message = str(unknown("parameter", shortened, allowed_names))
             raise Refusal(400, message, param=path + name, code="unknown_parameter")
         if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
             allowed = "".join(f", or {neutral!r}" for neutral in NEUTRAL[name])
@@ -53,16 +52,17 @@ def check(body: Object) -> None:
 
 
 def _same(value: object, neutral: object) -> bool:
-    """Whether they are equal and both or neither is a boolean: in Python True equals 1."""
+    """Whether the values are equal, and both or neither are booleans: in Python, True equals 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _extras(body: Object, path: str) -> Iterator[tuple[str, str, object, list[str]]]:
-    known = [path + name for name in type(body).model_fields]
+    """Yields (path, name, value, allowed names) of each undeclared parameter, at any depth."""
+    allowed_names = [path + name for name in type(body).model_fields]
     for name, value in (body.model_extra or {}).items():
-        yield path, name, value, known
+        yield path, name, value, allowed_names
     for name in type(body).model_fields:
-        below = getattr(body, name)
-        for index, one in enumerate(below if isinstance(below, list) else [below]):
-            if isinstance(one, Object):
-                yield from _extras(one, f"{path}{name}[{index}]." if one is not below else f"{path}{name}.")
+        value = getattr(body, name)
+        for index, item in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(item, Object):
+                yield from _extras(item, f"{path}{name}[{index}]." if item is not value else f"{path}{name}.")

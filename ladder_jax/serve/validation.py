@@ -1,4 +1,4 @@
-"""pydantic's errors as one line that names the parameter."""
+"""Turn pydantic's errors into one line that names the wrong parameter."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from ladder_jax.serve.refusal import Refusal
 from ladder_jax.serve.schema import Chat, Completion, Message
 
-# Descriptions of parameters of several types; pydantic has one error for each of the types.
+# Descriptions of the parameters that may have several types: pydantic reports one error for each type.
 UNIONS = {
     name: field.description
     for kind in (Completion, Chat, Message)
@@ -16,13 +16,13 @@ UNIONS = {
 
 
 def refusal(errors: Sequence[Mapping[str, Any]]) -> Refusal:
-    """The first error; for a parameter of several types, an error about its value goes before those about its type."""
+    """The Refusal for the first error. An error about a parameter's value goes before errors about its type."""
     error = errors[0]
     if error["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON (character {error['loc'][-1]}): {error['ctx']['error']}")
-    if wrong := [one for one in errors if one["type"] == "value_error"]:
-        param = next(str(part) for part in wrong[0]["loc"] if part != "body")
-        return Refusal(400, f"{param}: {wrong[0]['ctx']['error']}", param=param)
+    if value_errors := [each for each in errors if each["type"] == "value_error"]:
+        param = next(str(part) for part in value_errors[0]["loc"] if part != "body")
+        return Refusal(400, f"{param}: {value_errors[0]['ctx']['error']}", param=param)
     path = [part for part in error["loc"] if part != "body"]
     for depth, part in enumerate(path):
         if part in UNIONS and error["type"] != "missing":
@@ -38,5 +38,5 @@ def refusal(errors: Sequence[Mapping[str, Any]]) -> Refusal:
 
 
 def _dotted(path: Sequence[str | int]) -> str:
-    """messages[0].role"""
+    """The path as text, such as "messages[0].role"."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

@@ -70,7 +70,7 @@ class BadStepPolicy:
         self.left_out[step] = reason
 
     def returned(self, bad: RollBack, *, to: int) -> range:
-        """Leaves out the steps that led to the bad one, once the run is back at the checkpoint of step `to`: which."""
+        """The steps up to the bad one, which are left out now that the run is back at the checkpoint of step `to`."""
         steps = range(max(to, bad.step - self.config.rollback_batches) + 1, bad.step + 1)
         self.left_out |= dict.fromkeys(steps, f"step {bad.step}: {bad}")
         self._returns += 1

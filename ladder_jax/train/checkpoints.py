@@ -70,7 +70,7 @@ def newest(context: RunContext) -> Checkpoint | None:
         return None
     checkpoint = Checkpoint(**fields | {"path": pathlib.Path(fields["path"]), "config": from_dict(fields["config"])})
     with agreement.together(f"whether all see checkpoint {str(checkpoint.path)!r}"):
-        if checkpoint.listed and jax.process_index() > 0:
+        if checkpoint.has_manifest and jax.process_index() > 0:
             _await_files(checkpoint.path, within=min(VISIBLE_WITHIN, agreement.patience / 2))
     return checkpoint
 
@@ -168,7 +168,7 @@ def _newest(folder: pathlib.Path, *, config: RunConfig, say: Callable[[str], Non
         path = folder / str(step)
         try:
             checkpoint = open_checkpoint(path).check()
-            if not checkpoint.listed:
+            if not checkpoint.has_manifest:
                 say(
                     f"checkpoint {path} is of an older version and has no manifest: a changed bit in it would go unseen"
                 )

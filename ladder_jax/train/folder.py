@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import pathlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,13 +123,13 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
         raise RunFailed(f"cannot write into {str(folder)!r}: {error.strerror}") from None
 
 
-def began(folder: pathlib.Path) -> float | None:
-    """When an earlier start began this run, in seconds since 1970; at the first start that is noted, and None."""
+def began(folder: pathlib.Path, *, now: float) -> float | None:
+    """When an earlier start began this run, in seconds since 1970. At the first start `now` is stored, and None."""
     file = folder / GOODPUT
     try:
         return json.loads(file.read_text(encoding="utf-8"))["began"]
     except (OSError, ValueError, KeyError):
-        write_json(file, {"began": time.time()}, indent=None)
+        write_json(file, {"began": now}, indent=None)
         return None
 
 

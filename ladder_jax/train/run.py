@@ -89,7 +89,7 @@ def run(
         for note in data.notes:
             say(note)
         with agreement.together("the run's folder"), folder.writing(where):
-            if began := folder.began(where):
+            if began := folder.began(where, now=account.began):
                 account.restart(began)
 
         checkpoint = checkpoints.newest(context)

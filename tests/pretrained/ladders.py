@@ -27,6 +27,6 @@ def make(folder: pathlib.Path, name: str, **more) -> source.Source:
     types = {"layer_types": ["full_attention"] * LAYERS} if family == "qwen3" else {}
     standard = pretrained.open(models.write(folder, family, num_hidden_layers=LAYERS, **types, **more))
     model = dataclasses.replace(standard.model, **changes)
-    wanted = source.wanted(model)
+    wanted = source.expected_shapes(model)
     arrays = {key: stored for key, stored in standard.arrays.items() if key in wanted}
     return dataclasses.replace(standard, model=model, arrays=arrays)

@@ -114,7 +114,7 @@ def test_to_hugging_face_and_back(small, tmp_path):
         (dict(ladder_layers="auto:2", calibration="nowhere.txt"), "cannot read --calibration 'nowhere.txt'"),
         (dict(ladder_layers="2", search="ranked"), "--search is for --ladder-layers auto:N"),
         (dict(ladder_layers="2", residual="parallel"), "unknown ladder kind in --residual 'parallel'"),
-        (dict(ladder_layers="2", residual="ladder-fresh"), "name it by --ranks N"),
+        (dict(ladder_layers="2", residual="ladder-fresh"), "set --ranks N"),
         (dict(ladder_layers="2", residual="ladder-fresh", ranks=3), "not divisible"),
         (dict(ladder_layers="2", ranks=2), "model.ranks belongs to ladder-fresh"),
         (dict(residual="ladder"), "--residual needs --ladder-layers"),

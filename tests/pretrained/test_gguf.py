@@ -121,7 +121,7 @@ def test_llama_3_scaling_is_known_by_its_factors(tmp_path):
         ({"tokenizer.ggml.model": "bert"}, "allowed: gpt2, llama"),
         ({"tokenizer.ggml.pre": "smolm"}, "did you mean 'smollm'?"),
         ({"tokenizer.ggml.tokens": None}, "its tokenizer has no tokens"),
-        ({"tokenizer.ggml.token_type": [1, 1]}, "not the type of each"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "tokens without a type"),
         ({"tokenizer.ggml.eos_token_id": 1000}, "tokenizer.ggml.eos_token_id=1000 is none of"),
         ({"tokenizer.ggml.merges": ["t h", "x"]}, "merges are not pairs"),
         ({"tokenizer.ggml.merges": ["t q"]}, "its tokenizer is not a valid one"),

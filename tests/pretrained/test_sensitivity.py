@@ -26,12 +26,12 @@ def source(tmp_path_factory):
     return pretrained.open(gguf_files.write(tmp_path_factory.mktemp("a") / "a.gguf", "llama-2", num_hidden_layers=4))
 
 
-def probe(source, residual, *, ranks=None, tensor=1, measured=lambda: None):
+def probe(source, residual, *, ranks=None, tensor=1, on_loss=lambda: None):
     model = dataclasses.replace(source.model, residual=residual, ranks=ranks)
     mesh = parallel.make_mesh(tensor=tensor)
     params = pretrained.load(source, mesh=mesh)
     definition = nn.define(model, mesh=mesh)
-    return definition, params, Probe(definition, params, ROWS, measured=measured)
+    return definition, params, Probe(definition, params, ROWS, on_loss=on_loss)
 
 
 def expected(params, chosen, *, kind, number=1, ranks=1):
@@ -67,12 +67,12 @@ def test_losses_of_any_subset_are_the_references(residual, kind, number, ranks, 
 def test_prefixes_are_shared_and_the_choices_are_the_best(source):
     """Every loss equals the one of its subset from the beginning; ranked and greedy are what these losses say."""
     count = itertools.count()
-    definition, params, probed = probe(source, "ladder", measured=lambda: next(count))
+    definition, params, probed = probe(source, "ladder", on_loss=lambda: next(count))
     losses = {chosen: probed.loss(chosen) for size in range(5) for chosen in itertools.combinations(range(4), size)}
     found = probed.losses_with((1,), also=[3, 0, 2])
     assert found == pytest.approx({n: losses[tuple(sorted((1, n)))] for n in (0, 2, 3)}, rel=1e-6)
     count = itertools.count()
-    result = measure(definition, params, ROWS, choose=2, measured=lambda: next(count))
+    result = measure(definition, params, ROWS, choose=2, on_loss=lambda: next(count))
     assert next(count) == sensitivity.count(ROWS, num_layers=4, choose=2, search=Search.GREEDY)
     assert result.loss == pytest.approx(losses[()]) and result.tokens == 3 * 24
     assert result.alone == pytest.approx([losses[n,] for n in range(4)], rel=1e-6)

@@ -100,10 +100,10 @@ REFUSED = {
         dict(messages=[{"role": "assistant", "content": "", "tool_calls": [TOOL]}]),
         r"messages\[0\].tool_calls is not supported here",
     ),
-    "top": (dict(logprobs=True, top_logprobs=2), "top_logprobs can be 0 here"),
-    "top alone": (dict(top_logprobs=0), "top_logprobs go with logprobs"),
+    "top": (dict(logprobs=True, top_logprobs=2), "top_logprobs must be 0"),
+    "top alone": (dict(top_logprobs=0), "top_logprobs needs logprobs"),
     "penalty": (dict(frequency_penalty=0.5), "frequency_penalty is not supported here"),
-    "limit": (dict(max_tokens=51), "at most 50 new tokens can be asked for here, not 51"),
+    "limit": (dict(max_tokens=51), "this server generates at most 50 new tokens, not 51"),
     "long": (dict(messages=[{"role": "user", "content": "a" * CAPACITY}]), "more than the 128 that this server has"),
     "unknown": (dict(extra_body={"message": 1}), "unknown parameter 'message'; did you mean 'messages'"),
 }

@@ -81,7 +81,7 @@ def test_counted_before_they_are_cut(make_engine, serving):
     """Prompts that are too many, and a text that is too long for any tokenizer, never come to it."""
     tokenizer = Counting(Bytes())
     with serving(make_engine(slots=1), tokenizer=tokenizer) as (service, url):
-        assert service.most_text == 64 * CAPACITY
+        assert service.max_characters == 64 * CAPACITY
         for prompt, more, message in (
             (["a"] * 9, {}, "9 prompts, 1 answers each, are not from 1 to 8 in all"),
             ([""] * 20_000, {}, "20000 prompts, 1 answers each, are not from 1 to 8 in all"),

@@ -1,4 +1,4 @@
-"""Examples of JSON lines, of each of which some tokens are learnt: chats, prompts with completions, texts."""
+"""Examples in JSON lines, each with a loss mask: chats, prompts with completions, texts."""
 
 from ladder_jax.data.examples.rows import ExampleRows as ExampleRows
 from ladder_jax.data.examples.rows import Examples as Examples

@@ -1,4 +1,4 @@
-"""The objects of JSON lines files, each with its file and line for messages."""
+"""Read the objects of JSON lines files, each with its file and line for error messages."""
 
 import pathlib
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from ladder_jax.errors import UserError
 
 
 def read(path: str) -> Iterator[tuple[str, dict]]:
-    """(FILE:LINE, the object) of a file, or of a folder's files in the order of their paths. Empty lines are none.
+    """Yields ("FILE:LINE", object) of a file, or of a folder's files in the order of their paths. Skips empty lines.
 
-    Raises UserError for what does not exist, cannot be read, or is no JSON object.
+    Raises UserError if `path` does not exist or cannot be read, and for a line that is not a JSON object.
     """
     root = pathlib.Path(path).expanduser()
     if not root.exists():
@@ -19,7 +19,7 @@ def read(path: str) -> Iterator[tuple[str, dict]]:
     if not files:
         raise UserError(f"data.path={path!r} holds no file that ends in {', '.join(json_lines.ENDINGS)}")
     for file in files:
-        for number, found in json_lines.read(file):
-            if not isinstance(found, dict):
-                raise UserError(f"{file}:{number}: not a JSON object but {type(found).__name__}")
-            yield f"{file}:{number}", found
+        for number, value in json_lines.read(file):
+            if not isinstance(value, dict):
+                raise UserError(f"{file}:{number}: not a JSON object but {type(value).__name__}")
+            yield f"{file}:{number}", value

@@ -1,11 +1,11 @@
-"""One example as tokens, and which of them are learnt.
+"""One example as tokens, with a loss mask: which tokens the model is trained to predict.
 
-    {"messages": [{"role": "user", "content": ...}, ...]}    what the assistant says, with the end of its turn
-    {"prompt": ..., "completion": ...}                       the completion, and the token that ends a text
-    {"text": ...}                                            everything, and the token that ends a text
+    {"messages": [{"role": "user", "content": ...}, ...]}    the assistant's turns, each with its end-of-turn token
+    {"prompt": ..., "completion": ...}                       the completion, and the end-of-text token
+    {"text": ...}                                            all tokens, and the end-of-text token
 
-An example is tokenized as one text, as it is when a conversation goes on; a token is learnt that overlaps with what
-is to be learnt. What the assistant says is found by rendering the conversation up to each of its turns.
+An example is tokenized as one text, as in a continued conversation. The loss mask holds each token that overlaps with
+the text to predict. The assistant's turns are located by rendering the conversation up to each of them.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from ladder_jax.errors import UserError
 KEYS = (("messages",), ("prompt", "completion"), ("text",))
 ASSISTANT = "assistant"
 
-Span = tuple[int, int]  # characters begin..end-1
+Span = tuple[int, int]  # the characters from begin to end - 1
 
 
 def render(example: dict, *, tokenizer: Tokenizer, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [n], learnt bool [n]). Raises UserError, which begins with `where`, for what is no example."""
+    """(tokens int32 [n], loss mask bool [n]). Raises UserError for a wrong example. where: begins its message."""
     kind = next((keys for keys in KEYS if all(key in example for key in keys)), None)
     if kind is None:
         has = ", ".join(map(repr, example)) or "nothing"
@@ -36,14 +36,15 @@ def render(example: dict, *, tokenizer: Tokenizer, where: str) -> tuple[np.ndarr
             if not isinstance(part, str):
                 raise UserError(f"{key!r} must be text, not {type(part).__name__}")
         text = "".join(parts)
-        tokens, learnt = _tokens(text, [(len(text) - len(parts[-1]), len(text))], tokenizer, special=True)
+        tokens, loss_mask = _tokens(text, [(len(text) - len(parts[-1]), len(text))], tokenizer, special=True)
         end = np.array(tokenizer.stop_ids[:1], np.int32)
-        return np.concatenate([tokens, end]), np.concatenate([learnt, np.ones(len(end), bool)])
+        return np.concatenate([tokens, end]), np.concatenate([loss_mask, np.ones(len(end), bool)])
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
 
 def _chat(messages: object, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
+    """The rendered conversation, and the spans of the assistant's turns."""
     if not isinstance(messages, list) or not messages:
         raise UserError("'messages' must be a list of messages")
     text = tokenizer.render(messages, prompt=False)
@@ -55,7 +56,7 @@ def _chat(messages: object, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
         after = tokenizer.render(messages[: index + 1], prompt=False)
         if not (after.startswith(before) and text.startswith(after.rstrip())):
             raise UserError(
-                "the chat template renders a turn otherwise once others follow it: learn one turn an example"
+                "the chat template changes earlier turns when more follow: write one assistant turn per example"
             )
         spans.append((len(before), len(after.rstrip())))
     if not spans:
@@ -64,9 +65,9 @@ def _chat(messages: object, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
 
 
 def _tokens(text: str, spans: Sequence[Span], tokenizer: Tokenizer, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
-    tokens, places = tokenizer.offsets(text, special=special)
-    begins, ends = np.array(places, np.int64).reshape(-1, 2).T
-    learnt = np.zeros(len(tokens), bool)
+    tokens, offsets = tokenizer.offsets(text, special=special)
+    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    loss_mask = np.zeros(len(tokens), bool)
     for begin, end in spans:
-        learnt |= (begins < end) & (ends > begin)
-    return np.array(tokens, np.int32), learnt
+        loss_mask |= (begins < end) & (ends > begin)
+    return np.array(tokens, np.int32), loss_mask

@@ -15,13 +15,14 @@ from ladder_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """tokens: int32, of all examples; learnt: bool, likewise; starts: int64 [examples + 1], and the end.
+    """tokens: int32 [n], of all examples. loss_mask: bool [n]. starts: int64 [examples + 1], the last is n.
 
-    cut: how many were longer than a row, and lost their end; left_out: how many had nothing to learn in one.
+    cut: the number of examples that were longer than a row and lost their end.
+    left_out: the number of examples without any token to predict within a row.
     """
 
     tokens: np.ndarray
-    learnt: np.ndarray
+    loss_mask: np.ndarray
     starts: np.ndarray
     cut: int
     left_out: int
@@ -32,40 +33,45 @@ class Examples:
     @property
     def fingerprint(self) -> str:
         digest = hashlib.sha256(b"examples")
-        for array in (self.tokens, self.learnt, self.starts):
+        for array in (self.tokens, self.loss_mask, self.starts):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()[:16]
 
-    def described(self) -> str:
-        share = self.learnt.mean() if len(self.learnt) else 0
-        parts = [f"{len(self):,} examples of {len(self.tokens):,} tokens, of which {share:.0%} are learnt"]
+    def summary(self) -> str:
+        share = self.loss_mask.mean() if len(self.loss_mask) else 0
+        parts = [f"{len(self):,} examples of {len(self.tokens):,} tokens, of which {share:.0%} are predicted"]
         parts += [f"{self.cut:,} were cut at a row's end"] if self.cut else []
-        parts += [f"{self.left_out:,} left out, with nothing to learn in a row"] if self.left_out else []
+        parts += [f"{self.left_out:,} left out, with no token to predict in a row"] if self.left_out else []
         return "; ".join(parts)
 
 
 def load(path: str, *, tokenizer: Tokenizer, length: int) -> Examples:
-    """The examples at `path`, of each no more than a row of `length` + 1 tokens.
+    """The examples at `path`, each cut to a row of `length` + 1 tokens.
 
-    All of them are held in memory, 5 bytes a token. Raises UserError for what is no example, and for fewer than two.
+    All are held in memory, at 5 bytes per token. Raises UserError for a wrong example, and for fewer than two.
     """
-    tokens, learnt, lengths, cut, left_out = [], [], [0], 0, 0
+    tokens, loss_mask, lengths, cut, left_out = [], [], [0], 0, 0
     for where, example in lines.read(path):
-        mine, answers = render(example, tokenizer=tokenizer, where=where)
-        if not answers[1 : length + 1].any():
+        row, mask = render(example, tokenizer=tokenizer, where=where)
+        if not mask[1 : length + 1].any():
             left_out += 1
             continue
-        cut += len(mine) > length + 1
-        tokens.append(mine[: length + 1])
-        learnt.append(answers[: length + 1])
+        cut += len(row) > length + 1
+        tokens.append(row[: length + 1])
+        loss_mask.append(mask[: length + 1])
         lengths.append(len(tokens[-1]))
     if len(tokens) < 2:
-        raise UserError(f"data.path={path!r} has {len(tokens)} examples to learn from; one to hold out is needed, too")
-    return Examples(np.concatenate(tokens), np.concatenate(learnt), np.cumsum(lengths), cut, left_out)
+        raise UserError(
+            f"data.path={path!r} has {len(tokens)} examples with tokens to predict; it needs two, as one is held out"
+        )
+    return Examples(np.concatenate(tokens), np.concatenate(loss_mask), np.cumsum(lengths), cut, left_out)
 
 
 class ExampleRows:
-    """A grain data source: rows of T + 1 tokens of the examples `first` to `end` - 1, one row's Batch each."""
+    """A grain data source of packed rows of T + 1 tokens, each one row's Batch, from the examples `first` to `end` - 1.
+
+    length: T.
+    """
 
     def __init__(self, examples: Examples, *, first: int, end: int, length: int):
         self._examples, self._size = examples, length + 1
@@ -77,13 +83,13 @@ class ExampleRows:
 
     def __getitem__(self, index) -> Batch:
         rows, at = self._rows, 0
-        tokens, segments, learnt = np.zeros((3, self._size), np.int32)
+        tokens, segments, loss_mask = np.zeros((3, self._size), np.int32)
         for segment, piece in enumerate(range(rows.first[int(index)], rows.first[int(index) + 1]), start=1):
             source = slice(int(rows.start[piece]), int(rows.start[piece]) + int(rows.length[piece]))
-            here = slice(at, at := at + int(rows.length[piece]))
-            tokens[here], segments[here] = self._examples.tokens[source], segment
-            learnt[here] = self._examples.learnt[source]
-        return Batch(tokens, segments, learnt)
+            target = slice(at, at := at + int(rows.length[piece]))
+            tokens[target], segments[target] = self._examples.tokens[source], segment
+            loss_mask[target] = self._examples.loss_mask[source]
+        return Batch(tokens, segments, loss_mask)
 
     def __repr__(self) -> str:
         return f"ExampleRows({len(self)} of {self._size})"

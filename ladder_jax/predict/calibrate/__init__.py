@@ -1,1 +1,1 @@
-"""Measures a machine's constants on the devices at hand."""
+"""Measure this machine's constants, for `ladder-jax predict`."""

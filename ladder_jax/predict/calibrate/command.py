@@ -1,4 +1,4 @@
-"""The verb `calibrate`: measures, fits, and writes a YAML file that `predict` reads."""
+"""The verb `calibrate`: measure and fit the constants, and write a YAML file that `predict` reads."""
 
 import dataclasses
 import datetime
@@ -11,12 +11,12 @@ from ladder_jax.errors import UserError
 from ladder_jax.predict import machine
 
 WARMUP, REPEATS = 3, 10
-UNSTEADY = 0.5  # a spread, of the middle half of the samples over their median, that says so
+UNSTEADY = 0.5  # spread (interquartile range over median) from which a timing gets a note
 SIMULATED = "Simulated devices share one processor: these constants describe it and no accelerator."
 
 
 def run(args: dict) -> None:
-    """Write `--out`; raises UserError, and writes nothing, for what cannot be asked or was not measured well."""
+    """Write `--out`. An invalid argument or a failed measurement raises UserError, and nothing is written."""
     files.check_writable("out", args["out"], endings=(".yaml", ".yml"))
     for name in ("tensor", "warmup", "repeats"):
         value = args[name]
@@ -25,7 +25,7 @@ def run(args: dict) -> None:
     repeats = REPEATS if args["repeats"] is None else args["repeats"]
     warmup = WARMUP if args["warmup"] is None else args["warmup"]
 
-    import jax  # only now: mistakes are answered at once
+    import jax  # after the arguments are checked, because it takes seconds
 
     count = jax.device_count()
     tensor = args["tensor"] or count
@@ -35,12 +35,12 @@ def run(args: dict) -> None:
 
     sections, samples = constants.constants(tensor, warmup=warmup, repeats=repeats)
     text = _yaml(sections, jax.devices()[0])
-    files.write_atomically(args["out"], lambda path: _checked(path, text))
-    found = machine.load(args["out"])
+    files.write_atomically(args["out"], lambda path: _write_checked(path, text))
+    calibrated = machine.load(args["out"])
     if args["json"]:
         print(json.dumps({"hardware": str(args["out"]), "constants": _flat(sections), "all_reduces": samples}))
         return
-    _say(found, args["out"], samples, simulated=jax.devices()[0].platform == "cpu")
+    _print(calibrated, args["out"], samples, simulated=jax.devices()[0].platform == "cpu")
 
 
 def _yaml(sections: dict, device) -> str:
@@ -49,47 +49,47 @@ def _yaml(sections: dict, device) -> str:
 
     kind = f"{platform.machine()} CPU" if device.platform == "cpu" else device.device_kind
     today = datetime.date.today().isoformat()
-    plain = lambda pair: {
+    entry = lambda pair: {
         "value": float(f"{pair[0]:.4g}") if isinstance(pair[0], float) else pair[0],
         "source": pair[1],
     }
-    tree = {name: plain(value) if isinstance(value, tuple) else value for name, value in sections.items()}
+    tree = {name: entry(value) if isinstance(value, tuple) else value for name, value in sections.items()}
     if tree["link"]:
-        tree["link"] = {name: plain(v) if isinstance(v, tuple) else v for name, v in tree["link"].items()}
+        tree["link"] = {name: entry(v) if isinstance(v, tuple) else v for name, v in tree["link"].items()}
     head = f"# {kind}, measured by ladder-jax calibrate on {today} with jax {jax.__version__}.\n"
     if device.platform == "cpu":
         head += f"# {SIMULATED}\n"
     return head + yaml.safe_dump(tree, sort_keys=False, width=200)
 
 
-def _checked(path: str, text: str) -> None:
-    """Nothing is kept that `predict` would not read."""
+def _write_checked(path: str, text: str) -> None:
+    """Write the file, and raise UserError if `predict` could not read it."""
     pathlib.Path(path).write_text(text)
     machine.load(path)
 
 
 def _flat(sections: dict) -> dict[str, float]:
-    found = {name: value[0] for name, value in sections.items() if isinstance(value, tuple)}
+    constants = {name: value[0] for name, value in sections.items() if isinstance(value, tuple)}
     link = sections["link"] or {}
-    return found | {f"link.{name}": value[0] for name, value in link.items() if isinstance(value, tuple)}
+    return constants | {f"link.{name}": value[0] for name, value in link.items() if isinstance(value, tuple)}
 
 
-def _say(found: machine.Machine, out: str, samples: list[dict], *, simulated: bool) -> None:
-    print(f"{out}: {found.devices} devices")
+def _print(calibrated: machine.Machine, out: str, samples: list[dict], *, simulated: bool) -> None:
+    print(f"{out}: {calibrated.devices} devices")
     if simulated:
         print(f"note: {SIMULATED}")
     if any(one["spread"] > UNSTEADY for one in samples):
         print("note: some all-reduces took very different times: measure again when nothing else runs")
-    print(f"  memory bandwidth  {found.bandwidth / 1e9:,.1f} GB/s, matmul {found.flops / 1e12:,.2f} TFLOP/s")
-    print(f"  a kernel's start  {found.launch * 1e6:.2f} µs; contention {found.contention:.2f}")
-    if found.link:
-        link = dataclasses.asdict(found.link)
+    print(f"  memory bandwidth  {calibrated.bandwidth / 1e9:,.1f} GB/s, matmul {calibrated.flops / 1e12:,.2f} TFLOP/s")
+    print(f"  a kernel's start  {calibrated.launch * 1e6:.2f} µs; contention {calibrated.contention:.2f}")
+    if calibrated.link:
+        link = dataclasses.asdict(calibrated.link)
         print(
             f"  all-reduce        {link['latency'] * 1e6:.1f} µs, {link['step'] * 1e6:.2f} µs a step,"
             f" {link['bandwidth'] / 1e9:,.2f} GB/s"
         )
         for one in samples:
-            fitted = found.link.all_reduce(one["bytes"], ranks=one["ranks"])
+            fitted = calibrated.link.all_reduce(one["bytes"], ranks=one["ranks"])
             print(
                 f"    {one['ranks']:3} ranks {one['bytes'] // 1024:6} KiB  {one['seconds'] * 1e6:9.1f} µs"
                 f"  spread {one['spread']:4.0%}, fitted {fitted * 1e6:9.1f} µs"

@@ -1,4 +1,4 @@
-"""This machine's constants, each with how it was measured, as `predict.machine` reads them."""
+"""This machine's constants, each with its source, in the form that `predict.machine` reads."""
 
 import itertools
 import math
@@ -13,13 +13,13 @@ from ladder_jax.predict.link import Link, Ring
 from ladder_jax.progress import progress
 from ladder_jax.schedule import roofline
 
-ASSUMED = "h100-nvlink"  # whose contention stands in where none can be measured
+ASSUMED = "h100-nvlink"  # the machine whose contention is taken if none can be measured
 
 
 def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dict]]:
-    """The sections of a machine's file, constants as (value, source); and the timed all-reduces.
+    """The sections of a machine's file with constants as (value, source), and the timed all-reduces.
 
-    Raises UserError for what cannot be: a rate that is no number, all-reduces that do not grow with their bytes.
+    Raises UserError for an impossible result: a rate that is not finite, times that do not grow with the bytes.
     """
     device = jax.devices()[0]
     simulated = device.platform == "cpu"
@@ -27,7 +27,7 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
     sizes = measure.SIMULATED if simulated else measure.SIZES
     timing = dict(warmup=warmup, repeats=repeats)
     room = memory.room(device, devices=jax.device_count())
-    done = itertools.count()  # before each measurement: how many are behind it
+    done = itertools.count()  # the number of finished measurements
     with progress(4 + len(ranks) * len(sizes)) as update:
         advance = lambda what: update(next(done), what)
         advance("copying")
@@ -43,17 +43,17 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
     of = f"of {repeats} runs"
     sections: dict = {
         "devices": (tensor, f"measured on {tensor} {'simulated ' if simulated else ''}devices"),
-        "memory": (room or 0, "what the device has, or what of this machine's is free for each"),
-        "flops": (matmul.best, f"measured: the best {of}, {matmul.what}, spread {_spread(matmul.rates)}"),
-        "bandwidth": (copy.best, f"measured: a copy's best {of}, {copy.what}, spread {_spread(copy.rates)}"),
-        "flops_share": (1.0, "flops is what was reached, not a published peak"),
-        "bandwidth_share": (1.0, "bandwidth is what was reached, not a published peak"),
+        "memory": (room or 0, "the device's memory, or this machine's free memory divided by its devices"),
+        "flops": (matmul.best, f"measured: the best {of}, {matmul.array}, spread {_spread(matmul.rates)}"),
+        "bandwidth": (copy.best, f"measured: a copy's best {of}, {copy.array}, spread {_spread(copy.rates)}"),
+        "flops_share": (1.0, "flops is the measured rate, not a published peak"),
+        "bandwidth_share": (1.0, "bandwidth is the measured rate, not a published peak"),
         "launch": (launch.median, f"measured: the median {of}, spread {launch.spread:.0%}"),
         "contention": _contention(beside, tensor, of),
     }
     for name in ("memory", "flops", "bandwidth", "launch"):
         if not (math.isfinite(sections[name][0]) and sections[name][0] > 0):
-            raise UserError(f"{name} could not be measured on this machine (found {sections[name][0]})")
+            raise UserError(f"{name} could not be measured on this machine (the result is {sections[name][0]})")
     if not reduced:
         return {**sections, "link": None}, []
     fitted = fit.link(reduced, ring=Ring.TWO_WAY if device.platform == "tpu" else Ring.ONE_WAY)

@@ -1,4 +1,4 @@
-"""From timed all-reduces to a link's constants."""
+"""Fit a link's constants to timed all-reduces."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from ladder_jax.errors import UserError
 from ladder_jax.predict.calibrate.measure import KIB, Reduced
 from ladder_jax.predict.link import Link, Ring
 
-GROWS = 1.1  # a large all-reduce lasts at least so many times as long as a small one, or its bytes were not measured
+GROWS = 1.1  # least ratio of a large all-reduce's time to a small one's; below it the bandwidth cannot be fitted
 
 
 def link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
-    """Least squares of relative errors, no constant below zero (`Link.all_reduce` has the formula).
+    """Least squares of relative errors with non-negative constants (`Link.all_reduce` has the formula).
 
-    With one number of ranks the steps cannot be told from the latency, which then holds them. Raises UserError where
-    the times do not grow with the bytes: then something else was measured.
+    With a single number of ranks the steps are part of the fitted latency, and `step` is 0. Raises UserError if the
+    times do not grow with the bytes: then something else determined them.
     """
     from scipy.optimize import nnls
 
@@ -25,7 +25,8 @@ def link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
     seconds = np.array([one.timing.median for one in measured])
     if not np.all(seconds > 0):
         raise UserError("an all-reduce took no time at all: this machine's clock cannot measure it")
-    # Columns are scaled to about 1, so that bytes and seconds weigh alike; then each row by its own time.
+    # Columns are scaled to about 1, because bytes and seconds differ by orders of magnitude; rows are divided by their
+    # times, for relative errors.
     scale = np.array(rows).max(axis=0)
     scale[scale == 0] = 1
     solved, _ = nnls(np.array(rows) / scale / seconds[:, None], np.ones(len(rows)))
@@ -42,6 +43,6 @@ def link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
 
 
 def error(measured: Sequence[Reduced], fitted: Link) -> float:
-    """The median of relative errors of the fitted link."""
-    found = [abs(fitted.all_reduce(m.size, ranks=m.ranks) / m.timing.median - 1) for m in measured]
-    return float(np.median(found))
+    """The median relative error of the fitted link."""
+    errors = [abs(fitted.all_reduce(m.size, ranks=m.ranks) / m.timing.median - 1) for m in measured]
+    return float(np.median(errors))

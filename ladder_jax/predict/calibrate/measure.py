@@ -1,7 +1,7 @@
-"""What is timed: all-reduces by size and ranks, kernels that do next to nothing, and compute beside an all-reduce.
+"""Time all-reduces by size and ranks, kernel launches, and compute beside an all-reduce.
 
-Operations are chained in one program, each needing the one before it, so that the host's part of a call is shared by
-CHAIN of them. Every program runs to warm up first.
+A program chains CHAIN operations, so that the host's cost of a call is divided by CHAIN: each operation reads the
+previous result. Every program runs a few times before it is timed.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from ladder_jax.config import Loop, Phase
 CHAIN = 32
 KIB, MIB = 2**10, 2**20
 SIZES = (4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB)
-SIMULATED = (4 * KIB, 64 * KIB, MIB)  # all devices share one memory, and a large sum takes it all
+SIMULATED = (4 * KIB, 64 * KIB, MIB)  # smaller: all simulated devices share one memory's bandwidth
 AXIS = "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """samples: seconds of one operation, one a run."""
+    """samples: seconds per operation, one sample per run."""
 
     samples: tuple[float, ...]
 
@@ -37,7 +37,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Of the middle half of the samples, over the median."""
+        """Interquartile range over median."""
         if len(self.samples) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
@@ -46,7 +46,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """An all-reduce of `size` bytes over `ranks` devices."""
+    """A timed all-reduce of `size` bytes over `ranks` devices."""
 
     ranks: int
     size: int
@@ -56,18 +56,19 @@ class Reduced:
 def all_reduces(
     *, ranks: Sequence[int], sizes: Sequence[int], warmup: int, repeats: int, advance: Callable[[str], None]
 ) -> list[Reduced]:
-    found = []
+    """Time an all-reduce of each size over each number of ranks. `advance(label)` is called before each."""
+    reduced = []
     for count in ranks:
         mesh = parallel.make_mesh(tensor=count, devices=jax.devices()[:count])
         for size in sizes:
             advance(f"an all-reduce of {size // KIB} KiB over {count} devices")
             run = _chain_of_all_reduces(mesh, size)
-            found.append(Reduced(count, size, timed(run, of=CHAIN, warmup=warmup, repeats=repeats)))
-    return found
+            reduced.append(Reduced(count, size, timed(run, of=CHAIN, warmup=warmup, repeats=repeats)))
+    return reduced
 
 
 def launch(*, warmup: int, repeats: int) -> Timing:
-    """A kernel that does next to nothing: one of a chain of products of 8 x 8 matrices, which no compiler joins."""
+    """The time of a minimal kernel: a product of 8 x 8 matrices in a chain, which no compiler fuses."""
     a = jnp.eye(8, dtype=jnp.float32)
 
     @jax.jit
@@ -80,9 +81,10 @@ def launch(*, warmup: int, repeats: int) -> Timing:
 
 
 def contention(*, ranks: int, warmup: int, repeats: int) -> tuple[float, float] | None:
-    """(how much longer compute takes under an all-reduce, the spread), or None where nothing runs beside the other.
+    """(contention, spread), or None if the device does not compute during an all-reduce.
 
-    With compute alone W, the all-reduce alone A and W > 2 A, both take W + A c / (1 + c) (`predict.timeline`).
+    Contention c is the relative slowdown of compute. If compute alone takes W and the all-reduce alone A, with W > 2 A,
+    both together take W + A c / (1 + c) (`predict.timeline`).
     """
     mesh = parallel.make_mesh(tensor=ranks, devices=jax.devices()[:ranks])
     wire = timed(_beside(mesh, products=0, reduce=True), of=1, warmup=warmup, repeats=repeats)
@@ -100,19 +102,20 @@ def contention(*, ranks: int, warmup: int, repeats: int) -> tuple[float, float] 
 
 
 def timed(run: Callable[[], object], *, of: int, warmup: int, repeats: int) -> Timing:
-    """Seconds of one of the `of` operations that a run consists of."""
+    """Seconds per operation. of: number of operations in a run."""
     for _ in range(warmup):
         jax.block_until_ready(run())
     samples = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(run())
-        samples.append((time.perf_counter() - began) / of)
+        samples.append((time.perf_counter() - start) / of)
     return Timing(tuple(samples))
 
 
 def _chain_of_all_reduces(mesh: Mesh, size: int) -> Callable[[], jax.Array]:
-    """Each sum is scaled by a number that differs by rank, or the next one would be a sum of equals: no reduction."""
+    """A chain of all-reduces. A scale that differs by rank follows each: XLA replaces a sum of equal arrays by a
+    product."""
     count = mesh.shape[AXIS]
 
     def local(x, scale):
@@ -128,7 +131,7 @@ def _chain_of_all_reduces(mesh: Mesh, size: int) -> Callable[[], jax.Array]:
 
 
 def _beside(mesh: Mesh, *, products: int, reduce: bool) -> Callable[[], object]:
-    """Matrix products and an all-reduce of 16 MiB that need nothing of each other, in one program."""
+    """A program of matrix products and an independent all-reduce of 16 MiB."""
     count, width = mesh.shape[AXIS], 4096
 
     def local(x, a, z):

@@ -1,1 +1,1 @@
-"""The verb `convert`: a pretrained model in one form, or with other layers, to a checkpoint in another."""
+"""The verb `convert`: write a pretrained model in another format, or with ladder layers."""

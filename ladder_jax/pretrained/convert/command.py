@@ -20,19 +20,21 @@ from ladder_jax.pretrained.source import Source
 from ladder_jax.progress import progress
 
 MEASURED = "sensitivity"
-"""The names of the measurement's files, .json and (where matplotlib is installed) .png, in what is written."""
+"""The name of the measurement's files in the output folder: .json and, if matplotlib is installed, .png."""
 
 
 def run(args: dict) -> None:
-    """Convert, and print what was written. Raises UserError and RunFailed, with nothing left behind."""
+    """Convert, and print a summary. Raises UserError and RunFailed; then nothing has been written."""
     source = formats.open_source(args["source"])
     request = parse(args, source.model)
-    definition = nn.define(request.model, mesh=parallel.make_mesh())  # refuses what cannot be split over its ranks
+    definition = nn.define(
+        request.model, mesh=parallel.make_mesh()
+    )  # raises if the model cannot be split over its ranks
     staging.check_free(request.destination)
     staging.check_room(request.destination, size=native.size(source))
     result = None
     if request.choose is not None:
-        result = measured(source, request)
+        result = measure(source, request)
         if not args["json"]:
             text.show(result)
         model = dataclasses.replace(request.model, ladder_layers=result.ladder_layers)
@@ -43,11 +45,11 @@ def run(args: dict) -> None:
             (folder / f"{MEASURED}.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
             if pyplot.installed():
                 picture.plot(result, file=str(folder / f"{MEASURED}.png"))
-    _tell(source, definition, request, result, as_json=args["json"])
+    _print_summary(source, definition, request, result, as_json=args["json"])
 
 
 def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, request: Request) -> None:
-    """`source` with `definition`'s topology, in the format asked for."""
+    """Write `source` with `definition`'s topology into `folder`, in the requested format."""
     if request.format is Format.CHECKPOINT:
         native.write(source, folder, definition=definition, place=request.destination)
         return
@@ -57,8 +59,8 @@ def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, requ
         huggingface.write(converted, folder, done=lambda key: update(next(done), ""))
 
 
-def measured(source: Source, request: Request) -> Result:
-    """What the layers cost on the calibration text. Raises UserError for a text or a mesh that does not do."""
+def measure(source: Source, request: Request) -> Result:
+    """The layers' sensitivity on the calibration text. Raises UserError for an unsuitable text or mesh."""
     rows = sensitivity.rows_of(
         request.calibration,
         tokenizer=_tokenizer(source),
@@ -68,34 +70,36 @@ def measured(source: Source, request: Request) -> Result:
     mesh = parallel.make_mesh(tensor=request.tensor)
     definition = nn.define(request.model, mesh=mesh)
     params = load(dataclasses.replace(source, model=request.model), mesh=mesh)
-    asked = dict(choose=request.choose, search=request.search)
-    total = sensitivity.count(rows, num_layers=source.model.num_layers, **asked)
+    choice = dict(choose=request.choose, search=request.search)
+    total = sensitivity.count(rows, num_layers=source.model.num_layers, **choice)
     with progress(total, label="measured {done}/{total} losses") as update:
         done = itertools.count(1)
-        return sensitivity.measure(definition, params, rows, measured=lambda: update(next(done), ""), **asked)
+        return sensitivity.measure(definition, params, rows, on_loss=lambda: update(next(done), ""), **choice)
 
 
 def _tokenizer(source: Source) -> tokenizers.Tokenizer:
     if not source.files and source.model.vocab_size == tokenizers.Bytes().vocab_size:
         return tokenizers.Bytes()
     with tempfile.TemporaryDirectory() as folder:
-        place = pathlib.Path(folder) / tokenizers.FOLDER
-        native.write_tokenizer(source, place)
-        if not place.is_dir():
+        copy = pathlib.Path(folder) / tokenizers.FOLDER
+        native.write_tokenizer(source, copy)
+        if not copy.is_dir():
             raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
-        return tokenizers.load(place)
+        return tokenizers.load(copy)
 
 
-def _tell(source: Source, definition: nn.ModelDef, request: Request, result: Result | None, *, as_json: bool) -> None:
+def _print_summary(
+    source: Source, definition: nn.ModelDef, request: Request, result: Result | None, *, as_json: bool
+) -> None:
     model, parameters = definition.config, sum(math.prod(array.shape) for array in source.arrays.values())
     if as_json:
-        told = {"source": source.path, "destination": str(request.destination), "format": request.format.value}
-        told |= {"parameters": parameters, "residual": model.residual, "ladder_layers": model.ladder_layers}
-        told |= {"ranks": model.ranks, "sensitivity": None if result is None else result.as_dict()}
-        print(json.dumps(told))
+        summary = {"source": source.path, "destination": str(request.destination), "format": request.format.value}
+        summary |= {"parameters": parameters, "residual": model.residual, "ladder_layers": model.ladder_layers}
+        summary |= {"ranks": model.ranks, "sensitivity": None if result is None else result.as_dict()}
+        print(json.dumps(summary))
         return
-    which = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
-    print(f"{request.destination}: {parameters:,} parameters, {model.residual}{which}; read back and compared")
+    layers = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
+    print(f"{request.destination}: {parameters:,} parameters, {model.residual}{layers}; read back and compared")
     if result is not None:
-        drawn = f" and {MEASURED}.png there" if pyplot.installed() else " there; its picture needs 'ladder-jax[plot]'"
-        print(f"the measurement is in {MEASURED}.json{drawn}")
+        picture_file = f" and {MEASURED}.png" if pyplot.installed() else "; its picture needs 'ladder-jax[plot]'"
+        print(f"the measurement is in {request.destination}, in {MEASURED}.json{picture_file}")

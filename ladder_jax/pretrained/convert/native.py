@@ -1,6 +1,6 @@
-"""A Source written as a checkpoint of ours, one array at a time: what `generate`, `serve`, `evaluate` and `train` read.
+"""Write a Source as a ladder_jax checkpoint, one array at a time, for `generate`, `serve`, `evaluate` and `train`.
 
-The folder looks like that of a run: `checkpoints/0/` without an optimizer's state, and `tokenizer/`.
+The folder looks like a run's: `checkpoints/0/`, without an optimizer's state, and `tokenizer/`.
 """
 
 import json
@@ -23,27 +23,27 @@ STEP = 0
 
 
 def shapes(source: Source) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every array as it is stored, layers stacked. Of dtypes that differ between layers, one that holds them all."""
-    found: dict[str, jax.ShapeDtypeStruct] = {}
+    """Shape and dtype of each stored array, with layers stacked. If dtypes differ between layers, the widest."""
+    stacked: dict[str, jax.ShapeDtypeStruct] = {}
     for key, array in source.arrays.items():
         shape = array.shape if key.layer is None else (source.model.num_layers, *array.shape)
-        before = found.get(key.name)
-        dtype = array.dtype if before is None else jnp.promote_types(before.dtype, array.dtype)
-        found[key.name] = jax.ShapeDtypeStruct(shape, dtype)
-    return found
+        earlier = stacked.get(key.name)
+        dtype = array.dtype if earlier is None else jnp.promote_types(earlier.dtype, array.dtype)
+        stacked[key.name] = jax.ShapeDtypeStruct(shape, dtype)
+    return stacked
 
 
 def size(source: Source) -> int:
-    """How many bytes `write` writes, about: without compression, which gains little."""
+    """The approximate number of bytes that `write` writes. Compression is ignored, as it saves little."""
     return sum(array.size * array.dtype.itemsize for array in shapes(source).values())
 
 
 def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, place: pathlib.Path) -> None:
-    """Write `source` into `folder`, which becomes `place`, read it back and compare.
+    """Write `source` into `folder`, read it back and compare.
 
-    definition: of the model as it is to be stored, which may have other ladder layers than `source` names.
-    Raises UserError for a tokenizer that does not fit, RunFailed for a disk that refuses, or does not give back what
-    it got.
+    definition: the model to store, which may have other ladder layers than `source`.
+    place: the destination, to which `folder` will be renamed.
+    Raises UserError for a tokenizer that does not fit, RunFailed if writing fails or other values are read back.
     """
     folder.mkdir()
     write_tokenizer(source, folder / tokenizers.FOLDER)
@@ -60,16 +60,16 @@ def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, plac
         manifest.write(checkpoint)
         stored = saved.ocp.PyTreeCheckpointHandler().metadata(checkpoint / "params").tree
         saved.check_shapes(stored, definition.abstract, folder=checkpoint)
-        if wrong := saved.verify(checkpoint):
-            raise RunFailed(f"cannot write {str(place)!r}: {wrong[0]}")
+        if problems := saved.verify(checkpoint):
+            raise RunFailed(f"cannot write {str(place)!r}: {problems[0]}")
     except (OSError, ValueError) as error:  # tensorstore raises ValueErrors
         raise RunFailed(f"cannot write {str(place)!r}: {saved.reason(error)}") from error
 
 
 def write_tokenizer(source: Source, folder: pathlib.Path) -> None:
-    """The source's tokenizer, chat template and generation settings. Raises UserError where the model has fewer tokens.
+    """Write the source's tokenizer, chat template and generation settings; nothing if it has no tokenizer.
 
-    A source without a tokenizer has none here either.
+    Raises UserError if the tokenizer has more tokens than the model.
     """
     if tokenizers.huggingface.MAIN not in source.files:
         return
@@ -80,34 +80,34 @@ def write_tokenizer(source: Source, folder: pathlib.Path) -> None:
         settings = json.dumps(dict(source.generation), indent=2) + "\n"
         (folder / "generation_config.json").write_text(settings, encoding="utf-8")
     try:
-        found = tokenizers.load(folder)
+        tokenizer = tokenizers.load(folder)
     except UserError as error:
         raise UserError(str(error).replace(str(folder), source.path)) from None
-    if found.vocab_size > source.model.vocab_size:
+    if tokenizer.vocab_size > source.model.vocab_size:
         raise UserError(
-            f"{source.path!r}: its tokenizer has {found.vocab_size} tokens, its model {source.model.vocab_size}"
+            f"{source.path!r}: its tokenizer has {tokenizer.vocab_size} tokens, its model {source.model.vocab_size}"
         )
 
 
 def _in_order(source: Source):
-    """By name, so that a stack's parts come together."""
-    return sorted(source.arrays.items(), key=lambda item: (item[0].name, _number(item[0])))
+    """The arrays sorted by name and layer, so that the layers of a stack are written one after another."""
+    return sorted(source.arrays.items(), key=lambda item: (item[0].name, _layer_number(item[0])))
 
 
-def _number(key: Key) -> int:
+def _layer_number(key: Key) -> int:
     return -1 if key.layer is None else key.layer
 
 
 def _compare(stream: Stream, *, place: pathlib.Path) -> None:
     with progress(stream.count, label="compared {done}/{total} pieces") as update:
-        for done, wrong in enumerate(stream.differences(), start=1):
-            if wrong is not None:
-                raise RunFailed(f"cannot write {str(place)!r}: {wrong} reads back with other values than were written")
+        for done, name in enumerate(stream.differences(), start=1):
+            if name is not None:
+                raise RunFailed(f"cannot write {str(place)!r}: {name} reads back with other values than were written")
             update(done, "")
 
 
 def _config(source: Source, definition: nn.ModelDef, *, place: pathlib.Path) -> RunConfig:
-    """Of the settings that a run would have, only the model's, its context and the tokenizer mean something here."""
+    """A run's configuration with the model, its context and its tokenizer. The other settings are defaults."""
     has_tokenizer = tokenizers.huggingface.MAIN in source.files
     is_bytes = not has_tokenizer and source.model.vocab_size == tokenizers.Bytes().vocab_size
     data = DataConfig(tokenizer=tokenizers.BYTES if is_bytes else str(place / tokenizers.FOLDER))
@@ -116,7 +116,7 @@ def _config(source: Source, definition: nn.ModelDef, *, place: pathlib.Path) -> 
 
 
 def _describe(checkpoint: pathlib.Path, *, config: RunConfig) -> None:
-    """The items `meta` and `data`, as a run's store writes them."""
+    """Write the items `meta` and `data`, as a run's Store does."""
     meta = {"format": saved.FORMAT, "version": saved.VERSION, "manifest": manifest.NAME, "step": STEP}
     meta |= {"time": time.time(), "validation_loss": None, "config": to_dict(config)}
     for name, content in (("meta", meta), ("data", {"step": STEP})):

@@ -1,4 +1,4 @@
-"""What a conversion is asked for, checked before anything is read of the weights."""
+"""The options of a conversion, checked before any weights are read."""
 
 import dataclasses
 import enum
@@ -13,16 +13,16 @@ CALIBRATION_TOKENS = 2048
 
 
 class Format(enum.Enum):
-    """What DESTINATION is to be."""
+    """The format to write."""
 
-    CHECKPOINT = "checkpoint"  # of ours, in a folder like a run's
+    CHECKPOINT = "checkpoint"  # of ladder_jax, in a folder like a run's
     HUGGING_FACE = "huggingface"
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """model: as it is to be stored; with `choose`, all its layers are of the ladder kind until they are measured.
-    choose: how many layers to choose by measurement, or None.
+    """model: the model to write. With `choose`, all its layers are ladder layers until the choice is made.
+    choose: the number of layers to choose by measurement, or None.
     """
 
     source: str
@@ -37,14 +37,14 @@ class Request:
 
 
 def parse(args: dict, model: ModelConfig) -> Request:
-    """The words of a command line, for a source with that `model`. Raises UserError for what does not go together."""
-    which, choose = args["ladder_layers"], None
-    if which is not None and which.startswith(AUTO):
-        choose = _count(which, model)
-    elif given := [name for name in ("calibration", "calibration_tokens", "search", "tensor") if args[name]]:
-        raise UserError(f"--{given[0].replace('_', '-')} is for --ladder-layers auto:N")
+    """The request of a command line. model: the source's. Raises UserError for options that exclude each other."""
+    layers, choose = args["ladder_layers"], None
+    if layers is not None and layers.startswith(AUTO):
+        choose = _count(layers, model)
+    elif extra := [name for name in ("calibration", "calibration_tokens", "search", "tensor") if args[name]]:
+        raise UserError(f"--{extra[0].replace('_', '-')} is for --ladder-layers auto:N")
     if choose is not None and not args["calibration"]:
-        raise UserError(f"--ladder-layers {which} is measured on a text: name one by --calibration FILE")
+        raise UserError(f"--ladder-layers {layers} measures the layers on a text: name one by --calibration FILE")
     for name in ("calibration_tokens", "tensor", "ranks"):
         if args[name] is not None and args[name] < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {args[name]}")
@@ -52,7 +52,7 @@ def parse(args: dict, model: ModelConfig) -> Request:
         source=args["source"],
         destination=pathlib.Path(args["destination"]).expanduser().absolute(),
         format=member(Format, "format in --to", args["to"]),
-        model=_with_layers(args, model, None if choose is not None else which, has_layers=which is not None),
+        model=_with_layers(args, model, None if choose is not None else layers, has_layers=layers is not None),
         choose=choose,
         calibration=args["calibration"],
         calibration_tokens=args["calibration_tokens"] or CALIBRATION_TOKENS,
@@ -61,7 +61,7 @@ def parse(args: dict, model: ModelConfig) -> Request:
     )
 
 
-def _with_layers(args: dict, model: ModelConfig, which: str | None, *, has_layers: bool) -> ModelConfig:
+def _with_layers(args: dict, model: ModelConfig, layers: str | None, *, has_layers: bool) -> ModelConfig:
     changes = {}
     if args["dtype"]:
         dtype = member(Dtype, "value for --dtype:", args["dtype"])
@@ -70,20 +70,20 @@ def _with_layers(args: dict, model: ModelConfig, which: str | None, *, has_layer
         kind = args["residual"] or "ladder"
         name = parse_residual(kind)
         if not name.is_ladder:
-            allowed = [one for one in RESIDUALS if parse_residual(one).is_ladder]
+            allowed = [residual for residual in RESIDUALS if parse_residual(residual).is_ladder]
             raise unknown("ladder kind in --residual", kind, [*allowed, "ladder-K"])
         if name.depends_on_ranks and args["ranks"] is None:
-            raise UserError(f"--residual {kind} is another function for every number of ranks: name it by --ranks N")
+            raise UserError(f"--residual {kind} computes another function for each number of ranks: set --ranks N")
         if model.residual not in ("standard", kind):
             raise UserError(f"--ladder-layers converts a standard model; {args['source']!r} is {model.residual}")
-        changes |= {"residual": kind, "ladder_layers": which, "ranks": args["ranks"]}
-    elif given := [name for name in ("residual", "ranks") if args[name] is not None]:
-        raise UserError(f"--{given[0]} needs --ladder-layers: which layers are to be of that kind")
+        changes |= {"residual": kind, "ladder_layers": layers, "ranks": args["ranks"]}
+    elif extra := [name for name in ("residual", "ranks") if args[name] is not None]:
+        raise UserError(f"--{extra[0]} needs --ladder-layers, the layers to convert")
     return dataclasses.replace(model, **changes)
 
 
-def _count(which: str, model: ModelConfig) -> int:
-    word = which.removeprefix(AUTO)
-    if not word.isdecimal() or not 1 <= int(word) <= model.num_layers:
-        raise UserError(f"--ladder-layers {which}: the number must be from 1 to the model's {model.num_layers} layers")
-    return int(word)
+def _count(layers: str, model: ModelConfig) -> int:
+    number = layers.removeprefix(AUTO)
+    if not number.isdecimal() or not 1 <= int(number) <= model.num_layers:
+        raise UserError(f"--ladder-layers {layers}: the number must be from 1 to the model's {model.num_layers} layers")
+    return int(number)

@@ -1,3 +1,3 @@
-"""GGUF in: llama.cpp's files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), by the package `gguf`."""
+"""Read GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), llama.cpp's format."""
 
 from ladder_jax.pretrained.gguf.read import read as read

@@ -1,6 +1,6 @@
-"""A GGUF file: its settings, and its tensors, each read when it is asked for.
+"""A GGUF file: its metadata, and its tensors, which are read lazily.
 
-Tensors are read with plain reads, in blocks of rows: the pages of a mapped file would stay in memory.
+Tensors are read into buffers, in blocks of rows. The file is not mapped: its pages would stay in memory.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from ladder_jax.errors import UserError
 from ladder_jax.pretrained.gguf import head, kinds
 
 PLAIN = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-"""The types whose values are kept as they are. All others become float32, which holds them exactly."""
+"""The types that are kept. All others are quantised, and become float32, which holds their values exactly."""
 
-BLOCK = 1 << 24  # bytes of quantised rows at a time: of 4 bits, 128 MiB in float32
+BLOCK = 1 << 24  # bytes of quantised rows that are read at a time: with 4 bits, 128 MiB in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """shape: rows first, as Hugging Face's matrices are [out, in]; kind: "Q4_1"; offset: in the file, in bytes."""
+    """shape: [out, in], as Hugging Face's matrices. kind: the type, such as "Q4_1". offset, size: in bytes."""
 
     path: str
     name: str
@@ -37,7 +37,7 @@ class Tensor:
         return PLAIN.get(self.kind, np.dtype("float32"))
 
     def read(self) -> np.ndarray:
-        """The values, of that shape and dtype. Raises UserError where the file has changed."""
+        """The values, with this shape and dtype. Raises UserError if the file cannot be read or is cut off."""
         try:
             if self.kind in PLAIN:
                 return self._bytes(0, self.size).view(self.dtype).reshape(self.shape)
@@ -46,10 +46,10 @@ class Tensor:
             raise UserError(f"cannot read {self.name} of {self.path!r}: {error}") from None
 
     def _bytes(self, start: int, size: int) -> np.ndarray:
-        found = np.fromfile(self.path, np.uint8, size, offset=self.offset + start)
-        if len(found) != size:
-            raise ValueError(f"it ends after {self.offset + start + len(found):,} bytes")
-        return found
+        content = np.fromfile(self.path, np.uint8, size, offset=self.offset + start)
+        if len(content) != size:
+            raise ValueError(f"it ends after {self.offset + start + len(content):,} bytes")
+        return content
 
     def _dequantised(self) -> np.ndarray:
         rows = int(np.prod(self.shape[:-1]))
@@ -64,7 +64,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """fields: every setting by its name, as a plain value or list; tensors: by their names."""
+    """fields: the metadata by name, each a plain value or a list. tensors: by name."""
 
     path: str
     fields: Mapping[str, Any]
@@ -72,7 +72,7 @@ class File:
 
 
 def open_file(path: pathlib.Path) -> File:
-    """Reads the head only. Raises UserError for what is no GGUF file, is cut off, or holds types unknown here."""
+    """Reads the header only. Raises UserError if it is not a GGUF file, is cut off, or has unsupported types."""
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
@@ -81,29 +81,29 @@ def open_file(path: pathlib.Path) -> File:
                 )
         gguf = _package()
         head.check(path)
-        found = gguf.GGUFReader(path)
+        reader = gguf.GGUFReader(path)
     except OSError as error:
         raise UserError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
     except UserError:
         raise
-    except Exception as error:  # the reader has no error of its own for files that are cut off or damaged
+    except Exception as error:  # the reader has no error class for damaged files
         raise UserError(f"{str(path)!r} is damaged or incomplete: {_line(error)}") from None
     try:
-        fields = {name: field.contents() for name, field in found.fields.items()}
+        fields = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:
         raise UserError(f"{str(path)!r} is damaged: a setting cannot be read ({_line(error)})") from None
     kinds.check(fields, path=str(path))
-    return File(str(path), fields, {tensor.name: _tensor(path, tensor) for tensor in found.tensors})
+    return File(str(path), fields, {tensor.name: _tensor(path, tensor) for tensor in reader.tensors})
 
 
-def _tensor(path: pathlib.Path, found: Any) -> Tensor:
-    kind, shape = found.tensor_type.name, tuple(int(size) for size in reversed(found.shape))
+def _tensor(path: pathlib.Path, stored: Any) -> Tensor:
+    kind, shape = stored.tensor_type.name, tuple(int(size) for size in reversed(stored.shape))
     if kind not in PLAIN and kind not in _quantised():
         allowed = ", ".join((*PLAIN, *_quantised()))
-        raise UserError(f"{str(path)!r}: {found.name} is of type {kind}, which is not supported (allowed: {allowed})")
+        raise UserError(f"{str(path)!r}: {stored.name} is of type {kind}, which is not supported (allowed: {allowed})")
     if not shape or min(shape) < 1:
-        raise UserError(f"{str(path)!r}: {found.name} has no values, its shape is {shape}")
-    return Tensor(str(path), found.name, kind, shape, int(found.data_offset), int(found.n_bytes))
+        raise UserError(f"{str(path)!r}: {stored.name} has no values, its shape is {shape}")
+    return Tensor(str(path), stored.name, kind, shape, int(stored.data_offset), int(stored.n_bytes))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A GGUF file's settings as a ModelConfig. What a dense Llama cannot express is refused by its name."""
+"""The ModelConfig of a GGUF file. A setting that a dense Llama cannot express is refused by name."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Mistral, SmolLM2 and Llama 1 to 3.2 are "llama"."""
 
 FACTORS = "rope_freqs.weight"
-"""By how much each rotary frequency is divided, where that is not once and the same: Llama 3.1's scaling."""
+"""The tensor of divisors of the rotary frequencies, as in Llama 3.1's scaling."""
 
-# What may stand below the architecture's name beside that which is read here.
+# Settings of the architecture that have no effect here.
 WITHOUT_EFFECT = {"vocab_size", "context_length", "rope.scaling.original_context_length", "tensor_data_layout"}
 WITHOUT_EFFECT |= {"rope.scaling.finetuned", "attention.value_length"}
-# What may stand there with these values only, which change nothing.
+# Settings of the architecture that may only have these values, which have no effect.
 NEUTRAL = {
     "expert_count": (0,),
     "expert_used_count": (0,),
@@ -32,37 +32,37 @@ NEUTRAL = {
 
 
 class Settings:
-    """The settings below the architecture's name; remembers which were asked for."""
+    """The settings of the architecture, such as "llama.block_count". Remembers which were read."""
 
     def __init__(self, file: File):
         self.path, self._fields = file.path, file.fields
         self.architecture = file.fields.get("general.architecture")
         if self.architecture not in ARCHITECTURES:
             raise unknown(f"architecture in {file.path!r}:", self.architecture, ARCHITECTURES)
-        self._asked = {*WITHOUT_EFFECT, *NEUTRAL}
+        self._supported = {*WITHOUT_EFFECT, *NEUTRAL}
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """The setting as an int or float. Raises UserError where it is of another kind, or missing without default."""
-        self._asked.add(name)
+        """The setting as an int or float. Raises UserError if it has another type, or is missing without a default."""
+        self._supported.add(name)
         full = f"{self.architecture}.{name}"
         value = self._fields.get(full, default)
         if value is None:
             raise UserError(f"{self.path!r} does not say {full}")
         if isinstance(value, (list, bool)) or not isinstance(value, (kind, int)):
             raise UserError(f"{self.path!r}: {full} must be one {kind.__name__} for all layers, not {value!r}"[:300])
-        # Written as float32: 1e-05 is meant by 9.999999747378752e-06.
+        # Stored as float32: 9.999999747378752e-06 stands for 1e-05.
         return float(str(np.float32(value))) if kind is float else value
 
     def check_rest(self) -> None:
-        """Raises UserError for a setting that might change what the model computes."""
+        """Raises UserError for a setting that was not read, and might change what the model computes."""
         for full, value in self._fields.items():
             name = full.removeprefix(f"{self.architecture}.")
-            if name != full and (name not in self._asked or value not in NEUTRAL.get(name, (value,))):
+            if name != full and (name not in self._supported or value not in NEUTRAL.get(name, (value,))):
                 raise UserError(f"{self.path!r} sets {full}={value!r}, which is not supported"[:300])
 
 
 def model_of(file: File) -> ModelConfig:
-    """Raises UserError for another architecture, and for settings that are missing, impossible or not supported."""
+    """The configuration. Raises UserError for another architecture, and for missing, wrong or unsupported settings."""
     settings, tensors = Settings(file), file.tensors
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise UserError(f"{file.path!r} has no table token_embd.weight")
@@ -97,34 +97,37 @@ def model_of(file: File) -> ModelConfig:
 
 
 def _biases(file: File) -> Biases:
-    found = {name.split(".")[2] for name in file.tensors if name.startswith("blk.") and name.endswith(".bias")}
-    if not found:
+    names = {name.split(".")[2] for name in file.tensors if name.startswith("blk.") and name.endswith(".bias")}
+    if not names:
         return Biases.NONE
-    if found <= {"attn_q", "attn_k", "attn_v"}:
+    if names <= {"attn_q", "attn_k", "attn_v"}:
         return Biases.QKV
-    return Biases.ATTENTION if all(name.startswith("attn_") for name in found) else Biases.ALL
+    return Biases.ATTENTION if all(name.startswith("attn_") for name in names) else Biases.ALL
 
 
 def _dtype(file: File) -> Dtype:
-    """What it is to be computed in: float32 where all of it is stored so."""
-    whole = all(tensor.kind == "F32" for tensor in file.tensors.values())
-    return Dtype.FLOAT32 if whole else Dtype.BFLOAT16
+    """The compute dtype: float32 if all tensors are stored in float32, else bfloat16."""
+    all_float32 = all(tensor.kind == "F32" for tensor in file.tensors.values())
+    return Dtype.FLOAT32 if all_float32 else Dtype.BFLOAT16
 
 
 def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | None:
-    """The scaling that gives the stored factors. Its other numbers are not stored; all published models use these."""
+    """The scaling that has the stored factors. Its other numbers are not stored: all published models use our defaults.
+
+    None if there are no factors. Raises UserError for another kind of scaling.
+    """
     if FACTORS not in file.tensors:
         return None
     stored = file.tensors[FACTORS].read().astype(np.float64)
-    bare = ModelConfig(rope_theta=theta, head_dim=head_dim)
+    unscaled = ModelConfig(rope_theta=theta, head_dim=head_dim)
     factor = float(stored.max())
     if factor > 1 and stored.shape == (head_dim // 2,):
         scaling = RopeScaling(factor=factor)
-        plain = positions.rotary_frequencies(bare)
-        meant = plain / positions.rotary_frequencies(
+        plain = positions.rotary_frequencies(unscaled)
+        expected = plain / positions.rotary_frequencies(
             ModelConfig(rope_theta=theta, head_dim=head_dim, rope_scaling=scaling)
         )
-        if np.allclose(stored, meant, rtol=1e-5):
+        if np.allclose(stored, expected, rtol=1e-5):
             return scaling
     raise UserError(
         f"{file.path!r}: the factors in {FACTORS} are not those of Llama 3's scaling, the only one supported"

@@ -1,8 +1,8 @@
-"""Which tensor of a GGUF file is which array of ours, and how its values are laid out.
+"""The names of tensors in GGUF files and of our arrays, and the conversion of their layouts.
 
-GGUF's matrices are [out, in], as Hugging Face's; ours [in, out], with heads apart. For "llama", its queries and keys
-stand in the order of interleaved rotary embedding, where dimensions 2i and 2i + 1 are a pair; ours, as Hugging Face's,
-pair i with i + H/2.
+GGUF's matrices are [out, in], as Hugging Face's; ours are [in, out], with heads as separate dimensions. In "llama"
+files, queries and keys have the order of interleaved rotary embedding, which rotates dimensions 2i and 2i + 1 together.
+Ours, and Hugging Face's, rotates dimensions i and i + H/2 together.
 """
 
 import functools
@@ -15,14 +15,14 @@ from ladder_jax.errors import UserError
 from ladder_jax.pretrained import linear
 from ladder_jax.pretrained.gguf.file import File, Tensor
 from ladder_jax.pretrained.gguf.model import FACTORS
-from ladder_jax.pretrained.source import Key, Stored, check_layers, dims, wanted
+from ladder_jax.pretrained.source import Key, Stored, check_layers, dims, expected_shapes
 
-WHOLE = {
+OUTSIDE_LAYERS = {
     "embedding/table": "token_embd.weight",
     "final_norm/scale": "output_norm.weight",
     "head/table": "output.weight",
 }
-OF_A_LAYER = {
+IN_LAYER = {
     "attention_norm/scale": "attn_norm.weight",
     "attention/query": "attn_q.weight",
     "attention/key": "attn_k.weight",
@@ -47,51 +47,51 @@ INTERLEAVED = ("llama",)
 
 
 def arrays(file: File, model: ModelConfig) -> dict[Key, Stored]:
-    """Every array of the model. Raises UserError where a tensor is missing, too many, or of another shape."""
+    """All arrays of the model. Raises UserError if a tensor is missing, extra, or of another shape."""
     check_layers(model, tensors=len(file.tensors), path=file.path)
     letters, used = dims(model), {FACTORS}
     interleaved = file.fields["general.architecture"] in INTERLEAVED
-    found = {}
-    for key, shape in wanted(model).items():
+    stored = {}
+    for key, shape in expected_shapes(model).items():
         name = stored_name(key)
         used.add(name)
         if name not in file.tensors:
-            found[key] = _absent(file, key, shape, name)
+            stored[key] = _zero_bias(file, key, shape, name)
             continue
-        tensor, of = file.tensors[name], letters[key.name]
-        flat = linear.shape(of, shape)
+        tensor, own = file.tensors[name], letters[key.name]
+        flat = linear.shape(own, shape)
         if tensor.shape != flat:
             raise UserError(f"{file.path!r}: {name} is {tensor.shape}, not {flat}")
-        heads = shape[of.index("H") - 1] if interleaved and key.name.removeprefix("layers/") in ROTATED else None
-        found[key] = Stored(shape, tensor.dtype, functools.partial(_read, tensor, of, shape, heads))
+        heads = shape[own.index("H") - 1] if interleaved and key.name.removeprefix("layers/") in ROTATED else None
+        stored[key] = Stored(shape, tensor.dtype, functools.partial(_read, tensor, own, shape, heads))
     for name in file.tensors.keys() - used:
-        raise UserError(f"{file.path!r} holds {name}, for which a dense Llama has no place")
-    return found
+        raise UserError(f"{file.path!r} holds {name}, which a dense Llama does not have")
+    return stored
 
 
 def stored_name(key: Key) -> str:
     """The tensor's name: "blk.3.attn_q.weight"."""
     if key.layer is None:
-        return WHOLE[key.name]
-    return f"blk.{key.layer}.{OF_A_LAYER[key.name.removeprefix('layers/')]}"
+        return OUTSIDE_LAYERS[key.name]
+    return f"blk.{key.layer}.{IN_LAYER[key.name.removeprefix('layers/')]}"
 
 
-def _absent(file: File, key: Key, shape: tuple[int, ...], name: str) -> Stored:
-    """Biases that a file lacks, where it has others, are zero."""
+def _zero_bias(file: File, key: Key, shape: tuple[int, ...], name: str) -> Stored:
+    """Zeros, for a bias that is missing in a file with other biases. Raises UserError for other missing tensors."""
     if not key.name.endswith("_bias"):
         raise UserError(f"{file.path!r} lacks {name}")
     zeros: Callable[[], np.ndarray] = functools.partial(np.zeros, shape, np.float32)
     return Stored(shape, np.dtype("float32"), zeros)
 
 
-def _read(tensor: Tensor, of: str, shape: tuple[int, ...], heads: int | None) -> np.ndarray:
+def _read(tensor: Tensor, letters: str, shape: tuple[int, ...], heads: int | None) -> np.ndarray:
     values = tensor.read()
     if heads is not None:
         values = rotate_half_order(values, heads=heads)
-    return linear.to_ours(values, dims=of, ours=shape)
+    return linear.to_ours(values, dims=letters, ours=shape)
 
 
 def rotate_half_order(values: np.ndarray, *, heads: int) -> np.ndarray:
-    """Rows [heads x H, ...] from the order of interleaved pairs to that of halves."""
+    """Reorder rows [heads x H, ...] from interleaved pairs (2i, 2i + 1) to pairs of halves (i, i + H/2)."""
     rows, rest = values.shape[0], values.shape[1:]
     return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows, *rest)

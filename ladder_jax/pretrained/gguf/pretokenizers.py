@@ -1,7 +1,7 @@
-"""How text is split into words before byte-pair encoding, by the name that GGUF gives the rule (tokenizer.ggml.pre).
+"""The rules that split text into words before byte-pair encoding, by their names in GGUF (tokenizer.ggml.pre).
 
-The patterns are those of the models' own tokenizers; llama.cpp's names for them are in its src/llama-vocab.cpp. Several
-are applied one after another, each to what those before it left whole.
+The patterns are those of the models' original tokenizers; llama.cpp lists their names in src/llama-vocab.cpp. If there
+are several, they are applied in order, each to the words that the previous ones produced.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ from ladder_jax.errors import unknown
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """patterns: regular expressions, whose matches are words, as is what lies between them.
-    whole_words: a word that is a token is that token, whatever the merges say.
-    begins: whether a beginning-of-sequence token is put first, where the file does not say.
+    """patterns: regular expressions. Each match is a word, and so is the text between two matches.
+    whole_words: a word that is itself a token becomes that token, regardless of the merges.
+    begins: whether to add a beginning-of-sequence token, unless the file has a setting for that.
     """
 
     patterns: tuple[str, ...]
@@ -61,7 +61,7 @@ RULES = {
 
 
 def rule(name: str | None, *, path: str) -> Rule:
-    """Files that name none are old, and mean "default". Raises UserError for an unknown name."""
+    """The rule of that name. None means "default", as in old files. Raises UserError for an unknown name."""
     name = "default" if name is None else name
     if name not in RULES:
         raise unknown(f"tokenizer.ggml.pre in {path!r}:", name, RULES)

@@ -1,4 +1,4 @@
-"""A GGUF file as a Source."""
+"""Read a GGUF file as a Source."""
 
 import json
 import pathlib
@@ -12,17 +12,17 @@ from ladder_jax.pretrained.source import Source, check
 
 
 def read(path: pathlib.Path) -> Source:
-    """Its description only: no weights are read yet.
+    """The model at `path`, without reading weights yet.
 
-    Raises UserError for a file that is cut off or damaged, of another architecture, or of which something would have
-    to be left out; and where its tokenizer does not fit its model.
+    Raises UserError if the file is damaged or cut off, the architecture or a setting is not supported, or the tokenizer
+    does not fit the model.
     """
     file = open_file(path)
     if file.fields.get("split.count", 1) > 1:
         raise UserError(f"{str(path)!r} is one of several parts: join them first (llama-gguf-split --merge)")
     try:
         model = model_of(file)
-    except UserError as error:  # the configuration's own words do not name the file
+    except UserError as error:  # ModelConfig's errors do not name the file
         raise (error if str(path) in str(error) else UserError(f"{str(path)!r}: {error}")) from None
     context = file.fields.get(f"{file.fields['general.architecture']}.context_length")
     return check(
@@ -38,9 +38,9 @@ def read(path: pathlib.Path) -> Source:
 
 
 def _generation(file: File) -> dict[str, Any]:
-    """Which tokens begin, end and pad: all that a GGUF file says of it. The end of a turn is an end, too."""
+    """The special tokens, the only generation settings in a GGUF file. An end-of-turn token also ends a text."""
     ids = lambda *names: [file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-    ends = list(dict.fromkeys(found for found in ids("eos", "eot", "eom") if found is not None))
+    ends = list(dict.fromkeys(token for token in ids("eos", "eot", "eom") if token is not None))
     (bos,), (pad,) = ids("bos"), ids("padding")
-    found = {"bos_token_id": bos, "eos_token_id": ends or None, "pad_token_id": pad}
-    return json.loads(json.dumps({name: value for name, value in found.items() if value is not None}))
+    tokens = {"bos_token_id": bos, "eos_token_id": ends or None, "pad_token_id": pad}
+    return json.loads(json.dumps({name: token for name, token in tokens.items() if token is not None}))

@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file, as the files that Hugging Face's libraries read.
+"""Convert the tokenizer in a GGUF file to Hugging Face's files.
 
-Both kinds are byte-pair encodings. "gpt2" has its merges, in GPT-2's alphabet of bytes, and a rule for splitting text
-into words (pretokenizers.py); "llama" is sentencepiece's, which merges the pair whose result has the highest score.
+Both kinds are byte-pair encodings. "gpt2" has a list of merges, in GPT-2's alphabet of bytes, and a rule that splits
+text into words (pretokenizers.py). "llama" is sentencepiece's: it merges the pair whose result has the highest score.
 """
 
 import json
@@ -14,13 +14,13 @@ from ladder_jax.pretrained.gguf.file import File
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MODELS = ("gpt2", "llama")
 SPACE = "\u2581"  # how sentencepiece writes a space
-LONGEST = 512  # characters of a token that is made of others, which takes their square; sentencepiece makes 16
+MAX_CHARACTERS = 512  # of a merged token: time grows with their square; sentencepiece's have at most 16
 
 
 def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja (where there is one), by content.
+    """The contents of tokenizer.json, tokenizer_config.json and, if there is a template, chat_template.jinja, by name.
 
-    Raises UserError where there is no tokenizer, one of another kind, or one with more tokens than `vocab_size`.
+    Raises UserError if there is no tokenizer, one of another kind, or one with more tokens than `vocab_size`.
     """
     get = lambda name, default=None: file.fields.get(f"tokenizer.ggml.{name}", default)
     if get("model") not in MODELS:
@@ -28,7 +28,7 @@ def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
     pieces = get("tokens") or []
     kinds = get("token_type") or [NORMAL] * len(pieces)
     if not pieces or len(set(pieces)) != len(pieces) or len(kinds) != len(pieces):
-        raise UserError(f"{file.path!r}: its tokenizer has no tokens, the same twice, or not the type of each")
+        raise UserError(f"{file.path!r}: its tokenizer has no tokens, repeated tokens, or tokens without a type")
     if len(pieces) > vocab_size:
         raise UserError(f"{file.path!r}: its tokenizer has {len(pieces)} tokens, its model {vocab_size}")
     special = _special(file, pieces)
@@ -45,30 +45,30 @@ def files(file: File, *, vocab_size: int) -> dict[str, bytes]:
         "post_processor": _around(special, begins=begins, ends=get("add_eos_token", False), path=file.path),
     }
     text = json.dumps(described, ensure_ascii=False)
-    _try(text, path=file.path)
+    _check_loads(text, path=file.path)
     config = {name: piece for name, (piece, _) in special.items()}
     config |= {
         "add_bos_token": begins,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
-    found = {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+    texts = {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
     if template := file.fields.get("tokenizer.chat_template"):
-        found["chat_template.jinja"] = template
-    return {name: content.encode() for name, content in found.items()}
+        texts["chat_template.jinja"] = template
+    return {name: content.encode() for name, content in texts.items()}
 
 
 def _special(file: File, pieces: list[str]) -> dict[str, tuple[str, int]]:
-    """{"eos_token": ("</s>", 2), ...}"""
-    found = {}
+    """The special tokens' texts and numbers: {"eos_token": ("</s>", 2), ...}."""
+    special = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = file.fields.get(f"tokenizer.ggml.{theirs}_token_id")
         if index is None:
             continue
         if not 0 <= index < len(pieces):
             raise UserError(f"{file.path!r}: tokenizer.ggml.{theirs}_token_id={index} is none of {len(pieces)} tokens")
-        found[f"{ours}_token"] = (pieces[index], index)
-    return found
+        special[f"{ours}_token"] = (pieces[index], index)
+    return special
 
 
 def _gpt2(file: File, pieces: list[str], kinds: list[int], special: dict) -> dict[str, Any]:
@@ -92,14 +92,14 @@ def _gpt2(file: File, pieces: list[str], kinds: list[int], special: dict) -> dic
 def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> dict[str, Any]:
     scores = file.fields.get("tokenizer.ggml.scores") or []
     if len(scores) != len(pieces):
-        raise UserError(f"{file.path!r}: its tokenizer does not have the score of each token")
+        raise UserError(f"{file.path!r}: its tokenizer does not have one score for each token")
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     first = [{"type": "Prepend", "prepend": SPACE}] if file.fields.get("tokenizer.ggml.add_space_prefix", True) else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if first else []
     mergeable = {piece: score for piece, score, kind in zip(pieces, scores, kinds) if kind in (NORMAL, UNUSED)}
-    if (longest := max(map(len, mergeable), default=0)) > LONGEST:
-        raise UserError(f"{file.path!r}: its tokenizer has a token of {longest} characters (at most {LONGEST})")
+    if (longest := max(map(len, mergeable), default=0)) > MAX_CHARACTERS:
+        raise UserError(f"{file.path!r}: its tokenizer has a token of {longest} characters (at most {MAX_CHARACTERS})")
     unk = special.get("unk_token", (None, 0))[0]
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*first, replace]},
@@ -110,7 +110,7 @@ def _llama(file: File, pieces: list[str], kinds: list[int], special: dict) -> di
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, the best first: as sentencepiece chooses, by the result's score."""
+    """All pairs of tokens whose concatenation is a token, by descending score of the result, as in sentencepiece."""
     pairs = (
         (-score, piece[:cut], piece[cut:])
         for piece, score in scores.items()
@@ -147,12 +147,12 @@ def _added(index: int, piece: str, kind: int) -> dict[str, Any]:
 
 
 def _around(special: dict[str, tuple[str, int]], *, begins: bool, ends: bool, path: str) -> dict[str, Any] | None:
-    """What is put around every text."""
+    """The post-processor that adds the begin and end tokens to each text; None if there are none."""
     names = [*(["bos_token"] if begins else []), "text", *(["eos_token"] if ends else [])]
     if len(names) == 1:
         return None
     if missing := [name for name in names if name != "text" and name not in special]:
-        raise UserError(f"{path!r}: its tokenizer puts a {missing[0]} around a text, and does not say which that is")
+        raise UserError(f"{path!r}: its tokenizer adds a {missing[0]} to each text, but does not define it")
     piece = lambda name, type_id: {"SpecialToken": {"id": special[name][0], "type_id": type_id}}
     sequence = lambda which, type_id: {"Sequence": {"id": which, "type_id": type_id}}
     part = lambda which, type_id: [
@@ -171,7 +171,8 @@ def _around(special: dict[str, tuple[str, int]], *, begins: bool, ends: bool, pa
     }
 
 
-def _try(text: str, *, path: str) -> None:
+def _check_loads(text: str, *, path: str) -> None:
+    """Raises UserError if the library `tokenizers` cannot load `text`."""
     import tokenizers
 
     try:

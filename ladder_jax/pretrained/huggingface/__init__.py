@@ -1,1 +1,1 @@
-"""Hugging Face's format in and out: config.json, safetensors shards, the tokenizer's files."""
+"""Read and write Hugging Face's format: config.json, safetensors shards, the tokenizer's files."""

@@ -1,4 +1,4 @@
-"""From `config.json` to a ModelConfig, or one line with the name of the field that stands in the way."""
+"""Convert `config.json` to a ModelConfig. An error names the field that cannot be represented."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ ROPE_FIELDS = {
     "high_freq_factor": "high_freq_factor",
     "original_context": "original_max_position_embeddings",
 }
-"""RopeScaling's names and theirs."""
+"""RopeScaling's field names, and Hugging Face's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Fields:
-    """A JSON object whose fields are read with a check of their kind; `where` is for messages."""
+    """Reads the fields of a JSON object, and checks their types. where: the file, for messages."""
 
     config: Mapping[str, Any]
     where: str
@@ -39,9 +39,9 @@ class _Fields:
 
 
 def model(config: Mapping[str, Any], *, where: str) -> ModelConfig:
-    """The ModelConfig of a `config.json` of transformers 4 or 5. Raises UserError for what it cannot represent.
+    """The ModelConfig of a `config.json` of transformers 4 or 5. Raises UserError for a field it cannot represent.
 
-    float16 becomes bfloat16 as the compute dtype; stored values are not touched.
+    For float16 the compute dtype is bfloat16; stored values are unchanged.
     """
     family_name = _Fields(config, where)("model_type", str)
     if family_name not in FAMILIES:
@@ -90,17 +90,17 @@ def _ladder(get: _Fields) -> dict[str, Any]:
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling: `rope_theta` and `rope_scaling` of transformers 4, or `rope_parameters` of 5.
+    """RoPE's base and scaling: `rope_theta` and `rope_scaling` of transformers 4, or `rope_parameters` of 5.
 
-    Where both stand, rope_scaling counts, as it does there.
+    If both are present, `rope_scaling` counts, as in transformers.
     """
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(field) or {}
     if not isinstance(parameters, Mapping):
         raise UserError(f"{where}: {field} must be an object, not {parameters!r}")
     get = _Fields({"rope_theta": config.get("rope_theta"), **parameters}, f"{where}: {field}")
-    for name, told in (("partial_rotary_factor", config), (f"{field}.partial_rotary_factor", parameters)):
-        if told.get("partial_rotary_factor") not in (None, 1, 1.0):
+    for name, section in (("partial_rotary_factor", config), (f"{field}.partial_rotary_factor", parameters)):
+        if section.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise UserError(f"{where}: {name} cannot be represented: every dimension of a head is rotated")
     kind = get("rope_type", str, get("type", str, "default"))
     theta = float(get("rope_theta", _NUMBER, 10_000.0))
@@ -123,5 +123,5 @@ def _dtype(config: Mapping[str, Any], where: str) -> Dtype:
 
 
 def context(config: Mapping[str, Any], *, where: str) -> int | None:
-    """The longest sequence that the model was made for."""
+    """The longest sequence that the model was trained for, in tokens; None if the file has no such field."""
     return _Fields(config, where)("max_position_embeddings", int, None)

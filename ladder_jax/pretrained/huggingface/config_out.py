@@ -1,4 +1,4 @@
-"""From a Source to `config.json`: a plain model where transformers has its class, else one with a program of ours."""
+"""Convert a ModelConfig to `config.json`: for a class of transformers if there is one, else for modeling_ladder.py."""
 
 import json
 from typing import Any
@@ -13,9 +13,9 @@ from ladder_jax.pretrained.huggingface.families import FAMILIES, LADDER
 from ladder_jax.pretrained.huggingface.read import TOKENS
 
 MODELING = "modeling_ladder.py"
-"""The program that travels with models that transformers has no class for."""
+"""The program that is exported with models that transformers has no class for."""
 
-_PLAIN = {  # (biases, qk_norm): model_type and what it says of them
+_PLAIN = {  # (biases, qk_norm): model_type, and the fields that express them
     (Biases.NONE, False): ("llama", {"attention_bias": False, "mlp_bias": False}),
     (Biases.ATTENTION, False): ("llama", {"attention_bias": True, "mlp_bias": False}),
     (Biases.ALL, False): ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -26,14 +26,15 @@ _PLAIN = {  # (biases, qk_norm): model_type and what it says of them
 
 
 def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: dict[str, Any]) -> dict[str, Any]:
-    """The contents of `config.json`. `dtype` is that of the values, `context` the longest sequence in tokens.
+    """The contents of `config.json`. dtype: of the stored values. context: the longest sequence, in tokens.
 
-    A standard model is a plain Llama (Qwen2 or Qwen3 with their biases or query and key norms). Any other names its
-    topology, and is computed by modeling_ladder.py. Raises UserError for what is a function of the number of ranks.
+    A standard model becomes a Llama, or with their biases or query and key norms a Qwen2 or Qwen3. For another model,
+    the file names its topology, and modeling_ladder.py computes it. Raises UserError if the model's function depends on
+    the number of ranks.
     """
     model_type, more = _kind(model)
     rope, older = _rope(model), {}
-    if model_type != LADDER:  # for transformers 4, and what else reads its spelling
+    if model_type != LADDER:  # for transformers 4, and programs that read its field names
         older = {"rope_theta": model.rope_theta, "rope_scaling": rope if model.rope_scaling else None}
     return {
         "architectures": [FAMILIES[model_type].architecture],
@@ -71,11 +72,10 @@ def _kind(model: ModelConfig) -> tuple[str, dict[str, Any]]:
         )
     plain = _PLAIN.get((model.biases, model.qk_norm))
     topology, standard = residual.of_model(model), residual.topology("standard", num_layers=model.num_layers)
-    # Transformers' own classes want heads that divide the model's dimension, whatever head_dim says.
+    # Transformers' own classes require that the number of heads divides hidden_size, even if head_dim is set.
     if plain and topology == standard and model.d_model % model.num_heads == 0:
         return plain
-    chosen = model.ladder_layers
-    layers = None if chosen is None else list(layer_indices(chosen, model.num_layers))
+    layers = None if model.ladder_layers is None else list(layer_indices(model.ladder_layers, model.num_layers))
     program = MODELING.removesuffix(".py")
     return LADDER, {
         "auto_map": {

@@ -1,4 +1,4 @@
-"""The families of Hugging Face models that we can represent, and what their `config.json` must not say."""
+"""The families of Hugging Face models that we can represent, and the fields of `config.json` that we cannot."""
 
 import dataclasses
 import types
@@ -10,9 +10,9 @@ from ladder_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """architecture: transformers' class. defaults: what transformers assumes where the file says nothing.
+    """architecture: transformers' class. defaults: transformers' values of fields that are missing in the file.
 
-    qk_norm: whether queries and keys are normalised; qkv_bias: whether their projections always have a bias.
+    qk_norm: whether queries and keys are normalised. qkv_bias: whether the QKV projections always have a bias.
     """
 
     architecture: str
@@ -22,7 +22,7 @@ class Family:
 
 
 LADDER = "ladder_jax"
-"""The `model_type` of our own: see modeling_ladder.py."""
+"""Our own `model_type`: see modeling_ladder.py."""
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
@@ -39,13 +39,13 @@ _COMPRESSED = ("quantization_config", "compression_config")
 
 
 def check_expressible(config: Mapping[str, Any], *, where: str) -> None:
-    """Raises UserError, with the field's name, for what would make the model another function than ours.
+    """Raises UserError for the first field that changes the model's function in a way that we cannot represent.
 
-    Fields that are not known here do not: transformers' classes of these families ignore them, too.
+    Unknown fields are allowed: transformers' classes of these families ignore them too.
     """
 
-    def refuse(field: str, why: str) -> None:
-        raise UserError(f"{where}: {field}={config[field]!r} cannot be represented: {why}")
+    def refuse(field: str, reason: str) -> None:
+        raise UserError(f"{where}: {field}={config[field]!r} cannot be represented: {reason}")
 
     for field in _EXPERTS:
         if config.get(field):
@@ -62,6 +62,6 @@ def check_expressible(config: Mapping[str, Any], *, where: str) -> None:
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         refuse("layer_types", "attention sees all positions in every layer (allowed: 'full_attention')")
     if config.get("auto_map") and config.get("model_type") != LADDER:
-        refuse("auto_map", "the model brings a program of its own, which may compute anything")
+        refuse("auto_map", "the model has its own program, which may compute anything")
     if config.get("is_encoder_decoder"):
         refuse("is_encoder_decoder", "only decoders are supported")

@@ -1,13 +1,13 @@
-"""A Llama-family decoder whose residual topology is that of its configuration (Ladder Residual, arXiv 2501.06589).
+"""A Llama-family decoder with the residual topology of its configuration (Ladder Residual, arXiv 2501.06589).
 
-It travels with a model that ladder_jax wrote, needs torch and transformers 5 only, and is what
-`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` runs. Sublayers h_1, h_2, ... alternate
+ladder_jax copies this file into exported models. It needs only torch and transformers 5, and is run by
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. Sublayers h_1, h_2, ... alternate
 attention and MLP; with x_0 the embedding and d_i the delay of sublayer i,
 
     x_i = x_{i-1} + h_i(x_{max(0, i-1-d_i)})
 
-Delay 0 is the standard Transformer, 1 is ladder, k is ladder-k. On one device nothing is faster for it: this is for
-evaluation, fine-tuning and generation wherever PyTorch models run, with the same numbers.
+Delay 0 is the standard Transformer, 1 is ladder, k is ladder-k. On one device this is not faster. It is for
+evaluation, fine-tuning and generation in PyTorch, with the same results as ladder_jax.
 """
 
 import math
@@ -23,7 +23,7 @@ class LadderConfig(PreTrainedConfig):
     """Llama's fields, and four more.
 
     residual: standard, ladder, ladder-K (delay K), parallel, parallel-shared-norm or parallel-ladder.
-    ladder_layers: the 0-based layers that are of that kind, the rest standard; None for all.
+    ladder_layers: the layers of that kind, counted from 0; the others are standard. None for all.
     biases: none, qkv, attention or all. qk_norm: whether queries and keys are normalised.
     """
 
@@ -73,7 +73,7 @@ class LadderConfig(PreTrainedConfig):
 
 
 def delays(config):
-    """For each layer the delays of its (attention, MLP), and whether both are added at once."""
+    """For each layer: the delays of attention and MLP, and whether their outputs are added together."""
     name, _, number = config.residual.partition("-")
     if name == "ladder" and (number.isdigit() or not number):
         kind = (int(number or 1), int(number or 1), False)
@@ -89,7 +89,7 @@ def delays(config):
 
 
 def frequencies(config):
-    """Radians a position, [H/2], in float64; Llama 3 stretches slow rotations (arXiv 2407.21783)."""
+    """Radians per position, [H/2], in float64. Llama 3 lowers the low frequencies (arXiv 2407.21783)."""
     rope, half = config.rope_parameters, torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu")
     plain = rope["rope_theta"] ** (-half / config.head_dim)
     if rope["rope_type"] == "default":
@@ -103,7 +103,7 @@ def frequencies(config):
 
 
 def rotate(x, cos, sin):
-    """x [B, heads, T, H] turned by its positions' angles [B, 1, T, H/2]: dimension i pairs with i + H/2."""
+    """Rotate x [B, heads, T, H] by its positions' angles [B, 1, T, H/2]: dimension i pairs with i + H/2."""
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
 
@@ -155,12 +155,12 @@ class LadderLayer(nn.Module):
             self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, streams, cos, sin, mask, cache):
-        """`streams`: the residual stream after each sublayer so far, x_0 first. Returns what this layer appends."""
+        """`streams`: the residual stream after each sublayer so far, oldest first. Returns this layer's two streams."""
         read = lambda delay: streams[max(0, len(streams) - 1 - delay)]
         mlp_norm = self.input_layernorm if self.shared_norm else self.post_attention_layernorm
         attended = self.self_attn(self.input_layernorm(read(self.attention_delay)), cos, sin, mask, cache)
         if self.joint:
-            # The MLP's delay counts from its own place, one sublayer on. Nothing reads between the two.
+            # The MLP's delay counts from the MLP, one sublayer after attention, so one is subtracted here.
             both = streams[-1] + (attended + self.mlp(mlp_norm(read(self.mlp_delay - 1))))
             return [both, both]
         streams = [*streams, streams[-1] + attended]
@@ -194,7 +194,7 @@ class LadderModel(LadderPreTrainedModel):
         use_cache=None,
         **kwargs,
     ):
-        """attention_mask [B, S]: 0 where a token is padding, over what the cache holds and these tokens."""
+        """attention_mask [B, S]: 0 for padding, of the cached tokens and these tokens."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None:
@@ -212,7 +212,7 @@ class LadderModel(LadderPreTrainedModel):
         )
 
     def _mask(self, attention_mask, place, length):
-        """[1 or B, 1, T, S]: True where a query sees a key. Padding sees itself, as a softmax over nothing is NaN."""
+        """[1 or B, 1, T, S]: True if a query sees a key. Padding sees itself: an empty softmax would be NaN."""
         keys = torch.arange(length, device=place.device)
         seen = (keys <= place[:, None])[None, None]
         if attention_mask is None:
@@ -243,9 +243,9 @@ class LadderForCausalLM(LadderPreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         **kwargs,
     ):
-        """Logits [B, T, V], of the last `logits_to_keep` positions only where that is not 0; `labels` add a loss."""
+        """Logits [B, T, V]; only of the last `logits_to_keep` positions if that is not 0. `labels` add a loss."""
         if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
-            raise ValueError("this model does not hand out hidden states or attention weights")
+            raise ValueError("this model does not return hidden states or attention weights")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

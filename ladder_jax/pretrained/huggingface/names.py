@@ -1,4 +1,4 @@
-"""Our arrays' names and those of Hugging Face's Llama, Mistral, Qwen2 and Qwen3: one table, read both ways."""
+"""The names of our arrays and of the tensors in Hugging Face's Llama, Mistral, Qwen2 and Qwen3, in one table."""
 
 from ladder_jax.pretrained.source import Key
 
@@ -29,14 +29,14 @@ TABLE = {
     "head/table": "lm_head.weight",
     **{f"layers/{ours}": f"model.layers.{{layer}}.{theirs}" for ours, theirs in _BLOCK.items()},
 }
-"""Rotary positions are in rotate-half form on both sides, so queries and keys need no permutation."""
+"""Both use rotary embedding in rotate-half form, so queries and keys need no permutation."""
 
 
 def theirs(key: Key) -> str:
-    """`Key("layers/mlp/up", 3)` is "model.layers.3.mlp.up_proj.weight"."""
+    """Hugging Face's name: "model.layers.3.mlp.up_proj.weight" for `Key("layers/mlp/up", 3)`."""
     return TABLE[key.name].format(layer=key.layer)
 
 
 def is_derived(name: str) -> bool:
-    """Whether a stored tensor follows from the configuration: old files hold the rotary frequencies."""
+    """Whether a tensor only repeats the configuration: old files contain the rotary frequencies."""
     return name.endswith(".rotary_emb.inv_freq")

@@ -1,4 +1,4 @@
-"""A folder as Hugging Face's libraries write it, as a Source: config.json, safetensors, a tokenizer."""
+"""Read a Hugging Face folder as a Source: config.json, safetensors, a tokenizer."""
 
 import functools
 import json
@@ -18,14 +18,14 @@ from ladder_jax.pretrained.source import Key, Source, Stored
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What config.json says of generation where there is no generation_config.json."""
+"""The generation settings in config.json, for folders without generation_config.json."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
 def read(folder: pathlib.Path) -> Source:
-    """The model in `folder`: its configuration and headers are read and compared, none of its values.
+    """The model in `folder`. Reads and compares its configuration and its files' headers, but no values.
 
-    Raises UserError for what we cannot represent, and for files that are missing, damaged, or of another model.
+    Raises UserError for a model that we cannot represent, and for files that are missing, damaged, or of another model.
     """
     config = read_object(folder / CONFIG)
     model = config_in.model(config, where=str(folder / CONFIG))
@@ -44,34 +44,35 @@ def read(folder: pathlib.Path) -> Source:
 
 
 def read_object(file: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in `file`. Raises UserError if it is missing or holds something else."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{str(file.parent)!r} holds no {file.name}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{str(file)!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{str(file)!r} must hold a JSON object")
-    return found
+    return value
 
 
 def _arrays(folder: pathlib.Path, model: ModelConfig) -> Mapping[Key, Stored]:
-    left = stored(folder)
-    source.check_layers(model, tensors=len(left), path=str(folder))
-    dims, found = source.dims(model), {}
-    _drop_tied_head(left, model)
-    for key, ours in source.wanted(model).items():
+    remaining = stored(folder)
+    source.check_layers(model, tensors=len(remaining), path=str(folder))
+    dims, arrays = source.dims(model), {}
+    _drop_tied_head(remaining, model)
+    for key, ours in source.expected_shapes(model).items():
         name, letters = names.theirs(key), dims[key.name]
-        if name not in left:
+        if name not in remaining:
             raise UserError(f"{str(folder)!r} holds no {name}")
-        tensor, shape = left.pop(name), linear.shape(letters, ours)
+        tensor, shape = remaining.pop(name), linear.shape(letters, ours)
         if tensor.shape != shape:
-            raise UserError(f"{str(tensor.file)!r}: {name} is {tensor.shape}, but {CONFIG} makes it {shape}")
-        found[key] = Stored(ours, tensor.dtype, functools.partial(_read, tensor, letters, ours))
-    if foreign := sorted(name for name in left if not names.is_derived(name)):
-        more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
-        raise UserError(f"{str(folder)!r} holds {foreign[0]}{more}, for which its {CONFIG} has no place")
-    return found
+            raise UserError(f"{str(tensor.file)!r}: {name} is {tensor.shape}, but {shape} by its {CONFIG}")
+        arrays[key] = Stored(ours, tensor.dtype, functools.partial(_read, tensor, letters, ours))
+    if extra := sorted(name for name in remaining if not names.is_derived(name)):
+        more = f" and {len(extra) - 1} more" if extra[1:] else ""
+        raise UserError(f"{str(folder)!r} holds {extra[0]}{more}, not in the model of its {CONFIG}")
+    return arrays
 
 
 def _read(tensor: Tensor, dims: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -79,7 +80,7 @@ def _read(tensor: Tensor, dims: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def stored(folder: pathlib.Path) -> dict[str, Tensor]:
-    """All tensors by their names there: of the index's files, or of the only one."""
+    """All tensors by Hugging Face's names, from the files in the index, or from the single file."""
     if not (folder / INDEX).is_file():
         if not (folder / WEIGHTS).is_file():
             raise UserError(_no_weights(folder))
@@ -87,7 +88,7 @@ def stored(folder: pathlib.Path) -> dict[str, Tensor]:
     listed = read_object(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise UserError(f"{str(folder / INDEX)!r} has no weight_map")
-    found = {}
+    all_tensors = {}
     for name in sorted(set(listed.values())):
         if pathlib.PurePath(name).name != name:
             raise UserError(f"{str(folder / INDEX)!r} names a file outside its folder: {name!r}")
@@ -95,9 +96,9 @@ def stored(folder: pathlib.Path) -> dict[str, Tensor]:
         expected = {tensor for tensor, file in listed.items() if file == name}
         for tensor in sorted(expected ^ shard.keys()):
             verb = "lacks" if tensor in expected else "holds"
-            raise UserError(f"{str(folder / name)!r} {verb} {tensor}, unlike {INDEX} says")
-        found |= shard
-    return found
+            raise UserError(f"{str(folder / name)!r} {verb} {tensor}, which contradicts {INDEX}")
+        all_tensors |= shard
+    return all_tensors
 
 
 def _no_weights(folder: pathlib.Path) -> str:
@@ -109,11 +110,11 @@ def _no_weights(folder: pathlib.Path) -> str:
     return f"{str(folder)!r} holds no {WEIGHTS} and no {INDEX}"
 
 
-def _drop_tied_head(left: dict[str, Tensor], model: ModelConfig) -> None:
-    """Tied, some files hold the table twice."""
-    head, table = names.TABLE["head/table"], left.get(names.TABLE["embedding/table"])
-    if not model.tie_embeddings or head not in left or table is None:
+def _drop_tied_head(remaining: dict[str, Tensor], model: ModelConfig) -> None:
+    """Remove the head of a model with tied embeddings: some files contain the table twice."""
+    head, table = names.TABLE["head/table"], remaining.get(names.TABLE["embedding/table"])
+    if not model.tie_embeddings or head not in remaining or table is None:
         return
-    tensor = left.pop(head)
+    tensor = remaining.pop(head)
     if not tensors.same(tensor.read(), table.read()):
         raise UserError(f"{str(tensor.file)!r}: {head} differs from the embedding, though tie_word_embeddings is true")

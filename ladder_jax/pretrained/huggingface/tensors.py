@@ -1,6 +1,7 @@
-"""Safetensors files (https://huggingface.co/docs/safetensors): read without loading, written one array at a time.
+"""Safetensors files (https://huggingface.co/docs/safetensors): mapped for reading, written one array at a time.
 
-The `safetensors` library checks a file; it would read and write whole shards, so the bytes are mapped and written here.
+The `safetensors` library only checks a file's header. It would read and write whole shards at once, so this module maps
+and writes the values itself.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ _BLOCK = 2**24  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file; `read` maps it: nothing is loaded but what is looked at."""
+    """A tensor in a file. `read` maps it: only the pages that are used are loaded."""
 
     file: pathlib.Path
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A tensor that is to be written."""
+    """A tensor to write. values: returns its array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -53,51 +54,52 @@ class Pending:
 
 
 def tensors(file: pathlib.Path) -> dict[str, Tensor]:
-    """The tensors of a file by name. Raises UserError where it is missing, truncated, damaged, or not of floats."""
+    """The tensors in a file by name. Raises UserError if the file is missing or damaged, or a dtype is unsupported."""
     library = _library()
     try:
         with library.safe_open(file, framework="numpy"):  # compares the header with the file's length
             pass
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
+        with open(file, "rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(length))
     except FileNotFoundError:
         raise UserError(f"there is no file {str(file)!r}") from None
     except (library.SafetensorError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{str(file)!r} is not a whole safetensors file: {_line(error)}") from None
     header.pop("__metadata__", None)
-    found = {}
-    for name, told in header.items():
-        if told["dtype"] not in DTYPES:
+    by_name = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
             raise UserError(
-                f"{str(file)!r}: {name} is stored as {told['dtype']} (allowed: {', '.join(DTYPES)};"
+                f"{str(file)!r}: {name} is stored as {entry['dtype']} (allowed: {', '.join(DTYPES)};"
                 " quantized weights have to be dequantized first)"
             )
-        found[name] = Tensor(file, tuple(told["shape"]), DTYPES[told["dtype"]], 8 + length + told["data_offsets"][0])
-    return found
+        offset = 8 + length + entry["data_offsets"][0]
+        by_name[name] = Tensor(file, tuple(entry["shape"]), DTYPES[entry["dtype"]], offset)
+    return by_name
 
 
 def write(file: pathlib.Path, pending: Mapping[str, Pending]) -> Iterator[str]:
-    """Write the tensors in their order; yields each name once its values are in the file."""
+    """Write the tensors in order. Yields each name after its values are written."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in pending.items():
         extent = [offset, offset := offset + tensor.nbytes]
         header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": extent}
-    described = json.dumps(header, separators=(",", ":")).encode()
-    described += b" " * (-len(described) % 8)  # values begin at a multiple of 8
-    with open(file, "wb") as opened:
-        opened.write(len(described).to_bytes(8, "little") + described)
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # values begin at a multiple of 8
+    with open(file, "wb") as content:
+        content.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, tensor in pending.items():
             values = np.ascontiguousarray(tensor.values(), tensor.dtype)
             if values.shape != tensor.shape:
                 raise ValueError(f"{name} is {values.shape}, not {tensor.shape}")
-            opened.write(values.reshape(-1).view(np.uint8).data)
+            content.write(values.reshape(-1).view(np.uint8).data)
             yield name
 
 
 def shards(pending: Mapping[str, Pending], *, limit: int) -> Iterator[dict[str, Pending]]:
-    """In order, as many together as stay within `limit` bytes, and at least one."""
+    """Split the tensors, in order, into shards of at most `limit` bytes, but at least one tensor."""
     shard, size = {}, 0
     for name, tensor in pending.items():
         if shard and size + tensor.nbytes > limit:
@@ -108,7 +110,7 @@ def shards(pending: Mapping[str, Pending], *, limit: int) -> Iterator[dict[str, 
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether shape, dtype and every bit agree; compared in blocks, as comparing takes memory."""
+    """Whether shape, dtype and every bit are equal. Compares in blocks, to save memory."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
@@ -116,9 +118,10 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def check_dtypes(dtypes: Iterable[np.dtype]) -> None:
+    """Raises UserError for a dtype that we do not write."""
     for dtype in dtypes:
         if dtype not in DTYPES.values():
-            raise UserError(f"safetensors are written of {', '.join(map(str, DTYPES.values()))}, not of {dtype}")
+            raise UserError(f"cannot write safetensors of {dtype} (allowed: {', '.join(map(str, DTYPES.values()))})")
 
 
 def _library():

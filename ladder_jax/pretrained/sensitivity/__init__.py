@@ -1,4 +1,4 @@
-"""Which layers mind being ladder layers: measured one at a time, and together, on a text."""
+"""The sensitivity of layers: the loss on a text with layers converted to ladder layers, singly and together."""
 
 from ladder_jax.pretrained.sensitivity.calibration import rows_of as rows_of
 from ladder_jax.pretrained.sensitivity.measure import Search as Search

@@ -1,4 +1,4 @@
-"""The loss of every layer converted alone, and the layers to convert: by rank, and greedily."""
+"""Measure the loss with each layer converted alone, and choose the layers to convert: by that loss, or greedily."""
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
@@ -11,41 +11,41 @@ from ladder_jax import nn
 from ladder_jax.pretrained.sensitivity.programs import delays_of, programs
 from ladder_jax.pretrained.sensitivity.result import Result, Subset
 
-ROWS = 4  # of the text in one program, at most
+ROWS = 4  # rows per batch, at most
 
 
 class Search(enum.Enum):
-    """How the layers are chosen. Greedily takes about as many times longer as there are layers to choose."""
+    """How to choose the layers. To choose N layers, GREEDY takes about N times as long as RANKED."""
 
-    RANKED = "ranked"  # those that cost least alone
-    GREEDY = "greedy"  # one by one, the one that costs least beside those before it
+    RANKED = "ranked"  # the layers that cost least when converted alone
+    GREEDY = "greedy"  # one layer after another: the one that costs least together with those already chosen
 
 
 class Probe:
-    """The loss of `definition`'s model with any of its layers converted, the rest standard.
+    """Computes the loss of `definition`'s model with any subset of its layers converted.
 
-    rows: tokens [n, T + 1] of the calibration text; measured: called once a loss.
+    rows: tokens [n, T + 1] of the calibration text. on_loss: called after each loss.
     """
 
-    def __init__(self, definition: nn.ModelDef, params: nn.Params, rows: np.ndarray, *, measured: Callable[[], None]):
+    def __init__(self, definition: nn.ModelDef, params: nn.Params, rows: np.ndarray, *, on_loss: Callable[[], None]):
         self._definition, self.num_layers = definition, definition.config.num_layers
         self._delays = np.array(delays_of(definition.config), np.int32)
-        self._programs, self._params, self._measured = programs(definition), params, measured
+        self._programs, self._params, self._on_loss = programs(definition), params, on_loss
         place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
         self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in np.split(rows, _batches(rows))]
         self._predicted = rows[:, 1:].size
 
     def loss(self, chosen: Iterable[int]) -> float:
-        """Mean nats a token with the layers `chosen`."""
+        """The mean loss with the layers `chosen` converted, in nats per token."""
         total = 0.0
         for tokens, targets in self._batches:
             streams = self._advance(self._programs.begin(self._params, tokens), chosen, 0, self.num_layers)
             total += float(self._programs.loss(self._params, streams, targets))
-        self._measured()
+        self._on_loss()
         return total / self._predicted
 
     def losses_with(self, chosen: Iterable[int], *, also: Sequence[int]) -> dict[int, float]:
-        """Mean nats a token with the layers `chosen` and one more, for every layer of `also`."""
+        """For each layer of `also`: the mean loss with it and the layers `chosen` converted, in nats per token."""
         totals = dict.fromkeys(also, 0.0)
         for tokens, targets in self._batches:
             before, at = self._programs.begin(self._params, tokens), 0
@@ -53,7 +53,7 @@ class Probe:
                 before, at = self._advance(before, chosen, at, layer), layer
                 streams = self._advance(before, {*chosen, layer}, layer, self.num_layers)
                 totals[layer] += float(self._programs.loss(self._params, streams, targets))
-                self._measured()
+                self._on_loss()
         return {layer: total / self._predicted for layer, total in totals.items()}
 
     def _advance(self, streams, chosen: Iterable[int], start: int, stop: int):
@@ -65,7 +65,7 @@ class Probe:
 
 
 def count(rows: np.ndarray, *, num_layers: int, choose: int, search: Search) -> int:
-    """How many losses `measure` computes."""
+    """The number of losses that `measure` computes."""
     greedy = sum(num_layers - done for done in range(1, choose)) if search is Search.GREEDY else 0
     return 3 + _batches(rows) * (num_layers + greedy)
 
@@ -77,14 +77,14 @@ def measure(
     *,
     choose: int,
     search: Search = Search.GREEDY,
-    measured: Callable[[], None] = lambda: None,
+    on_loss: Callable[[], None] = lambda: None,
 ) -> Result:
-    """The sensitivity curve of a model, and `choose` of its layers, by rank and (if asked) greedily.
+    """The sensitivity curve of a model, and the choices of `choose` of its layers.
 
-    definition: of the ladder kind in question, all its layers; params: on its mesh; rows: tokens [n, T + 1];
-    measured: called after each of the `count` losses.
+    definition: with all layers of the ladder kind. params: on the definition's mesh. rows: tokens [n, T + 1].
+    search: GREEDY adds the greedy choice to the others. on_loss: called after each of the `count` losses.
     """
-    probe = Probe(definition, params, rows, measured=measured)
+    probe = Probe(definition, params, rows, on_loss=on_loss)
     layers = range(probe.num_layers)
     standard = probe.loss(())
     alone = probe.losses_with((), also=layers)
@@ -106,7 +106,7 @@ def measure(
 
 
 def _greedy(probe: Probe, alone: dict[int, float], *, choose: int, standard: float) -> Subset:
-    """In the order in which the layers were taken."""
+    """The greedy choice, with its layers in the order in which they were chosen."""
     chosen: list[int] = []
     losses, best = alone, standard
     while len(chosen) < choose:
@@ -118,5 +118,5 @@ def _greedy(probe: Probe, alone: dict[int, float], *, choose: int, standard: flo
 
 
 def _batches(rows: np.ndarray) -> int:
-    """How many programs of equal shape the rows are computed in."""
+    """The number of batches of equal size into which the rows are split."""
     return len(rows) // next(size for size in range(min(ROWS, len(rows)), 0, -1) if len(rows) % size == 0)

@@ -1,8 +1,8 @@
-"""A model whose ladder layers are chosen at run time: one compilation for all subsets of its layers.
+"""A model whose ladder layers are chosen at run time: one compilation serves all subsets of its layers.
 
-Every delayed topology reads a stream of some sublayers ago (see residual/). So the last few streams are kept, and
-each sublayer's delay, zero in a standard layer, says which of them it reads. Layers are computed from any layer to any
-other: subsets that begin alike share what comes before their first difference.
+In a delayed topology, a sublayer reads the residual stream of some sublayers ago (see residual/). So the last few
+streams are kept, and each sublayer's delay (0 in a standard layer) selects one of them. A program computes any range of
+layers: subsets that agree in their first layers share the result of those.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from ladder_jax.parallel import all_reduce, on_mesh, over_ranks, pvary
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Streams:
-    """Between two sublayers: x_i, x_{i-1}, ..., each [B, T, D], of which those before x_0 are x_0; and each rank's
-    own newest output, [B, T, D], which a fresh ladder reads.
+    """The state between two sublayers. newest_first: x_i, x_{i-1}, ..., each [B, T, D]; x_0 replaces any before x_0.
+
+    partial: the rank's own newest partial sum [B, T, D], which ladder-fresh reads.
     """
 
     newest_first: tuple[jax.Array, ...]
@@ -31,18 +32,18 @@ class Streams:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
-    """A step that reads the stream of `delay` sublayers ago; `delay` is an int32 scalar of the running program."""
+class DelayedStep:
+    """A step that reads the stream of `delay` sublayers ago. delay: a traced int32 scalar."""
 
     sublayers: tuple[int, ...]
     delay: jax.Array
     fresh: bool
 
     def __call__(self, state: Streams, sublayers: Sequence[residual.Sublayer], *, axes: tuple[str, ...], **_):
-        entered = pvary(lax.select_n(self.delay, *state.newest_first), axes)
+        x = pvary(lax.select_n(self.delay, *state.newest_first), axes)
         if self.fresh:
-            entered = residual.add(entered, (jnp.where(self.delay > 0, state.partial, 0),))
-        partial = residual.compute(entered, self.sublayers, sublayers, axes=axes)
+            x = residual.add(x, (jnp.where(self.delay > 0, state.partial, 0),))
+        partial = residual.compute(x, self.sublayers, sublayers, axes=axes)
         newest = residual.add(state.newest_first[0], (all_reduce(partial, axes),))
         return Streams((newest, *state.newest_first[:-1]), partial)
 
@@ -50,8 +51,8 @@ class Chosen:
 @dataclasses.dataclass(frozen=True)
 class Programs:
     """begin(params, tokens [B, T]) -> Streams before the first layer
-    advance(params, streams, delays [L, 2], start, stop) -> Streams, after the layers from `start` to before `stop`
-    loss(params, streams, targets [B, T]) -> the summed loss in nats, of Streams after the last layer
+    advance(params, streams, delays [L, 2], start, stop) -> Streams after the layers `start` to `stop` - 1
+    loss(params, streams, targets [B, T]) -> the summed loss in nats, from the Streams after the last layer
     """
 
     begin: Callable
@@ -60,13 +61,13 @@ class Programs:
 
 
 def delays_of(config: ModelConfig) -> tuple[int, int]:
-    """Those of a ladder layer's attention and MLP, in sublayers, of the kind that `config.residual` names."""
+    """The delays of attention and MLP in a ladder layer of the kind `config.residual`, in sublayers."""
     return residual.topology(config.residual, num_layers=1).delays
 
 
 @functools.cache
 def programs(definition: nn.ModelDef) -> Programs:
-    """For a ladder kind of model, on any mesh whose only axis is tensor."""
+    """The compiled programs of a ladder model, on a mesh whose only axis is tensor."""
     config, axes, layout = definition.config, definition.layout.tensor, definition.layout
     dtype, fresh = jnp.dtype(config.dtype.value), residual.of_model(config).fresh[0]
     depth = 1 + max(delays_of(config))
@@ -82,7 +83,7 @@ def programs(definition: nn.ModelDef) -> Programs:
 
         def layer(index, streams):
             params_of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), params)
-            steps = tuple(Chosen((which,), delays[index, which], fresh) for which in (0, 1))
+            steps = tuple(DelayedStep((which,), delays[index, which], fresh) for which in (0, 1))
             return definition.bind("layers", params_of_layer).advance(streams, None, steps=steps, context=context)[0]
 
         return lax.fori_loop(start, stop, layer, streams)
@@ -92,7 +93,7 @@ def programs(definition: nn.ModelDef) -> Programs:
         x = definition.bind("final_norm", params["final_norm"])(x, dtype=dtype)
         return all_reduce(nn.loss_sum(definition, params, x, targets), layout.batch)
 
-    # A rank's own output is stored as if it were one dimension that tensor parallelism splits.
+    # Each rank has its own partial sum. It is declared as one array whose last dimension is split over the ranks.
     streams = Streams(("BTD",) * depth, "BTF")
 
     def compiled(local, in_dims, out_dims):

@@ -1,4 +1,4 @@
-"""What was measured of a model's layers."""
+"""The result of measuring the sensitivity of a model's layers."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Subset:
-    """layers: converted together, 0-based, in the order in which they were taken; loss: then, in nats a token."""
+    """layers: the converted layers, from 0, in the order of their choice. loss: with these, in nats per token."""
 
     layers: tuple[int, ...]
     loss: float
@@ -14,11 +14,11 @@ class Subset:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Losses are means over the calibration text, in nats a token, without any retraining.
+    """Losses are means over the calibration text, in nats per token, without any retraining.
 
-    residual, ranks: of the converted layers; tokens: predicted, in sequences of `sequence`; loss: of the standard
-    model; alone: of each layer converted alone; last: the paper's choice, the last layers; ranked: those that cost
-    least alone; greedy: one by one, or None.
+    residual, ranks: of the converted layers. tokens: the number of predicted tokens. sequence: their sequences' length.
+    loss: of the standard model. alone: with each layer converted alone. last: with the last layers converted, the
+    paper's choice. ranked: with the layers that cost least alone. greedy: with the greedy choice, or None.
     """
 
     residual: str
@@ -33,23 +33,23 @@ class Result:
 
     @property
     def subsets(self) -> dict[str, Subset]:
-        """Every choice of layers, by how it was made."""
-        found = {"last": self.last, "ranked": self.ranked, "greedy": self.greedy}
-        return {name: subset for name, subset in found.items() if subset is not None}
+        """The choices of layers, by the method of choice."""
+        subsets = {"last": self.last, "ranked": self.ranked, "greedy": self.greedy}
+        return {name: subset for name, subset in subsets.items() if subset is not None}
 
     @property
     def chosen(self) -> str:
-        """The best of them, as measured together. Of equals, the simplest."""
+        """The method whose subset has the lowest loss; if equal, the simplest method."""
         return min(self.subsets, key=lambda name: self.subsets[name].loss)
 
     @property
     def ladder_layers(self) -> str:
-        """The choice, as `model.ladder_layers` is written."""
+        """The chosen layers, in the syntax of `model.ladder_layers`."""
         return "".join(f"{layer}," for layer in sorted(self.subsets[self.chosen].layers)) or "0"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. A cost is a loss minus that of the standard model."""
-        told = lambda subset: {
+        """For JSON. A cost is a loss minus the standard model's loss."""
+        described = lambda subset: {
             "layers": sorted(subset.layers),
             "order": list(subset.layers),
             "loss": subset.loss,
@@ -57,5 +57,5 @@ class Result:
         }
         curve = [{"layer": n, "loss": loss, "cost": loss - self.loss} for n, loss in enumerate(self.alone)]
         about = {name: getattr(self, name) for name in ("residual", "ranks", "tokens", "sequence", "loss")}
-        subsets = {name: told(subset) for name, subset in self.subsets.items()}
+        subsets = {name: described(subset) for name, subset in self.subsets.items()}
         return {**about, "curve": curve, **subsets, "chosen": self.chosen}

@@ -1,14 +1,14 @@
-"""A measurement of layers for people: the curve, and what each choice of layers costs."""
+"""Print the sensitivity curve, and the cost of each choice of layers, as tables."""
 
 from ladder_jax import terminal
 from ladder_jax.pretrained.sensitivity.result import Result
 
-BAR = 40  # characters of the longest
+BAR = 40  # characters of the longest bar
 NAMES = {"last": "the last", "ranked": "least sensitive", "greedy": "greedily"}
 
 
 def show(result: Result) -> None:
-    """Print it as tables on standard output."""
+    """Print `result` on standard output."""
     from rich.table import Table
 
     head = (
