@@ -106,7 +106,10 @@ def executed_lines(tests, free, file: pathlib.Path, jobs: int, progress: Progres
 
 
 def run(chosen, executed, free, file: pathlib.Path, jobs: int, progress: Progress) -> dict[Mutant, dict]:
-    """What became of each mutant; one line of JSON each, and those that are in the file are not run again."""
+    """What became of each mutant, a line of JSON each.
+
+    One that is in the file is not run again, but for a survivor whose tests, or the package, have changed.
+    """
     done = {}
     if file.exists():
         done = {row["key"]: row for row in map(json.loads, file.read_text().splitlines())}
@@ -117,8 +120,8 @@ def run(chosen, executed, free, file: pathlib.Path, jobs: int, progress: Progres
         source = (ROOT / mutant.file).read_text(encoding="utf-8")
         tests = [t for t in executed if any(f"{mutant.file}:{line}" in lines[t] for line in mutant.lines)]
         tests.sort(key=lambda test: executed[test]["seconds"])
-        name = key(mutant.of(source), mutant.file, *tests)
-        if name not in done:
+        name, given = key(mutant.of(source), mutant.file), key(*sorted(executed[test]["key"] for test in tests))
+        if name not in done or (done[name]["survived"] and done[name]["given"] != given):
             scratch = free.get()
             try:
                 with scratch.with_source(mutant.file, mutant.of(source)):
@@ -130,7 +133,7 @@ def run(chosen, executed, free, file: pathlib.Path, jobs: int, progress: Progres
             by = "time" if outcome and outcome.status is None else killer(outcome.said) if outcome else None
             seconds = round(outcome.seconds, 1) if outcome else 0.0
             done[name] = dict(
-                key=name, file=mutant.file, line=mutant.lines[0], text=mutant.text, survived=survived,
+                key=name, given=given, file=mutant.file, line=mutant.lines[0], text=mutant.text, survived=survived,
                 by=None if survived else by, tests=len(tests), seconds=seconds,
             )  # fmt: skip
             with file.open("a", encoding="utf-8") as lines_file:
