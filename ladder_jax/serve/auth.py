@@ -24,11 +24,11 @@ def authorised(app: ASGIApp, *, key: str | None) -> ASGIApp:
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in PUBLIC:
-            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            scheme, _, sent = Headers(scope=scope).get("authorization", "").partition(" ")
             # In constant time: the duration must not reveal how many characters of a key are right.
-            right = hmac.compare_digest(given.strip().encode(), key.encode())
+            right = hmac.compare_digest(sent.strip().encode(), key.encode())
             if scheme.lower() != "bearer" or not right:
-                message = "wrong API key" if given else "this server wants an API key: Authorization: Bearer KEY"
+                message = "wrong API key" if sent else "this server requires an API key: Authorization: Bearer KEY"
                 refusal = Refusal(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
                 return await refusal.response()(scope, receive, send)
         await app(scope, receive, send)

@@ -58,12 +58,12 @@ def arrays(file: File, model: ModelConfig) -> dict[Key, Stored]:
         if name not in file.tensors:
             stored[key] = _zero_bias(file, key, shape, name)
             continue
-        tensor, own = file.tensors[name], letters[key.name]
-        flat = linear.shape(own, shape)
+        tensor, axes = file.tensors[name], letters[key.name]
+        flat = linear.shape(axes, shape)
         if tensor.shape != flat:
             raise UserError(f"{file.path!r}: {name} is {tensor.shape}, not {flat}")
-        heads = shape[own.index("H") - 1] if interleaved and key.name.removeprefix("layers/") in ROTATED else None
-        stored[key] = Stored(shape, tensor.dtype, functools.partial(_read, tensor, own, shape, heads))
+        heads = shape[axes.index("H") - 1] if interleaved and key.name.removeprefix("layers/") in ROTATED else None
+        stored[key] = Stored(shape, tensor.dtype, functools.partial(_read, tensor, axes, shape, heads))
     for name in file.tensors.keys() - used:
         raise UserError(f"{file.path!r} holds {name}, which a dense Llama does not have")
     return stored

@@ -154,9 +154,9 @@ def _around(special: dict[str, tuple[str, int]], *, begins: bool, ends: bool, pa
     if missing := [name for name in names if name != "text" and name not in special]:
         raise UserError(f"{path!r}: its tokenizer adds a {missing[0]} to each text, but does not define it")
     piece = lambda name, type_id: {"SpecialToken": {"id": special[name][0], "type_id": type_id}}
-    sequence = lambda which, type_id: {"Sequence": {"id": which, "type_id": type_id}}
-    part = lambda which, type_id: [
-        sequence(which, type_id) if name == "text" else piece(name, type_id) for name in names
+    sequence = lambda label, type_id: {"Sequence": {"id": label, "type_id": type_id}}
+    part = lambda label, type_id: [
+        sequence(label, type_id) if name == "text" else piece(name, type_id) for name in names
     ]
     tokens = {
         special[name][0]: {"id": special[name][0], "ids": [special[name][1]], "tokens": [special[name][0]]}

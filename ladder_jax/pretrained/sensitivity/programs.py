@@ -83,7 +83,7 @@ def programs(definition: nn.ModelDef) -> Programs:
 
         def layer(index, streams):
             params_of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), params)
-            steps = tuple(DelayedStep((which,), delays[index, which], fresh) for which in (0, 1))
+            steps = tuple(DelayedStep((sublayer,), delays[index, sublayer], fresh) for sublayer in (0, 1))
             return definition.bind("layers", params_of_layer).advance(streams, None, steps=steps, context=context)[0]
 
         return lax.fori_loop(start, stop, layer, streams)
