@@ -5,7 +5,7 @@ at most 2^-8 of a number away. A computation in bfloat16 rounds at the places th
 matrix and each row that is looked up, each matmul's and each elementwise operation's output, each sum in the residual
 stream, each payload of an all-reduce (a rank's partial, and the sum); and at the same places backward, where gradients
 are what is rounded. Everything else is float32 (u = 2^-24), above all the sums: over D, F or H in a matmul, over keys
-in attention, and over all positions in a parameter's gradient. What they add, sqrt(4,096) 2^-24 = 2^-18 of their
+in attention, and over all positions in a parameter's gradient. What they add, sqrt(16,384) 2^-24 = 2^-17 of their
 terms' size, is below a hundredth of one rounding in bfloat16, and left out.
 
 To first order, the error of a gradient is the sum over those places of (its derivative by the value there) x (the

@@ -18,7 +18,8 @@ from ladder_jax.retrain import ADAPTERS, Retraining
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, rounding
 
-ROWS, LENGTH, COMMON = 64, 64, 7  # 4,096 positions, in rows so short that attention costs little
+LENGTH, COMMON = 64, 7  # rows so short that attention costs little
+ROWS, FEWER = 256, 64  # 16,384 positions, and 4,096 where `make test` has another case of 16,384
 LORA = LoraConfig(rank=6, alpha=16.0)  # 8 / 3 is no bfloat16
 SMALL = dict(num_layers=2, num_heads=4, num_kv_heads=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
 MODELS = {
@@ -34,12 +35,19 @@ CASES = {
     "fsdp x tensor": ("all", dict(fsdp=2, tensor=4), {}, 2, 4),
     "accumulate": ("tied", {}, dict(accumulate=4), 4, 1),
     "lora": ("lora", dict(fsdp=2, tensor=4), {}, 2, 4),
+    "fsdp x tensor, tied": ("tied", dict(fsdp=2, tensor=4), {}, 2, 4),
 }
+WHOLE, SMALLER = ["data x tensor"], [case for case in CASES if case not in ("data x tensor", "fsdp x tensor, tied")]
+SIZED = [
+    *((case, ROWS) for case in WHOLE),
+    *((case, FEWER) for case in SMALLER),
+    *(pytest.param(case, ROWS, marks=pytest.mark.full) for case in CASES if case not in WHOLE),
+]
 
 
-def batch() -> np.ndarray:
+def batch(rows: int) -> np.ndarray:
     rng = np.random.default_rng(3)
-    tokens = rng.integers(0, 251, (ROWS, LENGTH + 1)).astype(np.int32)
+    tokens = rng.integers(0, 251, (rows, LENGTH + 1)).astype(np.int32)
     return np.where(rng.random(tokens.shape) < 0.4, COMMON, tokens).astype(np.int32)
 
 
@@ -58,30 +66,30 @@ def values(plan: Retraining):
     return {ADAPTERS: jax.tree.map(draw, plan.abstract[ADAPTERS])}, {"model": params}
 
 
-def found(plan: Retraining, settings: dict):
+def found(plan: Retraining, settings: dict, rows: int):
     """The package's gradients."""
     trained, fixed = values(plan)
     place = lambda tree, like: jax.device_put(tree, jax.tree.map(lambda a: a.sharding, like))
     fixed = {"model": place(fixed["model"], plan.definition.abstract)} if plan.lora.rank else fixed
     compute = jax.jit(task_gradients(plan, config=TrainConfig(**settings)))
-    return jax.tree.map(np.asarray, compute(place(trained, plan.abstract), fixed, batch(), {})[1])
+    return jax.tree.map(np.asarray, compute(place(trained, plan.abstract), fixed, batch(rows), {})[1])
 
 
 @functools.cache
-def expected(model: str, parts: int, ranks: int):
+def expected(model: str, parts: int, ranks: int, rows: int):
     """(the exact gradient, samples with rounding) of what trains."""
     plan = plan_of(model, dict(tensor=ranks))
     shape = cases.shape("ladder", plan.definition.config, ranks=1)
     shape = dataclasses.replace(shape, ranks=ranks, lora=plan.lora.scale if plan.lora.rank else None)
     trained, fixed = values(plan)
     if not plan.lora.rank:
-        return rounding.gradients(trained, batch(), shape, parts=parts)
+        return rounding.gradients(trained, batch(rows), shape, parts=parts)
     groups = trained[ADAPTERS]
     model = fixed["model"]
     beside = {name: {**model["layers"][name], "adapters": groups[name]} for name in groups}
     params = {**model, "layers": {**model["layers"], **beside}}
     of_factors = lambda tree: {ADAPTERS: {name: tree["layers"][name]["adapters"] for name in groups}}
-    exact, samples = rounding.gradients(params, batch(), shape, parts=parts)
+    exact, samples = rounding.gradients(params, batch(rows), shape, parts=parts)
     return of_factors(exact), [of_factors(sample) for sample in samples]
 
 
@@ -107,18 +115,18 @@ def ratio(error, *samples) -> float:
     return float(norm(error) / np.sqrt(np.mean([norm(sample) ** 2 for sample in samples])))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_within_what_rounding_may_do(case):
+@pytest.mark.parametrize("case, rows", SIZED)
+def test_gradients_are_within_what_rounding_may_do(case, rows):
     model, mesh, settings, parts, ranks = CASES[case]
-    exact, samples = expected(model, parts, ranks)
-    measured = ratios(found(plan_of(model, mesh), settings), exact, samples)
+    exact, samples = expected(model, parts, ranks, rows)
+    measured = ratios(found(plan_of(model, mesh), settings, rows), exact, samples)
     beyond = {name: value for name, value in measured.items() if not value < rounding.STUDENT}
     assert not beyond and len(measured) > 14, beyond
 
 
 def test_the_bound_is_a_few_roundings():
     """Of each matrix and of the common token's row: else it would say nothing."""
-    exact, samples = expected("all", 1, 1)
+    exact, samples = expected("all", 1, 1, FEWER)
     row = lambda tree: tree["embedding"]["table"][COMMON]
     matrices = lambda tree: [a for part in ("attention", "mlp") for a in jax.tree.leaves(tree["layers"][part])]
     for e, *several in zip([row(exact), *matrices(exact)], *([row(s), *matrices(s)] for s in samples)):
@@ -129,7 +137,7 @@ def test_the_bound_is_a_few_roundings():
 def test_the_bound_sees_a_table_that_is_cast_before_it_is_read(monkeypatch):
     cast = lambda table, indices, *, dtype: jnp.take(table.astype(dtype), indices, axis=0)
     monkeypatch.setattr(quantized, "rows", cast)
-    measured = ratios(found(plan_of("all", {}), {}), *expected("all", 1, 1))
+    measured = ratios(found(plan_of("all", {}), {}, FEWER), *expected("all", 1, 1, FEWER))
     name = "['embedding']['table']"
     assert measured[f"{name} row {COMMON}"] > 4 * rounding.STUDENT < measured[f"{name} {...}"]
     assert max(value for key, value in measured.items() if not key.startswith(name)) < rounding.STUDENT
