@@ -59,23 +59,24 @@ def test_snippets_run(page):
         exec(compile(block, page, "exec"), {})  # noqa: S102
 
 
-def test_your_own_model_trains():
-    """The page's NNX model, and its Linen one; what the audit says of the first is in the test below."""
-    *nnx_blocks, _, linen = blocks(DOCS / "guides/your_model.md", "python")
+YOUR_MODEL = blocks(DOCS / "guides" / "your_model.md", "python")
+NNX, LINEN = slice(0, 4), slice(5, 7)  # each is followed by the block that audits it
+
+
+@pytest.mark.parametrize("which", [NNX, LINEN], ids=["nnx", "linen"])
+def test_your_own_model_trains(which):
     scope = {}
-    for block in nnx_blocks:
+    for block in YOUR_MODEL[which]:
         exec(compile(block, "your_model.md", "exec"), scope)  # noqa: S102
     assert scope["losses"] == sorted(scope["losses"], reverse=True) and scope["losses"][-1] < 0.8 * scope["losses"][0]
-    exec(compile(linen, "your_model.md", "exec"), {})  # noqa: S102
 
 
 def test_your_own_model_as_a_standard_is_the_plain_one():
     """With the plain model's values, on a mesh and on one device: only the topology makes the difference."""
     import jax
 
-    plain_and_ladder = blocks(DOCS / "guides/your_model.md", "python")[:3]
     scope = {}
-    exec(compile("".join(plain_and_ladder).replace('"ladder", num', '"standard", num'), "page", "exec"), scope)  # noqa: S102
+    exec(compile("".join(YOUR_MODEL[:3]).replace('"ladder", num', '"standard", num'), "page", "exec"), scope)  # noqa: S102
     plain, alone = scope["Plain"](rngs=nnx.Rngs(1)), scope["Ladder"](rngs=nnx.Rngs(0), axes=())
     stacked = jax.tree.map(lambda *layers: np.stack(layers), *(nnx.state(block) for block in plain.blocks))
     nnx.update(alone, {"embed": nnx.state(plain.embed), "norm": nnx.state(plain.norm), "blocks": {"layers": stacked}})
@@ -88,10 +89,27 @@ def test_your_own_model_as_a_standard_is_the_plain_one():
     assert cases.error(alone(tokens), expected) < bound and cases.error(forward(params, tokens), expected) < bound
 
 
+def test_your_own_linen_model_as_a_standard_is_the_plain_one():
+    import jax
+
+    scope = {}
+    exec(compile("".join(YOUR_MODEL[LINEN]).replace('"ladder", num', '"standard", num'), "page", "exec"), scope)  # noqa: S102
+    tokens, fresh = np.arange(32).reshape(4, 8), scope["initial"](jax.random.key(1))
+    layers = {
+        f"{name}_{n}": jax.tree.map(lambda a: a[n], fresh["layers"][name])
+        for name in ("attention", "mlp")
+        for n in range(scope["LAYERS"])
+    }
+    outer = {name: fresh[name]["params"] for name in ("embed", "norm")}
+    expected = scope["Plain"]().apply({"params": {**outer, **layers}}, tokens)
+    assert cases.error(scope["forward"](fresh, tokens), expected) < cases.bound(cases.model(d_model=64, d_ff=128))
+
+
 @pytest.mark.audit
-def test_your_own_model_hides_its_all_reduces():
+@pytest.mark.parametrize("which", [NNX, LINEN], ids=["nnx", "linen"])
+def test_your_own_model_hides_its_all_reduces(which):
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
-    code = "".join(blocks(DOCS / "guides/your_model.md", "python")[:5])
+    code = "".join(YOUR_MODEL[which.start : which.stop + 1])
     command = [sys.executable, "-c", code]
     environment = {**plain, "JAX_NUM_CPU_DEVICES": "8"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
