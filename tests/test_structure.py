@@ -2,8 +2,11 @@
 
 import ast
 import graphlib
+import json
 import pathlib
 import re
+import subprocess
+import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = ROOT / "ladder_jax"
@@ -66,3 +69,12 @@ def test_packages_and_modules_import_in_no_circle():
 
 def test_no_file_is_longer_than_300_lines():
     assert not {module: n for module, path in MODULES.items() if (n := path.read_text().count("\n")) > 300}
+
+
+def test_the_walks_are_short(tmp_path):
+    """`python -m experiments.walk`: a newcomer opens at most 40 files for a training step, and 35 for one prompt."""
+    command = [sys.executable, "-m", "experiments.walk", "--out", str(tmp_path / "walk.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    files = {row["walk"]: row["files"] for row in json.loads((tmp_path / "walk.json").read_text())["rows"]}
+    assert files["train"] <= 40 and files["generate"] <= 35
