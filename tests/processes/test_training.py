@@ -147,7 +147,7 @@ def test_two_are_killed_and_resumed(start, overrides, alone, tmp_path):
     assert len(expected) == STEPS
 
     killed = start([*overrides, f"run.dir={run}"], cluster=slurm, lost=10)
-    until(run, 20, processes=killed)
+    until(run, 25, processes=killed)  # the save after step 20 waits for that after step 10, so one is complete
     killed[1].kill()
     before = time.monotonic()
     said = ended(killed)
