@@ -167,7 +167,9 @@ def test_two_are_killed_and_resumed(start, overrides, alone, tmp_path):
 
 def test_one_of_four_is_preempted_and_all_save(start, overrides, alone, tmp_path):
     run = tmp_path / "run"
-    four = start([*overrides, f"run.dir={run}"], cluster=variables, processes=4)
+    # A save at every step: else a quick machine has trained all steps before the signal reaches all processes.
+    saving = "train.checkpoint_every=1"
+    four = start([*overrides, f"run.dir={run}", saving], cluster=variables, processes=4)
     until(run, 5, processes=four)
     four[2].send_signal(signal.SIGTERM)
     said = ended(four)
