@@ -85,7 +85,7 @@ class ForwardPass:
         body = self._layer
         if layout.fsdp > 1:
             fsdp_layer = fsdp.FsdpLayer(jax.tree.map(lambda dims: dims.removeprefix("L"), dims), self._dtype, trains)
-            stack = fsdp.with_vectors(stack, dims, layout=layout)
+            stack = fsdp.with_vectors(stack, dims)
             if caches is None:
                 return prefetch.run_layers(body, state, params=stack, fsdp_layer=fsdp_layer, **settings), None
             body = lambda state, layer, cache, steps: self._layer(state, fsdp_layer.gather(layer), cache, steps)
@@ -115,11 +115,10 @@ class ForwardPass:
 
 
 def unshard(definition: ModelDef, name: str, params: Params) -> Params:
-    """The parameters of the module called `name`, gathered from the shares along the fsdp axis."""
+    """The parameters of the module called `name`, gathered along the fsdp axis where there is one."""
     if definition.layout.fsdp == 1:
         return params
-    dtype = jnp.dtype(definition.config.dtype.value)
-    return fsdp.unshard(params, definition.dims[name], layout=definition.layout, dtype=dtype)
+    return fsdp.unshard(params, definition.dims[name], dtype=jnp.dtype(definition.config.dtype.value))
 
 
 def hidden(

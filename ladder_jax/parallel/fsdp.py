@@ -14,24 +14,20 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.parallel.collectives import GATHER, SCATTER, all_gather, pvary, reduce_scatter, varying
-from ladder_jax.parallel.mesh import FSDP, Layout
+from ladder_jax.parallel.mesh import FSDP
 
 
-def unshard(params: Any, dims: Any, *, layout: Layout, dtype: jnp.dtype) -> Any:
+def unshard(params: Any, dims: Any, *, dtype: jnp.dtype) -> Any:
     """The arrays of `params`, a rank's shards, gathered along D; matrices in `dtype`.
 
-    dims: a tree of the arrays' dimensions, such as "DNH". Without an fsdp axis `params` are returned unchanged.
+    dims: a tree of the arrays' dimensions, such as "DNH".
     Gradients are summed over the ranks of the axis in float32.
     """
-    if layout.fsdp == 1:
-        return params
     return jax.tree.map(lambda dims, a: _unsharded(a, dims, dtype) if "D" in dims else a, dims, params)
 
 
-def with_vectors(params: Any, dims: Any, *, layout: Layout) -> Any:
+def with_vectors(params: Any, dims: Any) -> Any:
     """All layers' stacked parameters, every vector ("LD") gathered; matrices stay shards."""
-    if layout.fsdp == 1:
-        return params
     return jax.tree.map(lambda dims, a: _unsharded(a, dims, a.dtype) if dims == "LD" else a, dims, params)
 
 

@@ -71,8 +71,8 @@ def run(
 class Stack(nnx.Module):
     """Layers of your own as one module: `Stack(Block, topology=topology, rngs=nnx.Rngs(0))(x)`.
 
-    layer: called once a layer as `layer(rngs=rngs)`, it makes an `nnx.Module`; `stack.layers` is that module with
-        stacked parameters [L, ...].
+    layer: makes one layer, an `nnx.Module`, when called as `layer(rngs=rngs)` under `nnx.vmap`; each layer has keys of
+        its own. `stack.layers` is that module with stacked parameters [L, ...].
     sublayers: from one such module to its two sublayers, by default its attributes `attention` and `mlp`.
     axes, loop, remat: as in `run`. Variables that a sublayer changes while it runs, such as batch statistics, keep
         their old values.
@@ -104,7 +104,7 @@ class Stack(nnx.Module):
 
 def on_one_rank(bias: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """`bias` on the first rank of `axes` and zeros on the others, so that a sum over the ranks holds it once."""
-    return jnp.where(rank(axes) == 0, bias, 0) if axes else bias
+    return jnp.where(rank(axes) == 0, bias, 0)
 
 
 def _listed(counts: set) -> str:
