@@ -19,7 +19,7 @@ from ladder_jax.train.gradients import task_gradients
 from tests import cases, covering, rounding
 
 LENGTH, COMMON = 64, 7  # rows so short that attention costs little
-ROWS, FEWER = 256, 32  # 16,384 positions, and 2,048 where `make test` has another case of 16,384
+ROWS, FEWER = 256, 32  # 16,384 positions, and 2,048 where `make test` has others of 16,384
 LORA = LoraConfig(rank=6, alpha=16.0)  # 8 / 3 is no bfloat16
 SMALL = dict(num_layers=2, num_heads=4, num_kv_heads=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
 MODELS = {
@@ -37,7 +37,9 @@ CASES = {
     "lora": ("lora", dict(fsdp=2, tensor=4), {}, 2, 4),
     "fsdp x tensor, tied": ("tied", dict(fsdp=2, tensor=4), {}, 2, 4),
 }
-WHOLE, SMALLER = ["data x tensor"], [case for case in CASES if case not in ("data x tensor", "fsdp x tensor, tied")]
+# The same rows and ranks: one reference serves the three.
+WHOLE = "data x tensor", "sequence parallel", "fsdp x tensor"
+SMALLER = "one device", "accumulate"
 SIZED = [
     *((case, ROWS) for case in WHOLE),
     *((case, FEWER) for case in SMALLER),
