@@ -60,6 +60,8 @@ def test_text_begins_with_the_verdict(run_cli, kept):
     assert done.stdout.splitlines()[0] == "0 of 8 all-reduces hidden: each is synchronous"
     assert "output of attention" in done.stdout and "memory" in done.stdout
     assert "other collectives: 2 (embedding, choice of the token), 0 hidden" in done.stdout.splitlines()
+    narrow = run_cli("overlap", *ASKED, LADDER_JAX_CACHE=str(kept), COLUMNS="80", check_status=0).stdout.splitlines()
+    assert max(map(len, narrow)) <= 80 and narrow[:2] == done.stdout.splitlines()[:2]
     assert os.listdir(kept) == ["schedules"] and len(os.listdir(kept / "schedules")) == 1  # one program, kept
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from ladder_jax import cli, terminal
 from ladder_jax.bench import text as bench
+from ladder_jax.checkpoint import command
 from ladder_jax.predict import text as predict
 from ladder_jax.terminal import Table
 
@@ -84,6 +85,13 @@ def test_commands_at_80_columns(words, monkeypatch, capsys):
     assert cli.main(words.split()) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert len(first) <= 80 and first.startswith(("take ", "nothing fits") if "sweep" not in words else "")
+
+
+def test_checkpoints(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    row = dict(path="/runs/x", bytes=2**40, time=1.6e9, validation_loss=1234.5678, state="no manifest")
+    command._show([command.Row(step=1_000_000, **row, problems=("params/manifest.json is missing " * 4,))], [1, 2])
+    fits(capsys.readouterr().out)
 
 
 def test_the_other_tables():
