@@ -19,6 +19,11 @@ class Result:
     report: Report
     bytes_accessed: int
 
+    def __repr__(self) -> str:
+        request = self.request
+        title = f"{request.model}, {request.residual}, {request.phase.value} on {request.target.name}"
+        return f"Result({title}: {self.verdict})"
+
     def as_dict(self) -> dict:
         """The JSON object. Counts are those of `schedule.report`; bytes are those of one device.
 

@@ -10,7 +10,7 @@ from ladder_jax.terminal import Table
 type Report = Any  # report.Report, which imports this module
 
 COLUMNS = ("reduction", "layers", "bytes", "count", "status", "compute under it, in sublayers", "in cycles")
-SHOWN = 12  # rows of a repr; the command prints all
+SHOWN = 20  # lines of the table in a repr; the command prints all
 
 
 def verdict(report: Report) -> str:
@@ -41,7 +41,8 @@ def table(report: Report) -> Table:
     groups: dict[tuple, list] = {}
     for reduction in report.reductions:
         end = "input" if ENTER in reduction.collective.op_name else "output"
-        name = f"{end} of {reduction.sublayer}" if reduction.sublayer else f"last {end}"
+        last = f"last {end}" if reduction.layer == "last" else reduction.collective.kind
+        name = f"{end} of {reduction.sublayer}" if reduction.sublayer else last
         name = f"gradient of the {name}" if reduction.backward else name
         groups.setdefault((name, reduction.collective.bytes, reduction.status), []).append(reduction)
     rows = []
@@ -66,13 +67,14 @@ def explained(report: Report) -> list[str]:
 
 
 def lines(report: Report, *, width: int) -> list[str]:
-    """The verdict, the table's first rows, and the collectives of other purposes."""
+    """The verdict, as many of the table's rows as SHOWN lines hold, and the collectives of other purposes."""
     full = table(report)
-    shown = Table(full.columns, full.rows[:SHOWN], left=full.left)
-    more = [f"... and {len(full.rows) - SHOWN} more rows"] if len(full.rows) > SHOWN else []
-    body = [*shown.lines(width), *more, *explained(report)] if full.rows else []
+    some = lambda count: Table(full.columns, full.rows[:count], left=full.left).lines(width)
+    count = next((n for n in range(len(full.rows), 0, -1) if len(some(n)) <= SHOWN), 0)
+    more = [f"... and {len(full.rows) - count} more rows"] if count < len(full.rows) else []
     others = sum(one.count for one in report.others)
     tail = [f"other collectives: {others}, {report.other_hidden} hidden"] if others else []
+    body = [*some(count), *more, *explained(report)] if full.rows else []
     return [*verdict(report).split("; "), *body, *tail]
 
 
