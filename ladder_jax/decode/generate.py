@@ -134,6 +134,9 @@ class Generator:
             chunk = tokens, logprobs
         yield chunk
 
+    def __repr__(self) -> str:
+        return f"Generator(loop={self.loop.value!r}, quantize={self.quantize.value!r}, of {self.definition!r})"
+
 
 @functools.cache
 def _advance(definition: ModelDef) -> Callable:

@@ -70,6 +70,11 @@ class Layout:
     ranks: int
     emulated: bool
 
+    def __repr__(self) -> str:
+        sizes = f"data {self.mesh.shape[DATA]} x fsdp {self.fsdp} x tensor {1 if self.emulated else self.ranks}"
+        emulated = f", {self.ranks} ranks emulated" if self.emulated else ""
+        return f"Layout({sizes} of {self.mesh.devices.flat[0].device_kind}{emulated})"
+
     def spec(self, dims: str) -> PartitionSpec:
         """The partition of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
         axes = {"B": self.batch, "D": FSDP if self.fsdp > 1 else None}

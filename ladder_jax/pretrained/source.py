@@ -5,6 +5,7 @@ Each format's reader returns a Source. Loading, exporting and converting need on
 
 import dataclasses
 import json
+import math
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -63,6 +64,14 @@ class Source:
     context: int | None = None
     files: Mapping[str, bytes] = EMPTY
     generation: Mapping[str, Any] = EMPTY
+
+    def __repr__(self) -> str:
+        count = sum(math.prod(stored.shape) for stored in self.arrays.values())
+        dtypes = ", ".join(dict.fromkeys(str(stored.dtype) for stored in self.arrays.values()))
+        parts = [f"{len(self.arrays)} arrays of {count:,} parameters ({dtypes})", f"context {self.context}"]
+        if self.files:
+            parts.append(f"files {', '.join(self.files)}")
+        return f"Source({self.path!r}: {'; '.join(parts)})\n  {self.model!r}"
 
 
 def dims(model: ModelConfig) -> dict[str, str]:

@@ -39,6 +39,10 @@ class Store:
         self._files: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        documents, tokens = len(self.starts) - 1, int(self.starts[-1])
+        return f"Store({str(self.folder)!r}: {documents:,} documents, {tokens:,} tokens of {self.manifest.tokenizer})"
+
     @property
     def lengths(self) -> np.ndarray:
         """Tokens a document, int64 [documents]."""

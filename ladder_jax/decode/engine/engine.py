@@ -87,6 +87,11 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stopping = False
 
+    def __repr__(self) -> str:
+        now = self.stats()
+        use = f"{now.running} running, {now.queued} waiting of at most {self.max_queue}"
+        return f"Engine({self.slots} slots of {self.capacity:,} tokens: {use})"
+
     def submit(self, request: Request) -> Handle:
         """Puts a request in the queue. Raises QueueFull, or another UserError for a request that cannot be served."""
         return self.submit_all([request])[0]
