@@ -1,8 +1,13 @@
 """Print lines and rich tables on standard output."""
 
+import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
+from ladder_jax.errors import printable
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newlines
 WIDTH = 120  # the minimum: a narrower terminal wraps long lines, so that no column is cut off
 
 
@@ -17,4 +22,14 @@ def show(parts: Iterable[Any]) -> None:
     console = Output(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)
     for part in parts:
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+        console.print(printable(part), markup=False) if isinstance(part, str) else console.print(part)
+
+
+def generated(text: str) -> str:
+    """A model's text for standard output: on a terminal with control characters escaped, which a model may write."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text) if sys.stdout.isatty() else text
+
+
+def say(line: str) -> None:
+    """Print a notice on standard error."""
+    print(printable(line), file=sys.stderr, flush=True)

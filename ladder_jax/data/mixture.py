@@ -9,6 +9,7 @@ import dataclasses
 import math
 import pathlib
 
+from ladder_jax import yaml_text
 from ladder_jax.errors import UserError
 
 ENDINGS = (".yaml", ".yml")
@@ -24,16 +25,13 @@ class Part:
 
 def read(file: pathlib.Path) -> list[Part]:
     """The stores and weights in a mixture file. Raises UserError if it is not one."""
-    import yaml
-
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"the mixture {str(file)!r} is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"the mixture {str(file)!r} is not YAML: {' '.join(str(error).split())}") from None
+    tree = yaml_text.load(text, what=f"the mixture {str(file)!r}")
     weights = tree.get("mixture") if isinstance(tree, dict) and len(tree) == 1 else None
     if not isinstance(weights, dict) or not weights:
         raise UserError(

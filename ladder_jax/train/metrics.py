@@ -36,13 +36,13 @@ class Tracker(Protocol):
 
 
 def read(folder: pathlib.Path) -> list[Row]:
-    """The logged steps of a run's folder. A last line that a kill cut short is left out."""
+    """The logged steps of a run's folder. Lines that are no rows are left out: a kill cuts the last one short."""
     file, rows = folder / NAME, []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
     return rows
 
 

@@ -1,7 +1,7 @@
 """The manifest of a token store: `manifest.json` once the store is finished, a journal before that.
 
-Shard `00000` is two files: `00000.tokens`, little-endian integers one after another, and `00000.offsets`,
-where each document begins, uint64 [documents + 1].
+Shard `00000` is three files: `00000.tokens`, little-endian integers one after another; `00000.offsets`, where each
+document begins, uint64 [documents + 1]; and `00000.digests`, of the blocks of both (see blocks.py).
 """
 
 import dataclasses
@@ -24,7 +24,8 @@ SETTINGS = ("tokenizer", "field", "shard_tokens")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """sha256: of its two files, tokens first. parts: digests of the stretches of the sources that are in it.
+    """sha256: of its tokens and offsets. digests: sha256 of its digests; empty in stores of earlier versions.
+    parts: digests of the stretches of the sources that are in it.
 
     skipped: files of a folder that are no text. empty: documents without any token, which are left out.
     """
@@ -36,6 +37,7 @@ class Shard:
     parts: tuple[str, ...]
     empty: int = 0
     skipped: int = 0
+    digests: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,7 @@ def _is_sound(found: Manifest) -> bool:
     counts = [found.vocab_size, *(n for one in found.shards for n in (one.tokens, one.documents))]
     return (
         all(isinstance(count, int) and count >= 0 for count in counts)
+        and all(isinstance(text, str) for one in found.shards for text in (one.sha256, one.digests))
         and all(isinstance(one.name, str) and re.fullmatch("[0-9]{5,}", one.name) for one in found.shards)
         and found.dtype == dtype_for(found.vocab_size)
     )
