@@ -1,4 +1,4 @@
-"""Every reader of files, fed with generated and damaged files: a UserError of one line at most, in little time and memory.
+"""Every reader of files, fed with generated and damaged ones: at most a UserError of one line, in little memory and time.
 
 `python -m tests.fuzz READER NUMBER NUMBER+1` runs one input again.
 """

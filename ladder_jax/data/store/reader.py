@@ -8,9 +8,11 @@ import threading
 
 import numpy as np
 
+from ladder_jax import remote
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import blocks
 from ladder_jax.data.store import manifest as manifests
+from ladder_jax.data.store.fetched import Files
 from ladder_jax.errors import UserError
 
 OPEN_FILES = 128  # of which a process may have but so many
@@ -22,17 +24,18 @@ class Store:
 
     Files are read, not mapped into memory: where one is cut short or its disk fails, a map ends the process
     without a word. What was read before comes from the system's page cache, as with a map. The first read of each block
-    compares it with its digest.
+    compares it with its digest. Of a store in an object store, a shard is first copied into the cache.
 
     starts: int64 [documents + 1], the documents' first tokens, and the end.
     """
 
     def __init__(self, folder: str | os.PathLike):
         """Raises UserError for what is missing, of another size than the manifest says, or no store."""
-        self.folder = pathlib.Path(folder).expanduser()
+        self.folder = remote.path(folder) if remote.is_remote(folder) else pathlib.Path(folder).expanduser()
         if not manifests.is_store(self.folder):
             raise UserError(f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)")
         self.manifest = manifests.read(self.folder / manifests.MANIFEST)
+        self._stored = Files(self.folder)
         self._dtype = np.dtype(self.manifest.dtype)
         shards = self.manifest.shards
         self._first = np.concatenate([[0], np.cumsum([shard.tokens for shard in shards])]).astype(np.int64)
@@ -117,14 +120,14 @@ class Store:
             sizes["digests"] = blocks.SIZE * sum(counts.values())
         contents = {}
         for kind, size in sizes.items():
-            path = self._path(shard, kind)
-            try:
-                actual = path.stat().st_size
-                contents[kind] = b"" if kind == "tokens" or actual != size else path.read_bytes()
-            except OSError as error:
-                raise UserError(f"cannot read the token store's {str(path)!r}: {error.strerror}") from None
-            if actual != size:
-                raise UserError(f"the token store's {str(path)!r} has {actual} bytes, not {size}: it is damaged")
+            name = f"{shard.name}.{kind}"
+            if (actual := self._stored.size(name)) != size:
+                where = str(self.folder / name)
+                raise UserError(f"the token store's {where!r} has {actual} bytes, not {size}: it is damaged")
+            if kind != "tokens":
+                contents[kind] = self._path(shard, kind).read_bytes()
+        if len(contents["offsets"]) != sizes["offsets"]:  # of a copy in the cache
+            raise UserError(f"the token store's {str(self._path(shard, 'offsets'))!r} was cut short")
         found, digests = np.frombuffer(contents["offsets"], "<u8"), contents.get("digests", b"")
         if shard.digests and hashlib.sha256(digests).hexdigest() != shard.digests:
             raise UserError(f"the token store's {str(self._path(shard, 'digests'))!r} is damaged")
@@ -138,4 +141,4 @@ class Store:
         raise UserError(f"the token store's {str(self._path(shard, 'offsets'))!r} is damaged: {reason}")
 
     def _path(self, shard: manifests.Shard, kind: str) -> pathlib.Path:
-        return self.folder / f"{shard.name}.{kind}"
+        return self._stored.path(f"{shard.name}.{kind}")
