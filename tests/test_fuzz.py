@@ -1,4 +1,4 @@
-"""Every reader of files, fed with generated and damaged ones: at most a UserError of one line, in little memory and time.
+"""Readers of files, fed with generated and damaged ones: at most a UserError of one line, in little memory and time.
 
 `python -m tests.fuzz READER NUMBER NUMBER+1` runs one input again.
 """

@@ -89,7 +89,7 @@ def read(file: remote.Path) -> Manifest:
         found, version = tree.pop("format"), tree.pop("version")
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{str(file)!r} is damaged, or not a token store's") from None
     if found != FORMAT:
         raise UserError(f"{str(file)!r} is not a token store's")
@@ -112,6 +112,7 @@ def _is_sound(found: Manifest) -> bool:
     counts = [found.vocab_size, *(n for one in found.shards for n in (one.tokens, one.documents))]
     return (
         all(isinstance(count, int) and count >= 0 for count in counts)
+        and found.tokens < 2**62
         and all(isinstance(text, str) for one in found.shards for text in (one.sha256, one.digests))
         and all(isinstance(one.name, str) and re.fullmatch("[0-9]{5,}", one.name) for one in found.shards)
         and found.dtype == dtype_for(found.vocab_size)
