@@ -4,6 +4,8 @@ import difflib
 import enum
 from collections.abc import Iterable
 
+LONGEST = 2000  # characters of a message
+
 
 class UserError(Exception):
     """Wrong input. The command line prints its one line and exits with status 2."""
@@ -24,10 +26,11 @@ class Stopped(RunFailed):
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped: names of files, tensors and models may hold any character.
+    """`text` with control characters escaped, and cut after LONGEST characters.
 
-    A terminal would execute some of them.
+    Names of files, tensors and models may hold any characters, and a terminal would execute some of them.
     """
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 

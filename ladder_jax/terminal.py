@@ -5,9 +5,13 @@ import html
 import itertools
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from ladder_jax.errors import printable
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newlines
 WIDTH = 120  # of tables where there is no terminal and COLUMNS is not set
 GAP = 2  # spaces between columns, if there is room
 WORDS = re.compile(r"\s+|(?<=[^\W\d]{2}-)(?=[^\W\d]{2})")  # where `textwrap` breaks lines
@@ -58,9 +62,20 @@ def show(parts: Iterable[str | Table]) -> None:
     columns = shutil.get_terminal_size((0, 0)).columns
     for part in parts:
         if isinstance(part, Table):
-            print("", *part.lines(columns or WIDTH), "", sep="\n")
+            print("", *map(printable, part.lines(columns or WIDTH)), "", sep="\n")
         elif not columns or part.startswith("ladder-jax "):
-            print(part)
+            print(printable(part))
         else:
             label = re.match(r"\w+ {2,}|", part)[0]  # "memory    ", under whose text the lines go on
-            print(textwrap.fill(part, columns, subsequent_indent=" " * len(label), break_on_hyphens=False))
+            indent = " " * len(label)
+            print(textwrap.fill(printable(part), columns, subsequent_indent=indent, break_on_hyphens=False))
+
+
+def generated(text: str) -> str:
+    """A model's text for standard output: on a terminal with control characters escaped, which a model may write."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text) if sys.stdout.isatty() else text
+
+
+def say(line: str) -> None:
+    """Print a notice on standard error."""
+    print(printable(line), file=sys.stderr, flush=True)

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from ladder_jax import cli
+from ladder_jax import cli, terminal
 from ladder_jax.checkpoint import manifest
+from ladder_jax.cli import chat
 
 TINY = [
     "model.num_layers=2",
@@ -254,3 +255,16 @@ def test_control_characters_reach_no_terminal(run_cli, tmp_path):
     (tmp_path / f"{name}.jsonl").write_text("no")
     line = is_one_line(run_cli("tokenize", f"{name}.jsonl", "--out", "out", cwd=tmp_path, check_status=2))
     assert "é 東京" in line and all(one.isprintable() for one in line) and "x1b" in line and "u202e" in line
+
+
+def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
+    """Other readers of standard output get the model's text as it is."""
+    text = "a\tb\n\x1b]0;owned\x07\r\x9b2J\x7f \N{MAN}\u200d\N{WOMAN}"
+    assert terminal.generated(text) == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert terminal.generated(text) == "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
+    chat._show("\x1b[2J")
+    terminal.say("\x1b[2J")
+    terminal.show(["\x1b[2J"])
+    shown = capsys.readouterr()
+    assert shown.out == "\\x1b[2J\\x1b[2J\n" and shown.err == "\\x1b[2J\n"

@@ -6,6 +6,7 @@ import json
 import pathlib
 import typing
 
+from ladder_jax import yaml_text
 from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
@@ -93,16 +94,13 @@ def _stored_model(path: str) -> dict[str, typing.Any]:
 
 
 def _read(path: pathlib.Path) -> dict:
-    import yaml  # every JSON file is YAML too
-
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read configuration {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"configuration {str(path)!r} is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"configuration {str(path)!r} is not YAML or JSON: {' '.join(str(error).split())}") from None
+    tree = yaml_text.load(text, what=f"configuration {str(path)!r}")  # every JSON file is YAML too
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -111,8 +109,6 @@ def _read(path: pathlib.Path) -> dict:
 
 
 def _set(tree: dict, override: str) -> None:
-    import yaml
-
     dotted, equals, text = override.partition("=")
     if not equals or not all(dotted.split(".")):
         raise UserError(f"override {override!r} is not of the form path.to.field=value")
@@ -125,6 +121,6 @@ def _set(tree: dict, override: str) -> None:
             raise UserError(f"override {override!r}: {section!r} is a single value")
         tree = below
     try:
-        tree[field] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        tree[field] = yaml_text.load(text, what=override)
+    except UserError:
         tree[field] = text

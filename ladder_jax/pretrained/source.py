@@ -37,8 +37,7 @@ class Stored:
     """A stored array. `read` reads its values, with this shape and dtype, from the file at every call.
 
     shape: in our layout, of one layer, without the vocabulary's padding: query is [D, N, H], a table [V, D].
-    dtype: as stored (ml_dtypes has bfloat16). `read` may return a read-only view of a mapped file. Do not keep it: its
-    pages would stay in memory.
+    dtype: as stored (ml_dtypes has bfloat16). `read` may return a read-only view.
     """
 
     shape: tuple[int, ...]

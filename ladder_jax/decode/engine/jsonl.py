@@ -135,7 +135,7 @@ def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
             answer = json.loads(line)
             index, digest = answer["index"], answer["request"]
             job = jobs[index] if index >= 0 else None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"{file} line {number} is not an answer that this command wrote") from None
         except IndexError:
             job = None
