@@ -63,7 +63,7 @@ def measure(source: Source, request: Request) -> Result:
     """The layers' sensitivity on the calibration text. Raises UserError for an unsuitable text or mesh."""
     rows = sensitivity.rows_of(
         request.calibration,
-        tokenizer=_tokenizer(source),
+        tokenizer=tokenizer_of(source),
         tokens=request.calibration_tokens,
         vocab_size=source.model.vocab_size,
     )
@@ -77,7 +77,7 @@ def measure(source: Source, request: Request) -> Result:
         return sensitivity.measure(definition, params, rows, on_loss=lambda: update(next(done), ""), **choice)
 
 
-def _tokenizer(source: Source) -> tokenizers.Tokenizer:
+def tokenizer_of(source: Source) -> tokenizers.Tokenizer:
     if not source.files and source.model.vocab_size == tokenizers.Bytes().vocab_size:
         return tokenizers.Bytes()
     with tempfile.TemporaryDirectory() as folder:
