@@ -54,14 +54,14 @@ def study(args: argparse.Namespace) -> None:
     from experiments.refit import measured, texts
     from ladder_jax import pretrained
     from ladder_jax.config import Dtype
-    from ladder_jax.pretrained.convert import command
+    from ladder_jax.pretrained.convert import calibrated
 
     if missing := [name for name in plan.DOMAINS[:-1] if getattr(args, name) is None]:
         raise UserError(f"name the texts: --{missing[0]} FILE is missing")
     opened = pretrained.open(args.source or prepare.source())
     model = dataclasses.replace(opened.model, dtype=Dtype.FLOAT32, residual_dtype=Dtype.FLOAT32)
     source = dataclasses.replace(opened, model=model)
-    loaded = texts.load({name: getattr(args, name) for name in plan.DOMAINS}, tokenizer=command.tokenizer_of(source))
+    loaded = texts.load({name: getattr(args, name) for name in plan.DOMAINS}, tokenizer=calibrated.tokenizer_of(source))
     file = args.out / "results.json"
     args.out.mkdir(parents=True, exist_ok=True)
     done = json.loads(file.read_text())["rows"] if file.is_file() else []

@@ -37,13 +37,13 @@ class Study:
             rows = self.texts.calibration(row.text, tokens=row.tokens, seed=row.seed)
             result, fits = self._refitted(row, model=model, rows=rows)
         fitted = time.perf_counter()
-        losses = self.losses(result, model=model)
+        losses = self.losses(result, model=model, scored=row.scored)
         seconds = {"fit": round(fitted - began, 1), "score": round(time.perf_counter() - fitted, 1)}
         return {**row.asked, "losses": losses, "seconds": seconds, "fits": [dataclasses.asdict(one) for one in fits]}
 
-    def losses(self, source: Source, *, model: ModelConfig) -> dict[str, float]:
-        """Mean nats a token of each domain's held-out tokens, in one window."""
-        tokens = np.concatenate(list(self.texts.held_out.values()))
+    def losses(self, source: Source, *, model: ModelConfig, scored: tuple[str, ...]) -> dict[str, float]:
+        """Mean nats a token of each scored domain's held-out tokens, in one window."""
+        tokens = np.concatenate([self.texts.held_out[domain] for domain in scored])
         run, first = self._begin(source, model=model, rows=tokens[:, :-1])
         for layer in range(first, model.num_layers):
             for sublayer in (0, 1):
@@ -52,7 +52,7 @@ class Study:
         table, gain = (source.arrays[Key(name)].read() for name in (head, "final_norm/scale"))
         streams = np.concatenate([streams.newest_first[0] for streams in run.streams])[: len(tokens)]
         losses = (_loss(x, gain, table, targets, model.norm_eps) for x, targets in zip(streams, tokens[:, 1:]))
-        return dict(zip(self.texts.held_out, map(float, losses), strict=True))
+        return dict(zip(scored, map(float, losses), strict=True))
 
     def _model(self, row: Row) -> ModelConfig:
         if row.layers == "0":

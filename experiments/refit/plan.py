@@ -28,7 +28,9 @@ class Way(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """layers: as `--ladder-layers`; of the original model, "0". text, tokens, seed: of the calibration."""
+    """layers: as `--ladder-layers`; of the original model, "0". text, tokens, seed: of the calibration. scored: the
+    domains whose held-out text is scored.
+    """
 
     layers: str = "15"
     residual: str = "ladder"
@@ -37,11 +39,12 @@ class Row:
     tokens: int = 12_288
     seed: int = 0
     ridge: float = 1e-3
+    scored: tuple[str, ...] = DOMAINS[:1]
 
     @property
     def asked(self) -> dict:
         """What tells rows apart, as JSON."""
-        row = {"layers": self.layers, "residual": self.residual, "way": self.way.value}
+        row = {"layers": self.layers, "residual": self.residual, "way": self.way.value, "scored": list(self.scored)}
         if self.way is Way.NONE:
             return row
         return {**row, "text": self.text, "tokens": self.tokens, "seed": self.seed, "ridge": self.ridge}
@@ -49,34 +52,34 @@ class Row:
 
 def rows() -> list[Row]:
     """In the order in which they are measured: first what decides most."""
-    plain = lambda **changes: Row(way=Way.NONE, **changes)
-    kinds = [("30", "ladder"), ("15", "ladder-2"), ("15", "ladder-fresh"), ("15", "parallel-ladder")]
-    of_kind = lambda make, **more: [make(layers=layers, residual=kind, **more) for layers, kind in kinds]
-    sensitive = lambda make, **more: [make(layers=layers, **more) for layers in SENSITIVE.values()]
-    mixture = dict(text=MIXTURE, tokens=32_768)
-    found = [
-        plain(layers="0"),
-        plain(),
-        Row(),
-        *of_kind(plain)[:2],
-        *of_kind(Row)[:2],
-        Row(layers="0", way=Way.CONTROL),
-        Row(seed=1),
-        Row(seed=2),
-        Row(text=MIXTURE),
-        *of_kind(plain)[2:],
-        *of_kind(Row)[2:],
-        *(row for pair in zip(sensitive(plain), sensitive(Row)) for row in pair),
-        *(Row(ridge=ridge) for ridge in (1e-4, 1e-2, 1e-1)),
-        *(Row(tokens=tokens) for tokens in (2048, 4096, 32_768)),
-        Row(way=Way.ORIGINAL),
-        Row(way=Way.SCALES),
-        *(Row(text=text) for text in DOMAINS[1:]),
-        Row(**mixture),
-        Row(layers=SENSITIVE[15], **mixture),
-        *of_kind(Row, **mixture),
-        *(Row(tokens=tokens, ridge=ridge) for tokens, ridge in ((2048, 1e-2), (32_768, 1e-4), (2048, 1e-1))),
-        *(Row(tokens=tokens) for tokens in (65_536, 131_072, 262_144)),
-        *(Row(layers="30", seed=seed) for seed in (1, 2)),
+    half, every, delayed, sensitive = Row(), Row(layers="30"), Row(residual="ladder-2"), Row(layers=SENSITIVE[15])
+    fresh, parallel = Row(residual="ladder-fresh"), Row(residual="parallel-ladder")
+    original = Row(layers="0", way=Way.NONE)
+    change, plain = dataclasses.replace, lambda row: dataclasses.replace(row, way=Way.NONE)
+    mixed = lambda row: change(row, text=MIXTURE)
+    long = lambda row: change(mixed(row), tokens=32_768)
+    on_all = lambda row: change(row, scored=DOMAINS)
+    more_sensitive = [change(half, layers=SENSITIVE[count]) for count in (20, 25)]
+    return [
+        *map(on_all, (original, plain(half), half)),
+        *map(plain, (every, delayed)),
+        every,
+        delayed,
+        on_all(mixed(half)),
+        *(change(half, seed=seed) for seed in (1, 2)),
+        *(change(half, ridge=ridge) for ridge in (1e-2, 1e-4, 1e-1)),
+        change(half, way=Way.ORIGINAL),
+        change(half, way=Way.SCALES),
+        change(original, way=Way.CONTROL, tokens=4096),
+        *map(on_all, (plain(sensitive), sensitive)),
+        *(change(half, tokens=tokens) for tokens in (2048, 4096, 32_768)),
+        *(row for one in (fresh, parallel, *more_sensitive) for row in (plain(one), one)),
+        *(on_all(change(half, text=text)) for text in DOMAINS[1:]),
+        *(change(mixed(half), seed=seed) for seed in (1, 2)),
+        on_all(long(half)),
+        *map(on_all, (plain(every), plain(delayed), long(every), long(delayed), long(sensitive))),
+        change(half, tokens=65_536),
+        *(change(half, tokens=tokens, ridge=ridge) for tokens, ridge in ((2048, 1e-2), (32_768, 1e-4), (2048, 1e-1))),
+        *(change(every, seed=seed) for seed in (1, 2)),
+        *(change(half, tokens=tokens) for tokens in (131_072, 262_144)),
     ]
-    return list(dict.fromkeys(found))

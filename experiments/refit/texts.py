@@ -53,7 +53,7 @@ def _text(domain: str, file: str | None) -> str:
     if domain == "python":
         folder = pathlib.Path(file or sysconfig.get_path("stdlib"))
         paths = sorted(folder.glob("*.py"), key=lambda path: path.name)
-        return "\n\n".join(path.read_text(encoding="utf-8") for path in paths)[:3_000_000]
+        return "\n\n".join(path.read_text(encoding="utf-8") for path in paths)[:2_000_000]
     try:
         text = pathlib.Path(file).expanduser().read_text(encoding="utf-8")
     except OSError as error:

@@ -106,7 +106,7 @@ def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys):
         "--calibration",
         str(tmp_path / "text.txt"),
     ]
-    assert main([*command, "--calibration-tokens", "64"]) == 0
+    assert main([*command, "--calibration-tokens", "64", "--refit", "none"]) == 0
     printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
     assert "64 tokens in sequences of 64: the standard model's loss is" in printed.out
     assert "measured 10/10 losses" in printed.err and "(taken)" in printed.out

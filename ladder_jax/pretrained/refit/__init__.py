@@ -17,5 +17,6 @@ over sublayers; kept.py, the results of an interrupted run.
 from ladder_jax.pretrained.refit.fit import Fit as Fit
 from ladder_jax.pretrained.refit.fit import Refit as Refit
 from ladder_jax.pretrained.refit.fit import Refitted as Refitted
+from ladder_jax.pretrained.refit.fit import check_rows as check_rows
 from ladder_jax.pretrained.refit.fit import count as count
 from ladder_jax.pretrained.refit.fit import refit as refit

@@ -14,12 +14,10 @@ from flax import traverse_util
 from ladder_jax import nn, parallel, residual
 from ladder_jax.config import ModelConfig, to_dict
 from ladder_jax.errors import UserError
-from ladder_jax.parallel import placing
 from ladder_jax.pretrained.load import reader
 from ladder_jax.pretrained.refit.kept import Kept
 from ladder_jax.pretrained.refit.least_squares import Statistics, folded
-from ladder_jax.pretrained.refit.programs import Programs, programs
-from ladder_jax.pretrained.sensitivity.programs import Streams
+from ladder_jax.pretrained.refit.programs import programs
 from ladder_jax.pretrained.source import Key, Source, Stored
 
 ROWS = 4  # rows per batch, at most
@@ -41,8 +39,8 @@ class Refit:
     alone: bool = False
 
     def __post_init__(self):
-        if not self.ridge > 0:
-            raise UserError(f"the ridge must be positive, not {self.ridge:g}")
+        if not 0 < self.ridge < float("inf"):
+            raise UserError(f"the ridge must be a positive number, not {self.ridge:g}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +88,9 @@ def refit(
     Raises UserError for fewer tokens than the model's width, a topology without delays, or a mesh that does not suit,
     and RunFailed where the activations are not finite.
     """
-    check_tokens(rows, model=model)
+    check_rows(rows, model=model)
+    if source.model.residual != "standard":
+        raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
     definition = nn.define(parallel.with_ranks(model, tensor=mesh.shape["tensor"]), mesh=mesh)
     if definition.layout.fsdp > 1:
         raise UserError("refit runs on the axes data and tensor; the mesh splits parameters over fsdp")
@@ -112,7 +112,7 @@ def refit(
     return Refitted(passes.source, tuple(fits))
 
 
-def check_tokens(rows: np.ndarray, *, model: ModelConfig) -> None:
+def check_rows(rows: np.ndarray, *, model: ModelConfig) -> None:
     """Raises UserError if the text has fewer tokens than a fit of the model has unknowns a column."""
     if rows.size < model.d_model:
         raise UserError(
@@ -224,7 +224,7 @@ def _request(
 def refitted_arrays(
     source: Source, statistics: Statistics, *, layer: int, sublayer: str, ridge: float
 ) -> tuple[dict[Key, np.ndarray], list[np.ndarray]]:
-    """The fitted projections of a sublayer and its gain of ones, in the source's dtypes; and M, of each rank's input."""
+    """A sublayer's fitted projections and its gain of ones, in the source's dtypes; and M, of each rank's input."""
     gain_key = Key(f"layers/{sublayer}_norm/scale", layer)
     gain, solved = source.arrays[gain_key].read(), {}
     arrays = {gain_key: np.ones_like(gain)}

@@ -24,6 +24,7 @@ class Kept:
         self._folder, self._memory = folder, {}
         if folder is None:
             return
+        folder.mkdir(exist_ok=True)
         text = json.dumps(request, sort_keys=True)
         file = folder / REQUEST
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
@@ -40,10 +41,8 @@ class Kept:
         files.write_atomically(str(self._file(sublayer)), lambda path: _save(path, {**named, **numbers}))
         return {key: _stored(array, self._reader(sublayer, key, array.dtype)) for key, array in arrays.items()}
 
-    def get(
-        self, sublayer: str, arrays: Mapping[Key, Stored]
-    ) -> tuple[dict[Key, Stored], dict[str, float]] | None:
-        """What was kept of `sublayer`, in place of the unfitted `arrays`; None if there is nothing, or it is damaged."""
+    def get(self, sublayer: str, arrays: Mapping[Key, Stored]) -> tuple[dict[Key, Stored], dict[str, float]] | None:
+        """What was kept of `sublayer`, in place of the unfitted `arrays`; None if there is none, or it is damaged."""
         if self._folder is None or not self._file(sublayer).is_file():
             return None
         try:
