@@ -19,6 +19,7 @@ from flax import traverse_util
 from ladder_jax import checkpoint, nn, parallel, pretrained
 from ladder_jax.cli import main
 from ladder_jax.cli.verbs import convert as convert_verb
+from ladder_jax.config import Biases
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import sensitivity
 from ladder_jax.pretrained.convert import command as convert_command
@@ -37,10 +38,19 @@ TOKENS = cases.tokens((5, 30), seed=4)
 PROJECTIONS = {"attention": ("query", "key", "value"), "mlp": ("gate", "up")}
 
 
+def small_model(name: str = "standard", **changes):
+    """Four layers in float32, with all the biases and norms that a family may have."""
+    return cases.model(name, biases=Biases.ALL, qk_norm=True, **changes)
+
+
+@functools.cache
+def values():
+    return cases.parameters(nn.define(small_model(), mesh=parallel.make_mesh()))
+
+
 @functools.cache
 def standard() -> Source:
-    """Four layers in float32, all standard; its arrays are tests/cases.py's."""
-    return as_source(cases.parameters(cases.define("standard")), cases.model())
+    return as_source(values(), small_model())
 
 
 def as_source(params, model) -> Source:
@@ -59,11 +69,11 @@ def expected(name: str, *, ranks: int):
 
     Every activation is there at once, in float64, and each M is the solution of one stacked least-squares problem.
     """
-    config = cases.model(name)
+    config = small_model(name)
     shape = cases.shape(name, config, ranks=ranks)
     ranks, (_, _, kind, number, ladder) = shape.ranks, cases.TOPOLOGIES[name]
     wide = lambda tree: jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
-    params = wide(cases.parameters(cases.define("standard")))
+    params = wide(values())
     layers, found, amplified = jax.tree.map(np.copy, params["layers"]), {}, 0.0
     call = dataclasses.replace(shape, layers=0, vocab=0, kind="", number=1, ladder=None)
     norm = lambda x: (x / np.sqrt((x * x).mean(-1, keepdims=True) + shape.eps)).reshape(-1, x.shape[-1])
@@ -119,7 +129,7 @@ CASES = [
 @pytest.mark.parametrize("name, data, tensor", CASES)
 def test_the_fit_is_the_least_squares_solution(name, data, tensor):
     """On real ranks. With eight, two share each key/value head of a fresh ladder, and so its fit."""
-    model = cases.model(name, ranks=tensor if name in cases.DEPEND_ON_RANKS else None)
+    model = small_model(name, ranks=tensor if name in cases.DEPEND_ON_RANKS else None)
     settings = dict(mesh=parallel.make_mesh(data=data, tensor=tensor), settings=Refit(ridge=RIDGE))
     result = refit(standard(), model=model, rows=TOKENS, **settings)
     matrices, amplified = expected(name, ranks=tensor)
@@ -138,7 +148,7 @@ def test_the_fit_is_the_least_squares_solution(name, data, tensor):
 
 
 def test_emulated_ranks_are_real_ones():
-    model = cases.model("hybrid-fresh", ranks=2)
+    model = small_model("hybrid-fresh", ranks=2)
     settings = dict(model=model, rows=TOKENS, settings=Refit(ridge=RIDGE))
     real, emulated = (refit(standard(), mesh=parallel.make_mesh(tensor=n), **settings) for n in (2, 1))
     _, amplified = expected("hybrid-fresh", ranks=2)
@@ -148,10 +158,10 @@ def test_emulated_ranks_are_real_ones():
 
 def test_a_model_without_late_inputs_is_left_alone():
     """The control: nothing to predict, nothing fitted; and M is the identity where it is fitted all the same."""
-    for model in (cases.model(), cases.model("ladder", ladder_layers="0")):
+    for model in (small_model(), small_model("ladder", ladder_layers="0")):
         result = refit(standard(), model=model, rows=TOKENS, mesh=parallel.make_mesh())
         assert result.fits == () and result.source.arrays == standard().arrays
-    definition = nn.define(cases.model(), mesh=parallel.make_mesh())
+    definition = nn.define(small_model(), mesh=parallel.make_mesh())
     run = fit.Pass(definition, standard(), TOKENS)
     (matrix,) = run.statistics(0, 0).matrices(1, ridge=1e-3)
     assert np.abs(matrix - np.eye(32)).max() <= 32 * 2.0**-24 / 1e-3  # of sums in float32 that are not quite symmetric
@@ -160,10 +170,10 @@ def test_a_model_without_late_inputs_is_left_alone():
 def test_each_layer_alone_is_fitted_behind_the_original():
     """As if it were the only converted one: the same as of a hybrid with that layer."""
     settings = dict(rows=TOKENS, mesh=parallel.make_mesh())
-    alone = refit(standard(), model=cases.model("ladder"), settings=Refit(alone=True), **settings)
+    alone = refit(standard(), model=small_model("ladder"), settings=Refit(alone=True), **settings)
     assert [(f.layer, f.sublayer) for f in alone.fits][:2] == [(0, "mlp"), (1, "attention")]
     for layer in (1, 3):
-        single = refit(standard(), model=cases.model("ladder", ladder_layers=f"{layer},"), **settings)
+        single = refit(standard(), model=small_model("ladder", ladder_layers=f"{layer},"), **settings)
         for key, stored in single.source.arrays.items():
             if key.layer == layer:
                 assert (stored.read() == alone.source.arrays[key].read()).all()
@@ -171,7 +181,7 @@ def test_each_layer_alone_is_fitted_behind_the_original():
 
 def test_sums_over_many_batches_stay_within_the_bound():
     """Activations far from zero, where a sum in float32 over all batches would lose the last digits."""
-    definition = nn.define(cases.model("ladder"), mesh=parallel.make_mesh(tensor=2))
+    definition = nn.define(small_model("ladder"), mesh=parallel.make_mesh(tensor=2))
     chance, total, count = np.random.default_rng(0), Statistics.zero(32), 200
     streams = (5 + chance.standard_normal((2, count, 2, 16, 32))).astype(np.float32)
     run = programs(definition).statistics
@@ -319,7 +329,7 @@ def test_killed_and_resumed_bit_for_bit(signum, small, texts, tmp_path, monkeypa
 
 def test_other_requests_resume_nothing(tmp_path):
     """What was kept of other tokens, or another ridge, is not read."""
-    keep = dict(model=cases.model("ladder"), mesh=parallel.make_mesh(), folder=tmp_path / "kept")
+    keep = dict(model=small_model("ladder"), mesh=parallel.make_mesh(), folder=tmp_path / "kept")
     changes = [dict(), dict(rows=TOKENS[::-1]), dict(settings=Refit(ridge=0.1))]
     for change in changes:
         kept = refit(standard(), **{"rows": TOKENS, **keep, **change})
@@ -357,8 +367,8 @@ def assert_refused(command, said):
 
 
 def test_models_that_cannot_be_refitted():
-    settings = dict(rows=TOKENS, model=cases.model("ladder"))
-    ladder = dataclasses.replace(standard(), model=cases.model("ladder"))
+    settings = dict(rows=TOKENS, model=small_model("ladder"))
+    ladder = dataclasses.replace(standard(), model=small_model("ladder"))
     with pytest.raises(UserError, match="starts from a standard model; .* is ladder"):
         refit(ladder, mesh=parallel.make_mesh(), **settings)
     with pytest.raises(UserError, match="splits parameters over fsdp"):
