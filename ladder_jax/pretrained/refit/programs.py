@@ -45,12 +45,18 @@ def programs(definition: nn.ModelDef) -> Programs:
     def begin(params, tokens):
         x = definition.bind("embedding", params).lookup(tokens, axes=axes, dtype=dtype)
         x = x.astype(config.residual_dtype.value)
-        return Streams((x,) * depth, pvary(jnp.zeros(x.shape, dtype), (*layout.batch, *axes)))
+        return Streams((x,) * depth, no_partial(x, width=config.d_model if fresh else 1))
+
+    def no_partial(x, width):
+        """Zeros; of width 1 where no sublayer reads its rank's own partial sum, which is then not carried."""
+        return pvary(jnp.zeros((*x.shape[:2], width), dtype), (*layout.batch, *axes))
 
     def advance(sublayer, params, streams, delay):
         context = layer_context(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
         step = DelayedStep((sublayer,), delay, fresh)
-        return definition.bind("layers", params).advance(streams, None, steps=(step,), context=context)[0]
+        layer = definition.bind("layers", params)
+        after, _ = layer.advance(streams, None, steps=(step,), context=context)
+        return after if fresh else dataclasses.replace(after, partial=streams.partial)
 
     def statistics(streams, target, delay, rows):
         late = lax.select_n(delay, *streams.newest_first)
