@@ -107,7 +107,7 @@ def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys, m
         "--calibration",
         str(tmp_path / "text.txt"),
     ]
-    assert main([*command, "--calibration-tokens", "64"]) == 0
+    assert main([*command, "--calibration-tokens", "64", "--refit", "none"]) == 0
     printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
     first, second, *_ = printed.out.splitlines()
     assert first.startswith("the standard model's loss is ") and second.startswith("of 64 tokens in sequences of 64; ")
