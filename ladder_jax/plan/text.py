@@ -1,5 +1,6 @@
 """The result of `ladder-jax plan` for a terminal."""
 
+from ladder_jax.config import PRESETS
 from ladder_jax.plan.plans import Answer, Plan
 
 SHOWN = 12  # plans in the table, each with its fastest microbatch; --json has all plans
@@ -32,8 +33,13 @@ def lines(answer: Answer) -> list:
         "MFU; waits: share of time in which devices wait for transfers; again: recomputed FLOPs over the model's",
         *(["note      a simulated device has no memory limit, and its speed here is nominal"] if not room else []),
         "",
-        f"ladder-jax train {request.name} {overrides}",
+        f"ladder-jax train {_training(request.name)} {overrides}",
     ]
+
+
+def _training(name: str) -> str:
+    """What `train` takes for the model: a preset or a file as it is, another model as the weights to begin with."""
+    return name if name in PRESETS or name.endswith((".yaml", ".yml", ".json")) else f"RECIPE.yaml train.start={name}"
 
 
 def _why(answer: Answer) -> str:

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import pathlib
-import tempfile
 
 from ladder_jax import nn, parallel, pyplot
 from ladder_jax.data import tokenizer as tokenizers
@@ -78,14 +77,9 @@ def measure(source: Source, request: Request) -> Result:
 
 
 def _tokenizer(source: Source) -> tokenizers.Tokenizer:
-    if not source.files and source.model.vocab_size == tokenizers.Bytes().vocab_size:
-        return tokenizers.Bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder) / tokenizers.FOLDER
-        native.write_tokenizer(source, copy)
-        if not copy.is_dir():
-            raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
-        return tokenizers.load(copy)
+    if source.tokenizer is None:
+        raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
+    return source.tokenizer
 
 
 def _print_summary(
