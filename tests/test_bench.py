@@ -211,7 +211,9 @@ CEILING = roofline.Ceiling((90e9, 100e9), "an array")
 
 def fabricated(*samples, **asked):
     numbers = dict(prompt_length=8, new_tokens=5, repeats=3, tensor=2)
-    asked = requests.Request("tiny", **{"residuals": ("standard", "ladder"), "batches": (1,), **numbers, **asked})
+    asked = requests.Request(
+        "tiny", preset("tiny"), **{"residuals": ("standard", "ladder"), "batches": (1,), **numbers, **asked}
+    )
     samples = tuple(measure.Samples(*one, step_bytes=1e6, prefill_flops=10**9) for one in samples)
     measured = measure.Measurement(CEILING, CEILING, samples)
     return result.Result(asked, measured, device="a device", devices=2, versions={}, platform="tpu")

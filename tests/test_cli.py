@@ -159,7 +159,7 @@ MISTAKES = {
     ("train", "tiny", "run.wandb=project"): "pip install 'ladder-jax[wandb]'",
     ("checkpoints", "nowhere"): "there is no checkpoint below",
     ("train",): "required: CONFIG",
-    ("generate", "nowhere", "--prompt", "x"): "there is no checkpoint at",
+    ("generate", "nowhere", "--prompt", "x"): "there is no model at",
     ("generate", "nowhere", "--promt", "x"): "unknown option '--promt'; did you mean '--prompt'?",
     ("generate", "nowhere", "--prompt", "x", "--max-new-tokens", "many"): "invalid int value: 'many'",
     ("generate", "nowhere"): "--prompt TEXT (once or more often), --prompts FILE or --chat, one of these",

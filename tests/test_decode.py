@@ -68,7 +68,7 @@ def test_prefill_and_decode_with_shared_heads():
 
 def generator(name="ladder", **mesh):
     definition = cases.define(name, **mesh)
-    return decode.Generator.of(definition, cases.place(cases.parameters(definition), definition))
+    return decode.Generator(definition, cases.place(cases.parameters(definition), definition))
 
 
 PROMPTS = [[1, 2, 3], [200], list(range(40))]

@@ -13,6 +13,7 @@ from ladder_jax.nn.forward import hidden, logits
 from ladder_jax.nn.model_def import ModelDef, Params, declare, define, initialize
 from ladder_jax.nn.parameter import Module
 from ladder_jax.parallel import Compiled, make_mesh, on_mesh, over_ranks, with_ranks
+from ladder_jax.residual import Topology
 
 
 class Transformer(Module):
@@ -54,6 +55,14 @@ class Transformer(Module):
     @property
     def config(self) -> ModelConfig:
         return self.definition.config
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.definition.layout.mesh
+
+    @property
+    def topology(self) -> Topology:
+        return self.definition.topology
 
     @property
     def params(self) -> Params:

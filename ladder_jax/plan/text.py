@@ -1,5 +1,6 @@
 """The result of `ladder-jax plan` for a terminal."""
 
+from ladder_jax.config import PRESETS
 from ladder_jax.plan.plans import Answer, Plan
 from ladder_jax.terminal import Table
 
@@ -36,8 +37,13 @@ def lines(answer: Answer) -> list:
         " time in which devices wait for transfers; recomputed: FLOPs computed again, over the model's",
         *(["note      a simulated device has no memory limit, and its speed here is nominal"] if not room else []),
         "",
-        f"ladder-jax train {request.name} {overrides}",
+        f"ladder-jax train {_training(request.name)} {overrides}",
     ]
+
+
+def _training(name: str) -> str:
+    """What `train` takes for the model: a preset or a file as it is, another model as the weights to begin with."""
+    return name if name in PRESETS or name.endswith((".yaml", ".yml", ".json")) else f"RECIPE.yaml train.start={name}"
 
 
 def _why(answer: Answer) -> str:

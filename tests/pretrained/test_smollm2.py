@@ -131,7 +131,7 @@ class TestLive:
         from ladder_jax.decode.generate import Generator
 
         prompts = [tokenizer().encode(prompt) for prompt in record.PROMPTS]
-        generator = Generator.of(hybrid("standard"), params())
+        generator = Generator(hybrid("standard"), params())
         ours = generator.tokens(prompts, config=DecodeConfig(max_new_tokens=record.NEW_TOKENS))
         for n, (prompt, tokens) in enumerate(zip(prompts, ours)):
             live = record.greedy(prompt)

@@ -2,7 +2,7 @@ import argparse
 from collections.abc import Callable
 
 from ladder_jax import terminal
-from ladder_jax.config import RunConfig, load, to_dict
+from ladder_jax.config import ModelConfig, RunConfig, load, to_dict
 from ladder_jax.processes.options import SETTINGS
 
 SUMMARY = "Train a model, or resume the run from its last checkpoint."
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
 
     from ladder_jax import processes
 
-    settings = load(args.config, overrides=args.overrides)
+    settings = load(args.config, overrides=args.overrides, model_of=_model_of)
     patience = processes.patience(vars(args), os.environ)
     spec = processes.spec(vars(args), os.environ)
     if spec is None:
@@ -57,6 +57,12 @@ def _train(
             f"trained {result.parameters:,} parameters for {result.steps} steps:"
             f" held-out loss {result.validation_loss:.4f} nats a {unit}"
         )
+
+
+def _model_of(name: str) -> ModelConfig:
+    from ladder_jax.pretrained import model_config
+
+    return model_config(name)
 
 
 def _equal(settings: RunConfig, args: argparse.Namespace) -> dict:
