@@ -11,7 +11,11 @@ FIRST_SECOND, FIRST_THIRD, SECOND_THIRD, FIRST_FOURTH, THIRD_FOURTH = (0, 1), (0
 THREE = [FIRST_SECOND, FIRST_THIRD, SECOND_THIRD]
 ARRAYS = {
     "forward": (test_numerics.FORWARD, (cases.TOPOLOGIES, (1, 2, 4, 8), Loop), [SECOND_THIRD]),
-    "gradients": (test_numerics.GRADIENTS, (cases.TOPOLOGIES, test_numerics.MESHES, Loop, [Remat.NONE]), THREE),
+    "gradients": (
+        test_numerics.GRADIENTS,
+        (cases.TOPOLOGIES, test_numerics.MESHES, Loop, [Remat.NONE]),
+        [SECOND_THIRD],
+    ),
     "recomputed": (
         test_numerics.GRADIENTS,
         (cases.RECURRENCES, test_numerics.MESHES, Loop, Remat),

@@ -22,9 +22,7 @@ CASES = covering.marked(
     itertools.product(cases.TOPOLOGIES, MESHES, Loop),
     chosen=[
         *covering.array(cases.RECURRENCES, SHARDED, Loop, pairs=[(0, 2), (1, 2)], even=[1]),
-        *covering.array(
-            [name for name in cases.TOPOLOGIES if name not in cases.RECURRENCES], SHARDED, Loop, pairs=[], even=[1, 2]
-        ),
+        *covering.array(cases.OTHERS, SHARDED, Loop, pairs=[], even=[1, 2]),
         *covering.array(cases.DEPEND_ON_RANKS, MESHES[2:], Loop, pairs=[(0, 1), (1, 2)]),
     ],
 )

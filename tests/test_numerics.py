@@ -25,7 +25,8 @@ GRADIENTS = covering.marked(
         *itertools.product(cases.TOPOLOGIES, [(2, 4)], Loop, Remat),
     ],
     chosen=[
-        *covering.array(cases.TOPOLOGIES, MESHES, Loop, [Remat.NONE], pairs=[(0, 1), (0, 2), (1, 2)]),
+        *covering.array(cases.RECURRENCES, MESHES, Loop, [Remat.NONE], pairs=[(0, 1), (0, 2), (1, 2)]),
+        *covering.array(cases.OTHERS, MESHES, Loop, [Remat.NONE], pairs=[(1, 2)], even=[1, 2]),
         *covering.array(cases.RECURRENCES, MESHES, Loop, RECOMPUTED, pairs=[(0, 3), (1, 2), (2, 3)], even=[1]),
         *covering.array(UNCOMMUNICATED, [ONE_DEVICE], Loop, [Remat.NONE], pairs=[(1, 2)]),
     ],
