@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on this machine: one data set's or model's folder, as far as `datasets` and huggingface_hub ask."""
+"""A Hugging Face Hub on this machine: a data set's or model's folder, as far as `datasets` and huggingface_hub ask."""
 
 import base64
 import contextlib
@@ -55,7 +55,10 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "da
             if path == "/api/repos/create":
                 return self.answer(json.dumps({"url": f"http://{self.headers['Host']}/{name}"}).encode())
             if path.endswith("/preupload/main"):
-                modes = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(content)["files"]]
+                modes = [
+                    {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for one in json.loads(content)["files"]
+                ]
                 return self.answer(json.dumps({"files": modes}).encode())
             if path.endswith("/commit/main"):
                 for line in map(json.loads, content.splitlines()):

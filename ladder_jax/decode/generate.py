@@ -105,8 +105,8 @@ class Generator:
     ) -> Iterator[Chunk]:
         """The first token of each prompt, then CHUNK tokens at a time until there are at least `new`.
 
-        The first token does not wait until the decode program is compiled. Each later chunk is sent to the devices before
-        the one before it is yielded: they need not wait for the host.
+        The first token does not wait until the decode program is compiled. Each later chunk is sent to the devices
+        before the one before it is yielded: they need not wait for the host.
         """
         definition, form = self.definition, dict(loop=self.loop, quantize=self.quantize)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)

@@ -55,7 +55,11 @@ class _Repository:
     def fetch(self, files: Iterable[str]) -> pathlib.Path:
         """The folder with `files`. Raises UserError for a file that cannot be downloaded."""
         if self.cached is None:
-            return _snapshot(self.identifier, self.commit, [glob.escape(file) for file in files])
+            # By the revision's name, which the cache then knows without a connection, too.
+            folder = _snapshot(self.identifier, [glob.escape(file) for file in files])
+            if folder.name != self.commit:
+                raise RunFailed(f"'{self.identifier}' has just changed on the Hub: repeat the command")
+            return folder
         for file in files:
             if file not in self.names:
                 raise UserError(f"{_no_connection(self.reason)}, and {_cache()} holds {self.identifier} without {file}")
@@ -101,12 +105,14 @@ def _download(identifier: Identifier, *, weights: bool) -> tuple[pathlib.Path, s
     repository = _repository(identifier)
     if identifier.file or read.CONFIG not in repository.names:
         file = identifier.file or _only_gguf(repository)
+        if file not in repository.names and repository.cached is None:
+            raise UserError(f"'{identifier}': there is no such file in {identifier.repository}{_others(repository)}")
         return repository.fetch([file]) / file, repository.commit
+    if not weights:
+        return repository.fetch([read.CONFIG]), repository.commit
     wanted = (read.CONFIG, read.GENERATION, *tokenizer_files.FILES)
-    folder = repository.fetch([name for name in wanted if name in repository.names])
-    if weights:
-        folder = repository.fetch(_weights(repository))
-    return folder, repository.commit
+    repository.fetch([name for name in wanted if name in repository.names])
+    return repository.fetch(_weights(repository)), repository.commit
 
 
 def _weights(repository: _Repository) -> list[str]:
@@ -144,6 +150,11 @@ def _choice(repository: _Repository) -> str:
     return f"name one of its GGUF files, as in '{example}' ({', '.join(files[:8])}{more})"
 
 
+def _others(repository: _Repository) -> str:
+    files = _ggufs(repository)
+    return f" (allowed: {', '.join(files[:8])})" if files else ""
+
+
 def _ggufs(repository: _Repository) -> list[str]:
     return sorted(name for name in repository.names if name.endswith(".gguf"))
 
@@ -175,10 +186,11 @@ def _from_cache(identifier: Identifier, reason: str) -> _Repository:
     return _Repository(identifier, folder.name, names, folder, reason)
 
 
-def _snapshot(identifier: Identifier, commit: str, patterns: list[str]) -> pathlib.Path:
+def _snapshot(identifier: Identifier, patterns: list[str]) -> pathlib.Path:
     hub = _library()
     try:
-        return pathlib.Path(hub.snapshot_download(identifier.repository, revision=commit, allow_patterns=patterns))
+        settings = dict(revision=identifier.revision, allow_patterns=patterns, tqdm_class=_bar())
+        return pathlib.Path(hub.snapshot_download(identifier.repository, **settings))
     except hub.errors.GatedRepoError:
         raise UserError(
             f"'{identifier}' is gated: ask for access at {hub.constants.ENDPOINT}/{identifier.repository},"
@@ -186,6 +198,17 @@ def _snapshot(identifier: Identifier, commit: str, patterns: list[str]) -> pathl
         ) from None
     except Exception as error:  # as above
         raise RunFailed(f"'{identifier}' could not be downloaded: {_line(error)}") from error
+
+
+def _bar() -> type:
+    """The Hub's progress bar, on a terminal only, and gone when it is done."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **{**settings, "disable": settings.get("disable") or None, "leave": False})
+
+    return Bar
 
 
 def _no_connection(reason: str) -> str:

@@ -1,10 +1,8 @@
 """A model by its name, in any format, to text: by one command and by three lines of Python, as by way of `convert`."""
 
+import contextlib
 import json
-import os
-import pathlib
-import subprocess
-import sys
+import shutil
 
 import jax
 import numpy as np
@@ -16,12 +14,13 @@ from ladder_jax import checkpoint, decode, nn, pretrained
 from ladder_jax.cli import main
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import hub as hubs
+from ladder_jax.retrain import sources
 from tests import hub
 from tests.pretrained import gguf_files, models
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 TEXT = "the"
-NEW = dict(max_new_tokens=8)
+NEW = dict(max_new_tokens=16, temperature=1.5, seed=1)
+WORDS = ["--prompt", TEXT, "--max-new-tokens", "16", "--temperature", "1.5", "--seed", "1"]
 
 
 def with_tokenizer(folder):
@@ -34,8 +33,8 @@ def files(tmp_path_factory):
     """A model of each family as a Hugging Face folder, and one as a GGUF file of bfloat16."""
     place = tmp_path_factory.mktemp("files")
     for name in models.FAMILIES:
-        with_tokenizer(models.write(place / name, name))
-    gguf_files.write(place / "small.gguf", "llama-2", kind=gguf_files.Kind.BF16)
+        with_tokenizer(models.write(place / name, name, vocab_size=100))
+    gguf_files.write(place / "small.gguf", "llama-2", kind=gguf_files.Kind.BF16, vocab_size=100)
     return place
 
 
@@ -54,12 +53,11 @@ def mistake(capsys, *words):
 @pytest.mark.parametrize("name", [*models.FAMILIES, "small.gguf"])
 def test_text_without_converting_first(name, files, tmp_path, capsys):
     """One command and three lines of Python give what the converted checkpoint gives, and below it the tokens."""
-    words = ["--prompt", TEXT, "--max-new-tokens", "8"]
-    text = printed(capsys, "generate", files / name, *words)
+    text = printed(capsys, "generate", files / name, *WORDS)
     assert text.startswith(TEXT) and len(text) > len(TEXT) + 1
     assert main(["convert", str(files / name), str(tmp_path / "new" / "converted")]) == 0
     capsys.readouterr()
-    assert printed(capsys, "generate", tmp_path / "new" / "converted", *words) == text
+    assert printed(capsys, "generate", tmp_path / "new" / "converted", *WORDS) == text
 
     model = lj.from_pretrained(files / name)
     assert TEXT + model.generate(TEXT, **NEW) + "\n" == text
@@ -70,12 +68,11 @@ def test_text_without_converting_first(name, files, tmp_path, capsys):
 
 def test_ladder_layers_in_memory(files, tmp_path, capsys):
     """As `convert` makes them; and what it refuses."""
-    words = ["--prompt", TEXT, "--max-new-tokens", "8"]
     for options in (["--ladder-layers", "1"], ["--ladder-layers", "all", "--residual", "ladder-2"]):
-        text = printed(capsys, "generate", files / "llama-2", *words, *options)
+        text = printed(capsys, "generate", files / "llama-2", *WORDS, *options)
         assert main(["convert", str(files / "llama-2"), str(tmp_path / options[-1]), *options]) == 0
         capsys.readouterr()
-        assert printed(capsys, "generate", tmp_path / options[-1], *words) == text
+        assert printed(capsys, "generate", tmp_path / options[-1], *WORDS) == text
     model = lj.from_pretrained(files / "llama-2", ladder_layers=[0, 1], residual="ladder-2", dtype="bfloat16")
     assert (model.config.residual, model.topology.num_layers) == ("ladder-2", 2)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype("bfloat16")}
@@ -99,7 +96,7 @@ def test_evaluate_and_the_models_of_other_commands(files, tmp_path, capsys):
     found = printed(capsys, "evaluate", files / "llama-2", "--text", tmp_path / "text.txt", "--window", "16", "--json")
     assert json.loads(found)["tokens"] > 50
     (tmp_path / "shape").mkdir()
-    (tmp_path / "shape" / "config.json").write_text(json.dumps(models.config("qwen2")))
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(models.config("qwen2", vocab_size=100)))
     words = ["--hardware", "h100-nvlink", "--tensor", "2", "--residual", "standard,ladder", "--json"]
     for name in (tmp_path / "shape", files / "small.gguf"):
         assert json.loads(printed(capsys, "predict", "--model", name, *words))["model"] == str(name)
@@ -107,6 +104,31 @@ def test_evaluate_and_the_models_of_other_commands(files, tmp_path, capsys):
     assert "allowed: 1, 2" in mistake(
         capsys, "predict", "--model", files / "qwen2", "--hardware", "v5e", "--tensor", "3"
     )
+
+
+def test_training_starts_from_any_model(files, tmp_path, capsys):
+    """With its shape, weights and tokenizer; a run that goes on refuses other weights in their place."""
+    folder, recipe = tmp_path / "model", tmp_path / "recipe.yaml"
+    shutil.copytree(files / "llama-2", folder)
+    recipe.write_text("train: {steps: 1, batch: 2, sequence: 16, warmup_steps: 0, evaluation_batches: 1}\n")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat " * 200)
+    words = [f"train.start={folder}", "model.residual=ladder", f"data.path={tmp_path / 'text.txt'}"]
+    words += [f"run.dir={tmp_path / 'run'}", "run.tensorboard=false", "lora.rank=2"]
+    assert main(["train", str(recipe), *words]) == 0
+    assert f"starting from {folder}, standard" in capsys.readouterr().err
+    saved = checkpoint.open_checkpoint(tmp_path / "run")
+    assert (saved.config.model.residual, saved.config.model.d_model) == ("ladder", 32)
+    assert saved.tokenizer().name == pretrained.open(folder).tokenizer.name
+    recorded = saved.data["sources"]
+    assert recorded["start"]["path"] == str(folder)
+    start = sources.of_run(saved.config, recorded=recorded).start
+    params, stored = start.params(start.define(), dtype=np.float32), pretrained.open(folder).arrays
+    for key in (pretrained.Key("layers/mlp/up", 1), pretrained.Key("layers/attention/query", 0)):
+        _, part, name = key.name.split("/")
+        assert (np.asarray(params["layers"][part][name])[key.layer] == stored[key].read()).all()
+    models.write(folder, "llama-2", vocab_size=100, more={"model.norm.weight": np.ones(32, np.float32)})
+    with pytest.raises(UserError, match="is not the checkpoint any more that this run began with"):
+        sources.of_run(saved.config, recorded=recorded)
 
 
 def test_names_of_nothing(files, capsys, monkeypatch):
@@ -119,7 +141,7 @@ def test_names_of_nothing(files, capsys, monkeypatch):
         ("hf://one", "write hf://org/name[@revision]"),
     ):
         assert message in mistake(capsys, "generate", name, "--prompt", "x")
-    assert "did you mean 'qwen3'?" in mistake(capsys, "evaluate", "qwen4", "--text", "small.gguf")
+    assert "did you mean 'mistral'?" in mistake(capsys, "evaluate", "mistrel", "--text", "qwen2/config.json")
     predict = ["predict", "--hardware", "v5e", "--model"]
     assert "unknown preset 'llama-3-7b'; did you mean 'llama-3-70b'?" in mistake(capsys, *predict, "llama-3-7b")
     with pytest.raises(UserError, match="there is no model at 'someone/small'"):
@@ -145,93 +167,119 @@ def test_identifiers(name, parts):
     assert parsed is None or hubs.Identifier.parse(str(parsed)) == parsed
 
 
-SCRIPT = """
-import json, sys
-import ladder_jax as lj
-from ladder_jax.errors import RunFailed, UserError
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """Serves a folder as `someone/small` of the Hub, to this process; gives its address and what was asked."""
+    from huggingface_hub import constants
 
-def text(name):
-    try:
-        return lj.from_pretrained(name).generate("the", max_new_tokens=8)
-    except (UserError, RunFailed) as error:
-        return str(error)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
-print(json.dumps([text(name) for name in sys.argv[1:]]))
-"""
+    @contextlib.contextmanager
+    def serve(folder):
+        hubs._download.cache_clear()
+        with hub.served(folder, name="someone/small", kind="models") as (url, asked), monkeypatch.context() as here:
+            here.setattr(constants, "ENDPOINT", url)
+            template = url + "/{repo_id}/resolve/{revision}/{filename}"
+            here.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+            here.setattr(constants, "HF_HUB_DISABLE_XET", True)
+            yield url, asked
+        hubs._download.cache_clear()
+
+    yield serve
+    hubs._download.cache_clear()
 
 
-def in_python(*names, script=SCRIPT, **environment):
-    command = [sys.executable, "-W", "error", "-c", script, *names]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, cwd=ROOT.parent)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def refused(name):
+    with pytest.raises(UserError) as error:
+        lj.from_pretrained(name)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
-def test_the_hub(files, tmp_path, run_cli, capsys):
+def downloaded(asked):
+    return [
+        one.partition("/resolve/")[2].partition("/")[2] for one in asked if one.startswith("GET /someone/small/res")
+    ]
+
+
+def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
     """Only what is read is downloaded, once; and without a connection, the cache is used, or named."""
+    from huggingface_hub import constants
+
     folder = tmp_path / "model"
-    (files / "llama-3.2").rename(folder)
-    try:
-        (folder / "pytorch_model.bin").write_bytes(b"x")
-        (folder / "onnx").mkdir()
-        (folder / "onnx" / "model.safetensors").write_bytes(b"x")
-        text = printed(capsys, "generate", folder, "--prompt", TEXT, "--max-new-tokens", "8")
-        place = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        with hub.served(folder, name="someone/small", kind="models") as (url, asked):
-            here = {**place, "HF_ENDPOINT": url}
-            words = ["--prompt", TEXT, "--max-new-tokens", "8"]
-            done = run_cli("generate", "someone/small", *words, check_status=0, **here)
-            assert done.stdout == text
-            got = {one.partition("/resolve/")[2].partition("/")[2] for one in asked if "/resolve/" in one}
-            assert got == {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"}
-            names = [f"someone/small@{hub.COMMIT}", "someone/small@gone", "someone/else", "hf://someone/small/x.gguf"]
-            exact, revision, unknown, no_file = in_python(*names, **here)
-            assert TEXT + exact + "\n" == text
-            assert revision == "'someone/small@gone': the Hub has no revision 'gone' of it"
-            assert unknown.startswith("there is no model 'someone/else': no such path here, and no such repository at")
-            assert no_file == "'someone/small/x.gguf' holds no x.gguf"
-            again = len([one for one in asked if one.startswith("GET") and "/resolve/" in one])
-            assert again == len(got)
-        gone = {**place, "HF_ENDPOINT": url}
-        for offline in (gone, {**gone, "HF_HUB_OFFLINE": "1"}):
-            cached, absent = in_python("someone/small", "someone/else", **offline)
-            assert TEXT + cached + "\n" == text
-            assert absent.startswith(f"no connection to {url} (") and "\n" not in absent
-            assert absent.endswith(f"and 'someone/else' is not in the cache at {tmp_path / 'home' / 'hub'}")
-    finally:
-        folder.rename(files / "llama-3.2")
+    shutil.copytree(files / "llama-2", folder)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.safetensors").write_bytes(b"x")
+    text = printed(capsys, "generate", files / "llama-2", *WORDS)
+    shape = ["predict", "--model", "someone/small", "--hardware", "v5e", "--tensor", "1", "--residual", "ladder"]
+    with served(folder) as (url, asked):
+        printed(capsys, *shape)
+        assert downloaded(asked) == ["config.json"]
+        assert TEXT + lj.from_pretrained("someone/small").generate(TEXT, **NEW) + "\n" == text
+        read = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+        assert sorted(downloaded(asked)) == read
+        opened = pretrained.open_model(f"hf://someone/small@{hub.COMMIT}")
+        assert opened.name == f"someone/small@{hub.COMMIT}" and opened.config.run.name == "someone/small"
+        assert sorted(downloaded(asked)) == read
+        assert refused("someone/small@gone") == "'someone/small@gone': the Hub has no revision 'gone' of it"
+        assert refused("someone/else").startswith("there is no model 'someone/else': no such path here, and no such")
+        assert "there is no such file in someone/small" in refused("hf://someone/small/x.gguf")
+    monkeypatch.setattr(constants, "ENDPOINT", url := "http://127.0.0.1:9")  # where nobody listens
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        hubs._download.cache_clear()
+        assert pretrained.open_model("someone/small").name == f"someone/small@{hub.COMMIT}"
+        absent = refused("someone/else")
+        assert absent.startswith(f"no connection to {url} (")
+        assert absent.endswith(f"), and 'someone/else' is not in the cache at {tmp_path / 'cache'}")
+    next((tmp_path / "cache").rglob("model.safetensors")).unlink()
+    hubs._download.cache_clear()
+    assert refused("someone/small").endswith(
+        f"the cache at {tmp_path / 'cache'} holds someone/small without model.safetensors"
+    )
 
 
-def test_gguf_files_of_the_hub(tmp_path):
-    """Of several one has to be named."""
+def test_gguf_files_of_the_hub(served, tmp_path):
+    """Of several one has to be named; pickles are none."""
     (tmp_path / "files").mkdir()
     for name in ("a", "b"):
         gguf_files.write(tmp_path / "files" / f"{name}.gguf", "llama-2")
-    place = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    with hub.served(tmp_path / "files", name="someone/small", kind="models") as (url, asked):
-        several, one = in_python("someone/small", "someone/small/b.gguf", HF_ENDPOINT=url, **place)
-    assert several.endswith("name one of its GGUF files, as in 'someone/small/a.gguf' (a.gguf, b.gguf)")
-    assert one and "someone" not in one
-    assert not any("a.gguf" in request for request in asked)
+    with served(tmp_path / "files") as (_, asked):
+        assert refused("someone/small").endswith(
+            "name one of its GGUF files, as in 'someone/small/a.gguf' (a.gguf, b.gguf)"
+        )
+        assert pretrained.open("someone/small/b.gguf").model.num_layers == 2 and downloaded(asked) == ["b.gguf"]
+    for name in ("a", "b"):
+        (tmp_path / "files" / f"{name}.gguf").unlink()
+    (tmp_path / "files" / "config.json").write_text(json.dumps(models.config("llama-2")))
+    (tmp_path / "files" / "pytorch_model.bin").write_bytes(b"x")
+    with served(tmp_path / "files"):
+        assert "only weights as pickles" in refused("someone/small")
 
 
-PUSH = """
-import json, sys
-import ladder_jax as lj
-print(json.dumps(lj.from_pretrained(sys.argv[1]).push_to_hub("someone/copy")))
-"""
+def test_the_hub_by_one_command(files, tmp_path, run_cli, capsys):
+    text = printed(capsys, "generate", files / "qwen3", *WORDS)
+    place = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    with hub.served(files / "qwen3", name="someone/small", kind="models") as (url, _):
+        done = run_cli("generate", "someone/small", *WORDS, check_status=0, HF_ENDPOINT=url, **place)
+    assert done.stdout == text
 
 
-def test_push_to_the_hub(files, tmp_path):
+def test_push_to_the_hub(files, served, tmp_path, monkeypatch):
     (tmp_path / "copy").mkdir()
-    place = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    with hub.served(tmp_path / "copy", name="someone/copy", kind="models") as (url, _):
-        said = in_python(str(files / "qwen3"), script=PUSH, HF_ENDPOINT=url, HF_TOKEN="hf_of_a_test", **place)
-    assert said == f"{url}/someone/copy"
-    ours, theirs = lj.from_pretrained(tmp_path / "copy"), lj.from_pretrained(files / "qwen3")
-    assert ours.config == theirs.config and ours.tokenizer.name == theirs.tokenizer.name
-    for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params), strict=True):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    model = lj.from_pretrained(files / "qwen3")
+    with served(tmp_path / "copy") as (url, _):
+        assert model.push_to_hub("someone/small") == f"{url}/someone/small"
+    ours = lj.from_pretrained(tmp_path / "copy")
+    assert ours.config == model.config and ours.tokenizer.name == model.tokenizer.name
+    for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(model.params), strict=True):
         assert (np.asarray(a) == np.asarray(b)).all()
+    with pytest.raises(UserError, match="is no repository's name"):
+        model.push_to_hub("someone")
+    with pytest.raises(UserError, match="is no export"):
+        pretrained.push_to_hub(tmp_path, "someone/small")
 
 
 @pytest.fixture(scope="module")
@@ -247,11 +295,9 @@ def test_saved_and_loaded(model, tmp_path, capsys):
     again = lj.load(str(tmp_path / "new" / "one"), mesh=lj.make_mesh(tensor=4))
     assert again.mesh.shape["tensor"] == 4 and again.config == model.config
     for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
-        assert ours.dtype == theirs.dtype and (np.asarray(ours) == np.asarray(theirs)).all()
+        assert ours.dtype == theirs.dtype and (np.asarray(ours) == np.asarray(theirs)[: len(ours)]).all()  # unpadded
     assert not checkpoint.verify(tmp_path / "new" / "one" / "checkpoints" / "0")
-    text = printed(
-        capsys, "generate", tmp_path / "new" / "one", "--tensor", "2", "--prompt", TEXT, "--max-new-tokens", 8
-    )
+    text = printed(capsys, "generate", tmp_path / "new" / "one", "--tensor", "2", *WORDS)
     assert text == TEXT + model.generate(TEXT, **NEW) + "\n"
     with pytest.raises(UserError, match="is there already"):
         model.save(tmp_path / "new" / "one")
