@@ -25,12 +25,16 @@ class Stopped(RunFailed):
         self.status = 128 + signum
 
 
+def one_line(text: str) -> str:
+    """A message for a terminal: `printable`, with newlines escaped, and cut after LONGEST characters."""
+    return printable(text if len(text) <= LONGEST else f"{text[:LONGEST]}...").replace("\n", "\\n")
+
+
 def printable(text: str) -> str:
-    """`text` with control characters escaped, and cut after LONGEST characters.
+    """`text` with control characters escaped, except newlines.
 
     Names of files, tensors and models may hold any characters, and a terminal would execute some of them.
     """
-    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 

@@ -58,7 +58,8 @@ class Format(enum.Enum):
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or what
-    `ladder-jax tokenize` made, or a .yaml file with a mixture of those (see data/mixture.py).
+    `ladder-jax tokenize` made, which may be in gs:// or s3://, or a .yaml file with a mixture of those (see
+    data/mixture.py).
 
     `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text alone, since a token
     store is tokenized.
@@ -181,18 +182,24 @@ class OnDamaged(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class FolderConfig:
-    """`dir`: the run's folder; empty for `runs/<name>`. `wandb`: a project of Weights & Biases to log to."""
+    """`dir`: the run's folder, which may be gs://bucket/folder; empty for `runs/<name>`.
+
+    `wandb`: a project of Weights & Biases to log to. `profiler_port`: process i offers jax's profiler on this port + i.
+    """
 
     name: str = "run"
     dir: str | None = None
     on_damaged: OnDamaged = OnDamaged.STOP
     tensorboard: bool = True
     wandb: str | None = None
+    profiler_port: int | None = None
 
     __repr__ = shown
 
     def __post_init__(self):
         fit(self, "run")
+        port = self.profiler_port
+        check(port is None or 0 < port < 2**16, f"run.profiler_port must be between 1 and 65535, not {port}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 
 from ladder_jax import remote
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import RunFailed, UserError, printable
+from ladder_jax.errors import RunFailed, UserError, one_line
 from ladder_jax.parallel import Agreement
 from ladder_jax.train.signals import StopRequest
 from ladder_jax.train.timing import TimeAccount
@@ -134,7 +134,7 @@ def owned(folder: remote.Path, *, say: Callable[[str], None]) -> Iterator[None]:
 
 def _end(line: str) -> None:
     """Ends the process at once: another one may write into the folder from now on."""
-    os.write(2, f"ladder-jax: {printable(line)}\n".encode())
+    os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
     os._exit(RunFailed.status)
 
 

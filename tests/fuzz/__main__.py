@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 
-from ladder_jax.errors import UserError, printable
+from ladder_jax.errors import UserError, one_line
 from tests.fuzz.readers import READERS, Reader
 
 SECONDS, BYTES = 5, 2**30
@@ -65,8 +65,8 @@ def _outcome(reader: Reader, folder: pathlib.Path, changed: str) -> str | None:
     try:
         reader.read(folder, changed)
     except UserError as error:
-        text = printable(str(error))
-        return None if "\n" not in text else f"not one line but {text[:300]!r}"
+        text = one_line(str(error))
+        return None if text.isprintable() else f"not one line but {text[:300]!r}"
     except Late:
         return f"more than {SECONDS} s, in {_place()}"
     except MemoryError:
