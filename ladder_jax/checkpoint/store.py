@@ -24,7 +24,7 @@ from ladder_jax.checkpoint.quiet import WRITING, Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed, UserError, check_type
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
 
@@ -51,8 +51,10 @@ class Store:
     patience: seconds to wait for another process; after that the run fails.
     """
 
-    def __init__(self, folder: pathlib.Path, *, config: RunConfig, patience: float = PATIENCE):
-        self.folder, self._config, self._patience = folder.absolute(), config, patience
+    def __init__(self, folder: str | pathlib.Path, *, config: RunConfig, patience: float = PATIENCE):
+        check_type("config", config, RunConfig)
+        check_type("folder", folder, str, pathlib.Path)
+        self.folder, self._config, self._patience = pathlib.Path(folder).absolute(), config, patience
         train = config.train
         self._keep = retention.Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None

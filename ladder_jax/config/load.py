@@ -9,17 +9,18 @@ import typing
 from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError, check_type, unknown
 
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
 
 
-def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
+def load(source: str | pathlib.Path, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
     """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides describe.
 
     Raises UserError for an unknown key or preset, a wrong type or an impossible value.
     """
+    check_type("a configuration", source, str, pathlib.Path)
     path = pathlib.Path(source)
     if path.suffix in (".yaml", ".yml", ".json"):
         tree = _read(path)
@@ -37,6 +38,7 @@ def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
 
 def from_dict(tree: dict) -> RunConfig:
     """`model` may name a `preset` to start from: `{"model": {"preset": "tiny", "residual": "ladder"}}`."""
+    check_type("a configuration", tree, dict)
     model = tree.get("model")
     if isinstance(model, dict):
         rest = {key: value for key, value in model.items() if key != "preset"}

@@ -14,7 +14,7 @@ from ladder_jax.decode import cache, steps, weights
 from ladder_jax.decode.request import Decoder, NoNumbers, Piece, Request, Result, TokenSequence, check_prompts
 from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
-from ladder_jax.errors import RunFailed
+from ladder_jax.errors import RunFailed, member
 from ladder_jax.nn import ModelDef, Params
 
 type Chunk = tuple[jax.Array, jax.Array | None]
@@ -40,6 +40,7 @@ class Generator:
         quantize: Quantize = Quantize.NONE,
     ) -> "Generator":
         """`params` as they are trained and stored, float32 and stacked, in memory or read one by one."""
+        loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
         return cls(definition, weights.prepare(definition, params, loop=loop, quantize=quantize), loop, quantize)
 
     def pieces(
