@@ -8,6 +8,8 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from ladder_jax.errors import printable
+
 WIDTH = 120  # of tables where there is no terminal and COLUMNS is not set
 GAP = 2  # spaces between columns, if there is room
 WORDS = re.compile(r"\s+|(?<=[^\W\d]{2}-)(?=[^\W\d]{2})")  # where `textwrap` breaks lines
@@ -58,9 +60,10 @@ def show(parts: Iterable[str | Table]) -> None:
     columns = shutil.get_terminal_size((0, 0)).columns
     for part in parts:
         if isinstance(part, Table):
-            print("", *part.lines(columns or WIDTH), "", sep="\n")
+            lines = ["", *part.lines(columns or WIDTH), ""]
         elif not columns or part.startswith("ladder-jax "):
-            print(part)
+            lines = [part]
         else:
             label = re.match(r"\w+ {2,}|", part)[0]  # "memory    ", under whose text the lines go on
-            print(textwrap.fill(part, columns, subsequent_indent=" " * len(label), break_on_hyphens=False))
+            lines = [textwrap.fill(part, columns, subsequent_indent=" " * len(label), break_on_hyphens=False)]
+        print(*map(printable, lines), sep="\n")

@@ -218,7 +218,7 @@ WRONG = {
         lambda: train.train_step(DEFINITION, config={}),
         "config must be of type TrainConfig, not a di",
     ),
-    "load": (lambda: config.load(5), "a configuration must be of type str or Path, not 5"),
+    "load": (lambda: config.load(5), "a configuration must be of type str or PathLike, not 5"),
     "from_dict": (lambda: config.from_dict(5), "a configuration must be of type dict, not 5"),
     "ragged tokens": (
         lambda: nn.Transformer(CONFIG, params=params_of())([[1, 2], [3]]),

@@ -42,6 +42,7 @@ def trained(run_cli, tmp_path_factory):
     # The resolved configuration, and where it runs.
     assert "residual=ladder" in done.stderr and "learning_rate=0.004" in done.stderr and "tensor=4" in done.stderr
     assert "on 4 of 8 devices (cpu)" in done.stderr
+    assert "data: 1 file of book.txt, 20,800 bytes of text\n" in done.stderr and "notice" not in done.stderr
     return folder / "out"
 
 
@@ -55,6 +56,20 @@ def test_generate(run_cli, trained):
     assert one_device == greedy
     step = run_cli("generate", trained / "checkpoints" / "6", *ask[2:], check_status=0).stdout
     assert step.startswith("the cat")
+
+
+def test_a_long_text_shows_its_progress(monkeypatch, capsys):
+    """Every few seconds, on standard error; a short one says nothing."""
+    from ladder_jax import progress
+    from ladder_jax.cli.verbs import generate
+    from ladder_jax.decode.request import Piece
+
+    pieces = [Piece((1, 2), "ab", None)] * 3
+    assert generate._whole(iter(pieces), total=6) == "ababab" and capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "LINE_EVERY", -1.0)
+    assert generate._whole(iter(pieces), total=6) == "ababab"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["2/6 tokens", "4/6 tokens"] and "s left" in lines[0]
 
 
 def test_generate_keeps_its_programs(run_cli, trained, tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ class Store:
 
     def __init__(self, folder: str | pathlib.Path, *, config: RunConfig, patience: float = PATIENCE):
         check_type("config", config, RunConfig)
-        check_type("folder", folder, str, pathlib.Path)
+        check_type("folder", folder, str, os.PathLike)
         self.folder, self._config, self._patience = pathlib.Path(folder).absolute(), config, patience
         train = config.train
         self._keep = retention.Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import json
+import os
 import pathlib
 import typing
 
@@ -20,7 +21,7 @@ def load(source: str | pathlib.Path, *, overrides: typing.Sequence[str] = ()) ->
 
     Raises UserError for an unknown key or preset, a wrong type or an impossible value.
     """
-    check_type("a configuration", source, str, pathlib.Path)
+    check_type("a configuration", source, str, os.PathLike)
     path = pathlib.Path(source)
     if path.suffix in (".yaml", ".yml", ".json"):
         tree = _read(path)

@@ -6,6 +6,7 @@ from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.engine.engine import Engine
 from ladder_jax.decode.generate import default_tensor
 from ladder_jax.decode.request import Decoder
+from ladder_jax.decode.steps import CHUNK
 
 
 def of_checkpoint(
@@ -16,6 +17,7 @@ def of_checkpoint(
     slots: int,
     capacity: int,
     max_queue: int,
+    chunk: int = CHUNK,
     decoder: Decoder,
 ) -> Engine:
     """On `tensor` devices; by default on as many as the model was trained on, if this machine has as many.
@@ -29,6 +31,7 @@ def of_checkpoint(
         slots=slots,
         capacity=capacity,
         max_queue=max_queue,
+        chunk=chunk,
         decoder=decoder,
         launch=settings.launch,
         prefill_chunk=settings.prefill_chunk,
