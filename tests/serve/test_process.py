@@ -51,7 +51,8 @@ class Client(threading.Thread):
 
 def test_sigterm_drains(start):
     """What runs is finished; what comes is refused; the status is 0. And the options do what they say."""
-    options = "--model-name novel --max-new-tokens 120 --slots 2 --quantize int8 --tensor 1 --host 0.0.0.0".split()
+    options = "--model-name novel --max-new-tokens 120 --slots 2 --quantize int8 --tensor 1 --host 0.0.0.0 --chunk 4"
+    options = options.split()
     process = start(*options, python=SLOW, LADDER_JAX_API_KEY="sesame")
     compiling, ready = process.log().splitlines()
     assert compiling == "ladder-jax: compiling the programs for 2 slots of 128 tokens"
@@ -68,6 +69,7 @@ def test_sigterm_drains(start):
     assert process.popen.wait(60) == 0
     client.join()
     assert client.error is None and client.parts[-1].choices[0].finish_reason == "length"
+    assert len(client.parts) > 2 * 120 / 16  # --chunk 4: not in pieces of 16
     assert process.log().splitlines()[2:] == [
         "ladder-jax: in progress: 1, for 30 seconds at most; a second signal ends the server at once"
     ]
