@@ -62,13 +62,13 @@ def show(parts: Iterable[str | Table]) -> None:
     columns = shutil.get_terminal_size((0, 0)).columns
     for part in parts:
         if isinstance(part, Table):
-            print("", *map(printable, part.lines(columns or WIDTH)), "", sep="\n")
+            lines = ["", *part.lines(columns or WIDTH), ""]
         elif not columns or part.startswith("ladder-jax "):
-            print(printable(part))
+            lines = [part]
         else:
             label = re.match(r"\w+ {2,}|", part)[0]  # "memory    ", under whose text the lines go on
-            indent = " " * len(label)
-            print(textwrap.fill(printable(part), columns, subsequent_indent=indent, break_on_hyphens=False))
+            lines = [textwrap.fill(part, columns, subsequent_indent=" " * len(label), break_on_hyphens=False)]
+        print(*map(printable, lines), sep="\n")
 
 
 def generated(text: str) -> str:

@@ -43,6 +43,7 @@ def trained(run_cli, tmp_path_factory):
     # The resolved configuration, and where it runs.
     assert "residual=ladder" in done.stderr and "learning_rate=0.004" in done.stderr and "tensor=4" in done.stderr
     assert "on 4 of 8 devices (cpu)" in done.stderr
+    assert "data: 1 file of book.txt, 20,800 bytes of text\n" in done.stderr and "notice" not in done.stderr
     return folder / "out"
 
 
@@ -65,6 +66,20 @@ def test_generate(run_cli, told, trained):
     assert warm[0] == warm[1] != warm[2]
     assert told(*ask, "--tensor", "1") == greedy
     assert told("generate", trained / "checkpoints" / "6", *ask[2:]).startswith("the cat")
+
+
+def test_a_long_text_shows_its_progress(monkeypatch, capsys):
+    """Every few seconds, on standard error; a short one says nothing."""
+    from ladder_jax import progress
+    from ladder_jax.cli.verbs import generate
+    from ladder_jax.decode.request import Piece
+
+    pieces = [Piece((1, 2), "ab", None)] * 3
+    assert generate._whole(iter(pieces), total=6) == "ababab" and capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "LINE_EVERY", -1.0)
+    assert generate._whole(iter(pieces), total=6) == "ababab"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["2/6 tokens", "4/6 tokens"] and "s left" in lines[0]
 
 
 def test_generate_keeps_its_programs(run_cli, trained, tmp_path, monkeypatch):

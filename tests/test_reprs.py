@@ -143,7 +143,7 @@ OBJECTS = {
     "checkpoint": (saved, "step=12, config=RunConfig("),
     "state": (state, "4,300 parameters"),
     "token store": (store, "199 documents, "),
-    "tokenizer": (lambda path: HuggingFace(pathlib.Path(tokenizers.folder(path))), "HuggingFace("),
+    "tokenizer": (lambda path: HuggingFace(pathlib.Path(tokenizers.folder(path / "t"))), "HuggingFace("),
     "report": (report, "... and 104 more rows"),
     "target": (lambda _: schedule.parse("v5p:4x4x4"), "4x4x4"),
     "overlap": (overlapped, "Result(llama-3-70b, ladder, decode on v5e:2x4: 5 of 6 all-reduces hidden; "),

@@ -30,7 +30,7 @@ def build(cls: type, tree: object, path: str, *, more: tuple[str, ...] = ()) -> 
     """
     if not isinstance(tree, dict):
         where = path.rstrip(".") or "the configuration"
-        raise UserError(f"{where} must be a section (a {cls.__name__}, or a mapping of its fields), not {_shown(tree)}")
+        raise UserError(f"{where} must be a section (a {cls.__name__}, or a mapping of its fields), not {_json(tree)}")
     for key in tree:
         if key not in _hints(cls):
             raise unknown("setting", f"{path}{key}", [path + name for name in (*_hints(cls), *more)])
@@ -105,13 +105,13 @@ def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
         except ValueError:
             pass
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise UserError(f"{path} must be of type {hint.__name__}, not {_shown(value)}")
+        raise UserError(f"{path} must be of type {hint.__name__}, not {_json(value)}")
     if hint is float and value != value:
         raise UserError(f"{path} must be a number, not nan")
     return value
 
 
-def _shown(value: object) -> str:
+def _json(value: object) -> str:
     """As JSON; a value that JSON cannot hold by its type alone, as it may be large."""
     try:
         return json.dumps(value)

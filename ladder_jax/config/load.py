@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import json
+import os
 import pathlib
 import typing
 
@@ -10,7 +11,7 @@ from ladder_jax import yaml_text
 from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError, check_type, unknown
 
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
@@ -20,13 +21,16 @@ type ModelOf = typing.Callable[[str], ModelConfig]
 """The configuration of the model of that name, where it is no checkpoint: `pretrained.model_config`."""
 
 
-def load(source: str, *, overrides: typing.Sequence[str] = (), model_of: ModelOf | None = None) -> RunConfig:
+def load(
+    source: str | pathlib.Path, *, overrides: typing.Sequence[str] = (), model_of: ModelOf | None = None
+) -> RunConfig:
     """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides describe.
 
     model_of: for a `train.start` that names no checkpoint of this library; None refuses it.
 
     Raises UserError for an unknown key or preset, a wrong type or an impossible value.
     """
+    check_type("a configuration", source, str, os.PathLike)
     path = pathlib.Path(source)
     if path.suffix in (".yaml", ".yml", ".json"):
         tree = _read(path)
@@ -44,6 +48,7 @@ def load(source: str, *, overrides: typing.Sequence[str] = (), model_of: ModelOf
 
 def from_dict(tree: dict) -> RunConfig:
     """`model` may name a `preset` to start from: `{"model": {"preset": "tiny", "residual": "ladder"}}`."""
+    check_type("a configuration", tree, dict)
     model = tree.get("model")
     if isinstance(model, dict):
         rest = {key: value for key, value in model.items() if key != "preset"}

@@ -19,6 +19,7 @@ from flax import nnx, traverse_util
 from jax.sharding import PartitionSpec
 
 from ladder_jax.config import ModelConfig
+from ladder_jax.errors import UserError, check_type
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.mesh import SHARDED
 
@@ -125,6 +126,7 @@ class Module(nnx.Module):
 
 def sizes_of(config: ModelConfig | Sizes) -> Sizes:
     """What a module is declared with: a model's sizes on one rank, or the given ones."""
+    check_type("config", config, ModelConfig, Sizes)
     return config if isinstance(config, Sizes) else Sizes(config)
 
 
@@ -138,8 +140,17 @@ def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None
     shape = tuple(sizes[dim] for dim in dims)
     if rngs is None:
         return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
-    value = _draw(init, rngs.params(), dims=dims, shape=shape, vocab_size=sizes.config.vocab_size)
+    value = _draw(init, next_key(rngs), dims=dims, shape=shape, vocab_size=sizes.config.vocab_size)
     return Parameter(value, dims=dims, init=init)
+
+
+def next_key(rngs: nnx.Rngs) -> jax.Array:
+    """The next key of the stream `params`, or the default one. Raises UserError where there is neither."""
+    check_type("rngs", rngs, nnx.Rngs)
+    try:
+        return rngs.params()
+    except AttributeError:
+        raise UserError("rngs has no stream `params`: nnx.Rngs(seed) has every one") from None
 
 
 def _draw(init: Initializer, key: jax.Array, *, dims: str, shape: tuple[int, ...], vocab_size: int) -> jax.Array:

@@ -11,8 +11,8 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import arguments
 from ladder_jax.nn.forward import hidden, logits
 from ladder_jax.nn.model_def import ModelDef, Params, declare, define, initialize
-from ladder_jax.nn.parameter import Module
-from ladder_jax.parallel import Compiled, make_mesh, on_mesh, over_ranks, with_ranks
+from ladder_jax.nn.parameter import Module, next_key
+from ladder_jax.parallel import Compiled, check_mesh, make_mesh, on_mesh, over_ranks, with_ranks
 from ladder_jax.residual import Topology
 
 
@@ -41,13 +41,14 @@ class Transformer(Module):
         if (rngs is None) == (params is None):
             raise UserError("a Transformer takes either rngs=nnx.Rngs(seed), for new weights, or params=")
         mesh = make_mesh() if mesh is None else mesh
+        check_mesh(mesh)
         config = with_ranks(config, tensor=mesh.shape["tensor"])
         self.definition = define(config, mesh=mesh)
         modules = declare(config, ranks=self.definition.layout.ranks)
         for name, module in modules.items():
             setattr(self, name, module)
         if params is None:
-            params = initialize(self.definition, key=rngs.params())
+            params = initialize(self.definition, key=next_key(rngs))
         else:
             arguments.check_params(params, expected=self.definition.abstract)
         nnx.update(self, params)

@@ -18,6 +18,7 @@ from ladder_jax.parallel.compiled import compile_options as compile_options
 from ladder_jax.parallel.compiled import is_v5e as is_v5e
 from ladder_jax.parallel.compiled import use_compilation_cache as use_compilation_cache
 from ladder_jax.parallel.mesh import Layout as Layout
+from ladder_jax.parallel.mesh import check_mesh as check_mesh
 from ladder_jax.parallel.mesh import layout as layout
 from ladder_jax.parallel.mesh import make_mesh as make_mesh
 from ladder_jax.parallel.mesh import on_mesh as on_mesh

@@ -130,10 +130,23 @@ def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, set
         _stream(args.prompt[0], pieces)
         return
     try:
-        text = "".join(piece.text for piece in pieces)
+        text = _whole(pieces, total=request.max_new_tokens)
     except NoNumbers as error:
         raise RunFailed(f"prompt 1 of 1: {error}") from error
     print(terminal.generated(args.prompt[0] + text), flush=True)
+
+
+def _whole(pieces: Iterable[Piece], *, total: int) -> str:
+    """The pieces' text. A long one shows its progress."""
+    from ladder_jax.progress import progress
+
+    text, done = "", 0
+    with progress(total, label="{done}/{total} tokens") as update:
+        for piece in pieces:
+            text, done = text + piece.text, done + len(piece.tokens)
+            if done < total:
+                update(done, "")
+    return text
 
 
 def _stream(prompt: str, pieces: Iterable[Piece]) -> None:
