@@ -371,6 +371,8 @@ def test_models_that_cannot_be_refitted():
     ladder = dataclasses.replace(standard(), model=small_model("ladder"))
     with pytest.raises(UserError, match="starts from a standard model; .* is ladder"):
         refit(ladder, mesh=parallel.make_mesh(), **settings)
+    with pytest.raises(UserError, match="is for ladder kinds of residual, whose inputs are late, not 'desync-2'"):
+        refit(standard(), mesh=parallel.make_mesh(), rows=TOKENS, model=small_model("desync-2", ranks=2))
     with pytest.raises(UserError, match="splits parameters over fsdp"):
         refit(standard(), mesh=parallel.make_mesh(fsdp=2), **settings)
     infinite = (

@@ -33,7 +33,8 @@ def run(args: dict) -> None:
         request.model, mesh=parallel.make_mesh()
     )  # raises if the model cannot be split over its ranks
     staging.check_free(request.destination)
-    staging.check_room(request.destination, size=native.size(source))
+    copies = 1 if request.refit is None else 2  # the fitted arrays are kept until all is written
+    staging.check_room(request.destination, size=copies * native.size(source))
     result, refitted, texts = None, None, calibrated.read_texts(source, request)
     resumable = contextlib.nullcontext() if request.refit is None else staging.resumable(request.destination)
     with resumable as kept:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import traverse_util
 
 from ladder_jax import nn, parallel, residual
-from ladder_jax.config import ModelConfig, to_dict
+from ladder_jax.config import ModelConfig, parse_residual, to_dict
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.load import reader
 from ladder_jax.pretrained.refit.kept import Kept
@@ -85,12 +85,14 @@ def refit(
         The streams of all tokens stay on the host, (1 + delay) n T D values.
     folder: keeps the results of each sublayer; called again with equal arguments, `refit` reads them and goes on.
     on_sublayer: called after each sublayer of the model.
-    Raises UserError for fewer tokens than the model's width, a topology without delays, or a mesh that does not suit,
-    and RunFailed where the activations are not finite.
+    Raises UserError for fewer tokens than the model's width, a source that is not standard, a topology that is not a
+    ladder's, or a mesh that does not suit, and RunFailed where the activations are not finite.
     """
     check_rows(rows, model=model)
     if source.model.residual != "standard":
         raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
+    if model.residual != "standard" and not parse_residual(model.residual).is_ladder:
+        raise UserError(f"a refit is for ladder kinds of residual, whose inputs are late, not {model.residual!r}")
     definition = nn.define(parallel.with_ranks(model, tensor=mesh.shape["tensor"]), mesh=mesh)
     if definition.layout.fsdp > 1:
         raise UserError("refit runs on the axes data and tensor; the mesh splits parameters over fsdp")
