@@ -57,7 +57,7 @@ def handle(tmp_path):
 
 def generator(tmp_path):
     definition = nn.define(cases.model("ladder", num_layers=2), mesh=parallel.make_mesh(tensor=2))
-    return decode.Generator.of(definition, cases.parameters(definition))
+    return decode.Generator(definition, cases.parameters(definition))
 
 
 def saved(tmp_path):
