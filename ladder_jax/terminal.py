@@ -1,7 +1,6 @@
 """Print lines and rich tables on standard output."""
 
 import re
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,10 +25,5 @@ def show(parts: Iterable[Any]) -> None:
 
 
 def generated(text: str) -> str:
-    """A model's text for standard output: on a terminal with control characters escaped, which a model may write."""
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text) if sys.stdout.isatty() else text
-
-
-def say(line: str) -> None:
-    """Print a notice on standard error."""
-    print(printable(line), file=sys.stderr, flush=True)
+    """A model's text for a terminal: with control characters escaped, which a model may write."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

@@ -152,7 +152,9 @@ def test_the_profilers_port(uninterrupted, book):
     directory, _ = uninterrupted
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"run.profiler_port: the profiler cannot listen on port {port}: Address al"):
+        with pytest.raises(
+            UserError, match=f"run.profiler_port: the profiler cannot listen on port {port}: Address al"
+        ):
             train.run(settings(book, directory, f"run.profiler_port={port}"), say=lambda line: None)
     connections = []
 

@@ -6,7 +6,6 @@ import json
 import pathlib
 import typing
 
-from ladder_jax import yaml_text
 from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
@@ -14,6 +13,9 @@ from ladder_jax.errors import UserError, unknown
 
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
+
+MAX_VALUES = 100_000
+"""Of one text. A few aliases of aliases can stand for billions of values, which an error message would write out."""
 
 
 def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
@@ -100,7 +102,7 @@ def _read(path: pathlib.Path) -> dict:
         raise UserError(f"cannot read configuration {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"configuration {str(path)!r} is not UTF-8 text") from None
-    tree = yaml_text.load(text, what=f"configuration {str(path)!r}")  # every JSON file is YAML too
+    tree = parse_yaml(text, what=f"configuration {str(path)!r}")  # every JSON file is YAML too
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -121,6 +123,31 @@ def _set(tree: dict, override: str) -> None:
             raise UserError(f"override {override!r}: {section!r} is a single value")
         tree = below
     try:
-        tree[field] = yaml_text.load(text, what=override)
+        tree[field] = parse_yaml(text, what=override)
     except UserError:
         tree[field] = text
+
+
+def parse_yaml(text: str, *, what: str) -> typing.Any:
+    """The value of a YAML text. Raises UserError "`what` is not YAML: ..."."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+        count = _count(value, {})
+    except Exception as error:  # PyYAML raises errors of many kinds for dates, numbers and tags
+        raise UserError(f"{what} is not YAML: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+    if count > MAX_VALUES:
+        raise UserError(f"{what} is not YAML of ours: it has more than {MAX_VALUES:,} values")
+    return value
+
+
+def _count(value: typing.Any, counts: dict[int, float]) -> float:
+    """The number of values, each alias counted in full. A list that contains itself has infinitely many."""
+    if not isinstance(value, dict | list | set | tuple):
+        return 1
+    if id(value) not in counts:
+        counts[id(value)] = float("inf")
+        below = [*value, *value.values()] if isinstance(value, dict) else value
+        counts[id(value)] = 1 + sum(_count(one, counts) for one in below)
+    return counts[id(value)]
