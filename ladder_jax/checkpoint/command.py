@@ -91,12 +91,11 @@ def _prune(rows: list[Row], *, folder: AnyPath, keep: Keep) -> list[int]:
 
 
 def _show(rows: list[Row], removed: list[int]) -> None:
-    from rich.table import Table
-
-    table = Table("step", "written", "MB", "held-out loss", "state", box=None, pad_edge=False)
+    cells = []
     for row in rows:
         when = "" if row.time is None else f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
         loss = "" if row.validation_loss is None else f"{row.validation_loss:.4f}"
-        table.add_row(str(row.step), when, f"{row.bytes / 1e6:,.1f}", loss, row.state)
+        cells.append((str(row.step), when, f"{row.bytes / 1e6:,.1f}", loss, row.state))
+    table = terminal.Table(("step", "written", "MB", "held-out loss", "state"), cells, left=("written", "state"))
     problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
     terminal.show([table, *problems, *([f"removed: {', '.join(map(str, removed))}"] if removed else [])])

@@ -16,7 +16,7 @@ from flax import traverse_util
 from ladder_jax.checkpoint.saved import Checkpoint, damaged
 from ladder_jax.files import AnyPath, kvstore
 from ladder_jax.nn import ModelDef
-from ladder_jax.parallel import placing
+from ladder_jax.parallel import mesh as meshes
 
 AHEAD = 1 << 29  # bytes that are read in advance
 Key = tuple[str, int | None]  # an array's name, such as "layers/mlp/up", and the layer's index if layers are stacked
@@ -84,7 +84,7 @@ class _Array:
             within = tuple(slice(a - axis.start, b - axis.start) for (a, b), axis in zip(ranges, self.span))
             return np.ascontiguousarray(values[within])
 
-        return placing.place(shard, self.shape, self.sharding)
+        return meshes.place(shard, self.shape, self.sharding)
 
     def _stored(self) -> tuple[slice, ...]:
         """The span, cut to the stored shape: the stored vocabulary may have less padding than this mesh's."""

@@ -19,6 +19,7 @@ import tensorstore
 
 from ladder_jax.checkpoint import manifest
 from ladder_jax.config import RunConfig, from_dict
+from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, absolute, explained, is_remote, kvstore
@@ -50,6 +51,8 @@ class Checkpoint:
     validation_loss: float | None
     has_manifest: bool
     verified: bool = False
+
+    __repr__ = shown
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The run's copy of its tokenizer. Raises UserError if it is missing, or has more tokens than the model."""

@@ -27,7 +27,7 @@ from ladder_jax.checkpoint.quiet import WRITING, Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps, unfinished_steps
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed, UserError, check_type
 from ladder_jax.files import AnyPath, absolute, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
@@ -55,7 +55,9 @@ class Store:
     patience: seconds to wait for another process; after that the run fails.
     """
 
-    def __init__(self, folder: AnyPath, *, config: RunConfig, patience: float = PATIENCE):
+    def __init__(self, folder: str | AnyPath, *, config: RunConfig, patience: float = PATIENCE):
+        check_type("config", config, RunConfig)
+        check_type("folder", folder, str, os.PathLike)
         self.folder, self._config, self._patience = absolute(folder), config, patience
         self._remote = is_remote(folder)
         train = config.train

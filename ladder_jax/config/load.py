@@ -3,13 +3,14 @@
 import dataclasses
 import enum
 import json
+import os
 import pathlib
 import typing
 
 from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError, check_type, unknown
 
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
@@ -18,11 +19,20 @@ MAX_VALUES = 100_000
 """Of one text. A few aliases of aliases can stand for billions of values, which an error message would write out."""
 
 
-def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
+type ModelOf = typing.Callable[[str], ModelConfig]
+"""The configuration of the model of that name, where it is no checkpoint: `pretrained.model_config`."""
+
+
+def load(
+    source: str | pathlib.Path, *, overrides: typing.Sequence[str] = (), model_of: ModelOf | None = None
+) -> RunConfig:
     """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides describe.
+
+    model_of: for a `train.start` that names no checkpoint of this library; None refuses it.
 
     Raises UserError for an unknown key or preset, a wrong type or an impossible value.
     """
+    check_type("a configuration", source, str, os.PathLike)
     path = pathlib.Path(source)
     if path.suffix in (".yaml", ".yml", ".json"):
         tree = _read(path)
@@ -35,11 +45,12 @@ def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
         raise unknown("configuration (not a .yaml or .json file)", source, PRESETS)
     for override in overrides:
         _set(tree, override)
-    return from_dict(_with_model_of_start(tree))
+    return from_dict(_with_model_of_start(tree, model_of))
 
 
 def from_dict(tree: dict) -> RunConfig:
     """`model` may name a `preset` to start from: `{"model": {"preset": "tiny", "residual": "ladder"}}`."""
+    check_type("a configuration", tree, dict)
     model = tree.get("model")
     if isinstance(model, dict):
         rest = {key: value for key, value in model.items() if key != "preset"}
@@ -60,7 +71,7 @@ def to_dict(config: object) -> typing.Any:
     return config.value if isinstance(config, enum.Enum) else config
 
 
-def _with_model_of_start(tree: dict[str, typing.Any]) -> dict[str, typing.Any]:
+def _with_model_of_start(tree: dict[str, typing.Any], model_of: ModelOf | None) -> dict[str, typing.Any]:
     """`tree`, whose section `model` is completed from the checkpoint that `train.start` names, if it names one.
 
     A `model.preset` goes first. With another `residual` the checkpoint's topology does not count, with another shape
@@ -72,7 +83,7 @@ def _with_model_of_start(tree: dict[str, typing.Any]) -> dict[str, typing.Any]:
         return tree
     if {field.name for field in dataclasses.fields(ModelConfig)} <= model.keys():  # of a run's config.json
         return tree
-    base = _stored_model(path)
+    base = _stored_model(path, model_of)
     if "residual" in model:
         base = {name: value for name, value in base.items() if name not in TOPOLOGY}
     if any(name in model for name in ("d_model", "num_heads")):
@@ -80,7 +91,7 @@ def _with_model_of_start(tree: dict[str, typing.Any]) -> dict[str, typing.Any]:
     return {**tree, "model": {**base, **model}}
 
 
-def _stored_model(path: str) -> dict[str, typing.Any]:
+def _stored_model(path: str, model_of: ModelOf | None) -> dict[str, typing.Any]:
     """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's folder."""
     folder = pathlib.Path(path).expanduser()
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
@@ -90,9 +101,18 @@ def _stored_model(path: str) -> dict[str, typing.Any]:
     try:
         return dict(json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))["config"]["model"])
     except OSError:
+        if model_of is not None:
+            return _named_model(path, model_of)
         raise UserError(f"train.start={path!r}: there is no checkpoint of ladder_jax there") from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"train.start={path!r}: the checkpoint there is damaged, or of another program") from None
+
+
+def _named_model(name: str, model_of: ModelOf) -> dict[str, typing.Any]:
+    try:
+        return to_dict(model_of(name))
+    except UserError as error:
+        raise UserError(f"train.start: {error}") from None
 
 
 def _read(path: pathlib.Path) -> dict:

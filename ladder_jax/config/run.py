@@ -5,7 +5,7 @@ import enum
 
 from ladder_jax.config.decode import DecodeConfig
 from ladder_jax.config.execution import Loop
-from ladder_jax.config.fields import check, check_positive, fit
+from ladder_jax.config.fields import check, check_positive, fit, shown
 from ladder_jax.config.model import ModelConfig, layer_indices, parse_residual
 from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig
 
@@ -17,6 +17,8 @@ class MeshConfig:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+
+    __repr__ = shown
 
     def __post_init__(self):
         fit(self, "mesh")
@@ -70,6 +72,8 @@ class DataConfig:
     max_bytes: int = 32_000_000
     validation_fraction: float = 0.05
     format: Format = Format.TEXT
+
+    __repr__ = shown
 
     def __post_init__(self):
         fit(self, "data")
@@ -139,6 +143,8 @@ class TrainConfig:
     rollback_batches: int = 100  # batches up to the bad one that a rollback leaves out
     peak_tflops: float | None = None  # of one device, for the MFU; empty: by a table
 
+    __repr__ = shown
+
     def __post_init__(self):
         fit(self, "train")
         check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
@@ -188,6 +194,8 @@ class FolderConfig:
     wandb: str | None = None
     profiler_port: int | None = None
 
+    __repr__ = shown
+
     def __post_init__(self):
         fit(self, "run")
         port = self.profiler_port
@@ -205,6 +213,11 @@ class RunConfig:
     distill: DistillConfig = DistillConfig()
     conversion: ConversionConfig = ConversionConfig()
     lora: LoraConfig = LoraConfig()
+
+    def __repr__(self) -> str:
+        """A line a section, of those that differ from their defaults."""
+        sections = [f"  {name}={value!r},\n" for name, value in vars(self).items() if value != type(value)()]
+        return f"RunConfig(\n{''.join(sections)})" if sections else "RunConfig()"
 
     def __post_init__(self):
         fit(self, "")

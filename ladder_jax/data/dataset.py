@@ -86,7 +86,8 @@ def _examples(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer
 def _text(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer) -> Dataset:
     """Windows of one long text, cut regardless of its contents."""
     tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size)
-    tokens = text.tokens(text.load(config), tokenizer=tokenizer)
+    loaded = text.read(config)
+    tokens = text.tokens(loaded.content, tokenizer=tokenizer)
     content, rest = batches.split(tokens, config=config)
     rows = batches.windows(content, train.sequence, "training")
     held_out = batches.windows(rest, train.sequence, "held-out")
@@ -98,6 +99,7 @@ def _text(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: To
         tokenizer,
         _digest([tokenizer.name, digest]),
         content if tokenizer.name == BYTES else None,
+        notes=(loaded.summary(config.path),),
     )
 
 
@@ -124,6 +126,7 @@ def _stored(
         len(held_out),
         tokenizer,
         store.manifest.fingerprint,
+        notes=(f"data: {documents:,} documents of {store.folder}, {total:,} tokens",),
     )
 
 
@@ -148,6 +151,7 @@ def _mixed(parts: list[mixture.Part], config: DataConfig, train: TrainConfig, vo
         sum(dataset.held_out_rows for dataset in datasets),
         tokenizer,
         _digest([[dataset.fingerprint, weight] for dataset, weight in zip(datasets, weights)]),
+        notes=tuple(note for dataset in datasets for note in dataset.notes),
     )
 
 

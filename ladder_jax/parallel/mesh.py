@@ -1,6 +1,8 @@
-"""Device meshes, how a model's named dimensions are split over them, and functions that run on every rank."""
+"""Device meshes, how a model's named dimensions are split over them, functions that run on every rank, and arrays that
+are copied to their devices piece by piece: one device's shard, or one layer, at a time."""
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, check_type
 from ladder_jax.parallel.collectives import EMULATED
 
 logger = logging.getLogger("ladder_jax")
@@ -29,10 +31,13 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequenc
     Raises UserError where it is larger than the devices at hand, or cuts across their torus.
     """
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
-    devices = jax.devices() if devices is None else list(devices)
+    devices = jax.devices() if devices is None else devices
+    if not isinstance(devices, Sequence | np.ndarray) or not all(isinstance(d, jax.Device) for d in devices):
+        raise UserError("devices must be jax's devices, such as jax.devices(), or schedule.devices(target)")
+    devices = list(devices)
     if config.size > len(devices):
         hint = ""
-        if devices[0].platform == "cpu":
+        if devices and devices[0].platform == "cpu":
             hint = f"; JAX_NUM_CPU_DEVICES={config.size} or --cpu-devices {config.size} simulates them"
         raise UserError(
             f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) needs {config.size} devices,"
@@ -70,6 +75,11 @@ class Layout:
     ranks: int
     emulated: bool
 
+    def __repr__(self) -> str:
+        sizes = f"data {self.mesh.shape[DATA]} x fsdp {self.fsdp} x tensor {1 if self.emulated else self.ranks}"
+        emulated = f", {self.ranks} ranks emulated" if self.emulated else ""
+        return f"Layout({sizes} of {self.mesh.devices.flat[0].device_kind}{emulated})"
+
     def spec(self, dims: str) -> PartitionSpec:
         """The partition of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
         axes = {"B": self.batch, "D": FSDP if self.fsdp > 1 else None}
@@ -96,8 +106,8 @@ class Layout:
 
 def layout(config: ModelConfig, *, mesh: Mesh) -> Layout:
     """How `config`'s model lies over `mesh` (axes data, fsdp, tensor). Raises UserError where it cannot."""
-    if mesh.axis_names != AXES:
-        raise UserError(f"the mesh has the axes {mesh.axis_names}; ladder_jax.make_mesh makes one with {AXES}")
+    check_type("config", config, ModelConfig)
+    check_mesh(mesh)
     tensor = mesh.shape["tensor"]
     check_fits_mesh(config, MeshConfig(**mesh.shape))
     batch = ("data", "fsdp")
@@ -112,6 +122,13 @@ def layout(config: ModelConfig, *, mesh: Mesh) -> Layout:
         axis_types=(AxisType.Auto,) * 4,
     )
     return Layout(split, batch, ("kv", "group"), ("kv",), tensor, emulated=False)
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raises UserError for a mesh with other axes than data, fsdp and tensor."""
+    check_type("mesh", mesh, Mesh)
+    if mesh.axis_names != AXES:
+        raise UserError(f"the mesh has the axes {mesh.axis_names}; ladder_jax.make_mesh makes one with {AXES}")
 
 
 def with_ranks(config: ModelConfig, *, tensor: int) -> ModelConfig:
@@ -158,6 +175,33 @@ def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) 
         return jax.tree.map(lambda d, a: _join(a, d), dims, out)
 
     return emulated
+
+
+def place(
+    part: Callable[[tuple[slice, ...]], np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """The array of `shape` whose shards `part(index)` returns, one after another, padded with zeros at the end.
+
+    A device may keep using the memory of the returned array, which therefore must not change afterwards.
+    """
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        values = part(index)
+        missing = [(0, len(range(*where.indices(n))) - have) for where, n, have in zip(index, shape, values.shape)]
+        values = np.pad(values, missing) if any(after for _, after in missing) else values
+        shards.append(jax.device_put(values, device).block_until_ready())
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put(stack: Any, layer: Any, index: int) -> Any:
+    """`stack` [L, ...], an array or a tree of them, with `layer` written at `index`; the given stack is consumed."""
+    return jax.tree.map(lambda s, a: jax.lax.dynamic_update_index_in_dim(s, a, index, 0), stack, layer)
 
 
 def _align(dims: Dims, tree: Any) -> tuple[Any, Any]:

@@ -40,7 +40,7 @@ class Machine:
     launch: float
     contention: float
     link: Link | None
-    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    sources: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     def seconds(self, *, flops: float, size: float, launches: float = 0.0) -> float:
         """Time of kernels that compute `flops` and move `size` bytes: the longer of the two, plus the launches."""

@@ -26,30 +26,38 @@ def check_free(destination: pathlib.Path) -> None:
         return
     if destination.exists() or destination.is_symlink():
         raise UserError(f"{str(destination)!r} is there already: remove it, or name another place")
-    if not destination.parent.is_dir():
-        raise UserError(f"there is no folder {str(destination.parent)!r} to write {destination.name!r} into")
-    if not os.access(destination.parent, os.W_OK):
-        raise UserError(f"the folder {str(destination.parent)!r} cannot be written to")
+    parent = _existing(destination.parent)
+    if not parent.is_dir():
+        raise UserError(f"{str(parent)!r} is no folder, so {str(destination)!r} cannot be created")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"the folder {str(parent)!r} cannot be written to")
 
 
 def check_room(destination: pathlib.Path, *, size: int) -> None:
     """Raises RunFailed if the disk has fewer than `size` bytes free: better now than half-way through."""
-    free = shutil.disk_usage(destination.parent).free
+    free = shutil.disk_usage(_existing(destination.parent)).free
     if free < size:
         raise RunFailed(f"no space for {str(destination)!r}: {size / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free")
+
+
+def _existing(folder: pathlib.Path) -> pathlib.Path:
+    """`folder`, or the lowest folder above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
 
 
 @contextlib.contextmanager
 def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields the path of a folder to create. It is renamed to `destination` when the block ends without an error.
 
-    Other files that the block creates beside it are removed.
-    Raises UserError if `destination` exists, or another process is writing it.
+    Missing folders above it are created, and removed again after an error. Other files that the block creates beside it
+    are removed. Raises UserError if `destination` exists, or another process is writing it.
     """
     check_free(destination)
-    with _sigterm_raises(destination):
-        folder, lock = _lock_folder(destination)
+    with _sigterm_raises(f"SIGTERM: {str(destination)!r} was not written"), _parents(destination):
+        folder = destination.with_name(f".{destination.name}.converting")
+        lock = _lock_folder(folder, destination=destination)
         try:
+            _clear(folder)
             yield folder / destination.name
             _sync(folder / destination.name)
             os.rename(folder / destination.name, destination)  # over an empty folder, too
@@ -61,9 +69,52 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
                 folder.rmdir()
 
 
-def _lock_folder(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
-    """The temporary folder, emptied of files that a killed process left, and its lock, which ends with this process."""
-    folder = destination.with_name(f".{destination.name}.converting")
+@contextlib.contextmanager
+def resumable(destination: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a folder beside `destination` for the results of long steps, which the next process finds again.
+
+    Removed when the block ends, and after a UserError; kept after a full disk, Ctrl-C, SIGTERM, SIGKILL or a power cut.
+    Raises UserError if another process is using it.
+    """
+    stopped = f"SIGTERM: {str(destination)!r} was not written; the same command goes on from here"
+    with _sigterm_raises(stopped), _parents(destination):
+        folder = destination.with_name(f".{destination.name}.refitting")
+        lock = _lock_folder(folder, destination=destination)
+        try:
+            yield folder
+        except UserError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def _parents(destination: pathlib.Path) -> Iterator[None]:
+    """Within the block, the folders above `destination` exist. After an error, those that it created are removed."""
+    missing = [folder for folder in destination.absolute().parents if not folder.exists()]
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty: another process uses it, or an interrupted one goes on there
+            for folder in missing:
+                folder.rmdir()
+        raise
+
+
+def _clear(folder: pathlib.Path) -> None:
+    """Removes what a killed process left, but for the lock."""
+    for leftover in folder.iterdir():
+        if leftover.name != LOCK:
+            is_folder = leftover.is_dir() and not leftover.is_symlink()
+            shutil.rmtree(leftover) if is_folder else leftover.unlink()
+
+
+def _lock_folder(folder: pathlib.Path, *, destination: pathlib.Path) -> int:
+    """The lock of a temporary folder, which is created if it is missing. It ends with this process."""
     while True:
         _create_private(folder)
         file = folder / LOCK
@@ -74,11 +125,7 @@ def _lock_folder(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.exists() and os.fstat(lock).st_ino == file.stat().st_ino:  # else it was just removed
-                for leftover in folder.iterdir():
-                    if leftover != file:
-                        is_folder = leftover.is_dir() and not leftover.is_symlink()
-                        shutil.rmtree(leftover) if is_folder else leftover.unlink()
-                return folder, lock
+                return lock
         except BlockingIOError:
             os.close(lock)
             raise UserError(f"another process is writing {str(destination)!r}") from None
@@ -108,11 +155,11 @@ def _sync(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_raises(destination: pathlib.Path) -> Iterator[None]:
+def _sigterm_raises(message: str) -> Iterator[None]:
     """Within the block, SIGTERM raises Stopped, so that unfinished files are removed. Only in the main thread."""
 
     def handle(signum: int, _) -> None:
-        raise Stopped(f"SIGTERM: {str(destination)!r} was not written", signum=signum)
+        raise Stopped(message, signum=signum)
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -97,6 +97,15 @@ def describe(config: RunConfig) -> str:
     return "\n".join(f"{name}: {' '.join(f'{k}={v}' for k, v in flat.items())}" for name, flat in sections)
 
 
+def notices(config: RunConfig) -> list[str]:
+    """A line for each setting that is allowed and rarely meant."""
+    train = config.train
+    if train.warmup_steps <= train.steps:
+        return []
+    warmup = f"train.warmup_steps={train.warmup_steps} is more than train.steps={train.steps}"
+    return [f"notice: {warmup}, so the learning rate does not reach train.learning_rate"]
+
+
 @contextlib.contextmanager
 def owned(folder: AnyPath, *, say: Callable[[str], None]) -> Iterator[None]:
     """Makes the folder and locks it. Raises UserError where another process trains in it.

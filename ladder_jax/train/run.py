@@ -91,7 +91,7 @@ def run(
             stack.enter_context(timing.profiler_server(config.run.profiler_port))
         say(folder.describe(config))
         say(f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}")
-        for note in data.notes:
+        for note in (*data.notes, *folder.notices(config)):
             say(note)
         with agreement.together("the run's folder"), folder.writing(where):
             if mirror:

@@ -16,13 +16,13 @@ from ladder_jax.errors import RunFailed, UserError, member, printable
 from ladder_jax.files import check_writable
 
 if TYPE_CHECKING:
-    from ladder_jax.checkpoint import Checkpoint
     from ladder_jax.config import DecodeConfig
     from ladder_jax.data.tokenizer import Tokenizer
     from ladder_jax.decode import Engine, Request
     from ladder_jax.decode.request import Piece
+    from ladder_jax.pretrained import OpenedModel
 
-SUMMARY = "Continue prompts with a trained checkpoint."
+SUMMARY = "Continue prompts with a model: a checkpoint, or one of Hugging Face or llama.cpp."
 EXAMPLE = 'ladder-jax generate runs/tiny --prompt "def main(" --temperature 0.8 --seed 1'
 
 SLOTS = 8
@@ -31,7 +31,9 @@ BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or one checkpoint in it")
+    parser.add_argument(
+        "checkpoint", metavar="MODEL", help="a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hub"
+    )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given again")
     parser.add_argument(
         "--prompts",
@@ -53,6 +55,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("seed", int, "S", "the same seed gives the same text (default 0)"),
         ("slots", int, "N", "prompts that are continued at the same time (default 8)"),
         ("context", int, "S", "for --chat: tokens of history and answer together (default 2048)"),
+        ("ladder-layers", str, "WHICH", "make these ladder layers, in memory: N (the last N), i,j or all"),
+        ("residual", str, "NAME", "the kind of those layers (default ladder)"),
+        ("ranks", int, "N", "for ladder-fresh: the tensor-parallel ranks it is for"),
     ):
         parser.add_argument(f"--{option}", type=kind, metavar=letter, help=text)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
@@ -65,13 +70,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print or write the texts. Raises UserError for wrong options, before anything is computed."""
     _check(args)
-    from ladder_jax.checkpoint import open_checkpoint
     from ladder_jax.decode import memory
     from ladder_jax.parallel import use_compilation_cache
+    from ladder_jax.pretrained import open_model
 
     use_compilation_cache()
     with memory.explained("generating"):
-        saved = open_checkpoint(args.checkpoint)
+        choice = dict(ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks)
+        saved = open_model(args.checkpoint, **choice)
         tokenizer, settings = saved.tokenizer(), _settings(args, saved.config.decode)
         if args.prompts:
             _file(args, saved, tokenizer, settings)
@@ -111,27 +117,37 @@ def _settings(args: argparse.Namespace, defaults: DecodeConfig) -> DecodeConfig:
     return dataclasses.replace(defaults, **changes)
 
 
-def _one(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
-    from ladder_jax.checkpoint import Pieces
-    from ladder_jax.decode import Generator, NoNumbers, default_tensor, memory, steps
-    from ladder_jax.nn import define
-    from ladder_jax.parallel import make_mesh
+def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+    from ladder_jax.decode import Generator, NoNumbers, memory, steps
 
     (request,) = _requests(args, saved, tokenizer, settings)
-    definition = define(saved.config.model, mesh=make_mesh(tensor=args.tensor or default_tensor(saved.config)))
+    definition = saved.define(tensor=args.tensor)
     form, capacity = dict(loop=settings.loop, quantize=settings.quantize), len(request.prompt) + request.max_new_tokens
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
-    generator = Generator.of(definition, Pieces(saved, definition), **form)
+    generator = Generator(definition, saved.reader(definition), **form)
     how = dict(launch=settings.launch, prefill_chunk=settings.prefill_chunk)
     pieces = generator.pieces(request, decoder=tokenizer.to_bytes, **how)
     if args.stream:
         _stream(args.prompt[0], pieces)
         return
     try:
-        text = "".join(piece.text for piece in pieces)
+        text = _whole(pieces, total=request.max_new_tokens)
     except NoNumbers as error:
         raise RunFailed(f"prompt 1 of 1: {error}") from error
     print(_shown(args.prompt[0] + text), flush=True)
+
+
+def _whole(pieces: Iterable[Piece], *, total: int) -> str:
+    """The pieces' text. A long one shows its progress."""
+    from ladder_jax.progress import progress
+
+    text, done = "", 0
+    with progress(total, label="{done}/{total} tokens") as update:
+        for piece in pieces:
+            text, done = text + piece.text, done + len(piece.tokens)
+            if done < total:
+                update(done, "")
+    return text
 
 
 def _stream(prompt: str, pieces: Iterable[Piece]) -> None:
@@ -145,7 +161,7 @@ def _shown(text: str) -> str:
     return terminal.generated(text) if sys.stdout.isatty() else text
 
 
-def _several(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+def _several(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
     """The texts in the prompts' order. A prompt without numbers is named at the end, after the others' texts."""
     from ladder_jax.decode import NoNumbers
 
@@ -163,7 +179,7 @@ def _several(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, 
         raise RunFailed("; ".join(failed))
 
 
-def _file(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+def _file(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
     from ladder_jax.decode.engine import jsonl
     from ladder_jax.progress import progress
 
@@ -180,7 +196,7 @@ def _file(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, set
 
 
 def _jobs(
-    args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig
+    args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig
 ) -> tuple[list, dict]:
     """The jobs in the file of prompts, and `jsonl.unanswered`'s arguments for their answers' format."""
     from ladder_jax.cli.verbs.serve import NEEDS
@@ -205,7 +221,7 @@ def _jobs(
     return jsonl.read(args.prompts, defaults=settings, **ends, model=model, **encoding), {}
 
 
-def _chat(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+def _chat(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
     from ladder_jax.cli import chat
 
     if not tokenizer.has_chat:
@@ -220,7 +236,7 @@ def _chat(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, set
 
 
 def _requests(
-    args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig
+    args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig
 ) -> list[Request]:
     """One for each --prompt, the k-th with the seed + k."""
     from ladder_jax.decode.request import Request, check_prompts, with_seed
@@ -237,7 +253,7 @@ def _requests(
 def _engine_for(
     requests: list[Request],
     args: argparse.Namespace,
-    saved: Checkpoint,
+    saved: OpenedModel,
     tokenizer: Tokenizer,
     settings: DecodeConfig,
 ) -> Engine:
@@ -249,14 +265,12 @@ def _engine_for(
 
 def _engine(
     args: argparse.Namespace,
-    saved: Checkpoint,
+    saved: OpenedModel,
     tokenizer: Tokenizer,
     settings: DecodeConfig,
     *,
     slots: int,
     capacity: int,
 ) -> Engine:
-    from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
-
     sizes = dict(slots=slots, capacity=capacity, max_queue=max(len(args.prompt or ()), SLOTS))
-    return of_checkpoint(saved, settings=settings, tensor=args.tensor, **sizes, decoder=tokenizer.to_bytes)
+    return saved.engine(settings=settings, tensor=args.tensor, **sizes, decoder=tokenizer.to_bytes)

@@ -1,4 +1,4 @@
-"""The verb `serve`: a checkpoint behind HTTP, until a signal."""
+"""The verb `serve`: a model behind HTTP, until a signal."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING
 from ladder_jax.errors import UserError, member
 
 if TYPE_CHECKING:
-    from ladder_jax.checkpoint import Checkpoint
     from ladder_jax.data.tokenizer import Tokenizer
     from ladder_jax.decode import Engine
+    from ladder_jax.pretrained import OpenedModel
 
-SUMMARY = "Serve a trained checkpoint over HTTP, to OpenAI's clients."
+SUMMARY = "Serve a model over HTTP, to OpenAI's clients."
 EXAMPLE = "ladder-jax serve runs/tiny --port 8000"
 
+CHUNK = 16  # as in decode.steps, which imports jax
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "LADDER_JAX_API_KEY"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or one checkpoint in it")
+    parser.add_argument(
+        "checkpoint", metavar="MODEL", help="a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hub"
+    )
     for option, kind, letter, default, text in (
         ("host", str, "ADDRESS", "127.0.0.1", "where to listen (default 127.0.0.1: this machine only)"),
         ("port", int, "N", 8000, "default 8000; 0: any free one"),
@@ -34,11 +37,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("model-name", str, "NAME", None, "the model's name for clients (default: the run's)"),
         ("slots", int, "N", 8, "prompts that are continued at the same time (default 8)"),
         ("capacity", int, "N", 2048, "the most tokens of a request, prompt and new ones together (default 2048)"),
+        ("chunk", int, "N", CHUNK, "tokens a slot makes at once: fewer stream evenly, more serve faster (default 16)"),
         ("max-new-tokens", int, "N", None, "the most that a request may ask for (default: the capacity)"),
         ("max-queue", int, "N", 256, "prompts that may wait for a slot (default 256)"),
         ("drain-seconds", float, "S", 30.0, "how long SIGTERM waits for requests in progress (default 30)"),
         ("tensor", int, "N", None, "tensor-parallel devices (default: as trained, if there are as many)"),
         ("quantize", str, "NAME", None, "int8: the weights in 8 bits; none (the default)"),
+        ("ladder-layers", str, "WHICH", None, "make these ladder layers, in memory: N (the last N), i,j or all"),
+        ("residual", str, "NAME", None, "the kind of those layers (default ladder)"),
+        ("ranks", int, "N", None, "for ladder-fresh: the tensor-parallel ranks it is for"),
     ):
         parser.add_argument(f"--{option}", type=kind, metavar=letter, default=default, help=text)
 
@@ -47,7 +54,8 @@ def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT. Raises UserError for wrong options, RuntimeError for a failed engine."""
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'ladder-jax[serve]'")
-    from ladder_jax import checkpoint, parallel
+    from ladder_jax import parallel
+    from ladder_jax.pretrained import open_model
     from ladder_jax.serve import app, auth, hosts, server
     from ladder_jax.serve.limits import Limits
     from ladder_jax.serve.metrics import Metrics
@@ -58,13 +66,15 @@ def run(args: argparse.Namespace) -> None:
     key = os.environ.get(KEY) if args.api_key is None else args.api_key
     if key is not None:
         auth.check_key(key)
-    saved = checkpoint.open_checkpoint(args.checkpoint)
+    choice = dict(ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks)
+    saved = open_model(args.checkpoint, **choice)
     with server.bind(args.host, args.port) as sock:
         tokenizer = saved.tokenizer()
         engine = _engine(args, saved, tokenizer)
         url = server.url(sock)
         if key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
             _say(f"anybody who reaches {url} may use it: there is no --api-key")
+        _say(f"compiling the programs for {engine.slots} slots of {engine.capacity} tokens")
         engine.warm_up()
         name = args.model_name or saved.config.run.name
         limits = Limits(max_new_tokens=args.max_new_tokens or engine.capacity - 1)
@@ -87,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("slots", "capacity", "max_queue", "tensor", "max_new_tokens"):
+    for name in ("slots", "capacity", "chunk", "max_queue", "tensor", "max_new_tokens"):
         value, least = getattr(args, name), 2 if name == "capacity" else 1
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
@@ -97,15 +107,14 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--model-name must not be empty")
 
 
-def _engine(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer) -> Engine:
+def _engine(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer) -> Engine:
     from ladder_jax.config import Quantize
-    from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
 
     settings = saved.config.decode
     if args.quantize:
         settings = dataclasses.replace(settings, quantize=member(Quantize, "--quantize", args.quantize))
-    sizes = {name: getattr(args, name) for name in ("tensor", "slots", "capacity", "max_queue")}
-    return of_checkpoint(saved, settings=settings, **sizes, decoder=tokenizer.to_bytes)
+    sizes = {name: getattr(args, name) for name in ("tensor", "slots", "capacity", "max_queue", "chunk")}
+    return saved.engine(settings=settings, **sizes, decoder=tokenizer.to_bytes)
 
 
 def _say(line: str) -> None:

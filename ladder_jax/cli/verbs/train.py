@@ -2,7 +2,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from ladder_jax.config import RunConfig, load, to_dict
+from ladder_jax.config import ModelConfig, RunConfig, load, to_dict
 from ladder_jax.errors import printable
 from ladder_jax.processes.options import SETTINGS
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
 
     from ladder_jax import processes
 
-    settings = load(args.config, overrides=args.overrides)
+    settings = load(args.config, overrides=args.overrides, model_of=_model_of)
     patience = processes.patience(vars(args), os.environ)
     spec = processes.spec(vars(args), os.environ)
     if spec is None:
@@ -63,6 +63,12 @@ def _train(
 def _say(line: str) -> None:
     clean = line.replace("\n", "").isprintable()
     print(line if clean else printable(line), file=sys.stderr, flush=True)
+
+
+def _model_of(name: str) -> ModelConfig:
+    from ladder_jax.pretrained import model_config
+
+    return model_config(name)
 
 
 def _equal(settings: RunConfig, args: argparse.Namespace) -> dict:

@@ -12,7 +12,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import blocks
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.data.store.fetched import Files
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, check_type
 from ladder_jax.files import absolute, is_remote
 
 OPEN_FILES = 128  # of which a process may have but so many
@@ -31,6 +31,7 @@ class Store:
 
     def __init__(self, folder: str | os.PathLike):
         """Raises UserError for what is missing, of another size than the manifest says, or no store."""
+        check_type("folder", folder, str, os.PathLike)
         self.folder = absolute(folder) if is_remote(folder) else pathlib.Path(folder).expanduser()
         if not manifests.is_store(self.folder):
             raise UserError(f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)")
@@ -45,6 +46,10 @@ class Store:
         self.starts = np.concatenate([*begins, self._first[-1:]])
         self._files: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        documents, tokens = len(self.starts) - 1, int(self.starts[-1])
+        return f"Store({str(self.folder)!r}: {documents:,} documents, {tokens:,} tokens of {self.manifest.tokenizer})"
 
     @property
     def lengths(self) -> np.ndarray:

@@ -47,6 +47,9 @@ class HuggingFace:
         self._chat = None if source is None else ChatTemplate(source, special=self._special)
         self.has_chat = self._chat is not None
 
+    def __repr__(self) -> str:
+        return f"HuggingFace({str(self.folder)!r}, vocab_size={self.vocab_size}, has_chat={self.has_chat})"
+
     def encode(self, text: str) -> list[int]:
         return self._ids(text, special=True)
 
