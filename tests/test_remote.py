@@ -21,6 +21,7 @@ from ladder_jax.data.store import Store
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import absolute, kvstore
 from ladder_jax.parallel import make_mesh
+from ladder_jax.pretrained.formats import open_model, open_source
 from ladder_jax.train import folder as runs
 from ladder_jax.train import lease, metrics
 from tests import gcs, gcs_files
@@ -96,6 +97,11 @@ def test_what_reads_a_run_reads_it_there(run, capsys):
     keys = [("layers/attention/query", 1), ("layers/mlp/down", 0), ("embedding/table", None)]
     for ours, theirs in zip(Pieces(here, definition)(keys), Pieces(there, definition)(keys), strict=True):
         assert np.array_equal(ours, theirs)
+    opened, local = open_model(RUN), open_model(run)
+    assert opened.config.model == local.config.model and opened.tokenizer() == local.tokenizer()
+    assert load("tiny", overrides=["model=null", f"train.start={RUN}"]).model == local.config.model
+    with pytest.raises(UserError, match="copy it to a disk first; generate, serve and evaluate read it from there"):
+        open_source(RUN)
     assert cli.main(["checkpoints", RUN, "--verify", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [row["step"] for row in rows] == [9, 12] and all(row["state"] == "whole" and row["bytes"] for row in rows)
@@ -246,6 +252,11 @@ def test_where_no_run_can_be(folder, capsys):
 def test_mistakes(bucket, monkeypatch, capsys):
     with pytest.raises(UserError, match="there is no checkpoint at 'gs://bucket/none'"):
         open_checkpoint("gs://bucket/none")
+    with pytest.raises(UserError, match="there is no model at 'gs://bucket/none'"):
+        open_model("gs://bucket/none")
+    bucket.put("gemma/config.json", b'{"model_type": "llama"}', match=None)
+    with pytest.raises(UserError, match="'gs://bucket/gemma': runs and checkpoints are read from there; copy other"):
+        open_model("gs://bucket/gemma")
     with pytest.raises(UserError, match="there is no token store at 'gs://bucket/none'"):
         Store("gs://bucket/none")
     with pytest.raises(UserError, match="unknown scheme in 'ftp://b/x': 'ftp'"):

@@ -11,6 +11,7 @@ from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
 from ladder_jax.errors import UserError, check_type, unknown
+from ladder_jax.files import absolute, is_remote
 
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
@@ -93,7 +94,7 @@ def _with_model_of_start(tree: dict[str, typing.Any], model_of: ModelOf | None) 
 
 def _stored_model(path: str, model_of: ModelOf | None) -> dict[str, typing.Any]:
     """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's folder."""
-    folder = pathlib.Path(path).expanduser()
+    folder = absolute(path) if is_remote(path) and not path.startswith("hf://") else pathlib.Path(path).expanduser()
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
     steps = [int(name) for name in names if name.isascii() and name.isdigit()]
