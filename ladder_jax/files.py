@@ -1,16 +1,63 @@
-"""Output files of a command: checked before the work starts, written completely or not at all."""
+"""Paths, local or in an object store, and a command's output files, written completely or not at all."""
 
 import contextlib
 import os
 import pathlib
+import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from ladder_jax import pyplot
+from ladder_jax import pyplot, remote
 from ladder_jax.errors import RunFailed, UserError
 
+if TYPE_CHECKING:
+    from etils import epath
+
 PICTURES = (".png", ".svg", ".pdf")
+
+
+type AnyPath = "pathlib.Path | epath.Path"
+"""A local path, or one in an object store (see remote.py), which has pathlib's methods."""
+
+
+def absolute(path: str | os.PathLike) -> AnyPath:
+    """A local path, absolute and with `~` expanded; for gs://... and s3://... an epath.Path.
+
+    Raises UserError for another scheme, and if the scheme's library is not installed.
+    """
+    if is_remote(path):
+        return remote.path(os.fspath(path))
+    return pathlib.Path(path).expanduser().absolute()
+
+
+def is_remote(path: str | os.PathLike) -> bool:
+    """Whether it has a scheme, as gs://bucket/name has."""
+    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)))
+
+
+def kvstore(folder: AnyPath) -> dict[str, Any]:
+    """Tensorstore's specification of a folder."""
+    if is_remote(folder):
+        import tensorstore
+
+        return tensorstore.KvStore.Spec(f"{os.fspath(folder)}/").to_json()
+    return {"driver": "file", "path": f"{folder}/"}
+
+
+@contextlib.contextmanager
+def explained(folder: AnyPath, doing: str) -> Iterator[None]:
+    """Turns the errors of a disk or an object store into one line, RunFailed: "cannot `doing` 'folder': reason"."""
+    try:
+        yield
+    except (UserError, RunFailed):
+        raise
+    except Exception as error:  # the stores' libraries have errors of their own, beside OSError
+        if not isinstance(error, OSError) and not is_remote(folder):
+            raise
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300] or type(error).__name__
+        raise RunFailed(f"cannot {doing} {str(folder)!r}: {reason}") from None
 
 
 def check_writable(option: str, file: str | None, *, endings: tuple[str, ...] = ()) -> None:

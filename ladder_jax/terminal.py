@@ -5,7 +5,6 @@ import html
 import itertools
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -72,10 +71,5 @@ def show(parts: Iterable[str | Table]) -> None:
 
 
 def generated(text: str) -> str:
-    """A model's text for standard output: on a terminal with control characters escaped, which a model may write."""
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text) if sys.stdout.isatty() else text
-
-
-def say(line: str) -> None:
-    """Print a notice on standard error."""
-    print(printable(line), file=sys.stderr, flush=True)
+    """A model's text for a terminal: with control characters escaped, which a model may write."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

@@ -11,6 +11,7 @@ import pytest
 from ladder_jax import cli, terminal
 from ladder_jax.checkpoint import manifest
 from ladder_jax.cli import chat
+from ladder_jax.cli.verbs import generate, train
 
 TINY = [
     "model.num_layers=2",
@@ -275,11 +276,14 @@ def test_control_characters_reach_no_terminal(run_cli, tmp_path):
 def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     """Other readers of standard output get the model's text as it is."""
     text = "a\tb\n\x1b]0;owned\x07\r\x9b2J\x7f \N{MAN}\u200d\N{WOMAN}"
-    assert terminal.generated(text) == text
+    show = lambda text: (print(generate._shown(text)), chat._show(text))
+    show(text)
+    assert capsys.readouterr().out == f"{text}\n{text}"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert terminal.generated(text) == "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
-    chat._show("\x1b[2J")
-    terminal.say("\x1b[2J")
+    show(text)
+    safe = "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
+    assert capsys.readouterr().out == f"{safe}\n{safe}"
     terminal.show(["\x1b[2J"])
+    train._say("two\nlines \x1b[2J")
     shown = capsys.readouterr()
-    assert shown.out == "\\x1b[2J\\x1b[2J\n" and shown.err == "\\x1b[2J\n"
+    assert shown.out == "\\x1b[2J\n" and shown.err == "two\nlines \\x1b[2J\n"

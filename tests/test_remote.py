@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,9 @@ from ladder_jax.checkpoint import Pieces, open_checkpoint, steps, verify
 from ladder_jax.config import load
 from ladder_jax.data.store import Store
 from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.files import absolute, kvstore
 from ladder_jax.parallel import make_mesh
+from ladder_jax.pretrained.formats import open_model, open_source
 from ladder_jax.train import folder as runs
 from ladder_jax.train import lease, metrics
 from tests import gcs, gcs_files
@@ -77,7 +80,7 @@ def test_a_killed_run_is_resumed_and_the_same(bucket, run, capsys):
     assert read("goodput.json")["restarts"] == 1
     rows = [json.loads(line) for line in bucket.objects["runs/one/metrics.jsonl"][1].splitlines()]
     assert numbers(rows) == numbers(metrics.read(run)) and [row["step"] for row in rows] == list(range(2, 13, 2))
-    assert steps(remote.path(RUN) / "checkpoints") == steps(run / "checkpoints") == [9, 12]
+    assert steps(absolute(RUN) / "checkpoints") == steps(run / "checkpoints") == [9, 12]
     objects = [name.removeprefix("runs/one/") for name in bucket.objects if name.startswith("runs/one/")]
     assert {name.partition("/")[0] for name in objects} == {
         "config.json", "goodput.json", "metrics.jsonl", "result.json", "checkpoints", "tensorboard"
@@ -94,6 +97,11 @@ def test_what_reads_a_run_reads_it_there(run, capsys):
     keys = [("layers/attention/query", 1), ("layers/mlp/down", 0), ("embedding/table", None)]
     for ours, theirs in zip(Pieces(here, definition)(keys), Pieces(there, definition)(keys), strict=True):
         assert np.array_equal(ours, theirs)
+    opened, local = open_model(RUN), open_model(run)
+    assert opened.config.model == local.config.model and opened.tokenizer() == local.tokenizer()
+    assert load("tiny", overrides=["model=null", f"train.start={RUN}"]).model == local.config.model
+    with pytest.raises(UserError, match="copy it to a disk first; generate, serve and evaluate read it from there"):
+        open_source(RUN)
     assert cli.main(["checkpoints", RUN, "--verify", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [row["step"] for row in rows] == [9, 12] and all(row["state"] == "whole" and row["bytes"] for row in rows)
@@ -108,12 +116,29 @@ def test_what_has_changed_is_never_resumed_from(bucket, run, capsys):
     content[7] ^= 1
     bucket.put(name, content, match=None)
     there = "gs://bucket/runs/two"
-    assert "other contents than were written" in verify(remote.path(there) / "checkpoints" / "12")[0]
+    assert "other contents than were written" in verify(absolute(there) / "checkpoints" / "12")[0]
     assert train(there) == 2
     assert "damaged or incomplete" in (line := capsys.readouterr().err) and "before it is step 9" in line
     assert train(there, "run.on_damaged=previous") == 0
     assert "resuming gs://bucket/runs/two from step 9" in capsys.readouterr().err
     assert json.loads(bucket.objects["runs/two/result.json"][1]) == json.loads((run / "result.json").read_text())
+
+
+@pytest.mark.full
+def test_two_processes(bucket):
+    """Each writes its own shards, and all are one checkpoint."""
+    with socket.create_server(("localhost", 0)) as free:
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gcs_files", "train", "tiny", "--cpu-devices", "1", *TINY]
+    command += ["mesh.tensor=1", "mesh.fsdp=2", "run.dir=gs://bucket/runs/three", "--processes", "2"]
+    command += ["--coordinator", coordinator]
+    both = [subprocess.Popen([*command, "--process", str(process)]) for process in range(2)]
+    assert [process.wait(timeout=600) for process in both] == [0, 0]
+    for process in range(2):
+        shards = f"runs/three/checkpoints/12/params/ocdbt.process_{process}/d/"
+        assert any(name.startswith(shards) for name in bucket.objects)
+    assert verify(absolute("gs://bucket/runs/three") / "checkpoints" / "12") == []
+    assert train("gs://bucket/runs/three", "mesh.tensor=1", "mesh.fsdp=2") == 0
 
 
 def copy(bucket, source, target):
@@ -129,7 +154,7 @@ def quick(monkeypatch):
 
 
 def test_one_process_a_folder(bucket, quick):
-    where = remote.path("gs://bucket/leases/one")
+    where = absolute("gs://bucket/leases/one")
     with lease.held(where, say=print, lost=pytest.fail):
         with pytest.raises(UserError, match="another process is training in 'gs://bucket/leases/one', on host "):
             with lease.held(where, say=print, lost=pytest.fail):
@@ -141,7 +166,7 @@ def test_one_process_a_folder(bucket, quick):
 
 def test_a_lock_that_nobody_renews_is_taken_over(bucket, quick):
     """And if its owner was only asleep, it notices that it has lost the folder."""
-    where, said, lost = remote.path("gs://bucket/leases/two"), [], []
+    where, said, lost = absolute("gs://bucket/leases/two"), [], []
     bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}', match=None)
     began = time.monotonic()
     with lease.held(where, say=said.append, lost=lost.append):
@@ -154,7 +179,7 @@ def test_a_lock_that_nobody_renews_is_taken_over(bucket, quick):
 
 
 def test_of_several_that_take_over_one_does(bucket, quick):
-    where, winners, refused, done = remote.path("gs://bucket/leases/three"), [], [], threading.Event()
+    where, winners, refused, done = absolute("gs://bucket/leases/three"), [], [], threading.Event()
     bucket.put("leases/three/.lock", b"something else", match=None)
 
     def start():
@@ -227,10 +252,15 @@ def test_where_no_run_can_be(folder, capsys):
 def test_mistakes(bucket, monkeypatch, capsys):
     with pytest.raises(UserError, match="there is no checkpoint at 'gs://bucket/none'"):
         open_checkpoint("gs://bucket/none")
+    with pytest.raises(UserError, match="there is no model at 'gs://bucket/none'"):
+        open_model("gs://bucket/none")
+    bucket.put("gemma/config.json", b'{"model_type": "llama"}', match=None)
+    with pytest.raises(UserError, match="'gs://bucket/gemma': runs and checkpoints are read from there; copy other"):
+        open_model("gs://bucket/gemma")
     with pytest.raises(UserError, match="there is no token store at 'gs://bucket/none'"):
         Store("gs://bucket/none")
     with pytest.raises(UserError, match="unknown scheme in 'ftp://b/x': 'ftp'"):
-        remote.path("ftp://b/x")
+        absolute("ftp://b/x")
     assert train("gs://another-bucket/x") in (1, 2)
     assert "gs://another-bucket/x" in capsys.readouterr().err
     assert train("x", "data.path=gs://bucket/none") == 2
@@ -253,15 +283,15 @@ def test_a_store_that_refuses(bucket, monkeypatch):
         raise RuntimeError("403: you may not\nread this")
 
     config = load("tiny", overrides=["run.dir=gs://bucket/x"])
-    monkeypatch.setattr(type(remote.files_of(remote.path("gs://bucket/x"))), "exists", refuse)
+    monkeypatch.setattr(backend.fsspec_backend, "exists", refuse)
     with pytest.raises(RunFailed, match="^cannot read 'gs://bucket/x': 403: you may not read this$"):
         runs.check(config, runs.path_of(config))
 
 
 def test_tensorstore_knows_the_same_objects(bucket):
     """The two libraries have one stand-in."""
-    (remote.path("gs://bucket/both") / "a" / "b").write_bytes(b"c")
-    store = tensorstore.KvStore.open(remote.kvstore(remote.path("gs://bucket/both"))).result()
+    (absolute("gs://bucket/both") / "a" / "b").write_bytes(b"c")
+    store = tensorstore.KvStore.open(kvstore(absolute("gs://bucket/both"))).result()
     assert store.read("a/b").result().value == b"c" and store.list().result() == [b"a/b"]
-    assert remote.listed(remote.path("gs://bucket/both")).keys() == {"a/b"}
-    assert os.fspath(remote.path("gs://bucket/both")) == "gs://bucket/both"
+    assert remote.listed(absolute("gs://bucket/both")).keys() == {"a/b"}
+    assert os.fspath(absolute("gs://bucket/both")) == "gs://bucket/both"

@@ -9,6 +9,7 @@ from ladder_jax import remote, terminal
 from ladder_jax.checkpoint import retention, saved
 from ladder_jax.checkpoint.retention import Keep
 from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.files import AnyPath, absolute, is_remote
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +31,13 @@ class Row:
 def run(args: dict) -> None:
     """Print the list. Raises UserError if there is no checkpoint, and RunFailed, at the end, if one is damaged."""
     keep = retention.parse(args["prune"]) if args["prune"] else None
-    path = remote.path(args["run"])
+    path = absolute(args["run"])
     folder = saved.folder_of(path)
     if not saved.steps(folder):
         raise UserError(f"there is no checkpoint below {str(path)!r}")
     thorough = args["verify"] or keep is not None
     rows = [_row(folder / str(step), thorough=thorough) for step in saved.steps(folder)]
-    rows = [row for row in rows if remote.path(row.path).is_dir()]  # a running job may have removed some meanwhile
+    rows = [row for row in rows if absolute(row.path).is_dir()]  # a running job may have removed some meanwhile
     removed = _prune(rows, folder=folder, keep=keep) if keep else []
     rows = [row for row in rows if row.step not in removed]
     damaged = [row for row in rows if row.state == "damaged"]
@@ -51,7 +52,7 @@ def run(args: dict) -> None:
         raise RunFailed(f"damaged: the checkpoint of step {steps} (train with run.on_damaged=previous goes on without)")
 
 
-def _row(folder: remote.Path, *, thorough: bool) -> Row:
+def _row(folder: AnyPath, *, thorough: bool) -> Row:
     about = dict(step=int(folder.name), path=str(folder), bytes=_size(folder))
     try:
         checkpoint = saved.open_checkpoint(folder)
@@ -70,8 +71,8 @@ def _row(folder: remote.Path, *, thorough: bool) -> Row:
     )
 
 
-def _size(folder: remote.Path) -> int:
-    if remote.is_remote(folder):
+def _size(folder: AnyPath) -> int:
+    if is_remote(folder):
         return sum(info["size"] for info in remote.listed(folder).values())
     total = 0
     for file in folder.rglob("*"):
@@ -80,7 +81,7 @@ def _size(folder: remote.Path) -> int:
     return total
 
 
-def _prune(rows: list[Row], *, folder: remote.Path, keep: Keep) -> list[int]:
+def _prune(rows: list[Row], *, folder: AnyPath, keep: Keep) -> list[int]:
     """Remove checkpoints and return their steps. Damaged ones are neither counted nor removed: the user decides."""
     losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
     removed = retention.steps_to_remove(losses, keep=keep) if losses else []

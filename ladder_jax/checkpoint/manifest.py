@@ -15,6 +15,7 @@ import stat
 from typing import Any
 
 from ladder_jax import remote
+from ladder_jax.files import AnyPath, is_remote
 
 NAME = "manifest.json"
 DAMAGED = "manifest.damaged.json"  # in an object store: the manifest of a checkpoint that was put aside
@@ -28,9 +29,9 @@ class File:
     digest: str
 
 
-def write(folder: remote.Path) -> None:
+def write(folder: AnyPath) -> None:
     """Write the manifest of all files in `folder`. On return, the files and the manifest are synced to the disk."""
-    if remote.is_remote(folder):
+    if is_remote(folder):
         entries = {name: _stated(info) for name, info in sorted(remote.listed(folder).items()) if name != NAME}
         (folder / NAME).write_text(_text(entries))
         return
@@ -48,7 +49,7 @@ def write(folder: remote.Path) -> None:
         sync_folder(path)
 
 
-def problems(folder: remote.Path, *, part: str = "", contents: bool = True) -> list[str]:
+def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[str]:
     """The files that differ from the manifest, one line each; empty for an intact checkpoint.
 
     part: compare only the files in this subfolder, such as "params".
@@ -61,7 +62,7 @@ def problems(folder: remote.Path, *, part: str = "", contents: bool = True) -> l
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [f"{NAME} is damaged"]
     compared = {name: file for name, file in files.items() if name.startswith(f"{part}/" if part else "")}
-    if remote.is_remote(folder):
+    if is_remote(folder):
         stored = remote.listed(folder)
         differences = (_difference_stated(stored.get(name), file) for name, file in compared.items())
         return [f"{name} {difference}" for name, difference in zip(compared, differences) if difference]
@@ -70,13 +71,13 @@ def problems(folder: remote.Path, *, part: str = "", contents: bool = True) -> l
         return [f"{name} {difference}" for name, difference in zip(compared, differences) if difference]
 
 
-def digest(folder: remote.Path, *, part: str) -> str:
+def digest(folder: AnyPath, *, part: str) -> str:
     """A digest of the manifest's entries for the subfolder `part`."""
     files = {name: dataclasses.asdict(file) for name, file in _read(folder).items() if name.startswith(f"{part}/")}
     return _digest_of(json.dumps(files, sort_keys=True).encode())
 
 
-def lists(folder: remote.Path, *, part: str) -> bool:
+def lists(folder: AnyPath, *, part: str) -> bool:
     """Whether the manifest lists any file in the subfolder `part`. True for a damaged manifest: see `problems`."""
     try:
         return any(name.startswith(f"{part}/") for name in _read(folder))
@@ -102,7 +103,7 @@ def _signed(files: dict) -> dict:
     return {"digest": DIGEST, "files": files, "own": _digest_of(json.dumps(files, sort_keys=True).encode())}
 
 
-def _read(folder: remote.Path) -> dict[str, File]:
+def _read(folder: AnyPath) -> dict[str, File]:
     stored = json.loads((folder / NAME).read_text(encoding="utf-8"))
     if stored != _signed(stored["files"]):
         raise ValueError("the manifest is not what was written")

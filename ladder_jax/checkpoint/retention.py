@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ladder_jax import remote
 from ladder_jax.checkpoint import manifest
 from ladder_jax.errors import UserError, unknown
+from ladder_jax.files import AnyPath, is_remote
 
 DELETING = "deleting."  # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
 
@@ -43,12 +44,12 @@ def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[i
     return [step for step in steps if step not in kept and not (keep.every and step % keep.every == 0)]
 
 
-def remove(folder: remote.Path) -> None:
+def remove(folder: AnyPath) -> None:
     """Remove one step's folder. It is renamed first, so that a kill leaves no half checkpoint under its name.
 
     In an object store the manifest goes first, without which it does not count.
     """
-    if remote.is_remote(folder):
+    if is_remote(folder):
         return remote.remove(folder, first=manifest.NAME)
     renamed = folder.with_name(DELETING + folder.name)
     shutil.rmtree(renamed, ignore_errors=True)

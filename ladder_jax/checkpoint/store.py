@@ -22,13 +22,13 @@ from typing import Any
 
 import jax
 
-from ladder_jax import remote
 from ladder_jax.checkpoint import manifest, retention
 from ladder_jax.checkpoint.quiet import WRITING, Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps, unfinished_steps
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError, check_type
+from ladder_jax.files import AnyPath, absolute, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
 
@@ -55,11 +55,11 @@ class Store:
     patience: seconds to wait for another process; after that the run fails.
     """
 
-    def __init__(self, folder: str | remote.Path, *, config: RunConfig, patience: float = PATIENCE):
+    def __init__(self, folder: str | AnyPath, *, config: RunConfig, patience: float = PATIENCE):
         check_type("config", config, RunConfig)
         check_type("folder", folder, str, os.PathLike)
-        self.folder, self._config, self._patience = remote.path(folder), config, patience
-        self._remote = remote.is_remote(folder)
+        self.folder, self._config, self._patience = absolute(folder), config, patience
+        self._remote = is_remote(folder)
         train = config.train
         self._keep = retention.Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None
@@ -185,14 +185,14 @@ class Store:
         for leftover in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _unfinished(self, step: int) -> remote.Path:
+    def _unfinished(self, step: int) -> AnyPath:
         """The folder to write into. A new name after each failure: its abandoned writes may still be running."""
         if self._remote:
             return self.folder / str(step)
         return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
 
 
-def loss_of(folder: remote.Path) -> float | None:
+def loss_of(folder: AnyPath) -> float | None:
     """The held-out loss stored in a checkpoint; None if it was not measured, or the checkpoint is damaged."""
     try:
         return open_checkpoint(folder).validation_loss

@@ -14,9 +14,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # the paths that Orbax's handlers take
 
-from ladder_jax import remote
 from ladder_jax.checkpoint import manifest
 from ladder_jax.checkpoint.saved import array_shapes, check_listed
+from ladder_jax.files import AnyPath, absolute
 from ladder_jax.nn import Params
 
 
@@ -26,7 +26,7 @@ class Writing:
     After construction the arrays have been copied, and may change. Errors are raised by `wait`.
     """
 
-    def __init__(self, folder: remote.Path, items: Mapping[str, Params]):
+    def __init__(self, folder: AnyPath, items: Mapping[str, Params]):
         self._folder = epath.Path(folder)
         self._names = {item: set(array_shapes(tree)) for item, tree in items.items()}
         self._handler = ocp.PyTreeCheckpointHandler()
@@ -50,7 +50,7 @@ class Writing:
         for item, value in texts.items():
             (self._folder / item).mkdir(exist_ok=True)
             (self._folder / item / "metadata").write_text(json.dumps(value))
-        manifest.write(remote.path(self._folder))
+        manifest.write(absolute(self._folder))
 
     def _start(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
         async def start() -> list[ocp.future.Future]:

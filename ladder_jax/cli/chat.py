@@ -141,4 +141,4 @@ def piped() -> str | None:
 
 
 def _show(text: str) -> None:
-    print(terminal.generated(text), end="", flush=True)
+    print(terminal.generated(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -7,14 +7,17 @@ import os
 import pathlib
 import typing
 
-from ladder_jax import yaml_text
 from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
 from ladder_jax.errors import UserError, check_type, unknown
+from ladder_jax.files import absolute, is_remote
 
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
+
+MAX_VALUES = 100_000
+"""Of one text. A few aliases of aliases can stand for billions of values, which an error message would write out."""
 
 
 type ModelOf = typing.Callable[[str], ModelConfig]
@@ -91,7 +94,7 @@ def _with_model_of_start(tree: dict[str, typing.Any], model_of: ModelOf | None) 
 
 def _stored_model(path: str, model_of: ModelOf | None) -> dict[str, typing.Any]:
     """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's folder."""
-    folder = pathlib.Path(path).expanduser()
+    folder = absolute(path) if is_remote(path) and not path.startswith("hf://") else pathlib.Path(path).expanduser()
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
     steps = [int(name) for name in names if name.isascii() and name.isdigit()]
@@ -120,7 +123,7 @@ def _read(path: pathlib.Path) -> dict:
         raise UserError(f"cannot read configuration {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"configuration {str(path)!r} is not UTF-8 text") from None
-    tree = yaml_text.load(text, what=f"configuration {str(path)!r}")  # every JSON file is YAML too
+    tree = parse_yaml(text, what=f"configuration {str(path)!r}")  # every JSON file is YAML too
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -141,6 +144,31 @@ def _set(tree: dict, override: str) -> None:
             raise UserError(f"override {override!r}: {section!r} is a single value")
         tree = below
     try:
-        tree[field] = yaml_text.load(text, what=override)
+        tree[field] = parse_yaml(text, what=override)
     except UserError:
         tree[field] = text
+
+
+def parse_yaml(text: str, *, what: str) -> typing.Any:
+    """The value of a YAML text. Raises UserError "`what` is not YAML: ..."."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+        count = _count(value, {})
+    except Exception as error:  # PyYAML raises errors of many kinds for dates, numbers and tags
+        raise UserError(f"{what} is not YAML: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+    if count > MAX_VALUES:
+        raise UserError(f"{what} is not YAML of ours: it has more than {MAX_VALUES:,} values")
+    return value
+
+
+def _count(value: typing.Any, counts: dict[int, float]) -> float:
+    """The number of values, each alias counted in full. A list that contains itself has infinitely many."""
+    if not isinstance(value, dict | list | set | tuple):
+        return 1
+    if id(value) not in counts:
+        counts[id(value)] = float("inf")
+        below = [*value, *value.values()] if isinstance(value, dict) else value
+        counts[id(value)] = 1 + sum(_count(one, counts) for one in below)
+    return counts[id(value)]

@@ -8,13 +8,13 @@ import pathlib
 import grain
 import numpy as np
 
-from ladder_jax import remote
 from ladder_jax.config import DataConfig, Format, TrainConfig
 from ladder_jax.data import batches, examples, mixture, text
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import Store, is_store
 from ladder_jax.data.tokenizer import BYTES, Tokenizer
 from ladder_jax.errors import UserError
+from ladder_jax.files import absolute, is_remote
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def load(config: DataConfig, *, train: TrainConfig, vocab_size: int, tokenizer: 
     Raises UserError if the data is missing, unreadable or too short, or has more different tokens than `vocab_size`.
     """
     path, required = pathlib.Path(config.path).expanduser(), tokenizer
-    path = remote.path(config.path) if remote.is_remote(config.path) else path
+    path = absolute(config.path) if is_remote(config.path) else path
     if required is None or config.tokenizer != BYTES:
         tokenizer = tokenizers.load(config.tokenizer)
         _check_same(f"data.tokenizer={config.tokenizer!r}", tokenizer, required)
@@ -53,7 +53,7 @@ def load(config: DataConfig, *, train: TrainConfig, vocab_size: int, tokenizer: 
         dataset = _mixed(mixture.read(path), config, train, vocab_size)
     elif path.is_dir() and is_store(path):
         dataset = _stored(Store(path), config, train, vocab_size)
-    elif remote.is_remote(path):
+    elif is_remote(path):
         raise UserError(f"data.path={config.path!r}: there is no token store; text is read from local files only")
     else:
         dataset = _text(config, train, vocab_size, tokenizer)

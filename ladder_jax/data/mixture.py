@@ -8,8 +8,9 @@ mixture:
 import dataclasses
 import math
 
-from ladder_jax import remote, yaml_text
+from ladder_jax.config.load import parse_yaml
 from ladder_jax.errors import UserError
+from ladder_jax.files import AnyPath, absolute, is_remote
 
 ENDINGS = (".yaml", ".yml")
 
@@ -18,11 +19,11 @@ ENDINGS = (".yaml", ".yml")
 class Part:
     """weight: above 0. A store's share of the rows is its weight divided by the sum of all weights, to within 1 %."""
 
-    path: remote.Path
+    path: AnyPath
     weight: float
 
 
-def read(file: remote.Path) -> list[Part]:
+def read(file: AnyPath) -> list[Part]:
     """The stores and weights in a mixture file. Raises UserError if it is not one."""
     try:
         text = file.read_text(encoding="utf-8")
@@ -30,7 +31,7 @@ def read(file: remote.Path) -> list[Part]:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"the mixture {str(file)!r} is not UTF-8 text") from None
-    tree = yaml_text.load(text, what=f"the mixture {str(file)!r}")
+    tree = parse_yaml(text, what=f"the mixture {str(file)!r}")
     weights = tree.get("mixture") if isinstance(tree, dict) and len(tree) == 1 else None
     if not isinstance(weights, dict) or not weights:
         raise UserError(
@@ -43,5 +44,5 @@ def read(file: remote.Path) -> list[Part]:
     return [Part(_folder(file, str(name)), float(weight)) for name, weight in weights.items()]
 
 
-def _folder(file: remote.Path, name: str) -> remote.Path:
-    return remote.path(name) if remote.is_remote(name) else file.parent / name
+def _folder(file: AnyPath, name: str) -> AnyPath:
+    return absolute(name) if is_remote(name) else file.parent / name

@@ -5,7 +5,7 @@ import math
 import pathlib
 import typing
 
-from ladder_jax import yaml_text
+from ladder_jax.config.load import parse_yaml
 from ladder_jax.errors import UserError, member, unknown
 from ladder_jax.predict.link import Link, Network, Ring
 
@@ -81,7 +81,7 @@ def _tree(path: pathlib.Path, *, seen: tuple[str, ...]) -> dict:
         raise UserError(f"cannot read {where}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{where} is not UTF-8 text") from None
-    tree = yaml_text.load(text, what=where)
+    tree = parse_yaml(text, what=where)
     if not isinstance(tree, dict):
         raise UserError(f"{where} must hold constants such as 'bandwidth: 3.35e12', not {type(tree).__name__}")
     if "based_on" not in tree:

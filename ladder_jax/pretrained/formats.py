@@ -26,6 +26,7 @@ from ladder_jax.decode import Engine, Generator, default_tensor
 from ladder_jax.decode.request import Decoder
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError, unknown
+from ladder_jax.files import AnyPath, absolute, explained, is_remote
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.pretrained import gguf, hub, saved
 from ladder_jax.pretrained.huggingface import config_in, read
@@ -47,7 +48,7 @@ class OpenedModel:
     """
 
     name: str
-    path: pathlib.Path
+    path: AnyPath
     config: RunConfig
     weights: Checkpoint | Source
     on_hub: bool = False
@@ -159,6 +160,8 @@ def open_model(
 def open_source(name: str | os.PathLike) -> Source:
     """As `open_model`, with every format as a Source: for exports, conversions, and `load`."""
     path, _ = locate(name)
+    if is_remote(path):
+        raise UserError(f"{str(name)!r}: copy it to a disk first; generate, serve and evaluate read it from there")
     if _is_checkpoint(path):
         return saved.read(path)
     return read.read(path) if path.is_dir() else gguf.read(path)
@@ -175,12 +178,14 @@ def model_config(name: str | os.PathLike) -> ModelConfig:
     return gguf.read(path).model
 
 
-def locate(name: str | os.PathLike, *, weights: bool = True) -> tuple[pathlib.Path, hub.Identifier | None]:
+def locate(name: str | os.PathLike, *, weights: bool = True) -> tuple[AnyPath, hub.Identifier | None]:
     """The folder or file of the model called `name`; downloaded if it is on the Hub, and then its name with the commit.
 
     weights: whether they are read, too. Raises UserError where there is none. A name is one of the Hub only if nothing
     here has its first part, such as `runs` of `runs/tine`; `hf://org/name` always is.
     """
+    if is_remote(name) and not str(name).startswith(hub.PREFIX):
+        return _in_object_store(name), None
     path = pathlib.Path(name).expanduser()
     if path.exists():
         return path, None
@@ -191,6 +196,16 @@ def locate(name: str | os.PathLike, *, weights: bool = True) -> tuple[pathlib.Pa
     if identifier is None:
         raise UserError(f"{str(name)!r} is no model of the Hugging Face Hub: write hf://org/name[@revision]")
     return hub.download(identifier, weights=weights)
+
+
+def _in_object_store(name: str | os.PathLike) -> AnyPath:
+    path = absolute(name)
+    with explained(path, "read"):
+        if not path.exists():
+            raise UserError(f"there is no model at {str(name)!r}")
+        if not _is_checkpoint(path):
+            raise UserError(f"{str(name)!r}: runs and checkpoints are read from there; copy other formats to a disk")
+    return path
 
 
 def with_ladder_layers(
@@ -217,7 +232,7 @@ def with_ladder_layers(
     return dataclasses.replace(model, residual=kind, ladder_layers=ladder_layers, ranks=ranks)
 
 
-def _is_checkpoint(path: pathlib.Path) -> bool:
+def _is_checkpoint(path: AnyPath) -> bool:
     """Whether it is this library's own: a run's folder has a config.json as Hugging Face's do, but its sections."""
     if not path.is_dir() or not (path / read.CONFIG).is_file() or (path / "checkpoints").is_dir():
         return path.is_dir()

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from ladder_jax import remote
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError, one_line
+from ladder_jax.files import AnyPath, absolute, explained, is_remote
 from ladder_jax.parallel import Agreement
 from ladder_jax.train.signals import StopRequest
 from ladder_jax.train.timing import TimeAccount
@@ -41,7 +41,7 @@ class RunContext:
     """
 
     config: RunConfig
-    folder: remote.Path
+    folder: AnyPath
     agreement: Agreement
     account: TimeAccount
     stop: StopRequest
@@ -49,21 +49,21 @@ class RunContext:
     beat: Callable[[str], None]
 
 
-def path_of(config: RunConfig) -> remote.Path:
+def path_of(config: RunConfig) -> AnyPath:
     """Raises UserError for an object store that checkpoints cannot be written to, or whose library is missing."""
     folder = config.run.dir or pathlib.Path("runs") / config.run.name
-    if remote.is_remote(folder) and not str(folder).startswith("gs://"):
+    if is_remote(folder) and not str(folder).startswith("gs://"):
         raise UserError(f"run.dir={str(folder)!r}: Orbax writes checkpoints to gs:// and local folders only")
-    return remote.path(folder)
+    return absolute(folder)
 
 
-def check(config: RunConfig, folder: remote.Path) -> None:
+def check(config: RunConfig, folder: AnyPath) -> None:
     """Raises UserError where `folder` holds a run of another configuration, or is no run's folder."""
-    with remote.explained(folder, "read"):
+    with explained(folder, "read"):
         _check(config, folder)
 
 
-def _check(config: RunConfig, folder: remote.Path) -> None:
+def _check(config: RunConfig, folder: AnyPath) -> None:
     file = folder / CONFIG
     if not file.is_file():
         if folder.exists() and (not folder.is_dir() or any(map(_foreign, folder.iterdir()))):
@@ -87,7 +87,7 @@ def _check(config: RunConfig, folder: remote.Path) -> None:
         )
 
 
-def _foreign(file: remote.Path) -> bool:
+def _foreign(file: AnyPath) -> bool:
     return file.name not in _EARLIER and not file.name.endswith(_PARTIAL)
 
 
@@ -107,7 +107,7 @@ def notices(config: RunConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def owned(folder: remote.Path, *, say: Callable[[str], None]) -> Iterator[None]:
+def owned(folder: AnyPath, *, say: Callable[[str], None]) -> Iterator[None]:
     """Makes the folder and locks it. Raises UserError where another process trains in it.
 
     The lock ends with the process, however that ends; its file stays. It is a regular file open for writing because
@@ -117,7 +117,7 @@ def owned(folder: remote.Path, *, say: Callable[[str], None]) -> Iterator[None]:
     if jax.process_index() > 0:
         yield
         return
-    if remote.is_remote(folder):
+    if is_remote(folder):
         from ladder_jax.train import lease
 
         with contextlib.ExitStack() as stack:
@@ -147,12 +147,12 @@ def _end(line: str) -> None:
     os._exit(RunFailed.status)
 
 
-def writing(folder: remote.Path) -> contextlib.AbstractContextManager[None]:
+def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
     """Turns the errors of a disk that refuses into one line, RunFailed."""
-    return remote.explained(folder, "write into")
+    return explained(folder, "write into")
 
 
-def began(folder: remote.Path, *, now: float) -> float | None:
+def began(folder: AnyPath, *, now: float) -> float | None:
     """When an earlier start began this run, in seconds since 1970. At the first start `now` is stored, and None."""
     file = folder / GOODPUT
     try:
@@ -162,14 +162,14 @@ def began(folder: remote.Path, *, now: float) -> float | None:
         return None
 
 
-def write_json(file: remote.Path, value: dict[str, Any], *, indent: int | None = 2) -> None:
+def write_json(file: AnyPath, value: dict[str, Any], *, indent: int | None = 2) -> None:
     """In process 0 alone."""
     if jax.process_index() == 0:
         write_atomically(file, json.dumps(value, indent=indent) + "\n")
 
 
-def write_atomically(file: remote.Path, text: str) -> None:
-    if remote.is_remote(file):
+def write_atomically(file: AnyPath, text: str) -> None:
+    if is_remote(file):
         file.write_text(text)
         return
     temporary = file.with_name(file.name + _PARTIAL)

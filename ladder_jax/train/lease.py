@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterator
 
 import tensorstore
 
-from ladder_jax import remote
 from ladder_jax.errors import UserError
+from ladder_jax.files import AnyPath, kvstore
 
 RENEWED, EXPIRES = 15.0, 60.0  # seconds
 _NAME = ".lock"
 
 
 @contextlib.contextmanager
-def held(folder: remote.Path, *, say: Callable[[str], None], lost: Callable[[str], None]) -> Iterator[None]:
+def held(folder: AnyPath, *, say: Callable[[str], None], lost: Callable[[str], None]) -> Iterator[None]:
     """Holds the lease within the block. Raises UserError if another process renews it.
 
     lost: called in a thread, with a line, where it can no longer be renewed, before another process may take it over.
     """
-    store, done = tensorstore.KvStore.open(remote.kvstore(folder)).result(), threading.Event()
+    store, done = tensorstore.KvStore.open(kvstore(folder)).result(), threading.Event()
     owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
     generation = _taken(store, folder, owner, say)
 
@@ -60,7 +60,7 @@ def held(folder: remote.Path, *, say: Callable[[str], None], lost: Callable[[str
             store.write(_NAME, None, if_equal=generation).result(RENEWED)
 
 
-def _taken(store: tensorstore.KvStore, folder: remote.Path, owner: str, say: Callable[[str], None]) -> bytes:
+def _taken(store: tensorstore.KvStore, folder: AnyPath, owner: str, say: Callable[[str], None]) -> bytes:
     """The generation of the lease, once it is this process's."""
     before, until = None, 0.0
     while True:

@@ -63,7 +63,7 @@ class Metrics:
         say: Callable[[str], None],
     ):
         self._file, self._trackers, self._say = folder / NAME, trackers, say
-        self._mirror = mirror or Mirror(folder, folder, say=say)
+        self._mirror = mirror
         self._unwritten: list[str] = []
         self._size = 0
         self.rows: list[Row] = []
@@ -93,14 +93,16 @@ class Metrics:
             self._write(json.dumps(row) + "\n")
             for tracker in self._trackers:
                 tracker.add(row)
-            self._mirror.upload(force=False)
+            if self._mirror:
+                self._mirror.upload(force=False)
         return row
 
     def sync(self) -> None:
         """Onto the disk, before a checkpoint of these steps is written."""
         if jax.process_index() == 0:
             self._write("", sync=True)
-            self._mirror.upload()
+            if self._mirror:
+                self._mirror.upload()
 
     def close(self) -> None:
         for tracker in self._trackers:

@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from ladder_jax import remote
 from ladder_jax.errors import RunFailed
+from ladder_jax.files import AnyPath, explained
 
 EVERY = 60.0  # seconds
 
 
 class Mirror:
-    """A local folder whose files are uploaded into `folder`. For a local run both are the same, and nothing is done."""
+    """The folder `local`, whose files are uploaded into `folder`."""
 
-    def __init__(self, local: pathlib.Path, folder: remote.Path, *, say: Callable[[str], None]):
+    def __init__(self, local: pathlib.Path, folder: AnyPath, *, say: Callable[[str], None]):
         self.local, self._folder, self._say = local, folder, say
         self._uploaded: dict[str, tuple[int, int]] = {}  # the size and time of each file
         self._last, self._failing = time.monotonic(), False
 
     def begin(self, *names: str, replaced: str) -> None:
         """Copy the objects `names` here, and remove those that match `replaced`. In process 0 alone."""
-        if self.local == self._folder or jax.process_index() > 0:
+        if jax.process_index() > 0:
             return
-        with remote.explained(self._folder, "read"):
+        with explained(self._folder, "read"):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     (self.local / name).write_bytes((self._folder / name).read_bytes())
@@ -42,11 +42,11 @@ class Mirror:
 
         A failure is reported once, and does not end the run: the next upload tries again.
         """
-        if self.local == self._folder or not force and time.monotonic() - self._last < EVERY:
+        if not force and time.monotonic() - self._last < EVERY:
             return
         self._last = time.monotonic()
         try:
-            with remote.explained(self._folder, "write into"):
+            with explained(self._folder, "write into"):
                 self._upload()
             self._failing = False
         except RunFailed as error:
@@ -67,11 +67,8 @@ class Mirror:
 
 
 @contextlib.contextmanager
-def mirrored(folder: remote.Path, *, say: Callable[[str], None]) -> Iterator[Mirror]:
-    """Yields the Mirror of a run's folder, and uploads what is left at the end, of every process."""
-    if not remote.is_remote(folder):
-        yield Mirror(folder, folder, say=say)
-        return
+def mirrored(folder: AnyPath, *, say: Callable[[str], None]) -> Iterator[Mirror]:
+    """Yields the Mirror of a run's folder in an object store, and uploads what is left at the end, of every process."""
     with tempfile.TemporaryDirectory(prefix="ladder-jax-run-") as local:
         mirror = Mirror(pathlib.Path(local), folder, say=say)
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax import nn, parallel, remote, retrain
+from ladder_jax import nn, parallel, retrain
 from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.data import batches, dataset, text
@@ -15,6 +15,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.batches import DataLoader
 from ladder_jax.data.dataset import Dataset
 from ladder_jax.errors import UserError
+from ladder_jax.files import AnyPath, is_remote
 from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import PATIENCE, Agreement, make_mesh, with_ranks
 from ladder_jax.train import checkpoints, folder, out_of_memory, signals, timing
@@ -72,8 +73,9 @@ def run(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_memory_explained(config, mesh))
-        mirror = stack.enter_context(mirrored(where, say=say))
-        followers = trackers(config, folder=mirror.local)
+        mirror = stack.enter_context(mirrored(where, say=say)) if is_remote(where) else None
+        small_files = mirror.local if mirror else where
+        followers = trackers(config, folder=small_files)
         context = RunContext(
             config=config,
             folder=where,
@@ -92,7 +94,8 @@ def run(
         for note in (*data.notes, *folder.notices(config)):
             say(note)
         with agreement.together("the run's folder"), folder.writing(where):
-            mirror.begin(NAME, WANDB_ID, replaced="tensorboard/events*")
+            if mirror:
+                mirror.begin(NAME, WANDB_ID, replaced="tensorboard/events*")
             if began := folder.began(where, now=account.began):
                 account.restart(began)
 
@@ -118,7 +121,7 @@ def run(
             folder.write_json(where / folder.CONFIG, to_dict(config))
             if jax.process_index() == 0:
                 tokenizers.save(data.tokenizer, where / tokenizers.FOLDER)
-            logged = Metrics(mirror.local, step=first, trackers=followers, mirror=mirror, say=say)
+            logged = Metrics(small_files, step=first, trackers=followers, mirror=mirror, say=say)
             metrics = stack.enter_context(contextlib.closing(logged))
             store = Store(where / checkpoints.FOLDER, config=config, patience=patience)
             stack.enter_context(contextlib.closing(store))
@@ -138,7 +141,7 @@ def run(
             ),
             metrics=metrics,
             throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first),
-            profiler=Profiler(profile, folder=mirror.local / "profile"),
+            profiler=Profiler(profile, folder=small_files / "profile"),
         )
         session.run()
         result = Result(
@@ -156,7 +159,7 @@ def run(
     return result
 
 
-def _load_data(config: RunConfig, *, where: remote.Path, agreement: Agreement) -> Dataset:
+def _load_data(config: RunConfig, *, where: AnyPath, agreement: Agreement) -> Dataset:
     """The run's data, which must be the same on all processes."""
     with agreement.together("reading the data"):
         tokenizer = retrain.tokenizer(config, folder=where) if config.train.start else None

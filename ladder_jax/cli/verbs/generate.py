@@ -7,11 +7,12 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ladder_jax import terminal
-from ladder_jax.errors import RunFailed, UserError, member
+from ladder_jax.errors import RunFailed, UserError, member, printable
 from ladder_jax.files import check_writable
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, set
         text = _whole(pieces, total=request.max_new_tokens)
     except NoNumbers as error:
         raise RunFailed(f"prompt 1 of 1: {error}") from error
-    print(terminal.generated(args.prompt[0] + text), flush=True)
+    print(_shown(args.prompt[0] + text), flush=True)
 
 
 def _whole(pieces: Iterable[Piece], *, total: int) -> str:
@@ -150,10 +151,14 @@ def _whole(pieces: Iterable[Piece], *, total: int) -> str:
 
 
 def _stream(prompt: str, pieces: Iterable[Piece]) -> None:
-    print(terminal.generated(prompt), end="", flush=True)
+    print(_shown(prompt), end="", flush=True)
     for piece in pieces:
-        print(terminal.generated(piece.text), end="", flush=True)
+        print(_shown(piece.text), end="", flush=True)
     print()
+
+
+def _shown(text: str) -> str:
+    return terminal.generated(text) if sys.stdout.isatty() else text
 
 
 def _several(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
@@ -167,7 +172,7 @@ def _several(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer,
         if index:
             print()
         try:
-            print(terminal.generated(prompt + handle.result().text), flush=True)
+            print(_shown(prompt + handle.result().text), flush=True)
         except NoNumbers as error:
             failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
     if failed:
@@ -222,7 +227,7 @@ def _chat(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, se
     if not tokenizer.has_chat:
         tokenizer.chat([])  # raises the UserError for it, before the weights are read
     message = chat.piped()
-    say = terminal.say
+    say = lambda line: print(printable(line), file=sys.stderr, flush=True)
     # The engine's own thread decodes, so that Ctrl-C interrupts this thread, and never a round.
     with _engine(args, saved, tokenizer, settings, slots=1, capacity=args.context or CONTEXT) as engine:
         ends = dict(stop=tuple(args.stop or ()), say=say)

@@ -1,8 +1,9 @@
 import argparse
+import sys
 from collections.abc import Callable
 
-from ladder_jax import terminal
 from ladder_jax.config import ModelConfig, RunConfig, load, to_dict
+from ladder_jax.errors import printable
 from ladder_jax.processes.options import SETTINGS
 
 SUMMARY = "Train a model, or resume the run from its last checkpoint."
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     spec = processes.spec(vars(args), os.environ)
     if spec is None:
         return _train(settings, args, patience=patience.hang)
-    with processes.joined(spec, settings=_equal(settings, args), patience=patience, say=terminal.say) as member:
+    with processes.joined(spec, settings=_equal(settings, args), patience=patience, say=_say) as member:
         _train(settings, args, patience=patience.hang, beat=member.beat, shown=member.process == 0)
 
 
@@ -49,7 +50,7 @@ def _train(
     from ladder_jax.train import run as train
 
     steps = parse_profile(args.profile) if args.profile else None
-    result = train(settings, say=terminal.say, profile=steps, beat=beat, patience=patience)
+    result = train(settings, say=_say, profile=steps, beat=beat, patience=patience)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     if shown:
@@ -57,6 +58,11 @@ def _train(
             f"trained {result.parameters:,} parameters for {result.steps} steps:"
             f" held-out loss {result.validation_loss:.4f} nats a {unit}"
         )
+
+
+def _say(line: str) -> None:
+    clean = line.replace("\n", "").isprintable()
+    print(line if clean else printable(line), file=sys.stderr, flush=True)
 
 
 def _model_of(name: str) -> ModelConfig:

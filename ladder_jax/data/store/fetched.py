@@ -9,6 +9,7 @@ import tempfile
 from ladder_jax import files, remote
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.files import AnyPath, explained, is_remote
 
 CACHE = "stores"
 """The folder in the cache; in it each store has one, named by the digest of its address and manifest."""
@@ -20,11 +21,11 @@ class Files:
     Raises UserError if a file is missing or cannot be copied.
     """
 
-    def __init__(self, folder: remote.Path):
+    def __init__(self, folder: AnyPath):
         self._folder, self._local = folder, folder
         self._sizes: dict[str, int] = {}
         self._temporary: tempfile.TemporaryDirectory | None = None
-        if remote.is_remote(folder):
+        if is_remote(folder):
             with self._explained(manifests.MANIFEST):
                 self._sizes = {name: int(info["size"]) for name, info in remote.listed(folder).items()}
                 content = (folder / manifests.MANIFEST).read_bytes()
@@ -33,7 +34,7 @@ class Files:
     def size(self, name: str) -> int:
         """In bytes. An object is not copied for it."""
         with self._explained(name):
-            if not remote.is_remote(self._folder):
+            if not is_remote(self._folder):
                 return (self._folder / name).stat().st_size
             if name not in self._sizes:
                 raise FileNotFoundError(2, os.strerror(2))
@@ -42,7 +43,7 @@ class Files:
     def path(self, name: str) -> pathlib.Path:
         """Where the file is on a disk of this machine."""
         local = self._local / name
-        if remote.is_remote(self._folder) and not local.is_file():
+        if is_remote(self._folder) and not local.is_file():
             with self._explained(name):
                 partial = local.with_name(f".{name}.{os.getpid()}.partial")
                 try:
@@ -61,7 +62,7 @@ class Files:
     @contextlib.contextmanager
     def _explained(self, name: str):
         try:
-            with remote.explained(self._folder / name, "read"):
+            with explained(self._folder / name, "read"):
                 yield
         except RunFailed as error:
             raise UserError(str(error).replace("cannot read ", "cannot read the token store's ", 1)) from None

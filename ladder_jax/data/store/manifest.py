@@ -11,9 +11,9 @@ import os
 import pathlib
 import re
 
-from ladder_jax import remote
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
+from ladder_jax.files import AnyPath
 
 FORMAT, VERSION = "ladder_jax tokens", 1
 MANIFEST, JOURNAL = "manifest.json", "unfinished.json"
@@ -72,7 +72,7 @@ class Manifest:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def is_store(folder: remote.Path) -> bool:
+def is_store(folder: AnyPath) -> bool:
     """Whether a token store lies there. Raises UserError for one that is not finished."""
     if (folder / JOURNAL).is_file() and not (folder / MANIFEST).is_file():
         raise UserError(f"the token store {str(folder)!r} is not finished: run its `ladder-jax tokenize` again")
@@ -82,7 +82,7 @@ def is_store(folder: remote.Path) -> bool:
     return finished
 
 
-def read(file: remote.Path) -> Manifest:
+def read(file: AnyPath) -> Manifest:
     """Raises UserError where the file is no manifest, or one of another version."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ladder_jax import remote
 from ladder_jax.data.tokenizer.huggingface import FILES, HuggingFace
 from ladder_jax.errors import UserError
+from ladder_jax.files import AnyPath, absolute, is_remote
 
 BYTES = "bytes"
 FOLDER = "tokenizer"
@@ -106,25 +106,25 @@ def load(path: str | os.PathLike | None) -> Tokenizer:
     """Bytes for None and "bytes", else the tokenizer in that folder. Raises UserError for what is none."""
     if path is None or path == BYTES:
         return Bytes()
-    folder = remote.path(path) if remote.is_remote(path) else pathlib.Path(path).expanduser()
+    folder = absolute(path) if is_remote(path) else pathlib.Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"there is no tokenizer at {str(path)!r} (allowed: {BYTES!r}, or a folder with tokenizer.json)")
     return HuggingFace(folder)
 
 
-def save(tokenizer: Tokenizer, folder: remote.Path) -> None:
+def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
     """Copy the tokenizer's files to `folder`, all or none; bytes have none.
 
     Raises UserError where another tokenizer lies there.
     """
     if not isinstance(tokenizer, HuggingFace):
         return
-    if (folder / FILES[0]).exists() if remote.is_remote(folder) else folder.exists():
+    if (folder / FILES[0]).exists() if is_remote(folder) else folder.exists():
         if load(folder).name != tokenizer.name:
             raise UserError(f"{str(folder)!r} holds another tokenizer than {str(tokenizer.folder)!r}")
         return
     files = [name for name in FILES if (tokenizer.folder / name).is_file()]
-    if remote.is_remote(folder):
+    if is_remote(folder):
         for name in reversed(files):  # the main file last: without it there is no tokenizer
             (folder / name).write_bytes((tokenizer.folder / name).read_bytes())
         return
