@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.config.fields import shown
-from ladder_jax.errors import RunFailed, UserError, check_type
-from ladder_jax.errors import shown as described
+from ladder_jax.errors import RunFailed, UserError, check_type, described
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """The settings that a request shares with DecodeConfig."""
