@@ -40,11 +40,9 @@ def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
     return UserError(f"unknown {what} {str(name)!r}{hint} (allowed: {', '.join(names)})")
 
 
-def check_type(what: str, value: object, *kinds: type) -> None:
-    """Raises UserError, naming `what`, unless `value` is of one of the types; a bool counts as no other type."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        names = " or ".join(kind.__name__ for kind in kinds)
-        raise UserError(f"{what} must be of type {names}, not {described(value)}")
+def wrong_type(what: str, value: object, *kinds: type) -> UserError:
+    """The error for a value of another type than `kinds`."""
+    return UserError(f"{what} must be of type {' or '.join(kind.__name__ for kind in kinds)}, not {described(value)}")
 
 
 def whole(what: str, value: object, *, least: int) -> int:

@@ -24,7 +24,7 @@ from ladder_jax.checkpoint.quiet import WRITING, Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import RunFailed, UserError, check_type
+from ladder_jax.errors import RunFailed, UserError, wrong_type
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
 
@@ -52,8 +52,10 @@ class Store:
     """
 
     def __init__(self, folder: str | pathlib.Path, *, config: RunConfig, patience: float = PATIENCE):
-        check_type("config", config, RunConfig)
-        check_type("folder", folder, str, os.PathLike)
+        if not isinstance(config, RunConfig):
+            raise wrong_type("config", config, RunConfig)
+        if not isinstance(folder, str | os.PathLike):
+            raise wrong_type("folder", folder, str, os.PathLike)
         self.folder, self._config, self._patience = pathlib.Path(folder).absolute(), config, patience
         train = config.train
         self._keep = retention.Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)

@@ -16,6 +16,7 @@ from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import RunFailed, member
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.nn.arguments import check_model
 
 type Chunk = tuple[jax.Array, jax.Array | None]
 """New tokens of all rows, [B] or [B, n], and their log-probabilities, if the program gives them."""
@@ -40,7 +41,10 @@ class Generator:
         quantize: Quantize = Quantize.NONE,
     ) -> "Generator":
         """`params` as they are trained and stored, float32 and stacked, in memory or read one by one."""
-        loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
+        if not isinstance(definition, ModelDef) or not callable(params):
+            check_model(definition, params)
+        if not (isinstance(loop, Loop) and isinstance(quantize, Quantize)):
+            loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
         return cls(definition, weights.prepare(definition, params, loop=loop, quantize=quantize), loop, quantize)
 
     def pieces(

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import sys
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ SUMMARY = "Continue prompts with a trained checkpoint."
 EXAMPLE = 'ladder-jax generate runs/tiny --prompt "def main(" --temperature 0.8 --seed 1'
 
 SLOTS = 8
+LINE_EVERY = 10.0  # seconds between lines about a long text
 CONTEXT = 2048  # positions of a conversation
 
 
@@ -128,15 +130,13 @@ def _one(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, sett
 
 
 def _whole(pieces: Iterable[Piece], *, total: int) -> str:
-    """The pieces' text. A long one shows its progress."""
-    from ladder_jax.progress import progress
-
-    text, done = "", 0
-    with progress(total, label="{done}/{total} tokens") as update:
-        for piece in pieces:
-            text, done = text + piece.text, done + len(piece.tokens)
-            if done < total:
-                update(done, "")
+    """The pieces' text. Every few seconds a line on standard error says how far it is."""
+    text, done, last = "", 0, time.monotonic()
+    for piece in pieces:
+        text, done = text + piece.text, done + len(piece.tokens)
+        if done < total and time.monotonic() - last > LINE_EVERY:
+            last = time.monotonic()
+            print(f"{done:,} of {total:,} tokens", file=sys.stderr, flush=True)
     return text
 
 

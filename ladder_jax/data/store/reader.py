@@ -10,7 +10,7 @@ import numpy as np
 
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import manifest as manifests
-from ladder_jax.errors import UserError, check_type
+from ladder_jax.errors import UserError, wrong_type
 
 OPEN_FILES = 128  # of which a process may have but so many
 BLOCK = 2**24
@@ -27,7 +27,8 @@ class Store:
 
     def __init__(self, folder: str | os.PathLike):
         """Raises UserError for what is missing, of another size than the manifest says, or no store."""
-        check_type("folder", folder, str, os.PathLike)
+        if not isinstance(folder, str | os.PathLike):
+            raise wrong_type("folder", folder, str, os.PathLike)
         self.folder = pathlib.Path(folder).expanduser()
         if not manifests.is_store(self.folder):
             raise UserError(f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)")
