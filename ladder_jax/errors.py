@@ -2,7 +2,10 @@
 
 import difflib
 import enum
+import operator
 from collections.abc import Iterable
+
+LONGEST = 2000  # characters of a message
 
 
 class UserError(Exception):
@@ -23,10 +26,15 @@ class Stopped(RunFailed):
         self.status = 128 + signum
 
 
-def printable(text: str) -> str:
-    """`text` with control characters escaped: names of files, tensors and models may hold any character.
+def one_line(text: str) -> str:
+    """A message for a terminal: `printable`, with newlines escaped, and cut after LONGEST characters."""
+    return printable(text if len(text) <= LONGEST else f"{text[:LONGEST]}...").replace("\n", "\\n")
 
-    A terminal would execute some of them.
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped, except newlines.
+
+    Names of files, tensors and models may hold any characters, and a terminal would execute some of them.
     """
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
@@ -37,6 +45,32 @@ def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return UserError(f"unknown {what} {str(name)!r}{hint} (allowed: {', '.join(names)})")
+
+
+def check_type(what: str, value: object, *kinds: type) -> None:
+    """Raises UserError, naming `what`, unless `value` is of one of the types; a bool counts as no other type."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(f"{what} must be of type {names}, not {shown(value)}")
+
+
+def whole(what: str, value: object, *, least: int) -> int:
+    """`value` as an int. Raises UserError for another type, NumPy's integers excepted, and below `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise UserError(f"{what} must be a whole number, not {shown(value)}")
+    if number < least:
+        raise UserError(f"{what} must be at least {least}, not {number}")
+    return number
+
+
+def shown(value: object) -> str:
+    """Text and numbers as one types them; any other value by its type alone, as it may be large."""
+    plain = value is None or isinstance(value, str | int | float)
+    return f"{value!r:.60}" if plain else f"a {type(value).__name__}"
 
 
 def member[E: enum.Enum](kind: type[E], what: str, word: E | str) -> E:

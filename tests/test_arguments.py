@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ladder_jax import nn, parallel
+from ladder_jax import checkpoint, config, decode, evaluate, nn, parallel, residual, schedule, train
+from ladder_jax.data import store
 from ladder_jax.errors import UserError
 from tests import cases
 
@@ -110,3 +111,133 @@ def test_tokens_outside_the_vocabulary():
     edge = np.where(TOKENS > 100, 250, 0)
     assert np.isfinite(jax.jit(model)(edge + 251)).all()
     assert np.array_equal(model(edge.astype(np.int64)), model(edge.tolist()))
+
+
+DEFINITION = nn.define(CONFIG, mesh=parallel.make_mesh())
+LADDER = residual.topology("ladder", num_layers=2)
+RNGS = nnx.Rngs(0)
+WRONG = {
+    "make_mesh(devices=)": (lambda: parallel.make_mesh(devices="cpu"), "devices must be jax's devices, such as"),
+    "make_mesh(devices=) of numbers": (lambda: parallel.make_mesh(devices=[0, 1]), "devices must be jax's devices"),
+    "make_mesh(devices=) of none": (lambda: parallel.make_mesh(devices=[]), "needs 1 devices, but this machine has 0"),
+    "make_mesh(tensor=)": (lambda: parallel.make_mesh(tensor=1.5), "mesh.tensor must be of type int, not 1.5"),
+    "Transformer(rngs=)": (lambda: nn.Transformer(CONFIG, rngs=0), "rngs must be of type Rngs, not 0"),
+    "Transformer(rngs=) of a key": (lambda: nn.Transformer(CONFIG, rngs=jax.random.key(0)), "must be of type Rngs"),
+    "Transformer(rngs=) of no stream": (
+        lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(dropout=0)),
+        "rngs has no stream `params`: nnx.Rngs(seed) has every one",
+    ),
+    "Transformer(mesh=)": (
+        lambda: nn.Transformer(CONFIG, rngs=RNGS, mesh="cpu"),
+        "mesh must be of type Mesh, not 'cpu",
+    ),
+    "Transformer(mesh=) of other axes": (
+        lambda: nn.Transformer(CONFIG, rngs=RNGS, mesh=jax.make_mesh((1,), ("x",))),
+        "the mesh has the axes ('x',); ladder_jax.make_mesh makes one with ('data', 'fsdp', 'tensor')",
+    ),
+    "define": (lambda: nn.define("tiny", mesh=parallel.make_mesh()), "config must be of type ModelConfig, not 'tiny'"),
+    "ModelDef": (lambda: nn.ModelDef(CONFIG, 5), "layout must be of type Layout, not 5"),
+    **{
+        kind.__name__: (
+            lambda kind=kind: kind("tiny", rngs=RNGS),
+            "config must be of type ModelConfig or Sizes, not 'tin",
+        )
+        for kind in (nn.Attention, nn.MLP, nn.RMSNorm, nn.Embedding, nn.Layer)
+    },
+    "Attention(rngs=)": (lambda: nn.Attention(CONFIG, rngs=0), "rngs must be of type Rngs, not 0"),
+    "topology": (lambda: residual.topology(5, num_layers=2), "residual must be of type str, not 5"),
+    "topology(num_layers=)": (lambda: residual.topology("ladder", num_layers="2"), "num_layers must be a whole number"),
+    "topology(num_layers=0)": (
+        lambda: residual.topology("ladder", num_layers=0),
+        "num_layers must be at least 1, not 0",
+    ),
+    "topology(ladder_layers=)": (
+        lambda: residual.topology("ladder", num_layers=2, ladder_layers=1.5),
+        "ladder_layers must be of type str, not 1.5",
+    ),
+    "Topology": (lambda: residual.Topology(delays=(1,), joint=(False,), fresh=(False,)), "of one number of layers L"),
+    "Topology(delays=)": (
+        lambda: residual.Topology(delays="ladder", joint=(False,), fresh=(False,)),
+        "delays must be of type tuple, not 'ladder'",
+    ),
+    "of_model": (lambda: residual.of_model("tiny"), "config must be of type ModelConfig, not 'tiny'"),
+    "Stack(topology=)": (lambda: residual.Stack(nnx.Linear, topology="ladder", rngs=RNGS), "must be of type Topology"),
+    "Stack": (lambda: residual.Stack(5, topology=LADDER, rngs=RNGS), "layer and sublayers must be functions"),
+    "Stack(rngs=)": (lambda: residual.Stack(nnx.Linear, topology=LADDER, rngs=0), "rngs must be of type Rngs, not 0"),
+    "Stack(loop=)": (
+        lambda: residual.Stack(nnx.Linear, topology=LADDER, rngs=RNGS, loop="scn"),
+        "unknown loop 'scn'; did you mean 'scan'?",
+    ),
+    "Stack(axes=)": (
+        lambda: residual.Stack(nnx.Linear, topology=LADDER, rngs=RNGS, axes="tensor"),
+        "axes must be of type tuple, not 'tensor'",
+    ),
+    "run": (lambda: residual.run("ladder", None, None, params={}), "topology must be of type Topology, not 'ladder'"),
+    "compile_options": (lambda: LADDER.compile_options("m", phase="train"), "mesh must be of type Mesh, not 'm'"),
+    "parse": (lambda: schedule.parse(5), "target must be of type str, not 5"),
+    "Target": (lambda: schedule.Target("v5p", 5), "target 'v5p:5' has no valid size for v5p: write it as in v5p:2x2x2"),
+    "devices": (lambda: schedule.devices("v5p:2x2x2"), "target must be of type Target, not 'v5p:2x2x2'"),
+    "schedule.make_mesh": (lambda: schedule.make_mesh("cpu:4", tensor="2"), "tensor must be a whole number, not '2'"),
+    "audit": (lambda: schedule.audit(5), "audit takes a function, a compiled one, or its text, not 5"),
+    "audit of other text": (lambda: schedule.audit("hello"), "not the text of an HLO module"),
+    "Engine": (lambda: decode.Engine("runs/a"), "needs a Transformer, or a ModelDef and its params"),
+    "Engine(params)": (lambda: decode.Engine(DEFINITION, 5), "params must be a dict with embedding, layers"),
+    "Engine(slots=)": (
+        lambda: decode.Engine(DEFINITION, params_of(), slots="8"),
+        "slots must be a whole number, not '8'",
+    ),
+    "Engine(capacity=)": (
+        lambda: decode.Engine(DEFINITION, params_of(), capacity=None),
+        "capacity must be a whole numb",
+    ),
+    "Engine(loop=)": (lambda: decode.Engine(DEFINITION, params_of(), loop="scn"), "did you mean 'scan'?"),
+    "Engine(quantize=)": (lambda: decode.Engine(DEFINITION, params_of(), quantize="int4"), "did you mean 'int8'?"),
+    "Engine(launch=)": (
+        lambda: decode.Engine(DEFINITION, params_of(), launch="x"),
+        "unknown launch 'x' (allowed: chai",
+    ),
+    "Engine(decoder=)": (
+        lambda: decode.Engine(DEFINITION, params_of(), decoder="bytes"),
+        "a function from tokens to byt",
+    ),
+    "Request": (lambda: decode.Request(5), "prompt must be a list, not 5"),
+    "Request(stop=)": (lambda: decode.Request([1], stop=5), "stop must be a list, not 5"),
+    "Request(logprobs=)": (lambda: decode.Request([1], logprobs="yes"), "logprobs must be of type bool, not 'yes'"),
+    "Scorer(params)": (lambda: evaluate.Scorer(DEFINITION, 5), "params must be a dict with embedding, layers"),
+    "Scorer(batch_tokens=)": (
+        lambda: evaluate.Scorer(DEFINITION, params_of(), batch_tokens="5"),
+        "must be a whole numb",
+    ),
+    "checkpoint.Store": (lambda: checkpoint.Store("a", config="tiny"), "config must be of type RunConfig, not 'tiny'"),
+    "data.Store": (lambda: store.Store(5), "folder must be of type str or PathLike, not 5"),
+    "train_step": (
+        lambda: train.train_step("tiny", config=config.TrainConfig()),
+        "definition must be of type ModelDef",
+    ),
+    "train_step(config=)": (
+        lambda: train.train_step(DEFINITION, config={}),
+        "config must be of type TrainConfig, not a di",
+    ),
+    "load": (lambda: config.load(5), "a configuration must be of type str or PathLike, not 5"),
+    "from_dict": (lambda: config.from_dict(5), "a configuration must be of type dict, not 5"),
+    "ragged tokens": (
+        lambda: nn.Transformer(CONFIG, params=params_of())([[1, 2], [3]]),
+        "tokens must be [B, T]: these rows have different lengths",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, message", WRONG.values(), ids=WRONG)
+def test_constructors_refuse_wrong_types(make, message):
+    """In one line that names the argument."""
+    with pytest.raises(UserError) as caught:
+        make()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_names_are_taken_for_enums(tmp_path):
+    engine = decode.Engine(DEFINITION, params_of(), slots=1, capacity=8, loop="scan", quantize="int8")
+    assert len(engine.submit(decode.Request([1], max_new_tokens=2)).result().tokens) == 2
+    of = lambda which: residual.topology("ladder", num_layers=4, ladder_layers=which)
+    assert of(2) == of("2") == of([2, 3]) and of((0, 3)) == of("0,3")
+    assert checkpoint.Store(str(tmp_path / "a"), config=config.RunConfig()).folder == tmp_path / "a"

@@ -6,8 +6,9 @@ import sysconfig
 import numpy as np
 import pytest
 
-from ladder_jax.config import DataConfig, TrainConfig
+from ladder_jax.config import DataConfig, RunConfig, TrainConfig
 from ladder_jax.data import batches, text
+from ladder_jax.train import folder
 
 
 def test_the_standard_library_is_on_every_machine():
@@ -59,3 +60,29 @@ def test_held_out_text_is_the_end():
     assert len(head) == 150 and tail[0] == 150
     (batch,) = batches.held_out(tail, config=TrainConfig(batch=16, sequence=10, evaluation_batches=3))
     np.testing.assert_array_equal(batch[0], np.arange(150, 161))
+
+
+def test_what_is_trained_on_is_said(tmp_path):
+    """How many files and bytes, so that a wrong folder is noticed."""
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("the cat " * 20)
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\xff\xfe")
+    read = text.read(DataConfig(path=str(tmp_path)))
+    assert (
+        read.summary("p") == f"data: 3 files of p, {3 * 160 + 2} bytes of text; left out, as they are not UTF-8 text: 1"
+    )
+    one = text.read(DataConfig(path=str(tmp_path / "0.txt")))
+    assert one.summary("p") == "data: 1 file of p, 160 bytes of text"
+    for most, files in ((100, 1), (161, 2), (160, 1)):
+        cut = text.read(DataConfig(path=str(tmp_path), max_bytes=most))
+        assert (cut.files, len(cut.content), cut.cut) == (files, most, True)
+        assert cut.summary("p").endswith("; the rest is left out by data.max_bytes")
+
+
+def test_a_warm_up_longer_than_the_run_is_said():
+    notices = lambda **train: folder.notices(RunConfig(train=TrainConfig(**train)))
+    assert notices(steps=300, warmup_steps=300) == []
+    assert notices(steps=300, warmup_steps=2000) == [
+        "notice: train.warmup_steps=2000 is more than train.steps=300,"
+        " so the learning rate does not reach train.learning_rate"
+    ]

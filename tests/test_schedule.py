@@ -218,7 +218,7 @@ def test_only_compute_hides(between, status):
 
 
 def test_what_is_not_a_schedule_is_refused():
-    with pytest.raises(ValueError, match="not the text of an HLO module"):
+    with pytest.raises(UserError, match="not the text of an HLO module"):
         schedule.audit("module @jit_f {}")
     with pytest.raises(ValueError, match="has not been scheduled"):
         schedule.audit(WINDOW.replace(", is_scheduled=true", "").replace("BETWEEN", ""))

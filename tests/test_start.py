@@ -16,6 +16,8 @@ from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.pretrained import open_model
 from tests import cases, covering, starts
 
+PLACED = [(Quantize.INT8, 4), (Quantize.NONE, 1), (Quantize.INT8, 1), (Quantize.NONE, 4)]
+
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
@@ -173,7 +175,7 @@ def on_devices(seen):
     return sum(found.values())
 
 
-@pytest.mark.parametrize("quantize, tensor", covering.rows(Quantize, [1, 4], pairs=[], even=[0, 1]))
+@pytest.mark.parametrize("quantize, tensor", covering.marked(PLACED, chosen=PLACED[:1]))
 def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor):
     """What is on the devices while an engine is made: at most what it keeps, and its largest array in float32."""
     opened, settings = open_model(wide), DecodeConfig(quantize=quantize)
@@ -190,6 +192,7 @@ def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor)
     assert most <= kept + largest
 
 
+@pytest.mark.full
 def test_no_more_than_one_array_beside_an_evaluations_weights(wide, peak):
     model = evaluate.open_model(wide)
     _ = evaluate.open_model(wide).params, model.engine(capacity=16, slots=1)  # compile

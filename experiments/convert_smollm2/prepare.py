@@ -58,7 +58,7 @@ def prepare(size: Size, *, overrides: list[str], folder: pathlib.Path, source: s
     base = folder / "start"
     if not base.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        asked = dict.fromkeys(("ladder_layers", "residual", "ranks", "calibration", "calibration_tokens", "search"))
+        asked = dict.fromkeys("ladder_layers residual ranks calibration calibration_tokens refit ridge search".split())
         command.run({**asked, "source": source, "destination": str(base), "dtype": "float32", "to": "checkpoint",
                      "tensor": None, "json": False})  # fmt: skip
     start = (f"train.start={base}", *overrides)

@@ -3,13 +3,15 @@
 import dataclasses
 import enum
 import json
+import os
 import pathlib
 import typing
 
+from ladder_jax import yaml_text
 from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError, check_type, unknown
 
 TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
@@ -19,13 +21,16 @@ type ModelOf = typing.Callable[[str], ModelConfig]
 """The configuration of the model of that name, where it is no checkpoint: `pretrained.model_config`."""
 
 
-def load(source: str, *, overrides: typing.Sequence[str] = (), model_of: ModelOf | None = None) -> RunConfig:
+def load(
+    source: str | pathlib.Path, *, overrides: typing.Sequence[str] = (), model_of: ModelOf | None = None
+) -> RunConfig:
     """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides describe.
 
     model_of: for a `train.start` that names no checkpoint of this library; None refuses it.
 
     Raises UserError for an unknown key or preset, a wrong type or an impossible value.
     """
+    check_type("a configuration", source, str, os.PathLike)
     path = pathlib.Path(source)
     if path.suffix in (".yaml", ".yml", ".json"):
         tree = _read(path)
@@ -43,6 +48,7 @@ def load(source: str, *, overrides: typing.Sequence[str] = (), model_of: ModelOf
 
 def from_dict(tree: dict) -> RunConfig:
     """`model` may name a `preset` to start from: `{"model": {"preset": "tiny", "residual": "ladder"}}`."""
+    check_type("a configuration", tree, dict)
     model = tree.get("model")
     if isinstance(model, dict):
         rest = {key: value for key, value in model.items() if key != "preset"}
@@ -108,16 +114,13 @@ def _named_model(name: str, model_of: ModelOf) -> dict[str, typing.Any]:
 
 
 def _read(path: pathlib.Path) -> dict:
-    import yaml  # every JSON file is YAML too
-
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read configuration {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"configuration {str(path)!r} is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"configuration {str(path)!r} is not YAML or JSON: {' '.join(str(error).split())}") from None
+    tree = yaml_text.load(text, what=f"configuration {str(path)!r}")  # every JSON file is YAML too
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -126,8 +129,6 @@ def _read(path: pathlib.Path) -> dict:
 
 
 def _set(tree: dict, override: str) -> None:
-    import yaml
-
     dotted, equals, text = override.partition("=")
     if not equals or not all(dotted.split(".")):
         raise UserError(f"override {override!r} is not of the form path.to.field=value")
@@ -140,6 +141,6 @@ def _set(tree: dict, override: str) -> None:
             raise UserError(f"override {override!r}: {section!r} is a single value")
         tree = below
     try:
-        tree[field] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        tree[field] = yaml_text.load(text, what=override)
+    except UserError:
         tree[field] = text

@@ -4,10 +4,11 @@ import dataclasses
 import enum
 import numbers
 import re
+from collections.abc import Sequence
 
 from ladder_jax.config.execution import Dtype
-from ladder_jax.config.fields import build, check, check_positive, fit
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.config.fields import build, check, check_positive, fit, shown
+from ladder_jax.errors import UserError, check_type, unknown
 
 RESIDUALS = (
     "standard",
@@ -20,6 +21,9 @@ RESIDUALS = (
     "desync-2",
     "no-communication",
 )
+
+SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocab_size", "residual")
+"""What a repr of a model's configuration always shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,7 @@ class ResidualName:
 
 def parse_residual(name: str) -> ResidualName:
     """Of any name in RESIDUALS, `ladder-K` and `desync-N`, numbers from 1. Raises UserError for any other."""
+    check_type("residual", name, str)
     numbered = re.fullmatch(r"(ladder|desync)-([1-9]\d*)", name)
     if numbered:
         return ResidualName(numbered[1], int(numbered[2]))
@@ -56,8 +61,10 @@ def _as_text(which: object) -> object:
     return str(which) if isinstance(which, numbers.Integral) and not isinstance(which, bool) else which
 
 
-def layer_indices(which: str, num_layers: int) -> tuple[int, ...]:
-    """The 0-based layers that `which` names: `"N"` the last N, `"i,j"` or `"i,"` a list, `"all"`."""
+def layer_indices(which: str | int | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The 0-based layers that `which` names: `"N"` or N the last N, `"i,j"`, `"i,"` or [i, j] a list, `"all"`."""
+    which = _as_text(which)
+    check_type("ladder_layers", which, str)
     allowed = f"(allowed: N for the last N of {num_layers} layers, a list i,j of 0 to {num_layers - 1}, or all)"
     if which == "all":
         return tuple(range(num_layers))
@@ -94,6 +101,8 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_context: int = 8192
 
+    __repr__ = shown
+
     def __post_init__(self):
         fit(self, "model.rope_scaling")
         check_positive(self, "model.rope_scaling", *(f.name for f in dataclasses.fields(self)))
@@ -126,6 +135,9 @@ class ModelConfig:
     ranks: int | None = None
     dtype: Dtype = Dtype.BFLOAT16  # of matmuls and of the sublayers' all-reduces
     residual_dtype: Dtype = Dtype.BFLOAT16
+
+    def __repr__(self) -> str:
+        return shown(self, always=SHAPE)
 
     def __post_init__(self):
         object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))

@@ -1,5 +1,6 @@
 """Training text as bytes: of a file, a folder, or the source of Python's standard library."""
 
+import dataclasses
 import pathlib
 import sysconfig
 
@@ -12,8 +13,33 @@ from ladder_jax.errors import UserError
 STDLIB = "stdlib"
 
 
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """content: the text's bytes, uint8 [n]. files: how many it is of. skipped: files that are not UTF-8 text.
+
+    cut: whether `data.max_bytes` left something out.
+    """
+
+    content: np.ndarray
+    files: int
+    skipped: int
+    cut: bool
+
+    def summary(self, path: str) -> str:
+        files = "1 file" if self.files == 1 else f"{self.files:,} files"
+        line = f"data: {files} of {path}, {len(self.content):,} bytes of text"
+        if self.skipped:
+            line += f"; left out, as they are not UTF-8 text: {self.skipped:,}"
+        return line + ("; the rest is left out by data.max_bytes" if self.cut else "")
+
+
 def load(config: DataConfig) -> np.ndarray:
-    """The text's bytes, uint8 [n], at most `data.max_bytes` of them. Raises UserError if there are none.
+    """The text's bytes, uint8 [n], as in `read`."""
+    return read(config).content
+
+
+def read(config: DataConfig) -> Text:
+    """The text, at most `data.max_bytes` bytes of it. Raises UserError if there are none.
 
     For a folder: all files that are UTF-8 text, in the order of their paths.
     """
@@ -31,15 +57,18 @@ def load(config: DataConfig) -> np.ndarray:
             break
         part = _read(file, skip_binary=file != root)
         parts.append(part)
-        size += len(part)
-    text = b"\n".join(part for part in parts if part)[: config.max_bytes]
+        size += len(part or b"")
+    whole = b"\n".join(part for part in parts if part)
+    text = whole[: config.max_bytes]
     if not text.strip():
         raise UserError(f"data.path={config.path!r} holds no text")
-    return np.frombuffer(text, np.uint8)
+    skipped = parts.count(None)
+    cut = len(text) < len(whole) or len(parts) < len(files)
+    return Text(np.frombuffer(text, np.uint8), len(parts) - skipped, skipped, cut)
 
 
-def _read(file: pathlib.Path, *, skip_binary: bool) -> bytes:
-    """A file's bytes. skip_binary: for a file that is not UTF-8 text, return b"" rather than raise UserError."""
+def _read(file: pathlib.Path, *, skip_binary: bool) -> bytes | None:
+    """A file's bytes. skip_binary: for a file that is not UTF-8 text, return None rather than raise UserError."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -48,7 +77,7 @@ def _read(file: pathlib.Path, *, skip_binary: bool) -> bytes:
         content.decode("utf-8")
     except UnicodeDecodeError:
         if skip_binary:
-            return b""
+            return None
         raise UserError(f"data.path={str(file)!r} is not UTF-8 text") from None
     return content
 

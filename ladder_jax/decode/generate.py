@@ -13,8 +13,9 @@ from ladder_jax.decode import cache, steps, weights
 from ladder_jax.decode.request import Decoder, NoNumbers, Piece, Request, Result, TokenSequence, check_prompts
 from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed, UserError, member
 from ladder_jax.nn import ModelDef, Params, Transformer
+from ladder_jax.nn.arguments import check_model
 
 type Chunk = tuple[jax.Array, jax.Array | None]
 """New tokens of all rows, [B] or [B, n], and their log-probabilities, if the program gives them."""
@@ -33,8 +34,8 @@ class Generator:
     ):
         """A ModelDef needs `params`: as they are trained and stored, stacked, in memory or read one by one."""
         self.definition, params = parts_of(model, params)
-        self.params = weights.prepare(self.definition, params, loop=loop, quantize=quantize)
-        self.loop, self.quantize = loop, quantize
+        self.loop, self.quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
+        self.params = weights.prepare(self.definition, params, loop=self.loop, quantize=self.quantize)
 
     def pieces(
         self,
@@ -132,6 +133,9 @@ class Generator:
         if chunk:
             yield chunk
 
+    def __repr__(self) -> str:
+        return f"Generator(loop={self.loop.value!r}, quantize={self.quantize.value!r}, of {self.definition!r})"
+
 
 def parts_of(
     model: Transformer | ModelDef, params: Params | weights.Reader | None
@@ -141,6 +145,7 @@ def parts_of(
         return model.definition, model.params if params is None else params
     if not isinstance(model, ModelDef) or params is None:
         raise UserError(f"decoding needs a Transformer, or a ModelDef and its params, not {model!r:.80}")
+    check_model(model, params)
     return model, params
 
 

@@ -7,10 +7,12 @@ import math
 import numbers
 import operator
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax.config import DecodeConfig
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.config.fields import shown
+from ladder_jax.errors import RunFailed, UserError, check_type
+from ladder_jax.errors import shown as described
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """The settings that a request shares with DecodeConfig."""
@@ -64,6 +66,8 @@ class Request:
     stop: Sequence[str] = ()
     logprobs: bool = False
 
+    __repr__ = shown
+
     def __post_init__(self):
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbits(32))
@@ -78,6 +82,10 @@ class Request:
         for name in ("temperature", "repetition_penalty"):
             if getattr(self, name) > LARGEST:
                 raise UserError(f"{name} must be at most {LARGEST:g}, not {getattr(self, name)}")
+        for name in ("prompt", "stop_ids", "stop"):
+            if not isinstance(getattr(self, name), Iterable):
+                raise UserError(f"{name} must be a list, not {described(getattr(self, name))}")
+        check_type("logprobs", self.logprobs, bool)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(one, str) and one for one in stop):
             raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")
@@ -142,6 +150,8 @@ class Piece:
     text: str | None
     logprobs: tuple[float, ...] | None
 
+    __repr__ = shown
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -157,6 +167,8 @@ class Result:
     logprobs: tuple[float, ...] | None
     finish: Finish
     prompt_tokens: int
+
+    __repr__ = shown
 
 
 class TokenSequence:

@@ -19,6 +19,7 @@ from flax import traverse_util
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, parameter, quantized
+from ladder_jax.nn.arguments import check_model
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import Layout, is_v5e, on_mesh, over_ranks
 from ladder_jax.parallel import mesh as meshes
@@ -42,6 +43,7 @@ def prepare(definition: ModelDef, params: Params | Reader, *, loop: Loop, quanti
     the same input are fused where that is `faster_fused`. Beside the result no more is held than `peak_bytes` says;
     parameters in memory stay the caller's.
     """
+    check_model(definition, params)
     return _build(definition, params, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)
 
 

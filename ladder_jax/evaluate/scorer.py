@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed, UserError, whole
 from ladder_jax.evaluate.program import compiled_scores
 from ladder_jax.nn import ModelDef, Params, Transformer
+from ladder_jax.nn.arguments import check_model
 
 SHORTEST = 32  # rows are padded to this or to a power of two above it, so that few programs are compiled
 BATCH_TOKENS = 4096  # of a batch, padding included
@@ -64,9 +65,8 @@ class Scorer:
         self.params = model.params if isinstance(model, Transformer) and params is None else params
         if self.params is None:
             raise UserError("an evaluation needs a Transformer, or a ModelDef and its params")
-        if batch_tokens < 1:
-            raise UserError(f"batch_tokens must be at least 1, not {batch_tokens}")
-        self.batch_tokens = batch_tokens
+        check_model(self.definition, self.params)
+        self.batch_tokens = whole("batch_tokens", batch_tokens, least=1)
         self._sharding = self.definition.layout.sharding("BT")
         self._program = compiled_scores(self.definition)
 

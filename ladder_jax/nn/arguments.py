@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError, check_type, unknown
+from ladder_jax.nn.model_def import ModelDef
 
 
 def check_params(params: Any, *, expected: Mapping[str, Any], path: str = "params") -> None:
@@ -28,6 +29,13 @@ def check_params(params: Any, *, expected: Mapping[str, Any], path: str = "param
             raise UserError(f"{where} has the shape {shape}, and this model needs {wanted.shape}")
 
 
+def check_model(definition: Any, params: Any) -> None:
+    """Raises UserError for what is no ModelDef, or neither its parameters nor a function that reads them."""
+    check_type("definition", definition, ModelDef)
+    if not callable(params):
+        check_params(params, expected=definition.abstract)
+
+
 def checked_tokens(tokens: ArrayLike, *, batch_ranks: int, vocab_size: int) -> jax.Array | np.ndarray:
     """`tokens` [B, T] as int32; raises UserError for another shape or type, and for ids outside the vocabulary.
 
@@ -35,7 +43,10 @@ def checked_tokens(tokens: ArrayLike, *, batch_ranks: int, vocab_size: int) -> j
     yet and are not checked.
     """
     if not isinstance(tokens, jax.Array):
-        tokens = np.asarray(tokens)
+        try:
+            tokens = np.asarray(tokens)
+        except ValueError:
+            raise UserError("tokens must be [B, T]: these rows have different lengths") from None
     if tokens.ndim != 2 or tokens.shape[0] % batch_ranks:
         raise UserError(f"tokens must be [B, T] with B divisible by {batch_ranks}, not {tokens.shape}")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):

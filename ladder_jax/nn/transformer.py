@@ -11,11 +11,12 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import arguments
 from ladder_jax.nn.forward import hidden, logits
 from ladder_jax.nn.model_def import ModelDef, Params, declare, define, initialize
-from ladder_jax.parallel import Compiled, make_mesh, on_mesh, over_ranks, with_ranks
+from ladder_jax.nn.parameter import Module, next_key
+from ladder_jax.parallel import Compiled, check_mesh, make_mesh, on_mesh, over_ranks, with_ranks
 from ladder_jax.residual import Topology
 
 
-class Transformer(nnx.Module):
+class Transformer(Module):
     """A Llama-family decoder: `Transformer(preset("tiny"), rngs=nnx.Rngs(0), mesh=make_mesh(tensor=4))`.
 
     Its attributes are Flax modules (`model.layers.attention.query`), each parameter of which is a
@@ -40,13 +41,14 @@ class Transformer(nnx.Module):
         if (rngs is None) == (params is None):
             raise UserError("a Transformer takes either rngs=nnx.Rngs(seed), for new weights, or params=")
         mesh = make_mesh() if mesh is None else mesh
+        check_mesh(mesh)
         config = with_ranks(config, tensor=mesh.shape["tensor"])
         self.definition = define(config, mesh=mesh)
         modules = declare(config, ranks=self.definition.layout.ranks)
         for name, module in modules.items():
             setattr(self, name, module)
         if params is None:
-            params = initialize(self.definition, key=rngs.params())
+            params = initialize(self.definition, key=next_key(rngs))
         else:
             arguments.check_params(params, expected=self.definition.abstract)
         nnx.update(self, params)
@@ -67,6 +69,10 @@ class Transformer(nnx.Module):
     def params(self) -> Params:
         """The plain nested dict of arrays that compiled functions take."""
         return nnx.to_pure_dict(nnx.state(self))
+
+    def __repr__(self) -> str:
+        first, *parameters = super().__repr__().splitlines()
+        return "\n".join([f"{first}, {self.definition.layout}", f"  {self.config}", *parameters])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp.

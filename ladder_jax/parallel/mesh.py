@@ -15,7 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, check_type
 from ladder_jax.parallel.collectives import EMULATED
 
 logger = logging.getLogger("ladder_jax")
@@ -31,10 +31,13 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequenc
     Raises UserError where it is larger than the devices at hand, or cuts across their torus.
     """
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
-    devices = jax.devices() if devices is None else list(devices)
+    devices = jax.devices() if devices is None else devices
+    if not isinstance(devices, Sequence | np.ndarray) or not all(isinstance(d, jax.Device) for d in devices):
+        raise UserError("devices must be jax's devices, such as jax.devices(), or schedule.devices(target)")
+    devices = list(devices)
     if config.size > len(devices):
         hint = ""
-        if devices[0].platform == "cpu":
+        if devices and devices[0].platform == "cpu":
             hint = f"; JAX_NUM_CPU_DEVICES={config.size} or --cpu-devices {config.size} simulates them"
         raise UserError(
             f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) needs {config.size} devices,"
@@ -72,6 +75,11 @@ class Layout:
     ranks: int
     emulated: bool
 
+    def __repr__(self) -> str:
+        sizes = f"data {self.mesh.shape[DATA]} x fsdp {self.fsdp} x tensor {1 if self.emulated else self.ranks}"
+        emulated = f", {self.ranks} ranks emulated" if self.emulated else ""
+        return f"Layout({sizes} of {self.mesh.devices.flat[0].device_kind}{emulated})"
+
     def spec(self, dims: str) -> PartitionSpec:
         """The partition of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
         axes = {"B": self.batch, "D": FSDP if self.fsdp > 1 else None}
@@ -98,8 +106,8 @@ class Layout:
 
 def layout(config: ModelConfig, *, mesh: Mesh) -> Layout:
     """How `config`'s model lies over `mesh` (axes data, fsdp, tensor). Raises UserError where it cannot."""
-    if mesh.axis_names != AXES:
-        raise UserError(f"the mesh has the axes {mesh.axis_names}; ladder_jax.make_mesh makes one with {AXES}")
+    check_type("config", config, ModelConfig)
+    check_mesh(mesh)
     tensor = mesh.shape["tensor"]
     check_fits_mesh(config, MeshConfig(**mesh.shape))
     batch = ("data", "fsdp")
@@ -114,6 +122,13 @@ def layout(config: ModelConfig, *, mesh: Mesh) -> Layout:
         axis_types=(AxisType.Auto,) * 4,
     )
     return Layout(split, batch, ("kv", "group"), ("kv",), tensor, emulated=False)
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raises UserError for a mesh with other axes than data, fsdp and tensor."""
+    check_type("mesh", mesh, Mesh)
+    if mesh.axis_names != AXES:
+        raise UserError(f"the mesh has the axes {mesh.axis_names}; ladder_jax.make_mesh makes one with {AXES}")
 
 
 def with_ranks(config: ModelConfig, *, tensor: int) -> ModelConfig:

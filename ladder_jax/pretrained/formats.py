@@ -23,6 +23,8 @@ from ladder_jax.config import (
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Generator, default_tensor
+from ladder_jax.decode.request import Decoder
+from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.pretrained import gguf, hub, saved
@@ -102,7 +104,15 @@ class OpenedModel:
         return Generator(definition, self.reader(definition), loop=settings.loop, quantize=settings.quantize)
 
     def engine(
-        self, *, settings: DecodeConfig, slots: int, capacity: int, max_queue: int, decoder, tensor: int | None = None
+        self,
+        *,
+        settings: DecodeConfig,
+        slots: int,
+        capacity: int,
+        max_queue: int,
+        chunk: int = CHUNK,
+        decoder: Decoder | None,
+        tensor: int | None = None,
     ) -> Engine:
         """settings: loop, launch, quantize and prefill_chunk; `tensor` as in `define`; the rest as in Engine."""
         definition = self.define(tensor=tensor)
@@ -112,6 +122,7 @@ class OpenedModel:
             slots=slots,
             capacity=capacity,
             max_queue=max_queue,
+            chunk=chunk,
             decoder=decoder,
             launch=settings.launch,
             prefill_chunk=settings.prefill_chunk,

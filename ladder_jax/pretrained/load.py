@@ -105,7 +105,7 @@ def _cast(array: jax.Array, dtype: np.dtype | None) -> jax.Array:
 
 
 def _place(source: Source, key: Key, dims: str, shape: tuple[int, ...], *, dtype, layout, done) -> jax.Array:
-    """One array on its devices, padded with zeros to `shape`. Needs host memory for one shard only."""
+    """One array on its devices, padded with zeros to `shape`. The host holds the array and its shards."""
     stored = source.arrays[key]
     values, dtype = stored.read(), np.dtype(dtype or stored.dtype)
     array = meshes.place(lambda index: _copy(values[index], dtype), shape, layout.sharding(dims))
@@ -114,7 +114,7 @@ def _place(source: Source, key: Key, dims: str, shape: tuple[int, ...], *, dtype
 
 
 def _copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A copy, always: a CPU device may use the host's buffer itself, and a mapped file may change."""
+    """A contiguous copy. A CPU device may use its buffer itself; a view would keep the whole array in memory."""
     if values.dtype != dtype:
         return np.array(values, dtype, order="C")
     # Copied as integers: NumPy copies bfloat16 value by value, 15 times slower.

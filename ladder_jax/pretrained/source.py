@@ -6,6 +6,7 @@ Each format's reader returns a Source. Loading, exporting and converting need on
 import dataclasses
 import functools
 import json
+import math
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -39,8 +40,7 @@ class Stored:
     """A stored array. `read` reads its values, with this shape and dtype, from the file at every call.
 
     shape: in our layout, of one layer, without the vocabulary's padding: query is [D, N, H], a table [V, D].
-    dtype: as stored (ml_dtypes has bfloat16). `read` may return a read-only view of a mapped file. Do not keep it: its
-    pages would stay in memory.
+    dtype: as stored (ml_dtypes has bfloat16). `read` may return a read-only view.
     """
 
     shape: tuple[int, ...]
@@ -72,6 +72,14 @@ class Source:
         """None if there is none in `files`. Raises UserError for an unsupported or too large one."""
         about = dict(generation=self.generation, vocab_size=self.model.vocab_size, path=self.path)
         return tokenizer_files.load(self.files, **about)
+
+    def __repr__(self) -> str:
+        count = sum(math.prod(stored.shape) for stored in self.arrays.values())
+        dtypes = ", ".join(dict.fromkeys(str(stored.dtype) for stored in self.arrays.values()))
+        parts = [f"{len(self.arrays)} arrays of {count:,} parameters ({dtypes})", f"context {self.context}"]
+        if self.files:
+            parts.append(f"files {', '.join(self.files)}")
+        return f"Source({self.path!r}: {'; '.join(parts)})\n  {self.model!r}"
 
 
 def dims(model: ModelConfig) -> dict[str, str]:

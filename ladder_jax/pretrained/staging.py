@@ -53,9 +53,11 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     are removed. Raises UserError if `destination` exists, or another process is writing it.
     """
     check_free(destination)
-    with _sigterm_raises(destination), _parents(destination):
-        folder, lock = _lock_folder(destination)
+    with _sigterm_raises(f"SIGTERM: {str(destination)!r} was not written"), _parents(destination):
+        folder = destination.with_name(f".{destination.name}.converting")
+        lock = _lock_folder(folder, destination=destination)
         try:
+            _clear(folder)
             yield folder / destination.name
             _sync(folder / destination.name)
             os.rename(folder / destination.name, destination)  # over an empty folder, too
@@ -68,6 +70,28 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
+def resumable(destination: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a folder beside `destination` for the results of long steps, which the next process finds again.
+
+    Removed when the block ends, and after a UserError; kept after a full disk, Ctrl-C, SIGTERM, SIGKILL or a power cut.
+    Raises UserError if another process is using it.
+    """
+    stopped = f"SIGTERM: {str(destination)!r} was not written; the same command goes on from here"
+    with _sigterm_raises(stopped), _parents(destination):
+        folder = destination.with_name(f".{destination.name}.refitting")
+        lock = _lock_folder(folder, destination=destination)
+        try:
+            yield folder
+        except UserError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+@contextlib.contextmanager
 def _parents(destination: pathlib.Path) -> Iterator[None]:
     """Within the block, the folders above `destination` exist. After an error, those that it created are removed."""
     missing = [folder for folder in destination.absolute().parents if not folder.exists()]
@@ -75,15 +99,22 @@ def _parents(destination: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # another process uses it by now
+        with contextlib.suppress(OSError):  # not empty: another process uses it, or an interrupted one goes on there
             for folder in missing:
                 folder.rmdir()
         raise
 
 
-def _lock_folder(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
-    """The temporary folder, emptied of files that a killed process left, and its lock, which ends with this process."""
-    folder = destination.with_name(f".{destination.name}.converting")
+def _clear(folder: pathlib.Path) -> None:
+    """Removes what a killed process left, but for the lock."""
+    for leftover in folder.iterdir():
+        if leftover.name != LOCK:
+            is_folder = leftover.is_dir() and not leftover.is_symlink()
+            shutil.rmtree(leftover) if is_folder else leftover.unlink()
+
+
+def _lock_folder(folder: pathlib.Path, *, destination: pathlib.Path) -> int:
+    """The lock of a temporary folder, which is created if it is missing. It ends with this process."""
     while True:
         _create_private(folder)
         file = folder / LOCK
@@ -94,11 +125,7 @@ def _lock_folder(destination: pathlib.Path) -> tuple[pathlib.Path, int]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.exists() and os.fstat(lock).st_ino == file.stat().st_ino:  # else it was just removed
-                for leftover in folder.iterdir():
-                    if leftover != file:
-                        is_folder = leftover.is_dir() and not leftover.is_symlink()
-                        shutil.rmtree(leftover) if is_folder else leftover.unlink()
-                return folder, lock
+                return lock
         except BlockingIOError:
             os.close(lock)
             raise UserError(f"another process is writing {str(destination)!r}") from None
@@ -128,11 +155,11 @@ def _sync(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_raises(destination: pathlib.Path) -> Iterator[None]:
+def _sigterm_raises(message: str) -> Iterator[None]:
     """Within the block, SIGTERM raises Stopped, so that unfinished files are removed. Only in the main thread."""
 
     def handle(signum: int, _) -> None:
-        raise Stopped(f"SIGTERM: {str(destination)!r} was not written", signum=signum)
+        raise Stopped(message, signum=signum)
 
     if threading.current_thread() is not threading.main_thread():
         yield

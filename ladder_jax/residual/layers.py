@@ -77,7 +77,7 @@ def run_layers(
         return state, None
     if form is tuple:
         return state, tuple(updated)
-    return state, (scanned if len(runs) == 1 else _stack(updated))
+    return state, (_stack(updated) if updated else scanned)
 
 
 def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:

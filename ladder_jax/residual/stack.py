@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ladder_jax.config import Loop, Remat
-from ladder_jax.errors import UserError, member
+from ladder_jax.errors import UserError, check_type, member
 from ladder_jax.parallel.collectives import pvary, rank
 from ladder_jax.residual.layers import run_layers
 from ladder_jax.residual.steps import Sublayer, check_axes, flush
@@ -40,6 +40,7 @@ def run(
 
     Raises UserError for params of another number of layers, and for a sublayer that reduces its own output.
     """
+    check_type("topology", topology, Topology)
     loop, remat = member(Loop, "loop", loop), member(Remat, "remat", remat)
     check_axes(axes)
     if loop is Loop.UNROLLED and isinstance(params, list | tuple):
@@ -89,10 +90,19 @@ class Stack(nnx.Module):
         loop: Loop | str = Loop.SCAN,
         remat: Remat | str = Remat.NONE,
     ):
+        check_type("topology", topology, Topology)
+        check_type("axes", axes, tuple)
+        check_type("rngs", rngs, nnx.Rngs)
+        if not callable(layer) or not callable(sublayers):
+            raise UserError("layer and sublayers must be functions: layer(rngs=rngs), and sublayers(layer)")
         self.topology, self.sublayers = topology, sublayers
-        self.axes, self.loop, self.remat = axes, loop, remat
+        self.axes, self.loop, self.remat = axes, member(Loop, "loop", loop), member(Remat, "remat", remat)
         create = nnx.split_rngs(splits=topology.num_layers)(nnx.vmap(lambda rngs: layer(rngs=rngs)))
         self.layers = create(rngs)
+
+    def __repr__(self) -> str:
+        count = sum(array.size for array in jax.tree.leaves(nnx.state(self.layers)))
+        return f"Stack of {type(self.layers).__name__}, {count:,} parameters\n{self.topology!r}"
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""

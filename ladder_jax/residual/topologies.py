@@ -3,16 +3,18 @@
 import dataclasses
 import enum
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from ladder_jax.config import Loop, ModelConfig, Phase, layer_indices, parse_residual
-from ladder_jax.errors import member
+from ladder_jax.errors import UserError, check_type, member, whole
 from ladder_jax.parallel.collectives import pvary
 from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.traits import Overlap, Split, Traits
+from ladder_jax.residual import reading
 from ladder_jax.residual.steps import Delayed, Desynced, Silent, State, Step, check_axes
 
 
@@ -40,6 +42,25 @@ class Topology:
     period: int = 1
     shared_norm: bool = False
 
+    def __post_init__(self):
+        object.__setattr__(self, "communication", member(Communication, "communication", self.communication))
+        whole("period", self.period, least=1)
+        for name in ("delays", "joint", "fresh"):
+            check_type(name, getattr(self, name), tuple)
+        sizes = len(self.delays), len(self.joint), len(self.fresh)
+        if not self.joint or sizes != (2 * len(self.joint), len(self.joint), len(self.joint)):
+            raise UserError(f"delays [2L], joint [L] and fresh [L] must be of one number of layers L, not {sizes}")
+        for delay in self.delays:
+            whole("a delay", delay, least=0)
+
+    def __repr__(self) -> str:
+        shared = "\n  attention and MLP of a layer read one norm's output" if self.shared_norm else ""
+        return reading.words(self.layers) + shared
+
+    def _repr_html_(self) -> str:
+        """For notebooks: which sublayer reads what."""
+        return reading.html(self.layers)
+
     @property
     def num_layers(self) -> int:
         return len(self.joint)
@@ -57,6 +78,7 @@ class Topology:
         phase: what the program does: "train", "prefill" (a forward pass over many tokens) or "decode" (one token a
             row). loop: "scan" or "unrolled". A mesh with an axis "fsdp" of more than one rank splits weights over it.
         """
+        check_type("mesh", mesh, Mesh)
         phase, loop = member(Phase, "phase", phase), member(Loop, "loop", loop)
         splits = {Split.WEIGHTS: mesh.shape.get("fsdp", 1) > 1, Split.SEQUENCE: sequence_parallel}
         split = frozenset(what for what, is_split in splits.items() if is_split)
@@ -77,12 +99,12 @@ class Topology:
         return _delayed_layers(self)
 
 
-def topology(name: str, *, num_layers: int, ladder_layers: str | None = None) -> Topology:
+def topology(name: str, *, num_layers: int, ladder_layers: str | int | Sequence[int] | None = None) -> Topology:
     """The topology called `name` (`config.RESIDUALS` lists them); raises UserError for an unknown one.
 
-    With `ladder_layers` ("N", "i,j" or "all") only those layers are of that kind, the rest standard.
+    With `ladder_layers` ("N", "i,j" or "all"; N, or [i, j]) only those layers are of that kind, the rest standard.
     """
-    parsed = parse_residual(name)
+    parsed, num_layers = parse_residual(name), whole("num_layers", num_layers, least=1)
     of_kind = {
         "ladder": (parsed.number, parsed.number),
         "ladder-fresh": (1, 1),
@@ -107,6 +129,7 @@ def topology(name: str, *, num_layers: int, ladder_layers: str | None = None) ->
 
 
 def of_model(config: ModelConfig) -> Topology:
+    check_type("config", config, ModelConfig)
     return topology(config.residual, num_layers=config.num_layers, ladder_layers=config.ladder_layers)
 
 
@@ -116,6 +139,7 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
     axes: the mesh axes of the ranks, of the `jax.shard_map` that this stands in. Raises UserError for others. Nothing
     is pending, which None stands for: a `lax.scan` carries it only after `fill`.
     """
+    check_type("topology", topology, Topology)
     check_axes(axes)
     if topology.communication is Communication.NONE:
         return State(pvary(x, axes))

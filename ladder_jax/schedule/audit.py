@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from ladder_jax import parallel
+from ladder_jax.errors import UserError, shown
 from ladder_jax.schedule import hlo, judge
 from ladder_jax.schedule.named import names_in_cache_key
 from ladder_jax.schedule.report import Report, Status
@@ -29,6 +30,8 @@ def audit(fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] |
     sublayers: by `sublayer_flops`, or by default by the program's matmul FLOPs over the number of its reductions (see
     `judge.read`).
     """
+    if not isinstance(fn_or_compiled, str | jax.stages.Compiled | jax.stages.Lowered) and not callable(fn_or_compiled):
+        raise UserError(f"audit takes a function, a compiled one, or its text, not {shown(fn_or_compiled)}")
     text = fn_or_compiled if isinstance(fn_or_compiled, str) else _compiled(fn_or_compiled, args).as_text()
     return judge.read(hlo.parse(text), sublayer_flops=sublayer_flops)
 

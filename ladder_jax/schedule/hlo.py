@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from ladder_jax.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
@@ -67,9 +69,9 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Raises ValueError if `text` is not an HLO module."""
+    """Raises UserError if `text` is not an HLO module."""
     if not text.startswith("HloModule"):
-        raise ValueError(f"not the text of an HLO module: it begins with {text[:40]!r}")
+        raise UserError(f"not the text of an HLO module: it begins with {text[:40]!r}")
     computations, header, lines = {}, None, []
     for line in _logical_lines(text):
         if opened := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ladder_jax import python
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.errors import UserError, check_type, unknown, whole
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule.gpus import GPUS
 
@@ -32,6 +32,14 @@ class Target:
 
     kind: str
     shape: str
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise unknown("target", f"{self.kind}:{self.shape}", [target.name for target in TARGETS])
+        flat = self.kind == "cpu" or self.kind in GPUS
+        if not re.fullmatch(r"[1-9]\d*" if flat else r"[1-9]\d*(x[1-9]\d*){1,2}", str(self.shape)):
+            example = next(target.name for target in TARGETS if target.kind == self.kind)
+            raise UserError(f"target {self.name!r} has no valid size for {self.kind}: write it as in {example}")
 
     @property
     def name(self) -> str:
@@ -55,13 +63,8 @@ class Target:
 
 def parse(name: str) -> Target:
     """Parse `v5p:4x4x4`, `h100:8` or `cpu:8`. The compiler checks a TPU's shape later (see `devices`)."""
-    kind, colon, shape = name.partition(":")
-    if kind not in KINDS:
-        raise unknown("target", name, [target.name for target in TARGETS])
-    flat = kind == "cpu" or kind in GPUS
-    if not re.fullmatch(r"[1-9]\d*" if flat else r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
-        example = next(target.name for target in TARGETS if target.kind == kind)
-        raise UserError(f"target {name!r} has no valid size for {kind}: write it as in {example}")
+    check_type("target", name, str)
+    kind, _, shape = name.partition(":")
     return Target(kind, shape)
 
 
@@ -70,12 +73,17 @@ def devices(target: Target) -> Sequence:
 
     Set `ENVIRONMENT` before you import jax: this function sets it too late if jax has initialized already.
     """
+    check_type("target", target, Target)
     if reason := not_installed(target):
         raise UserError(f"target {target.name}: {reason}")
     import jax
     from jax.experimental import topologies
 
+    from ladder_jax import parallel
+
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+    if not parallel.has_accelerator():  # else libtpu says that it cannot tell which one is here
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     local = jax.devices()  # this call also registers jax's plugins
     if target.platform == "cpu":
         if len(local) < int(target.shape) or local[0].platform != "cpu":
@@ -99,8 +107,8 @@ def make_mesh(target: str, *, tensor: int | None = None, data: int = 1):
     """A mesh (data x fsdp x tensor) over a target's first devices, for compiling. tensor: default, all / data."""
     from ladder_jax import parallel
 
-    target_devices = devices(parse(target))
-    size = len(target_devices) // data if tensor is None else tensor
+    target_devices, data = devices(parse(target)), whole("data", data, least=1)
+    size = len(target_devices) // data if tensor is None else whole("tensor", tensor, least=1)
     if data * size > len(target_devices):
         raise UserError(f"{target} has {len(target_devices)} devices, too few for data {data} x tensor {size}")
     return parallel.make_mesh(data=data, tensor=size, devices=target_devices)

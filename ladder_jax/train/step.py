@@ -16,6 +16,7 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.config import Phase, TrainConfig
 from ladder_jax.data.batch import Batch
+from ladder_jax.errors import check_type
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.parameter import is_matrix
 from ladder_jax.parallel import Compiled
@@ -38,6 +39,10 @@ class TrainState:
     mean_loss: jax.Array
     good_steps: jax.Array
 
+    def __repr__(self) -> str:
+        count = sum(array.size for array in jax.tree.leaves(self.params))
+        return f"TrainState(step={self.step!r}, {count:,} parameters, mean_loss={self.mean_loss!r})"
+
 
 BAD = "bad"  # the metric that says whether a step kept the old state
 Metrics = dict[str, jax.Array]
@@ -50,6 +55,8 @@ def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask 
     went on, so that the batch of step s stays a function of the seed and s; and the task's own.
     task: which parameters train, on which loss; by default all, on the data. Only another one has frozen parameters.
     """
+    check_type("definition", definition, ModelDef)
+    check_type("config", config, TrainConfig)
     task = task or Pretraining(definition)
     gradients = task_gradients(task, config=config)
     optimizer, schedule = adamw(config, dims=task.trained_dims), learning_rate(config)

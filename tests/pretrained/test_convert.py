@@ -25,7 +25,9 @@ from tests import reference
 from tests import tokenizers as tiny
 from tests.pretrained import gguf_files, models, record
 
-ARGUMENTS = dict.fromkeys("ladder_layers residual ranks dtype calibration calibration_tokens search tensor".split()) | {
+ARGUMENTS = dict.fromkeys(
+    "ladder_layers residual ranks dtype calibration calibration_tokens refit ridge search tensor".split()
+) | {
     "to": "checkpoint",
     "json": True,
 }
@@ -110,8 +112,8 @@ def test_to_hugging_face_and_back(small, tmp_path):
         (dict(ladder_layers="5"), "not a number of layers"),
         (dict(ladder_layers="1,9"), "out of range"),
         (dict(ladder_layers="auto:2"), "name one by --calibration FILE"),
-        (dict(ladder_layers="auto:5", calibration="x"), "from 1 to the model's 4 layers"),
-        (dict(ladder_layers="auto:2", calibration="nowhere.txt"), "cannot read --calibration 'nowhere.txt'"),
+        (dict(ladder_layers="auto:5", calibration=["x"]), "from 1 to the model's 4 layers"),
+        (dict(ladder_layers="auto:2", calibration=["nowhere.txt"]), "cannot read --calibration 'nowhere.txt'"),
         (dict(ladder_layers="2", search="ranked"), "--search is for --ladder-layers auto:N"),
         (dict(ladder_layers="2", residual="parallel"), "unknown ladder kind in --residual 'parallel'"),
         (dict(ladder_layers="2", residual="ladder-fresh"), "set --ranks N"),

@@ -1,7 +1,7 @@
 import argparse
 
 SUMMARY = "Convert a pretrained model to a checkpoint, with ladder layers where they are asked for."
-EXAMPLE = "ladder-jax convert SmolLM2-135M.gguf runs/smollm2 --ladder-layers auto:15 --calibration text.txt"
+EXAMPLE = "ladder-jax convert SmolLM2-135M.gguf runs/smollm2 --ladder-layers 15 --calibration text.txt"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +18,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", help="compute in bfloat16 or float32 (default: as the source; values stay as stored)"
     )
     parser.add_argument("--to", default="checkpoint", metavar="FORMAT", help="checkpoint (the default) or huggingface")
-    parser.add_argument("--calibration", metavar="FILE", help="for auto:N: a text to measure the layers on")
     parser.add_argument(
-        "--calibration-tokens", type=int, metavar="N", help="how many of its tokens to predict (default 2048)"
+        "--calibration",
+        action="append",
+        metavar="FILE[:WEIGHT]",
+        help="a text to refit the layers on (for auto:N, to choose them by, too); may be given again, and WEIGHT"
+        " (default 1) is its share of the tokens",
     )
+    parser.add_argument(
+        "--calibration-tokens", type=int, metavar="N", help="how many of its tokens (default 16384; to choose 2048)"
+    )
+    parser.add_argument(
+        "--refit", metavar="WHAT", help="inputs: fit the converted layers' first projections (default); or none"
+    )
+    parser.add_argument("--ridge", type=float, metavar="X", help="of the refit: how near it stays (default 0.001)")
     parser.add_argument("--search", metavar="HOW", help="for auto:N: ranked, or greedy too (the default, and slower)")
-    parser.add_argument("--tensor", type=int, metavar="N", help="for auto:N: tensor-parallel devices to measure on")
+    parser.add_argument("--tensor", type=int, metavar="N", help="for --calibration: tensor-parallel devices to use")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

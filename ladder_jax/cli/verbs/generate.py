@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ladder_jax import terminal
 from ladder_jax.errors import RunFailed, UserError, member
 from ladder_jax.files import check_writable
 
@@ -25,6 +26,7 @@ EXAMPLE = 'ladder-jax generate runs/tiny --prompt "def main(" --temperature 0.8 
 
 SLOTS = 8
 CONTEXT = 2048  # positions of a conversation
+BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")  # in each body of a batch
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +34,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", metavar="MODEL", help="a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hub"
     )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given again")
-    parser.add_argument("--prompts", metavar="FILE", help='JSON lines such as {"prompt": "Once", "temperature": 0.8}')
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='JSON lines such as {"prompt": "Once", "temperature": 0.8}, or of OpenAI\'s batch format',
+    )
     parser.add_argument(
         "--out", metavar="FILE", help="for --prompts: a JSON line as each finishes; a second run goes on with it"
     )
@@ -124,16 +130,29 @@ def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, set
         _stream(args.prompt[0], pieces)
         return
     try:
-        text = "".join(piece.text for piece in pieces)
+        text = _whole(pieces, total=request.max_new_tokens)
     except NoNumbers as error:
         raise RunFailed(f"prompt 1 of 1: {error}") from error
-    print(args.prompt[0] + text, flush=True)
+    print(terminal.generated(args.prompt[0] + text), flush=True)
+
+
+def _whole(pieces: Iterable[Piece], *, total: int) -> str:
+    """The pieces' text. A long one shows its progress."""
+    from ladder_jax.progress import progress
+
+    text, done = "", 0
+    with progress(total, label="{done}/{total} tokens") as update:
+        for piece in pieces:
+            text, done = text + piece.text, done + len(piece.tokens)
+            if done < total:
+                update(done, "")
+    return text
 
 
 def _stream(prompt: str, pieces: Iterable[Piece]) -> None:
-    print(prompt, end="", flush=True)
+    print(terminal.generated(prompt), end="", flush=True)
     for piece in pieces:
-        print(piece.text, end="", flush=True)
+        print(terminal.generated(piece.text), end="", flush=True)
     print()
 
 
@@ -148,7 +167,7 @@ def _several(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer,
         if index:
             print()
         try:
-            print(prompt + handle.result().text, flush=True)
+            print(terminal.generated(prompt + handle.result().text), flush=True)
         except NoNumbers as error:
             failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
     if failed:
@@ -156,22 +175,45 @@ def _several(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer,
 
 
 def _file(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
-    from ladder_jax.config import to_dict
     from ladder_jax.decode.engine import jsonl
     from ladder_jax.progress import progress
 
-    model = json.dumps([saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name])
-    encoding = dict(encode=tokenizer.encode, vocab_size=saved.config.model.vocab_size)
-    ends = dict(stop=tuple(args.stop or ()), stop_ids=tokenizer.stop_ids)
-    jobs = jsonl.read(args.prompts, defaults=settings, **ends, model=model, **encoding)
+    jobs, form = _jobs(args, saved, tokenizer, settings)
     with jsonl.alone(args.out):
-        left = jsonl.unanswered(args.out, jobs)
+        left = jsonl.unanswered(args.out, jobs, **form)
         answered = itertools.count(len(jobs) - len(left) + 1)
         with progress(len(jobs), done=len(jobs) - len(left), label="{done}/{total} prompts") as update:
             advance = lambda: update(next(answered), "")
             if left:
-                engine = _engine_for([job.request for job in left], args, saved, tokenizer, settings)
+                requests = [request for job in left for request in job.requests]
+                engine = _engine_for(requests, args, saved, tokenizer, settings)
                 jsonl.answer(engine, left, file=args.out, advance=advance)
+
+
+def _jobs(
+    args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig
+) -> tuple[list, dict]:
+    """The jobs in the file of prompts, and `jsonl.unanswered`'s arguments for their answers' format."""
+    from ladder_jax.cli.verbs.serve import NEEDS
+    from ladder_jax.config import to_dict
+    from ladder_jax.decode.engine import jsonl
+
+    model = json.dumps([saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name])
+    vocab_size = saved.config.model.vocab_size
+    if jsonl.is_batch(args.prompts):
+        if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+            raise UserError(f"OpenAI's batch format needs {', '.join(missing)}: pip install 'ladder-jax[serve]'")
+        from ladder_jax.serve import batch
+
+        if given := [name for name in BATCHED if getattr(args, name) is not None]:
+            option = given[0].replace("_", "-")
+            raise UserError(f"--{option}: in OpenAI's batch format each line's body has its own settings")
+        about = dict(tokenizer=tokenizer, defaults=settings, vocab_size=vocab_size, identity=model)
+        jobs = batch.read(args.prompts, name=saved.config.run.name, **about)
+        return jobs, dict(by=batch.by_custom_id, beginning=batch.BEGINNING)
+    ends = dict(stop=tuple(args.stop or ()), stop_ids=tokenizer.stop_ids)
+    encoding = dict(encode=tokenizer.encode, vocab_size=vocab_size)
+    return jsonl.read(args.prompts, defaults=settings, **ends, model=model, **encoding), {}
 
 
 def _chat(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
@@ -180,7 +222,7 @@ def _chat(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, se
     if not tokenizer.has_chat:
         tokenizer.chat([])  # raises the UserError for it, before the weights are read
     message = chat.piped()
-    say = lambda line: print(line, file=sys.stderr, flush=True)
+    say = terminal.say
     # The engine's own thread decodes, so that Ctrl-C interrupts this thread, and never a round.
     with _engine(args, saved, tokenizer, settings, slots=1, capacity=args.context or CONTEXT) as engine:
         ends = dict(stop=tuple(args.stop or ()), say=say)

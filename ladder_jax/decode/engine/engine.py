@@ -16,7 +16,7 @@ from ladder_jax.decode.generate import parts_of
 from ladder_jax.decode.request import Decoder, NoNumbers, Request
 from ladder_jax.decode.sampling import NO_NUMBER, Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
-from ladder_jax.errors import UserError
+from ladder_jax.errors import UserError, member, shown, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
 
 
@@ -66,8 +66,11 @@ class Engine:
             ("chunk", chunk, 1),
             ("prefill_chunk", prefill_chunk, 1),
         ):
-            if value < least:
-                raise UserError(f"{name} must be at least {least}, not {value}")
+            whole(name, value, least=least)
+        loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
+        launch = member(Launch, "launch", launch)
+        if decoder is not None and not callable(decoder):
+            raise UserError(f"decoder must be a function from tokens to bytes, not {shown(decoder)}")
         form, held = dict(loop=loop, quantize=quantize), memory.held_bytes(params)
         memory.check_slots(definition, slots=slots, capacity=capacity, chunk=chunk, held=held, **form)
         self.capacity, self.slots, self.max_queue = capacity, slots, max_queue
@@ -84,6 +87,11 @@ class Engine:
         self._running = threading.Lock()  # held through a round: one at a time
         self._thread: threading.Thread | None = None
         self._stopping = False
+
+    def __repr__(self) -> str:
+        now = self.stats()
+        use = f"{now.running} running, {now.queued} waiting of at most {self.max_queue}"
+        return f"Engine({self.slots} slots of {self.capacity:,} tokens: {use})"
 
     def submit(self, request: Request) -> Handle:
         """Puts a request in the queue. Raises QueueFull, or another UserError for a request that cannot be served."""

@@ -7,10 +7,12 @@ import pathlib
 from ladder_jax.config import Dtype, ModelConfig
 from ladder_jax.errors import UserError, member
 from ladder_jax.pretrained.formats import with_ladder_layers
-from ladder_jax.pretrained.sensitivity import Search
+from ladder_jax.pretrained.refit import Refit
+from ladder_jax.pretrained.sensitivity import Search, Text, parse_text
 
 AUTO, ALL = "auto:", "all"
-CALIBRATION_TOKENS = 2048
+MEASURED_TOKENS = 2048
+REFIT_TOKENS = 16_384
 
 
 class Format(enum.Enum):
@@ -20,10 +22,20 @@ class Format(enum.Enum):
     HUGGING_FACE = "huggingface"
 
 
+class What(enum.Enum):
+    """What to fit again of the converted layers."""
+
+    INPUTS = "inputs"  # the projections that read the sublayers' inputs
+    NONE = "none"
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """model: the model to write. With `choose`, all its layers are ladder layers until the choice is made.
     choose: the number of layers to choose by measurement, or None.
+    refit: None to keep the weights as they are.
+    measured_tokens, refit_tokens: of the calibration texts; the layers are chosen on the first, and refitted on those
+    after them.
     """
 
     source: str
@@ -31,8 +43,10 @@ class Request:
     format: Format
     model: ModelConfig
     choose: int | None = None
-    calibration: str | None = None
-    calibration_tokens: int = CALIBRATION_TOKENS
+    calibration: tuple[Text, ...] = ()
+    measured_tokens: int = MEASURED_TOKENS
+    refit_tokens: int = REFIT_TOKENS
+    refit: Refit | None = None
     search: Search = Search.GREEDY
     tensor: int = 1
 
@@ -42,24 +56,49 @@ def parse(args: dict, model: ModelConfig) -> Request:
     layers, choose = args["ladder_layers"], None
     if layers is not None and layers.startswith(AUTO):
         choose = _count(layers, model)
-    elif extra := [name for name in ("calibration", "calibration_tokens", "search", "tensor") if args[name]]:
-        raise UserError(f"--{extra[0].replace('_', '-')} is for --ladder-layers auto:N")
+    elif args["search"]:
+        raise UserError("--search is for --ladder-layers auto:N")
     if choose is not None and not args["calibration"]:
         raise UserError(f"--ladder-layers {layers} measures the layers on a text: name one by --calibration FILE")
     for name in ("calibration_tokens", "tensor", "ranks"):
         if args[name] is not None and args[name] < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {args[name]}")
+    tokens = args["calibration_tokens"]
+    measured = min(tokens or MEASURED_TOKENS, MEASURED_TOKENS) if args["refit"] != What.NONE.value else tokens
     return Request(
         source=args["source"],
         destination=pathlib.Path(args["destination"]).expanduser().absolute(),
         format=member(Format, "format in --to", args["to"]),
         model=_with_layers(args, model, layers if choose is None else ALL),
         choose=choose,
-        calibration=args["calibration"],
-        calibration_tokens=args["calibration_tokens"] or CALIBRATION_TOKENS,
+        calibration=tuple(map(parse_text, args["calibration"] or ())),
+        measured_tokens=measured or MEASURED_TOKENS,
+        refit_tokens=tokens or REFIT_TOKENS,
+        refit=_refit(args, choose=choose),
         search=member(Search, "value for --search:", args["search"] or Search.GREEDY.value),
         tensor=args["tensor"] or 1,
     )
+
+
+def _refit(args: dict, *, choose: int | None) -> Refit | None:
+    """By default the inputs are refitted where there is a text for it."""
+    what = member(What, "value for --refit:", args["refit"] or What.INPUTS.value)
+    if not args["calibration"]:
+        needing = [name for name in ("calibration_tokens", "tensor", "ridge") if args[name] is not None]
+        if args["refit"] == What.INPUTS.value:
+            needing = ["refit"]
+        if needing:
+            raise UserError(f"--{needing[0].replace('_', '-')} needs a text: name one by --calibration FILE")
+        return None
+    if args["ladder_layers"] is None:
+        raise UserError("--calibration needs --ladder-layers, the layers to convert")
+    if what is What.INPUTS:
+        return Refit() if args["ridge"] is None else Refit(ridge=args["ridge"])
+    if args["ridge"] is not None:
+        raise UserError("--ridge is for --refit inputs")
+    if choose is None:
+        raise UserError("--calibration is for --refit inputs and for --ladder-layers auto:N")
+    return None
 
 
 def _with_layers(args: dict, model: ModelConfig, layers: str | None) -> ModelConfig:

@@ -24,12 +24,14 @@ class Search(enum.Enum):
 class Probe:
     """Computes the loss of `definition`'s model with any subset of its layers converted.
 
+    params: their layers [L, ...]; or [2L, ...], the layers as standard ones, then as converted ones (refitted, say).
     rows: tokens [n, T + 1] of the calibration text. on_loss: called after each loss.
     """
 
     def __init__(self, definition: nn.ModelDef, params: nn.Params, rows: np.ndarray, *, on_loss: Callable[[], None]):
         self._definition, self.num_layers = definition, definition.config.num_layers
         self._delays = np.array(delays_of(definition.config), np.int32)
+        self._converted = jax.tree.leaves(params["layers"])[0].shape[0] - self.num_layers  # the first converted entry
         self._programs, self._params, self._on_loss = programs(definition), params, on_loss
         place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
         self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in np.split(rows, _batches(rows))]
@@ -58,10 +60,11 @@ class Probe:
 
     def _advance(self, streams, chosen: Iterable[int], start: int, stop: int):
         delays = np.zeros((self.num_layers, 2), np.int32)
-        delays[sorted(chosen)] = self._delays
-        return self._programs.advance(
-            self._params["layers"], streams, jnp.asarray(delays), jnp.int32(start), jnp.int32(stop)
-        )
+        entries, layers = np.arange(self.num_layers, dtype=np.int32), sorted(chosen)
+        delays[layers] = self._delays
+        entries[layers] += self._converted
+        where = (jnp.asarray(delays), jnp.asarray(entries), jnp.int32(start), jnp.int32(stop))
+        return self._programs.advance(self._params["layers"], streams, *where)
 
 
 def count(rows: np.ndarray, *, num_layers: int, choose: int, search: Search) -> int:
@@ -81,7 +84,7 @@ def measure(
 ) -> Result:
     """The sensitivity curve of a model, and the choices of `choose` of its layers.
 
-    definition: with all layers of the ladder kind. params: on the definition's mesh. rows: tokens [n, T + 1].
+    definition: with all layers of the ladder kind. params: on its mesh, as in `Probe`. rows: tokens [n, T + 1].
     search: GREEDY adds the greedy choice to the others. on_loss: called after each of the `count` losses.
     """
     probe = Probe(definition, params, rows, on_loss=on_loss)

@@ -51,7 +51,8 @@ class DelayedStep:
 @dataclasses.dataclass(frozen=True)
 class Programs:
     """begin(params, tokens [B, T]) -> Streams before the first layer
-    advance(params, streams, delays [L, 2], start, stop) -> Streams after the layers `start` to `stop` - 1
+    advance(params, streams, delays [L, 2], entries [L], start, stop) -> Streams after the layers `start` to `stop` - 1;
+        layer n has the parameters params[entries[n]]
     loss(params, streams, targets [B, T]) -> the summed loss in nats, from the Streams after the last layer
     """
 
@@ -77,12 +78,14 @@ def programs(definition: nn.ModelDef) -> Programs:
         x = x.astype(config.residual_dtype.value)
         return Streams((x,) * depth, pvary(jnp.zeros(x.shape, dtype), (*layout.batch, *axes)))
 
-    def advance(params, streams, delays, start, stop):
+    def advance(params, streams, delays, entries, start, stop):
         length = streams.partial.shape[1]
         context = layer_context(config, length, axes=axes, kernel=definition.kernel)
 
         def layer(index, streams):
-            params_of_layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), params)
+            params_of_layer = jax.tree.map(
+                lambda a: lax.dynamic_index_in_dim(a, entries[index], keepdims=False), params
+            )
             steps = tuple(DelayedStep((sublayer,), delays[index, sublayer], fresh) for sublayer in (0, 1))
             return definition.bind("layers", params_of_layer).advance(streams, None, steps=steps, context=context)[0]
 
@@ -102,6 +105,6 @@ def programs(definition: nn.ModelDef) -> Programs:
 
     return Programs(
         compiled(begin, (definition.dims, "BT"), streams),
-        compiled(advance, (definition.dims["layers"], streams, "", "", ""), streams),
+        compiled(advance, (definition.dims["layers"], streams, "", "", "", ""), streams),
         compiled(loss, (definition.dims, streams, "BT"), ""),
     )

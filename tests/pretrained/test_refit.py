@@ -1,0 +1,394 @@
+"""The refit of converted layers: least squares of the dense reference's activations, and what goes wrong around it."""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+
+from ladder_jax import checkpoint, nn, parallel, pretrained
+from ladder_jax.cli import main
+from ladder_jax.cli.verbs import convert as convert_verb
+from ladder_jax.config import Biases
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.pretrained import sensitivity
+from ladder_jax.pretrained.convert import command as convert_command
+from ladder_jax.pretrained.refit import Refit, fit, refit
+from ladder_jax.pretrained.refit.least_squares import Statistics, folded
+from ladder_jax.pretrained.refit.programs import programs
+from ladder_jax.pretrained.sensitivity import Text
+from ladder_jax.pretrained.sensitivity.programs import Streams
+from ladder_jax.pretrained.source import Key, Source, Stored
+from tests import cases, reference
+from tests.pretrained import gguf_files, models
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+RIDGE = 1e-2
+TOKENS = cases.tokens((5, 30), seed=4)
+PROJECTIONS = {"attention": ("query", "key", "value"), "mlp": ("gate", "up")}
+
+
+def small_model(name: str = "standard", **changes):
+    """Four layers in float32, with all the biases and norms that a family may have."""
+    return cases.model(name, biases=Biases.ALL, qk_norm=True, **changes)
+
+
+@functools.cache
+def values():
+    return cases.parameters(nn.define(small_model(), mesh=parallel.make_mesh()))
+
+
+@functools.cache
+def standard() -> Source:
+    return as_source(values(), small_model())
+
+
+def as_source(params, model) -> Source:
+    arrays = {}
+    for name, stack in traverse_util.flatten_dict(params, sep="/").items():
+        one = lambda array: Stored(array.shape, array.dtype, lambda: array)
+        if name.startswith("layers/"):
+            arrays |= {Key(name, layer): one(array) for layer, array in enumerate(stack)}
+        else:
+            arrays[Key(name)] = one(stack[: model.vocab_size] if name.endswith("table") else stack)
+    return Source(__file__, model, arrays)
+
+
+def expected(name: str, *, ranks: int):
+    """The fitted matrices, {(layer, array): [D, ...]}, and how far float32 activations may move them.
+
+    Every activation is there at once, in float64, and each M is the solution of one stacked least-squares problem.
+    """
+    config = small_model(name)
+    shape = cases.shape(name, config, ranks=ranks)
+    ranks, (_, _, kind, number, ladder) = shape.ranks, cases.TOPOLOGIES[name]
+    wide = lambda tree: jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
+    params = wide(values())
+    layers, found, amplified = jax.tree.map(np.copy, params["layers"]), {}, 0.0
+    call = dataclasses.replace(shape, layers=0, vocab=0, kind="", number=1, ladder=None)
+    norm = lambda x: (x / np.sqrt((x * x).mean(-1, keepdims=True) + shape.eps)).reshape(-1, x.shape[-1])
+    xs, newest = [params["embedding"]["table"][TOKENS]], None
+    for i in range(1, 2 * config.num_layers + 1):
+        layer, sublayer = (i - 1) // 2, "attention" if i % 2 else "mlp"
+        delays = {"ladder": (number, number), "fresh": (1, 1), "parallel-ladder": (2, 3)}[kind]
+        delay = min(delays[(i - 1) % 2], i - 1) if ladder is None or layer in ladder else 0
+        inputs = np.stack([xs[i - 1 - delay]] * ranks)
+        if kind == "fresh" and delay:
+            inputs = inputs + newest
+        if delay:
+            gain, whole = layers[f"{sublayer}_norm"]["scale"][layer], norm(xs[i - 1])
+            for array in PROJECTIONS[sublayer]:
+                weight = params["layers"][sublayer][array][layer]
+                parts = min(ranks, weight.shape[1])
+                columns = []
+                for part, group in zip(np.split(weight, parts, axis=1), np.split(inputs, parts)):
+                    late = np.concatenate([norm(x) for x in group])
+                    matrix, factor = stacked_least_squares(late, np.concatenate([whole] * len(group)))
+                    columns.append(np.tensordot(matrix * gain[None], part, 1))
+                    amplified = max(amplified, factor)
+                layers[sublayer][array][layer] = found[layer, f"{sublayer}/{array}"] = np.concatenate(columns, axis=1)
+            layers[f"{sublayer}_norm"]["scale"][layer] = 1.0
+        with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+            settings = dict(attends=sublayer == "attention", shape=call)
+            newest = np.asarray(reference.sublayer(jax.tree.map(jnp.asarray, layers), layer, inputs, **settings))
+        xs.append(xs[-1] + newest.sum(0))
+    return found, amplified
+
+
+def stacked_least_squares(late, whole):
+    """argmin |late M - whole|^2 + l |M - 1|^2, and the factor by which a small relative error of both enters M.
+
+    The factor is k + k^2 |r| / (|A| |M|), of the least-squares solution's perturbation (Golub & Van Loan, 5.3.7).
+    """
+    penalty = np.sqrt(RIDGE * np.sum(late * late) / late.shape[1]) * np.eye(late.shape[1])
+    rows, targets = np.concatenate([late, penalty]), np.concatenate([whole, penalty])
+    matrix, *_ = np.linalg.lstsq(rows, targets)
+    singular = np.linalg.svd(rows, compute_uv=False)
+    ratio = np.linalg.norm(rows @ matrix - targets, 2) / (singular[0] * np.linalg.norm(matrix, 2))
+    condition = singular[0] / singular[-1]
+    return matrix, condition + condition**2 * ratio
+
+
+CASES = [
+    ("ladder", 1, 1), ("ladder", 1, 8), ("ladder-2", 1, 2), ("parallel-ladder", 1, 4), ("hybrid-list", 2, 2),
+    ("hybrid-delay-3-first", 1, 1), ("hybrid-parallel-ladder", 1, 8), ("ladder-fresh", 1, 2), ("ladder-fresh", 1, 4),
+    ("ladder-fresh", 1, 8), ("hybrid-fresh", 2, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, data, tensor", CASES)
+def test_the_fit_is_the_least_squares_solution(name, data, tensor):
+    """On real ranks. With eight, two share each key/value head of a fresh ladder, and so its fit."""
+    model = small_model(name, ranks=tensor if name in cases.DEPEND_ON_RANKS else None)
+    settings = dict(mesh=parallel.make_mesh(data=data, tensor=tensor), settings=Refit(ridge=RIDGE))
+    result = refit(standard(), model=model, rows=TOKENS, **settings)
+    matrices, amplified = expected(name, ranks=tensor)
+    fitted = {(f.layer, f"{f.sublayer}/{array}") for f in result.fits for array in PROJECTIONS[f.sublayer]}
+    assert fitted == matrices.keys() and all(f.after < f.before for f in result.fits)
+    for (layer, array), matrix in matrices.items():
+        actual = result.source.arrays[Key(f"layers/{array}", layer)].read()
+        assert actual.dtype == np.float32
+        assert cases.error(actual, matrix) <= amplified * cases.bound(model)
+        gain = result.source.arrays[Key(f"layers/{array.partition('/')[0]}_norm/scale", layer)].read()
+        assert (gain == 1).all()
+    touched = {Key(f"layers/{array}", layer) for layer, array in matrices}
+    touched |= {Key(f"layers/{array.partition('/')[0]}_norm/scale", layer) for layer, array in matrices}
+    untouched = standard().arrays.keys() - touched
+    assert all(result.source.arrays[key] is standard().arrays[key] for key in untouched)
+
+
+def test_emulated_ranks_are_real_ones():
+    model = small_model("hybrid-fresh", ranks=2)
+    settings = dict(model=model, rows=TOKENS, settings=Refit(ridge=RIDGE))
+    real, emulated = (refit(standard(), mesh=parallel.make_mesh(tensor=n), **settings) for n in (2, 1))
+    _, amplified = expected("hybrid-fresh", ranks=2)
+    for key, stored in real.source.arrays.items():
+        assert cases.error(emulated.source.arrays[key].read(), stored.read()) <= amplified * cases.bound(model)
+
+
+def test_a_model_without_late_inputs_is_left_alone():
+    """The control: nothing to predict, nothing fitted; and M is the identity where it is fitted all the same."""
+    for model in (small_model(), small_model("ladder", ladder_layers="0")):
+        result = refit(standard(), model=model, rows=TOKENS, mesh=parallel.make_mesh())
+        assert result.fits == () and result.source.arrays == standard().arrays
+    definition = nn.define(small_model(), mesh=parallel.make_mesh())
+    run = fit.Pass(definition, standard(), TOKENS)
+    (matrix,) = run.statistics(0, 0).matrices(1, ridge=1e-3)
+    assert np.abs(matrix - np.eye(32)).max() <= 32 * 2.0**-24 / 1e-3  # of sums in float32 that are not quite symmetric
+
+
+def test_each_layer_alone_is_fitted_behind_the_original():
+    """As if it were the only converted one: the same as of a hybrid with that layer."""
+    settings = dict(rows=TOKENS, mesh=parallel.make_mesh())
+    alone = refit(standard(), model=small_model("ladder"), settings=Refit(alone=True), **settings)
+    assert [(f.layer, f.sublayer) for f in alone.fits][:2] == [(0, "mlp"), (1, "attention")]
+    for layer in (1, 3):
+        single = refit(standard(), model=small_model("ladder", ladder_layers=f"{layer},"), **settings)
+        for key, stored in single.source.arrays.items():
+            if key.layer == layer:
+                assert (stored.read() == alone.source.arrays[key].read()).all()
+
+
+def test_sums_over_many_batches_stay_within_the_bound():
+    """Activations far from zero, where a sum in float32 over all batches would lose the last digits."""
+    definition = nn.define(small_model("ladder"), mesh=parallel.make_mesh(tensor=2))
+    chance, total, count = np.random.default_rng(0), Statistics.zero(32), 200
+    streams = (5 + chance.standard_normal((2, count, 2, 16, 32))).astype(np.float32)
+    run = programs(definition).statistics
+    for late, whole in zip(*streams):
+        batch = Streams((whole, late), np.zeros_like(whole))
+        total.add(*jax.device_get(run(batch, whole, jnp.int32(1), np.float32([1, 0]))))  # the second row is padding
+    norm = lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + definition.config.norm_eps)
+    late, whole = (norm(x[:, 0].astype(np.float64)).reshape(-1, 32) for x in streams)
+    exact = np.concatenate([late.T @ late, late.T @ whole], axis=1)
+    sizes = np.concatenate([abs(late).T @ abs(late), abs(late).T @ abs(whole)], axis=1)
+    roundings = 16 + 32 + 8  # of the sum over a batch, the mean square, and the division by its root
+    assert (abs(total.products[0] - exact) <= roundings * cases.UNIT_ROUNDOFF * sizes).all()
+    assert total.energy == pytest.approx(np.sum(whole**2), rel=1e-6)
+    assert total.share_missing() == pytest.approx(np.sum((late - whole) ** 2) / np.sum(whole**2), rel=1e-4)
+
+
+def test_bfloat16_is_rounded_once():
+    weight = np.random.default_rng(0).standard_normal((4, 6)).astype(jnp.bfloat16)
+    gain, matrix = np.float32([1, 2, 3, 4]), np.eye(4) + 0.25
+    result = folded(weight, gain, [matrix], axis=1)
+    exact = matrix @ np.diag(gain.astype(float)) @ weight.astype(np.float64)
+    assert result.dtype == jnp.bfloat16 and (result == exact.astype(jnp.bfloat16)).all()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Four layers, in a GGUF file of float32."""
+    return gguf_files.write(tmp_path_factory.mktemp("small") / "small.gguf", "llama-2", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "a.txt").write_text("the thin cat sat there then, with that other thing; " * 40)
+    (folder / "b.txt").write_text("another hen; in the hat; " * 40)
+    return folder
+
+
+def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, capsys):
+    """The same definition, arrays and program as without a refit; to Hugging Face and back, bit for bit."""
+    convert = ["convert", str(small), str(tmp_path / "out"), "--ladder-layers", "2"]
+    calibration = ["--calibration", f"{texts / 'a.txt'}:3", "--calibration", str(texts / "b.txt")]
+    assert main([*convert, *calibration, "--calibration-tokens", "120"]) == 0
+    printed, told = capsys.readouterr(), json.loads((tmp_path / "out" / "refit.json").read_text())
+    assert "refitted 4 sublayers: the late inputs lacked" in printed.out and "refitted 8/8 sublayers" in printed.err
+    assert (told["tokens"], told["sequence"], told["ridge"]) == (120, 30, 1e-3)
+    assert [(one["layer"], one["sublayer"]) for one in told["sublayers"]] == [
+        (2, "attention"), (2, "mlp"), (3, "attention"), (3, "mlp")
+    ]  # fmt: skip
+    convert[2] = str(tmp_path / "plain")
+    assert main([*convert, "--refit", "none"]) == 0
+    refitted, plain = (checkpoint.open_checkpoint(tmp_path / name) for name in ("out", "plain"))
+    definition = nn.define(plain.config.model, mesh=parallel.make_mesh(tensor=2))
+    assert nn.define(refitted.config.model, mesh=definition.layout.mesh) == definition
+    programs = []
+    for saved in (refitted, plain):
+        params = saved.params(definition)
+        programs.append(nn.compiled_logits(definition).lower(params, models.tokens()).as_text())
+    assert programs[0] == programs[1]
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
+    before, after = pretrained.open(tmp_path / "out"), pretrained.open(tmp_path / "hf")
+    original = pretrained.open(small)
+    for key, stored in before.arrays.items():
+        values = stored.read()
+        assert (after.arrays[key].read() == values).all()
+        fitted = key.layer in (2, 3) and not key.name.endswith(("out", "down"))
+        assert (values == original.arrays[key].read()).all() == (not fitted)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "plain"]
+
+
+def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys):
+    """Measured on the text's beginning with each layer refitted alone, and then refitted together on what follows."""
+    file, tokens = str(texts / "a.txt"), 64
+    choice = ["--ladder-layers", "auto:2", "--calibration", file, "--calibration-tokens", str(tokens)]
+    assert main(["convert", str(small), str(tmp_path / "out"), *choice, "--search", "ranked"]) == 0
+    assert "(taken)" in capsys.readouterr().out
+    told = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
+    source = pretrained.open(small)
+    tokenizer = checkpoint.open_checkpoint(tmp_path / "out").tokenizer()
+    settings = dict(tokenizer=tokenizer, tokens=tokens, vocab_size=129)
+    measured = sensitivity.rows_of(file, **settings)
+    following = sensitivity.rows_of(file, skip=tokens, **settings)
+    for layer in (0, 3):
+        model = dataclasses.replace(source.model, residual="ladder", ladder_layers=f"{layer},")
+        single = refit(source, model=model, rows=following[:, :-1], mesh=parallel.make_mesh()).source
+        assert told["curve"][layer]["loss"] == pytest.approx(loss(single, measured), rel=1e-5)
+    saved = pretrained.open(tmp_path / "out")
+    chosen = dataclasses.replace(source.model, residual="ladder", ladder_layers=saved.model.ladder_layers)
+    together = refit(source, model=chosen, rows=following[:, :-1], mesh=parallel.make_mesh()).source
+    for key, stored in together.arrays.items():
+        assert (saved.arrays[key].read() == stored.read()).all()
+
+
+def loss(source: Source, rows: np.ndarray) -> float:
+    definition = nn.define(source.model, mesh=parallel.make_mesh())
+    params = pretrained.load(source, mesh=definition.layout.mesh)
+    scores = np.asarray(nn.compiled_logits(definition)(params, rows[:, :-1]), np.float64)
+    scores -= scores.max(-1, keepdims=True)
+    picked = np.take_along_axis(scores, rows[:, 1:, None], -1)[..., 0]
+    return float((np.log(np.exp(scores).sum(-1)) - picked).mean())
+
+
+KILLED = """
+import os, signal, sys
+from ladder_jax import cli
+from ladder_jax.pretrained.refit import kept
+put, done = kept.Kept.put, []
+def then_killed(self, *args):
+    done.append(put(self, *args))
+    if len(done) == 3:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    return done[-1]
+kept.Kept.put = then_killed
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_and_resumed_bit_for_bit(signum, small, texts, tmp_path, monkeypatch):
+    """What was fitted is read, not fitted again; the result is that of an undisturbed run."""
+    command = ["convert", str(small), str(tmp_path / "out"), "--ladder-layers", "3"]
+    command += ["--calibration", str(texts / "a.txt"), "--calibration-tokens", "128"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-c", KILLED, str(int(signum)), *command]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == (-signum if signum == signal.SIGKILL else 128 + signum), done.stderr
+    assert signum == signal.SIGKILL or "the same command goes on from here" in done.stderr
+    left = tmp_path / ".out.refitting" / "chosen"
+    assert len(list(left.glob("*.npz"))) == 3 and not (tmp_path / "out").exists()
+    if signum == signal.SIGTERM:  # a damaged file is fitted again
+        (left / "0002-attention.npz").write_bytes(b"nonsense")
+    fitted = []
+    statistics = fit.Pass.statistics
+    monkeypatch.setattr(
+        fit.Pass, "statistics", lambda self, *where: (fitted.append(where), statistics(self, *where))[1]
+    )
+    assert main(command) == 0
+    assert fitted == [(2, 0)] * (signum == signal.SIGTERM) + [(2, 1), (3, 0), (3, 1)]
+    command[2] = str(tmp_path / "undisturbed")
+    assert main(command) == 0
+    first, second = (pretrained.open(tmp_path / name) for name in ("out", "undisturbed"))
+    assert all((first.arrays[key].read() == stored.read()).all() for key, stored in second.arrays.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "undisturbed"]
+
+
+def test_other_requests_resume_nothing(tmp_path):
+    """What was kept of other tokens, or another ridge, is not read."""
+    keep = dict(model=small_model("ladder"), mesh=parallel.make_mesh(), folder=tmp_path / "kept")
+    changes = [dict(), dict(rows=TOKENS[::-1]), dict(settings=Refit(ridge=0.1))]
+    for change in changes:
+        kept = refit(standard(), **{"rows": TOKENS, **keep, **change})
+        fresh = refit(standard(), **{"rows": TOKENS, **keep, **change, "folder": None})
+        for key, stored in fresh.source.arrays.items():
+            assert (stored.read() == kept.source.arrays[key].read()).all()
+
+
+def test_mistakes_are_one_line(small, texts, tmp_path):
+    text = str(texts / "a.txt")
+    (tmp_path / "short.txt").write_text("the cat")
+    command = ["convert", str(small), str(tmp_path / "out")]
+    for arguments, said in (
+        (["--calibration", text], "--calibration needs --ladder-layers"),
+        (["--ladder-layers", "2", "--refit", "inputs"], "--refit needs a text: name one by --calibration FILE"),
+        (["--ladder-layers", "2", "--ridge", "1"], "--ridge needs a text"),
+        (["--ladder-layers", "2", "--calibration", text, "--refit", "none"], "--calibration is for --refit inputs"),
+        (["--ladder-layers", "2", "--calibration", text, "--refit", "input"], "did you mean 'inputs'?"),
+        (["--ladder-layers", "2", "--calibration", text, "--ridge", "0"], "must be a positive number, not 0"),
+        (["--ladder-layers", "2", "--calibration", f"{text}:0"], "the weight must be positive, not 0"),
+        (["--ladder-layers", "2", "--calibration", text, "--calibration-tokens", "31"], "model's width, 32; there"),
+        (["--ladder-layers", "2", "--calibration", str(tmp_path / "short.txt")], "tokens; measuring needs at least"),
+        (["--ladder-layers", "2", "--calibration", str(tmp_path)], "cannot read --calibration"),
+    ):  # fmt: skip
+        assert_refused([*command, *arguments], said)
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
+def assert_refused(command, said):
+    parser = argparse.ArgumentParser()
+    convert_verb.arguments(parser)
+    with pytest.raises(UserError) as refusal:
+        convert_command.run(vars(parser.parse_args(command[1:])))
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_models_that_cannot_be_refitted():
+    settings = dict(rows=TOKENS, model=small_model("ladder"))
+    ladder = dataclasses.replace(standard(), model=small_model("ladder"))
+    with pytest.raises(UserError, match="starts from a standard model; .* is ladder"):
+        refit(ladder, mesh=parallel.make_mesh(), **settings)
+    with pytest.raises(UserError, match="is for ladder kinds of residual, whose inputs are late, not 'desync-2'"):
+        refit(standard(), mesh=parallel.make_mesh(), rows=TOKENS, model=small_model("desync-2", ranks=2))
+    with pytest.raises(UserError, match="splits parameters over fsdp"):
+        refit(standard(), mesh=parallel.make_mesh(fsdp=2), **settings)
+    infinite = (
+        Key("layers/attention/out", 0),
+        Stored((8, 4, 32), np.float32, lambda: np.full((8, 4, 32), np.inf, np.float32)),
+    )
+    broken = dataclasses.replace(standard(), arrays={**standard().arrays, infinite[0]: infinite[1]})
+    with pytest.raises(RunFailed, match="no least squares: .*infs or NaNs"):
+        refit(broken, mesh=parallel.make_mesh(), **settings)
+
+
+def test_shares_of_several_texts(tmp_path):
+    tokenizer = type("Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]})()
+    for name, letter in (("a.txt", "a"), ("b:2.txt", "b")):
+        (tmp_path / name).write_text(letter * 5000)
+    assert [sensitivity.parse_text(f"x{end}") for end in ("", ":2", ":y")] == [Text("x"), Text("x", 2.0), Text("x:y")]
+    texts = [Text(str(tmp_path / "a.txt"), 3), Text(str(tmp_path / "b:2.txt"))]
+    rows = sensitivity.rows_of_texts(texts, tokenizer=tokenizer, tokens=4000, vocab_size=129, skip=800)
+    assert rows.shape == (4, 1001) and [chr(row[0]) for row in rows] == ["a", "a", "a", "b"]

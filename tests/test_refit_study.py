@@ -1,0 +1,114 @@
+"""experiments/refit: its rows are what the library's refit gives, and its tables say what was measured."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from experiments.refit import __main__ as command
+from experiments.refit import measured, plan, texts
+from experiments.refit.plan import Row, Way
+from ladder_jax import nn, parallel, pretrained
+from ladder_jax.errors import UserError
+from ladder_jax.pretrained.refit import refit
+from tests.pretrained import gguf_files
+
+SEQUENCE = 32
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Of four tiny layers; the last two, or all four, in place of the model's 15 and 30."""
+    file = gguf_files.write(tmp_path_factory.mktemp("small") / "small.gguf", "llama-2", num_hidden_layers=4)
+    draw = np.random.default_rng(0).integers
+    held_out = {domain: draw(3, 129, (1, 41)).astype(np.int32) for domain in plan.DOMAINS}
+    rest = {domain: draw(3, 129, (9, SEQUENCE)).astype(np.int32) for domain in plan.DOMAINS}
+    return measured.Study(pretrained.open(file), texts.Texts(held_out, rest))
+
+
+@pytest.fixture(autouse=True)
+def short_rows(monkeypatch):
+    monkeypatch.setattr(texts, "SEQUENCE", SEQUENCE)
+
+
+def test_rows_are_the_librarys_refit(study):
+    """And its losses those of the compiled model, in every domain."""
+    row = Row(layers="2", tokens=128, scored=plan.DOMAINS)
+    model = dataclasses.replace(study.source.model, residual=row.residual, ladder_layers=row.layers)
+    rows = study.texts.calibration(row.text, tokens=row.tokens, seed=row.seed)
+    expected = refit(study.source, model=model, rows=rows, mesh=parallel.make_mesh())
+    result = study.measure(row)
+    assert result["fits"] == [dataclasses.asdict(fit) for fit in expected.fits]
+    for domain, loss in result["losses"].items():
+        assert loss == pytest.approx(loss_of(expected.source, model, study.texts.held_out[domain]), rel=1e-5)
+
+
+def loss_of(source, model, tokens) -> float:
+    definition = nn.define(model, mesh=parallel.make_mesh())
+    params = pretrained.load(dataclasses.replace(source, model=model), mesh=definition.layout.mesh)
+    scores = np.asarray(nn.compiled_logits(definition)(params, tokens[:, :-1]), np.float64)[0]
+    scores -= scores.max(-1, keepdims=True)
+    return float(np.mean(np.log(np.exp(scores).sum(-1)) - scores[np.arange(len(scores)), tokens[0, 1:]]))
+
+
+def test_the_control_gains_nothing(study):
+    plain = study.measure(Row(layers="0", way=Way.NONE))["losses"]
+    control = study.measure(Row(layers="0", way=Way.CONTROL, tokens=64))
+    assert control["losses"] == pytest.approx(plain, rel=1e-5) and len(control["fits"]) == 8
+
+
+def test_ways_that_are_not_in_the_library(study):
+    """A diagonal fit leaves more than a full one; the original's inputs are those of the first converted sublayer."""
+    usual, scales, original = (
+        study.measure(Row(layers="2", way=way, tokens=128)) for way in (Way.INPUTS, Way.SCALES, Way.ORIGINAL)
+    )
+    assert usual["fits"][0]["after"] < scales["fits"][0]["after"] < scales["fits"][0]["before"]
+    assert original["fits"][0]["after"] == pytest.approx(usual["fits"][0]["after"], rel=1e-6)
+    assert original["losses"] != usual["losses"]
+
+
+def test_the_plan():
+    rows = plan.rows()
+    assert len({json.dumps(row.asked) for row in rows}) == len(rows)
+    assert {len(layers.split(",")) for layers in plan.SENSITIVE.values()} == set(plan.SENSITIVE)
+    assert {row.layers for row in rows} == {"0", "15", "30", *plan.SENSITIVE.values()}
+
+
+def test_texts_are_cut_in_two(tmp_path):
+    tokenizer = type("Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]})()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name[0] * (texts.HELD_OUT + 1) + "xy" * 100)
+    question = json.dumps({"question": "q" * 1500, "answer": "4" * 1500})
+    (tmp_path / "c.jsonl").write_text(question)
+    files = {"wikitext": str(tmp_path / "a.txt"), "shakespeare": str(tmp_path / "b.txt"), "python": None}
+    loaded = texts.load({**files, "gsm8k": str(tmp_path / "c.jsonl")}, tokenizer=tokenizer)
+    assert set(loaded.held_out["wikitext"].ravel()) == {ord("a")} and not (loaded.rest["wikitext"] == ord("a")).any()
+    mixed = loaded.calibration(plan.MIXTURE, tokens=8 * SEQUENCE, seed=0)
+    assert mixed.shape == (8, SEQUENCE) and (mixed == ord("4")).all(axis=1).sum() == 2
+    with pytest.raises(UserError, match="wikitext has 6 rows to calibrate on; 7 are asked for"):
+        loaded.calibration("wikitext", tokens=7 * SEQUENCE, seed=0)
+
+
+def test_tables(tmp_path, capsys):
+    plain, usual = Row(way=Way.NONE), Row()
+    rows = [
+        {**Row(layers="0", way=Way.NONE).asked, "losses": {"wikitext": 2.0, "gsm8k": 1.0}, "fits": []},
+        {**plain.asked, "losses": {"wikitext": 4.0, "gsm8k": 3.0}, "fits": []},
+        *(
+            {**dataclasses.replace(usual, seed=seed).asked, "losses": {"wikitext": 2.4 + seed / 10}, "fits": FITS}
+            for seed in (0, 1, 2)
+        ),
+    ]
+    (tmp_path / "results.json").write_text(json.dumps({"rows": rows}))
+    assert command.main(["--tables", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "| last 15 | 4.000 | 2.400 | +2.000 | +0.400 | 80% |" in printed
+    assert "| last 15 | inputs | wikitext | 12,288 | 0.001 | 3 | +0.500 ± 0.100 |" in printed
+    assert "| last 15 | plain | 4.000 | 3.000 |" in printed
+    assert (tmp_path / "refit.png").read_bytes().startswith(b"\x89PNG")
+    assert command.main(["--out", str(tmp_path), "--wikitext", "x"]) == 2
+    assert "refit: name the texts: --gsm8k FILE is missing" in capsys.readouterr().err
+
+
+FITS = [{"layer": 15, "sublayer": name, "before": 0.5, "after": 0.1} for name in ("attention", "mlp")]
