@@ -335,10 +335,18 @@ def test_generate_follows_the_weights(model):
     assert engine.submit(decode.Request(list(TEXT.encode()), **NEW)).result().tokens == tuple(tokens)
     assert model.tokenizer.decode(tokens) == before
     kept = model.head.table[...]
-    model.head.table[...] = kept[::-1]
+    model.head.table[...] = 40 * kept[::-1]
     assert model.generate(TEXT, **NEW) != before
     model.head.table[...] = kept
     assert model.generate(TEXT, **NEW) == before
+
+
+def test_two_models_of_one_file_are_one_program(files):
+    """They differ in their parameters alone, as Flax needs it for maps over two models."""
+    one, two = (lj.from_pretrained(files / "llama-2") for _ in range(2))
+    assert one.tokenizer is not two.tokenizer and nnx.split(one)[0] == nnx.split(two)[0]
+    mean = nnx.merge(nnx.split(one)[0], jax.tree.map(lambda a, b: (a + b) / 2, nnx.state(one), nnx.state(two)))
+    assert mean.generate(TEXT, **NEW) == one.generate(TEXT, **NEW)
 
 
 def test_what_a_model_refuses(model):
