@@ -4,6 +4,8 @@ import difflib
 import enum
 from collections.abc import Iterable
 
+LONGEST = 2000  # characters of a message
+
 
 class UserError(Exception):
     """Wrong input. The command line prints its one line and exits with status 2."""
@@ -23,10 +25,15 @@ class Stopped(RunFailed):
         self.status = 128 + signum
 
 
-def printable(text: str) -> str:
-    """`text` with control characters escaped: names of files, tensors and models may hold any character.
+def one_line(text: str) -> str:
+    """A message for a terminal: `printable`, with newlines escaped, and cut after LONGEST characters."""
+    return printable(text if len(text) <= LONGEST else f"{text[:LONGEST]}...").replace("\n", "\\n")
 
-    A terminal would execute some of them.
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped, except newlines.
+
+    Names of files, tensors and models may hold any characters, and a terminal would execute some of them.
     """
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 

@@ -1,20 +1,81 @@
-"""Print lines and rich tables on standard output."""
+"""Lines and tables on standard output, no wider than the terminal."""
 
-from collections.abc import Iterable
-from typing import Any
+import dataclasses
+import html
+import itertools
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
 
-WIDTH = 120  # the minimum: a narrower terminal wraps long lines, so that no column is cut off
+from ladder_jax.errors import printable
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newlines
+WIDTH = 120  # of tables where there is no terminal and COLUMNS is not set
+GAP = 2  # spaces between columns, if there is room
+WORDS = re.compile(r"\s+|(?<=[^\W\d]{2}-)(?=[^\W\d]{2})")  # where `textwrap` breaks lines
 
 
-def show(parts: Iterable[Any]) -> None:
-    """Print strings unchanged, and tables. Raises BrokenPipeError if the reader closed the pipe, as `print` does."""
-    from rich.console import Console  # slow to import
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of text under `columns`. left: the columns that are not justified to the right, where there are numbers."""
 
-    class Output(Console):
-        def on_broken_pipe(self) -> None:  # rich would end the program, with status 1
-            raise BrokenPipeError
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Sequence[str] = ()
 
-    console = Output(highlight=False, soft_wrap=True)
-    console.width = max(console.width, WIDTH)
+    def lines(self, width: int = WIDTH) -> list[str]:
+        """At most `width` wide: first the heads are wrapped, then the widest columns, at spaces and hyphens."""
+        rows = [self.columns, *self.rows]
+        numbers = range(len(self.columns))
+        widths = [max(len(row[i]) for row in rows) for i in numbers]
+        least = [max(len(word) for row in rows for word in WORDS.split(row[i])) for i in numbers]
+        heads = [max(least[i], *(len(row[i]) for row in self.rows or [self.columns])) for i in numbers]
+        gap = GAP if sum(heads) + GAP * (len(heads) - 1) <= width else 1
+        for floor in (heads, least):
+            while sum(widths) + gap * (len(widths) - 1) > width and widths != floor:
+                widths[max((i for i in numbers if widths[i] > floor[i]), key=widths.__getitem__)] -= 1
+        head, *body = (self._row(row, widths, " " * gap) for row in rows)
+        return [*head, "─" * (sum(widths) + gap * (len(widths) - 1)), *itertools.chain(*body)]
+
+    def _row(self, cells: Sequence[str], widths: Sequence[int], gap: str) -> list[str]:
+        wrapped = [textwrap.wrap(cell, width) if cell else [""] for cell, width in zip(cells, widths, strict=True)]
+        lines = []
+        for number in range(max(map(len, wrapped))):
+            parts = [cell[number] if number < len(cell) else "" for cell in wrapped]
+            aligned = [
+                part.ljust(width) if column in self.left else part.rjust(width)
+                for part, width, column in zip(parts, widths, self.columns)
+            ]
+            lines.append(gap.join(aligned).rstrip())
+        return lines
+
+    def html(self) -> str:
+        row = lambda cells, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+        lines = [row(self.columns, "th"), *(row(cells, "td") for cells in self.rows)]
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def show(parts: Iterable[str | Table]) -> None:
+    """Print lines and tables. On a terminal long lines are wrapped at words, but commands are left to be copied."""
+    columns = shutil.get_terminal_size((0, 0)).columns
     for part in parts:
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+        if isinstance(part, Table):
+            print("", *map(printable, part.lines(columns or WIDTH)), "", sep="\n")
+        elif not columns or part.startswith("ladder-jax "):
+            print(printable(part))
+        else:
+            label = re.match(r"\w+ {2,}|", part)[0]  # "memory    ", under whose text the lines go on
+            indent = " " * len(label)
+            print(textwrap.fill(printable(part), columns, subsequent_indent=indent, break_on_hyphens=False))
+
+
+def generated(text: str) -> str:
+    """A model's text for standard output: on a terminal with control characters escaped, which a model may write."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text) if sys.stdout.isatty() else text
+
+
+def say(line: str) -> None:
+    """Print a notice on standard error."""
+    print(printable(line), file=sys.stderr, flush=True)

@@ -32,6 +32,10 @@ TOPOLOGIES = {
 }
 DEPEND_ON_RANKS = [name for name, case in TOPOLOGIES.items() if case[2] in ("fresh", "desync")]
 
+# One of each recurrence: what is saved, recomputed and carried depends on that.
+RECURRENCES = "standard", "ladder", "ladder-2", "ladder-fresh", "parallel-ladder", "desync-2", "hybrid-delay-2"
+OTHERS = [name for name in TOPOLOGIES if name not in RECURRENCES]
+
 
 def model(name: str = "standard", **changes) -> ModelConfig:
     """Four small layers in float32: 8 heads, 4 key/value heads, and a vocabulary that nothing divides."""

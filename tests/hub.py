@@ -1,5 +1,6 @@
-"""A Hugging Face Hub on this machine: one data set's folder, as far as `datasets` asks for it."""
+"""A Hugging Face Hub on this machine: a data set's or model's folder, as far as `datasets` and huggingface_hub ask."""
 
+import base64
 import contextlib
 import hashlib
 import http.server
@@ -13,9 +14,13 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 @contextlib.contextmanager
-def served(folder: pathlib.Path, *, name: str = "someone/pages"):
-    """Gives the address and the list of what was asked. `main` is COMMIT."""
+def served(folder: pathlib.Path, *, name: str = "someone/pages", kind: str = "datasets"):
+    """Gives the address and the list of what was asked. `main` is COMMIT. kind: datasets or models.
+
+    What is uploaded arrives in `folder`.
+    """
     asked = []
+    files = f"/datasets/{name}" if kind == "datasets" else f"/{name}"
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -27,13 +32,16 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages"):
             split = urllib.parse.urlsplit(self.path)
             path = urllib.parse.unquote(split.path)
             asked.append(f"{self.command} {path}")
-            if re.fullmatch(rf"/api/datasets/{name}(/revision/(main|{COMMIT}))?", path):
-                return self.answer(json.dumps({"id": name, "sha": COMMIT, "siblings": []}).encode())
-            if found := re.fullmatch(rf"/api/datasets/{name}/tree/(main|{COMMIT})/?(.*)", path):
+            if re.fullmatch(rf"/api/{kind}/{name}(/revision/(main|{COMMIT}))?", path):
+                listed = [{"rfilename": one["path"]} for one in entries(folder.rglob("*")) if one["type"] == "file"]
+                return self.answer(json.dumps({"id": name, "sha": COMMIT, "siblings": listed}).encode())
+            if path.startswith(f"/api/{kind}/{name}/revision/"):
+                return self.answer(b'{"error": "no revision"}', status=404, error="RevisionNotFound")
+            if found := re.fullmatch(rf"/api/{kind}/{name}/tree/(main|{COMMIT})/?(.*)", path):
                 if (folder / found[2]).is_dir():
                     below = (folder / found[2]).rglob("*") if "recursive=true" in split.query.lower() else None
                     return self.answer(json.dumps(entries(below or (folder / found[2]).iterdir())).encode())
-            found = re.fullmatch(rf"/datasets/{name}/resolve/(main|{COMMIT})/(.+)", path)
+            found = re.fullmatch(rf"{files}/resolve/(main|{COMMIT})/(.+)", path)
             if found and (folder / found[2]).is_file():
                 return self.answer((folder / found[2]).read_bytes(), tag=True)
             self.answer(b'{"error": "not here"}', status=404, error="EntryNotFound" if name in path else "RepoNotFound")
@@ -44,6 +52,20 @@ def served(folder: pathlib.Path, *, name: str = "someone/pages"):
             path = urllib.parse.urlsplit(self.path).path
             content = self.rfile.read(int(self.headers["Content-Length"]))
             asked.append(f"POST {path}")
+            if path == "/api/repos/create":
+                return self.answer(json.dumps({"url": f"http://{self.headers['Host']}/{name}"}).encode())
+            if path.endswith("/preupload/main"):
+                modes = [
+                    {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for one in json.loads(content)["files"]
+                ]
+                return self.answer(json.dumps({"files": modes}).encode())
+            if path.endswith("/commit/main"):
+                for line in map(json.loads, content.splitlines()):
+                    if line["key"] == "file":
+                        (folder / line["value"]["path"]).write_bytes(base64.b64decode(line["value"]["content"]))
+                url = f"http://{self.headers['Host']}/{name}/commit/{COMMIT}"
+                return self.answer(json.dumps({"commitUrl": url, "commitOid": COMMIT}).encode())
             named = urllib.parse.parse_qs(content.decode()).get("paths", [])
             if self.headers.get("Content-Type", "").startswith("application/json"):
                 named = json.loads(content)["paths"]

@@ -84,13 +84,16 @@ def test_what_is_copied_fits_into_the_devices_memory():
 
 def test_text(run_cli):
     words = [*ASKED, "--layers", 1, "--batch", 2, "--tensor", 1, "--residual", "ladder-fresh,parallel-shared-norm"]
-    said = run_cli("bench", *words, check_status=0).stdout.splitlines()
+    said = run_cli("bench", *words, check_status=0, COLUMNS="80").stdout.splitlines()
+    assert max(map(len, said)) <= 80
     assert said[0].startswith("parallel-shared-norm decodes ") and "x ladder-fresh [" in said[0]
     assert said[1].startswith("note: one device communicates nothing")
-    assert said[2].startswith("tiny, 1 layers, tensor 1 on ")
+    assert any(line.startswith("tiny, 1 layers, tensor 1 on ") for line in said)
     table = [line for line in said if line.strip().startswith("2 ")]
-    assert len(table) == 2 and "parallel-shared-norm" in table[1] and "%" in table[1]
-    assert [line.split()[0] for line in said[-3:]] == ["copy", "matmul", "versions"]
+    assert len(table) == 2 and "parallel-" in table[1] and "%" in table[1]
+    assert [line.split()[0] for line in said if line.startswith(("copy", "matmul", "versions"))] == [
+        "copy", "matmul", "versions"
+    ]  # fmt: skip
 
 
 def test_one_ranks_share(run_cli):
@@ -208,7 +211,9 @@ CEILING = roofline.Ceiling((90e9, 100e9), "an array")
 
 def fabricated(*samples, **asked):
     numbers = dict(prompt_length=8, new_tokens=5, repeats=3, tensor=2)
-    asked = requests.Request("tiny", **{"residuals": ("standard", "ladder"), "batches": (1,), **numbers, **asked})
+    asked = requests.Request(
+        "tiny", preset("tiny"), **{"residuals": ("standard", "ladder"), "batches": (1,), **numbers, **asked}
+    )
     samples = tuple(measure.Samples(*one, step_bytes=1e6, prefill_flops=10**9) for one in samples)
     measured = measure.Measurement(CEILING, CEILING, samples)
     return result.Result(asked, measured, device="a device", devices=2, versions={}, platform="tpu")

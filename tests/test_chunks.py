@@ -119,7 +119,7 @@ PROMPTS = [[1, 2, 3], [200], list(range(40)), list(range(70, 95))]
 
 def test_generation_reads_prompts_in_chunks():
     definition = cases.define("ladder", data=2, tensor=4)
-    ours = decode.Generator.of(definition, cases.place(cases.parameters(definition), definition))
+    ours = decode.Generator(definition, cases.place(cases.parameters(definition), definition))
     config = DecodeConfig(max_new_tokens=18)
     chunked = ours.tokens(PROMPTS, config=dataclasses.replace(config, prefill_chunk=9))
     np.testing.assert_array_equal(chunked, ours.tokens(PROMPTS, config=config))

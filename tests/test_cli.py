@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from ladder_jax import cli
+from ladder_jax import cli, terminal
 from ladder_jax.checkpoint import manifest
+from ladder_jax.cli import chat
 
 TINY = [
     "model.num_layers=2",
@@ -45,16 +46,25 @@ def trained(run_cli, tmp_path_factory):
     return folder / "out"
 
 
-def test_generate(run_cli, trained):
+@pytest.fixture
+def told(capsys):
+    """What a command prints that this process runs: several in a row, without starting as many processes."""
+
+    def run(*args):
+        assert cli.main(list(map(str, args))) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_generate(run_cli, told, trained):
     ask = ["generate", trained, "--prompt", "the cat", "--max-new-tokens", "20"]
     greedy = run_cli(*ask, check_status=0).stdout
     assert greedy.startswith("the cat") and len(greedy) > len("the cat") + 5
-    warm = [run_cli(*ask, "--temperature", "1.5", "--seed", seed, check_status=0).stdout for seed in (1, 1, 2)]
+    warm = [told(*ask, "--temperature", "1.5", "--seed", seed) for seed in (1, 1, 2)]
     assert warm[0] == warm[1] != warm[2]
-    one_device = run_cli(*ask, "--tensor", "1", check_status=0).stdout
-    assert one_device == greedy
-    step = run_cli("generate", trained / "checkpoints" / "6", *ask[2:], check_status=0).stdout
-    assert step.startswith("the cat")
+    assert told(*ask, "--tensor", "1") == greedy
+    assert told("generate", trained / "checkpoints" / "6", *ask[2:]).startswith("the cat")
 
 
 def test_generate_keeps_its_programs(run_cli, trained, tmp_path, monkeypatch):
@@ -64,20 +74,20 @@ def test_generate_keeps_its_programs(run_cli, trained, tmp_path, monkeypatch):
     assert any((tmp_path / "programs").iterdir())
 
 
-def test_generate_several_prompts(run_cli, trained):
+def test_generate_several_prompts(run_cli, told, trained):
     """Each text is that of its prompt alone, with the seed and its number; streamed or not."""
     ask, more = ["generate", trained], ["--max-new-tokens", "20", "--temperature", "1", "--top-k", "9", "--seed", "3"]
-    one = run_cli(*ask, "--prompt", "the cat", *more, check_status=0).stdout
-    two = run_cli(*ask, "--prompt", "rat", *more[:-1], "4", check_status=0).stdout
+    one = told(*ask, "--prompt", "the cat", *more)
+    two = told(*ask, "--prompt", "rat", *more[:-1], "4")
     assert run_cli(*ask, "--prompt", "the cat", *more, "--stream", check_status=0).stdout == one
-    both = run_cli(*ask, "--prompt", "the cat", "--prompt", "rat", *more, check_status=0).stdout
+    both = told(*ask, "--prompt", "the cat", "--prompt", "rat", *more)
     assert both == f"{one}\n{two}"
     stop = one.strip("\n")[len("the cat") + 5 :][:3]
-    ended = run_cli(*ask, "--prompt", "the cat", *more, "--stop", stop, check_status=0).stdout
+    ended = told(*ask, "--prompt", "the cat", *more, "--stop", stop)
     assert ended == one[: one.index(stop, len("the cat"))] + "\n"
 
 
-def test_generate_for_a_file_of_prompts(run_cli, trained, tmp_path):
+def test_generate_for_a_file_of_prompts(run_cli, told, trained, tmp_path):
     lines = [{"prompt": "the cat", "id": "a"}, {"prompt": "rat", "max_new_tokens": 3}, {"prompt": "é", "seed": 4}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ask = ["generate", trained, "--prompts", "prompts.jsonl", "--out", "out.jsonl", "--max-new-tokens", "9"]
@@ -86,7 +96,7 @@ def test_generate_for_a_file_of_prompts(run_cli, trained, tmp_path):
     written = (tmp_path / "out.jsonl").read_bytes()
     answers = {answer["index"]: answer for answer in map(json.loads, written.splitlines())}
     assert [answers[i]["new_tokens"] for i in range(3)] == [9, 3, 9] and answers[0]["id"] == "a"
-    alone = run_cli("generate", trained, "--prompt", "the cat", "--max-new-tokens", "9", check_status=0).stdout
+    alone = told("generate", trained, "--prompt", "the cat", "--max-new-tokens", "9")
     assert alone == f"the cat{answers[0]['text']}\n"
     (tmp_path / "out.jsonl").write_bytes(written[:-4])
     run_cli(*ask, "--slots", "1", cwd=tmp_path, check_status=0)
@@ -149,7 +159,7 @@ MISTAKES = {
     ("train", "tiny", "run.wandb=project"): "pip install 'ladder-jax[wandb]'",
     ("checkpoints", "nowhere"): "there is no checkpoint below",
     ("train",): "required: CONFIG",
-    ("generate", "nowhere", "--prompt", "x"): "there is no checkpoint at",
+    ("generate", "nowhere", "--prompt", "x"): "there is no model at",
     ("generate", "nowhere", "--promt", "x"): "unknown option '--promt'; did you mean '--prompt'?",
     ("generate", "nowhere", "--prompt", "x", "--max-new-tokens", "many"): "invalid int value: 'many'",
     ("generate", "nowhere"): "--prompt TEXT (once or more often), --prompts FILE or --chat, one of these",
@@ -245,3 +255,16 @@ def test_control_characters_reach_no_terminal(run_cli, tmp_path):
     (tmp_path / f"{name}.jsonl").write_text("no")
     line = is_one_line(run_cli("tokenize", f"{name}.jsonl", "--out", "out", cwd=tmp_path, check_status=2))
     assert "é 東京" in line and all(one.isprintable() for one in line) and "x1b" in line and "u202e" in line
+
+
+def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
+    """Other readers of standard output get the model's text as it is."""
+    text = "a\tb\n\x1b]0;owned\x07\r\x9b2J\x7f \N{MAN}\u200d\N{WOMAN}"
+    assert terminal.generated(text) == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert terminal.generated(text) == "a\tb\n\\x1b]0;owned\\x07\\r\\x9b2J\\x7f \N{MAN}\u200d\N{WOMAN}"
+    chat._show("\x1b[2J")
+    terminal.say("\x1b[2J")
+    terminal.show(["\x1b[2J"])
+    shown = capsys.readouterr()
+    assert shown.out == "\\x1b[2J\\x1b[2J\n" and shown.err == "\\x1b[2J\n"

@@ -77,6 +77,7 @@ MISTAKES = [
     ("train.learning_rate=-1", "train.learning_rate must be positive"),
     ("train.learning_rate=.nan", "train.learning_rate must be a number"),
     ("model=3", "model must be a section"),
+    ("run.profiler_port=0", "run.profiler_port must be between 1 and 65535, not 0"),
     ("model.d_ff", "not of the form path.to.field=value"),
     ("train.seed=-1", "train.seed must be between"),
     ("decode.prefill_chunk=0", "decode.prefill_chunk must be positive, not 0"),

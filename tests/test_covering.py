@@ -5,25 +5,40 @@ import itertools
 import pytest
 
 from ladder_jax.config import Loop, Remat
-from tests import cases, covering, test_chunks, test_decode, test_meshes, test_numerics
+from tests import cases, covering, test_chunks, test_decode, test_gradients_bfloat16, test_meshes, test_numerics
 
-TOPOLOGY_MESH, TOPOLOGY_LOOP, MESH_LOOP, TOPOLOGY_REMAT, LOOP_REMAT = (0, 1), (0, 2), (1, 2), (0, 3), (2, 3)
-TOPOLOGY_DEPARTURE = 0, 2  # among them the loop and each recomputation
-THREE = [TOPOLOGY_MESH, TOPOLOGY_LOOP, MESH_LOOP]
+FIRST_SECOND, FIRST_THIRD, SECOND_THIRD, FIRST_FOURTH, THIRD_FOURTH = (0, 1), (0, 2), (1, 2), (0, 3), (2, 3)
+THREE = [FIRST_SECOND, FIRST_THIRD, SECOND_THIRD]
 ARRAYS = {
-    "forward": (test_numerics.FORWARD, (cases.TOPOLOGIES, (1, 2, 4, 8), Loop), [TOPOLOGY_LOOP, MESH_LOOP]),
+    "forward": (test_numerics.FORWARD, (cases.TOPOLOGIES, (1, 2, 4, 8), Loop), [SECOND_THIRD]),
     "gradients": (
         test_numerics.GRADIENTS,
-        (cases.TOPOLOGIES, [test_numerics.ONE_DEVICE, *test_numerics.MESHES], Loop, Remat),
-        [*THREE, TOPOLOGY_REMAT],
+        (cases.TOPOLOGIES, test_numerics.MESHES, Loop, [Remat.NONE]),
+        [SECOND_THIRD],
+    ),
+    "recomputed": (
+        test_numerics.GRADIENTS,
+        (cases.RECURRENCES, test_numerics.MESHES, Loop, Remat),
+        [*THREE, FIRST_FOURTH, THIRD_FOURTH],
+    ),
+    "on one device": (
+        test_numerics.GRADIENTS,
+        (test_numerics.UNCOMMUNICATED, [test_numerics.ONE_DEVICE], Loop, [Remat.NONE]),
+        [SECOND_THIRD],
     ),
     "sharded": (
         test_meshes.CASES,
-        (test_meshes.TOPOLOGIES, test_meshes.MESHES, test_meshes.DEPARTURES),
-        [TOPOLOGY_MESH, TOPOLOGY_DEPARTURE],
+        (test_meshes.CHOSEN, test_meshes.MESHES, test_meshes.DEPARTURES),  # of these, the loop and recomputations
+        [FIRST_SECOND, FIRST_THIRD],
     ),
-    "decode": (test_decode.CASES, (cases.TOPOLOGIES, test_decode.MESHES, Loop), [TOPOLOGY_LOOP, MESH_LOOP]),
-    "chunks": (test_chunks.CASES, (cases.TOPOLOGIES, test_chunks.MESHES, Loop), [MESH_LOOP]),
+    "summed": (
+        test_gradients_bfloat16.TRACED,
+        (test_gradients_bfloat16.CASES, test_gradients_bfloat16.REMATS, Loop),
+        THREE,
+    ),
+    "decode": (test_decode.CASES, (cases.TOPOLOGIES, test_decode.MESHES, Loop), [SECOND_THIRD]),
+    "decode of each recurrence": (test_decode.CASES, (cases.RECURRENCES, test_decode.SHARDED, Loop), [FIRST_THIRD]),
+    "chunks": (test_chunks.CASES, (cases.TOPOLOGIES, test_chunks.MESHES, Loop), [SECOND_THIRD]),
 }
 
 
@@ -39,13 +54,6 @@ def test_every_pair_is_run(name):
     assert len(run) < len(params) and len(set(map(str, run))) == len(run)  # it saves something
     # The control: without one of its rows a pair is missing.
     assert any(covering.uncovered(run[:i] + run[i + 1 :], *factors, pairs=pairs) for i in range(len(run)))
-
-
-def test_every_pair_of_a_program_that_communicates():
-    """A single device's program has no all-reduces to count: the other rows hold all pairs by themselves."""
-    run = [row for row in chosen(test_numerics.GRADIENTS) if row[1] != test_numerics.ONE_DEVICE]
-    factors = cases.TOPOLOGIES, test_numerics.MESHES, Loop, Remat
-    assert not covering.uncovered(run, *factors, pairs=[*THREE, TOPOLOGY_REMAT, LOOP_REMAT])
 
 
 def test_the_array_is_near_the_least():

@@ -16,11 +16,13 @@ from tests import cases, covering, one_step
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 NEW = 3
-MESHES = ((2, 4), (1, 8), (1, 1))  # data x tensor
+SHARDED = (2, 4), (1, 8)  # data x tensor
+MESHES = (*SHARDED, (1, 1))
 CASES = covering.marked(
     itertools.product(cases.TOPOLOGIES, MESHES, Loop),
     chosen=[
-        *covering.array(cases.TOPOLOGIES, MESHES[:2], Loop, pairs=[(0, 2), (1, 2)], even=[1]),
+        *covering.array(cases.RECURRENCES, SHARDED, Loop, pairs=[(0, 2), (1, 2)], even=[1]),
+        *covering.array(cases.OTHERS, SHARDED, Loop, pairs=[], even=[1, 2]),
         *covering.array(cases.DEPEND_ON_RANKS, MESHES[2:], Loop, pairs=[(0, 1), (1, 2)]),
     ],
 )
@@ -64,7 +66,7 @@ def test_prefill_and_decode_with_shared_heads():
 
 def generator(name="ladder", **mesh):
     definition = cases.define(name, **mesh)
-    return decode.Generator.of(definition, cases.place(cases.parameters(definition), definition))
+    return decode.Generator(definition, cases.place(cases.parameters(definition), definition))
 
 
 PROMPTS = [[1, 2, 3], [200], list(range(40))]

@@ -108,7 +108,7 @@ def test_generate_runs_the_audited_programs(more, quantize, lowered, worked, tmp
 def test_the_generator_runs_the_audited_programs(lowered):
     config = requests.make(target="cpu:8", model="tiny", residual="ladder", layers=LAYERS, phase=Phase.DECODE).config
     definition = nn.define(config, mesh=parallel.make_mesh(tensor=8))
-    generator = decode.Generator.of(definition, nn.initialize(definition, seed=0))
+    generator = decode.Generator(definition, nn.initialize(definition, seed=0))
     generator.tokens([[7] * PROMPT] * 3, config=DecodeConfig(max_new_tokens=32))
     assert len(lowered[Phase.DECODE]) == 2
     assert set(lowered[Phase.DECODE]) == {digest(*audited(Phase.DECODE, batch=3, context=96))}

@@ -49,13 +49,13 @@ def alone(request):
 def alone_in_8_bits(request):
     definition, params = parts(tensor=1)
     config = DecodeConfig(max_new_tokens=request.max_new_tokens)
-    generator = decode.Generator.of(definition, params, quantize=Quantize.INT8)
+    generator = decode.Generator(definition, params, quantize=Quantize.INT8)
     return tuple(generator.tokens([request.prompt], config=config)[0].tolist())
 
 
 @functools.cache
 def generator():
-    return decode.Generator.of(*parts(tensor=1))
+    return decode.Generator(*parts(tensor=1))
 
 
 def requests(count, *, seed=0):

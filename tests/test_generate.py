@@ -40,7 +40,7 @@ def both(form="1", poison=None, prefill_chunk=2048):
         params["embedding"]["table"] = np.array(params["embedding"]["table"])
         params["embedding"]["table"][poison] = np.nan
     params = cases.place(params, definition)
-    generator = Generator.of(definition, params, **how)
+    generator = Generator(definition, params, **how)
     more = dict(decoder=DECODER, prefill_chunk=prefill_chunk)
     engine = Engine(definition, params, slots=2, capacity=CAPACITY, **more, **how)
     return lambda request: generator.pieces(request, **more), engine.submit
@@ -86,7 +86,7 @@ def test_data_ranks_compute_the_same():
     """Of copies of one row; an engine has one replica only."""
     request = Request([1, 2, 3], max_new_tokens=20, temperature=1.0, seed=3)
     definition = cases.define("ladder", num_layers=2, data=2, tensor=2)
-    generator = Generator.of(definition, cases.place(cases.parameters(definition), definition))
+    generator = Generator(definition, cases.place(cases.parameters(definition), definition))
     check_equal(generator.pieces(request, decoder=DECODER), both()[0](request))
 
 
@@ -132,7 +132,7 @@ def test_logits_without_numbers_end_the_pieces():
 )
 def test_what_a_generator_refuses(wrong, message):
     definition = cases.define("ladder", num_layers=2)
-    generator = Generator(definition, {}, Loop.UNROLLED)
+    generator = Generator(definition, cases.parameters(definition))
     with pytest.raises(UserError, match=message):
         next(generator.pieces(Request(**wrong)))
 

@@ -16,10 +16,10 @@ from ladder_jax.config import Biases, Dtype, Loop, LoraConfig, Remat, TrainConfi
 from ladder_jax.nn import quantized
 from ladder_jax.retrain import ADAPTERS, Retraining
 from ladder_jax.train.gradients import task_gradients
-from tests import cases, rounding
+from tests import cases, covering, rounding
 
 LENGTH, COMMON = 64, 7  # rows so short that attention costs little
-ROWS, FEWER = 256, 64  # 16,384 positions, and 4,096 where `make test` has another case of 16,384
+ROWS, FEWER = 256, 64  # 16,384 positions, and 4,096 where `make test` has others of 16,384
 LORA = LoraConfig(rank=6, alpha=16.0)  # 8 / 3 is no bfloat16
 SMALL = dict(num_layers=2, num_heads=4, num_kv_heads=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
 MODELS = {
@@ -37,7 +37,9 @@ CASES = {
     "lora": ("lora", dict(fsdp=2, tensor=4), {}, 2, 4),
     "fsdp x tensor, tied": ("tied", dict(fsdp=2, tensor=4), {}, 2, 4),
 }
-WHOLE, SMALLER = ["data x tensor"], [case for case in CASES if case not in ("data x tensor", "fsdp x tensor, tied")]
+# The same rows and ranks: one reference serves the three.
+WHOLE = "data x tensor", "sequence parallel", "fsdp x tensor"
+SMALLER = "one device", "accumulate"
 SIZED = [
     *((case, ROWS) for case in WHOLE),
     *((case, FEWER) for case in SMALLER),
@@ -191,9 +193,11 @@ def equations(jaxpr):
             yield from equations(getattr(value, "jaxpr", value))
 
 
-@pytest.mark.parametrize("loop", Loop)
-@pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])
-@pytest.mark.parametrize("case", CASES)
+REMATS = Remat.NONE, Remat.FULL
+TRACED = covering.rows(CASES, REMATS, Loop)
+
+
+@pytest.mark.parametrize("case, remat, loop", TRACED)
 def test_no_program_sums_over_positions_in_bfloat16(case, remat, loop):
     """Whatever adds in bfloat16, in a matmul or between ranks, keeps a batch's rows apart: as traced, on every mesh."""
     model, mesh, settings, *_ = CASES[case]

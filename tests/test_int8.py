@@ -209,7 +209,7 @@ def test_every_mesh_writes_the_same_tokens():
     definition = cases.define("ladder")
     params = cases.place(cases.parameters(definition), definition)
     config = DecodeConfig(max_new_tokens=8, quantize=INT8)
-    ours = decode.Generator.of(definition, params, loop=Loop.SCAN, quantize=config.quantize)
+    ours = decode.Generator(definition, params, loop=Loop.SCAN, quantize=config.quantize)
     np.testing.assert_array_equal(ours.tokens([[7], [200]], config=config), found[0])
 
 

@@ -10,8 +10,8 @@ from ladder_jax import checkpoint, cli, nn
 from ladder_jax.checkpoint import Pieces, pieces
 from ladder_jax.config import DecodeConfig, Loop, Quantize
 from ladder_jax.decode import Engine, memory, steps, weights
-from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
 from ladder_jax.errors import UserError
+from ladder_jax.pretrained import open_model
 from tests import cases, starts
 
 
@@ -26,11 +26,10 @@ def test_what_starting_takes_is_checked_before_anything_is_read(tmp_path, monkey
     """A table that fits in bfloat16, but not in float32 beside it."""
     definition = cases.define("ladder", num_layers=1, vocab_size=4096, tie_embeddings=True, **starts.BFLOAT16)
     starts.save(tmp_path / "checkpoints", definition)
-    saved, read = checkpoint.open_checkpoint(tmp_path), []
+    opened, read = open_model(tmp_path), []
     monkeypatch.setattr(checkpoint.Checkpoint, "compare", lambda *_: read.append(1))
-    start = lambda: of_checkpoint(
-        saved, settings=DecodeConfig(), tensor=1, slots=1, capacity=16, max_queue=1, decoder=None
-    )
+    sizes = dict(tensor=1, slots=1, capacity=16, max_queue=1)
+    start = lambda: opened.engine(settings=DecodeConfig(), **sizes, decoder=None)
     form = dict(loop=Loop.UNROLLED, quantize=Quantize.NONE)
     kept = memory.shard_bytes(weights.abstract(definition, **form))
     most = weights.peak_bytes(definition, **form)

@@ -15,6 +15,7 @@ from ladder_jax.train.gradients import loss_and_gradients
 from tests import cases, covering
 
 TOPOLOGIES = ("standard", "ladder", "ladder-fresh", "parallel-ladder")
+CHOSEN = "ladder", "ladder-fresh"  # in `make test`: one whose all-reduce waits, and one whose ranks differ
 ROWS, LENGTH = 16, 8
 MESHES = {
     f"{data}x{fsdp}x{8 // data // fsdp}": dict(data=data, fsdp=fsdp, tensor=8 // data // fsdp)
@@ -34,7 +35,7 @@ CASES = covering.marked(
         *itertools.product(TOPOLOGIES, MESHES, ["none"]),
         *itertools.product(TOPOLOGIES, ["1x4x2"], DEPARTURES),
     ],
-    chosen=covering.array(TOPOLOGIES, MESHES, DEPARTURES, pairs=[(0, 1), (0, 2)], even=[2]),
+    chosen=covering.array(CHOSEN, MESHES, DEPARTURES, pairs=[(0, 1), (0, 2)], even=[2]),
 )
 PAIRS = [
     dict(sequence_parallel=True, loop=Loop.UNROLLED, remat=Remat.FULL),

@@ -69,7 +69,7 @@ def test_answers_to_something_else_are_refused(tmp_path):
     source.write_text('{"prompt": "a"}\n')
     jobs = jsonl.read(str(source), **READ)
     result = decode.Result((1,), "b", None, Finish.LENGTH, 1)
-    out.write_bytes(jsonl.line(jobs[0], result))
+    out.write_bytes(jobs[0].line([result]))
     assert jsonl.unanswered(str(out), jobs) == []
     for change in (dict(model="n"), dict(defaults=DecodeConfig(max_new_tokens=7)), dict(stop=("x",))):
         with pytest.raises(UserError, match="line 1 answers another prompt, model or setting"):

@@ -88,7 +88,7 @@ def test_a_generator_says_which_prompt():
     params = cases.parameters(of)
     params["embedding"]["table"] = np.array(params["embedding"]["table"])
     params["embedding"]["table"][POISON] = np.nan
-    ours = decode.Generator.of(of, cases.place(params, of))
+    ours = decode.Generator(of, cases.place(params, of))
     for temperature in (0.0, 1.0):
         config = DecodeConfig(max_new_tokens=4, temperature=temperature)
         with pytest.raises(RunFailed, match="prompt 2 of 3: the model's logits are no numbers .NaN or infinite."):

@@ -25,7 +25,7 @@ TINY = [
     f"train.checkpoint_every={SAVE}", f"train.evaluate_every={EVALUATE}", "train.evaluation_batches=40",
 
 ]  # fmt: skip
-KILLS = [6, pytest.param(20, marks=pytest.mark.full)]
+KILLS = [4, pytest.param(20, marks=pytest.mark.full)]
 
 
 @pytest.fixture(scope="module")

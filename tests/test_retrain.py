@@ -154,7 +154,7 @@ def test_a_start_that_has_changed_is_refused(everything, place, tmp_path):
     (["model.d_ff=32"], r"train.start=.*: the checkpoint has model.d_ff=16, and this run model.d_ff=32"),
     (["model.residual=parallel-shared-norm"], "has one norm"),
     (["train.start=nowhere"], "train.start='nowhere': there is no checkpoint"),
-    (["distill.teacher=nowhere"], "distill.teacher: there is no checkpoint"),
+    (["distill.teacher=nowhere"], "distill.teacher: there is no model"),
     (["distill.teacher=start"], "would be the model itself"),
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_is_one_line(place, tmp_path, more, said):

@@ -13,8 +13,10 @@ from ladder_jax.checkpoint import Pieces, pieces, writing
 from ladder_jax.config import Biases, DecodeConfig, Loop, Quantize
 from ladder_jax.decode import weights
 from ladder_jax.decode.engine.compilations import Compilations
-from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
+from ladder_jax.pretrained import open_model
 from tests import cases, covering, starts
+
+PLACED = [(Quantize.INT8, 4), (Quantize.NONE, 1), (Quantize.INT8, 1), (Quantize.NONE, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +128,7 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
     read, whole, shares = array.begin(2).result(), store[2].read().result(), []
     assert read.shape == (1, 128, 256) and read.nbytes == array.size(2)
     own = Own().addressable_devices_indices_map((128, 512)).values()
-    monkeypatch.setattr(pieces.placing, "place", lambda share, *_: shares.extend(map(share, own)))
+    monkeypatch.setattr(pieces.meshes, "place", lambda share, *_: shares.extend(map(share, own)))
     array.place(read[0])
     assert [np.array_equal(share, whole[:, at : at + 128]) for share, at in zip(shares, (256, 384))] == [True, True]
 
@@ -173,15 +175,15 @@ def on_devices(seen):
     return sum(found.values())
 
 
-@pytest.mark.parametrize("quantize, tensor", covering.rows(Quantize, [1, 4], pairs=[], even=[0, 1]))
+@pytest.mark.parametrize("quantize, tensor", covering.marked(PLACED, chosen=PLACED[:1]))
 def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor):
     """What is on the devices while an engine is made: at most what it keeps, and its largest array in float32."""
-    saved, settings = checkpoint.open_checkpoint(wide), DecodeConfig(quantize=quantize)
+    opened, settings = open_model(wide), DecodeConfig(quantize=quantize)
     sizes = dict(slots=1, capacity=16, max_queue=1)
-    start = lambda: of_checkpoint(saved, settings=settings, tensor=tensor, **sizes, decoder=None)
+    start = lambda: opened.engine(settings=settings, tensor=tensor, **sizes, decoder=None)
     start()  # compiles, and makes what jax keeps
     engine, most, kept = peak(start)
-    definition = nn.define(saved.config.model, mesh=engine._device._definition.layout.mesh)
+    definition = nn.define(opened.config.model, mesh=engine._device._definition.layout.mesh)
     largest = max(
         4 * int(np.prod(leaf.shape[dims.startswith("L") :]))
         for leaf, dims in zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims))
@@ -190,6 +192,7 @@ def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor)
     assert most <= kept + largest
 
 
+@pytest.mark.full
 def test_no_more_than_one_array_beside_an_evaluations_weights(wide, peak):
     model = evaluate.open_model(wide)
     _ = evaluate.open_model(wide).params, model.engine(capacity=16, slots=1)  # compile

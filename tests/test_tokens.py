@@ -15,7 +15,7 @@ import pytest
 
 from ladder_jax.data import tokenizer
 from ladder_jax.data.examples import lines as lines_of_examples
-from ladder_jax.data.store import Store, sources
+from ladder_jax.data.store import Store, blocks, sources
 from ladder_jax.data.store.build import build
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import examples as examples_of_tasks
@@ -60,7 +60,7 @@ def test_documents_come_in_order_whoever_made_them(book, tmp_path):
     assert texts_in(out) == TEXTS
     assert len(made.shards) > 3 and all(shard.tokens <= 2000 for shard in made.shards) and made.dtype == "<u1"
     assert (made.documents, made.tokens) == (len(TEXTS), sum(len(text.encode()) for text in TEXTS))
-    assert sorted(os.listdir(out))[:2] == [".lock", "00000.offsets"] and "parts" not in os.listdir(out)
+    assert sorted(os.listdir(out))[:2] == [".lock", "00000.digests"] and "parts" not in os.listdir(out)
     again = make([file], tmp_path / "alone", workers=1)
     assert again == made and again.fingerprint == made.fingerprint
     (whole,) = make([file], tmp_path / "whole", part_bytes=10**9, shard_tokens=10**9, workers=1).shards
@@ -169,7 +169,7 @@ def test_killed_again_and_again(tmp_path):
             time.sleep(0.05)
         assert not alive(process.pid)
     assert kills > 0 and texts_in(out) == texts
-    assert {name.split(".")[-1] for name in os.listdir(out)} == {"lock", "tokens", "offsets", "json"}
+    assert {name.split(".")[-1] for name in os.listdir(out)} == {"lock", "tokens", "offsets", "digests", "json"}
 
 
 def test_a_worker_that_is_killed(book, tmp_path):
@@ -281,6 +281,8 @@ def test_a_damaged_gzip(tmp_path):
         (lambda f: offset(f, 0, 1), "00001.offsets' is damaged"),
         (lambda f: offset(f, -1, 1), "00001.offsets' is damaged"),
         (lambda f: offset(f, 2, 1), "00001.offsets' is damaged"),
+        (lambda f: flip(f / "00001.digests"), "00001.digests' is damaged"),
+        (lambda f: os.truncate(f / "00001.digests", 8), r"00001.digests' has 8 bytes, not \d+: it is damaged"),
     ],
 )
 def test_damaged_stores(book, tmp_path, damage, message):
@@ -288,6 +290,38 @@ def test_damaged_stores(book, tmp_path, damage, message):
     damage(tmp_path / "store")
     with pytest.raises(UserError, match=message):
         contents(tmp_path / "store")
+
+
+def test_changed_bytes_are_read_by_nobody(book, tmp_path, monkeypatch):
+    """Without a reading of everything, where no other number would give them away."""
+    monkeypatch.setattr(blocks, "BLOCK", 512)
+    make([book[0]], tmp_path / "store")
+    flip(tmp_path / "store" / "00000.tokens")
+    with Store(tmp_path / "store") as store:
+        assert len(store.read(600, 5)) == 5  # of the second block
+        for start in (0, 500):
+            with pytest.raises(UserError, match="00000.tokens' is damaged: bytes 0 to 511 are not what was written"):
+                store.read(start, 20)
+    offsets = np.fromfile(tmp_path / "store" / "00001.offsets", "<u8")
+    offsets[3] += 1
+    offsets.tofile(tmp_path / "store" / "00001.offsets")
+    with pytest.raises(UserError, match="00001.offsets' is damaged: it is not what was written"):
+        Store(tmp_path / "store")
+
+
+def test_a_store_of_an_earlier_version(book, tmp_path):
+    """It has no digests of blocks, and nobody missed them."""
+    subprocess.run(["cp", "-r", book[1], tmp_path / "store"], check=True)
+    without_digests(tmp_path / "store")
+    assert b"".join(map(bytes, contents(tmp_path / "store"))).decode() == "".join(TEXTS)
+
+
+def without_digests(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for shard in manifest["shards"]:
+        (folder / f"{shard['name']}.digests").unlink()
+        del shard["digests"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def change(folder, old, new):
@@ -310,6 +344,7 @@ def test_a_token_that_no_tokenizer_has(tmp_path):
     content = np.fromfile(tmp_path / "out" / "00000.tokens", "<u2")
     content[7] = made.vocab_size
     content.tofile(tmp_path / "out" / "00000.tokens")
+    without_digests(tmp_path / "out")
     with Store(tmp_path / "out") as store:
         assert len(store.read(0, 7)) == 7
         with pytest.raises(UserError, match=rf"00000.tokens' is damaged: it holds the token {made.vocab_size}"):
@@ -337,7 +372,7 @@ def test_a_file_that_is_cut_while_it_is_read(book, tmp_path):
     with Store(tmp_path / "store") as store:
         assert len(store.read(0, 5)) == 5
         os.truncate(tmp_path / "store" / "00000.tokens", 10)
-        with pytest.raises(UserError, match="00000.tokens' was cut short"):
+        with pytest.raises(UserError, match="00000.tokens' is damaged: it was complete .* cut short"):
             store.read(20, 5)
         (tmp_path / "store" / "00001.tokens").unlink()
         with pytest.raises(UserError, match="cannot read .*00001.tokens': No such file"):

@@ -1,6 +1,7 @@
 """Steps, the recipe, and whole runs: what they leave, resumed or refused."""
 
 import json
+import socket
 
 import jax
 import numpy as np
@@ -144,6 +145,25 @@ def test_a_finished_run_is_only_evaluated(uninterrupted, book):
     before = (directory / "metrics.jsonl").read_text()
     again = train.run(settings(book, directory), say=lambda line: None)
     assert again == result and (directory / "metrics.jsonl").read_text() == before
+
+
+def test_the_profilers_port(uninterrupted, book):
+    """It is open while the run lasts, and a taken one is a mistake."""
+    directory, _ = uninterrupted
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"run.profiler_port: the profiler cannot listen on port {port}: Address al"):
+            train.run(settings(book, directory, f"run.profiler_port={port}"), say=lambda line: None)
+    connections = []
+
+    def connect(line):
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            connections.append(line)
+
+    train.run(settings(book, directory, f"run.profiler_port={port}"), say=lambda line: "mesh" in line and connect(line))
+    assert connections
+    with pytest.raises(ConnectionRefusedError):
+        connect("after the run")
 
 
 def test_resuming_on_another_mesh(uninterrupted, book):

@@ -11,11 +11,10 @@ import time
 
 import jax
 
-from ladder_jax import checkpoint, evaluate, nn, parallel
+from ladder_jax import checkpoint, evaluate, pretrained
 from ladder_jax.config import DecodeConfig, Loop, Quantize
 from ladder_jax.data import tokenizer
 from ladder_jax.decode import memory, weights
-from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
 
 
 def main() -> None:
@@ -25,8 +24,8 @@ def main() -> None:
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--evaluate", action="store_true", help="the weights of `evaluate`, not of an engine")
     args = parser.parse_args()
-    saved = checkpoint.open_checkpoint(args.checkpoint)
-    definition = nn.define(saved.config.model, mesh=parallel.make_mesh(tensor=args.tensor))
+    opened = pretrained.open_model(args.checkpoint)
+    definition = opened.define(tensor=args.tensor)
     settings = DecodeConfig(quantize=Quantize(args.quantize))
     sizes = memory.shard_bytes(weights.abstract(definition, loop=Loop.UNROLLED, quantize=settings.quantize))
     largest = max(jax.tree.leaves(jax.tree.map(_one, definition.abstract, definition.dims)))
@@ -37,7 +36,7 @@ def main() -> None:
         kept = evaluate.open_model(args.checkpoint, tensor=args.tensor).params
     else:
         slots = dict(slots=1, capacity=16, max_queue=1)
-        kept = of_checkpoint(saved, settings=settings, tensor=args.tensor, **slots, decoder=None)
+        kept = opened.engine(settings=settings, tensor=args.tensor, **slots, decoder=None)
     jax.block_until_ready(jax.live_arrays())
     row = {
         "start": "evaluate" if args.evaluate else "engine",

@@ -86,6 +86,9 @@ class Output:
     def flush(self) -> None:
         pass
 
+    def isatty(self) -> bool:
+        return False
+
 
 def main() -> None:
     verb, result, *words = sys.argv[1:]

@@ -2,22 +2,24 @@
 
 import dataclasses
 
-from ladder_jax.config import ModelConfig, parse_residual, preset
+from ladder_jax.config import ModelConfig, parse_residual
 from ladder_jax.errors import UserError
-from ladder_jax.schedule import shards
+from ladder_jax.schedule import models, shards
 from ladder_jax.splits import check_divides, divisors
 from ladder_jax.words import positive, words
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """batches: numbers of rows. warmup, repeats: generations per residual and batch; only `repeats` are timed.
+    """model: as the user typed it; shape: its configuration. batches: numbers of rows. warmup, repeats: generations per
+    residual and batch; only `repeats` are timed.
 
     tensor: number of devices; None for all devices, until `on_devices` replaces it.
     share: if not None, one device runs one of so many ranks, without communication.
     """
 
     model: str
+    shape: ModelConfig
     residuals: tuple[str, ...]
     batches: tuple[int, ...] = (1, 4, 16, 64)
     prompt_length: int = 1024
@@ -30,15 +32,14 @@ class Request:
 
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
-        changes = {} if self.layers is None else {"num_layers": self.layers}
-        if parse_residual(residual).depends_on_ranks:
-            changes["ranks"] = self.tensor
-        config = preset(self.model, residual=residual, **changes)
+        ranks = self.tensor if parse_residual(residual).depends_on_ranks else None
+        changes = dict(num_layers=self.depth, residual=residual, ladder_layers=None, ranks=ranks)
+        config = dataclasses.replace(self.shape, **changes)
         return shards.single_rank(config, ranks=self.share) if self.share else config
 
     @property
     def depth(self) -> int:
-        return self.layers or preset(self.model).num_layers
+        return self.layers or self.shape.num_layers
 
     @property
     def title(self) -> str:
@@ -48,7 +49,7 @@ class Request:
 
 def make(*, model: str, residual: str, batch: str | None = None, **numbers: int | None) -> Request:
     """A checked request. None gives a default. Raises UserError for an invalid request."""
-    preset(model)
+    shape = models.by_name(model)
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
@@ -58,14 +59,14 @@ def make(*, model: str, residual: str, batch: str | None = None, **numbers: int 
     residuals = words("residual", residual)
     for name in residuals:
         parse_residual(name)
-    request = Request(model=model, residuals=residuals, **settings)
+    request = Request(model=model, shape=shape, residuals=residuals, **settings)
     if request.new_tokens < 2:
         raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
     if request.share and request.tensor not in (None, 1):
         raise UserError(f"--share runs one rank on one device: leave --tensor {request.tensor} out")
     for option, ranks in (("tensor", request.tensor), ("share", request.share)):
         if ranks is not None:
-            check_divides(model, tensor=ranks, most=max(ranks, preset(model).num_heads), option=option)
+            check_divides(shape, tensor=ranks, most=max(ranks, shape.num_heads), option=option)
     if request.share:
         request = dataclasses.replace(request, tensor=1)
     return request
@@ -75,9 +76,9 @@ def on_devices(request: Request, *, count: int) -> Request:
     """The request for a machine of `count` devices. Raises UserError if they are too few or do not divide the model."""
     tensor = count if request.tensor is None else request.tensor
     if tensor > count:
-        allowed = ", ".join(map(str, divisors(request.model, most=count)))
+        allowed = ", ".join(map(str, divisors(request.shape, most=count)))
         raise UserError(
             f"--tensor {tensor} is more than this machine's {count} devices (allowed for {request.model}: {allowed})"
         )
-    check_divides(request.model, tensor=tensor, most=count)
+    check_divides(request.shape, tensor=tensor, most=count)
     return dataclasses.replace(request, tensor=tensor)

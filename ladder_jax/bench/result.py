@@ -21,6 +21,9 @@ class Result:
     versions: dict[str, str]
     platform: str
 
+    def __repr__(self) -> str:
+        return "\n  ".join([f"Result({self.request.title} on {self.device})", *self.verdict])
+
     @property
     def notices(self) -> list[str]:
         """Notes that a reader needs to interpret the numbers."""

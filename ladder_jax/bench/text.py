@@ -2,12 +2,13 @@
 
 from ladder_jax.bench.result import Result
 from ladder_jax.schedule.roofline import Ceiling
+from ladder_jax.terminal import Table
 
 COLUMNS = ("batch", "residual", "prefill ms", "step ms", "tokens/s", "range", "GB/s", "of copy", "TFLOP/s", "of matmul")
 
 
 def lines(answer: Result) -> list:
-    """Lines and a table, for rich to print."""
+    """Lines and a table, for `terminal.show`."""
     request = answer.request
     title = f"{request.title} on {answer.device}"
     shape = f"prompt {request.prompt_length}, {request.new_tokens} new tokens, {request.repeats} repeats in turns"
@@ -15,7 +16,6 @@ def lines(answer: Result) -> list:
         *answer.verdict,
         *(f"note: {notice}" for notice in answer.notices),
         f"{title}; {shape}",
-        "",
         _table(answer.rows),
         f"copy      {_ceiling(answer.measurement.copy, 1e9, 'GB/s')}",
         f"matmul    {_ceiling(answer.measurement.matmul, 1e12, 'TFLOP/s')}",
@@ -28,15 +28,9 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _table(rows: list[dict]):
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "residual" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(
+def _table(rows: list[dict]) -> Table:
+    cells = [
+        (
             str(row["batch"]),
             row["residual"],
             number(row["prefill_seconds"] * 1e3),
@@ -48,7 +42,9 @@ def _table(rows: list[dict]):
             number(row["prefill_flops_per_second"] / 1e12),
             f"{row['matmul_share']:.1%}",
         )
-    return table
+        for row in rows
+    ]
+    return Table(COLUMNS, cells, left=("residual",))
 
 
 def _ceiling(ceiling: Ceiling, scale: float, unit: str) -> str:

@@ -4,9 +4,8 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import pathlib
 
-from ladder_jax import terminal
+from ladder_jax import remote, terminal
 from ladder_jax.checkpoint import retention, saved
 from ladder_jax.checkpoint.retention import Keep
 from ladder_jax.errors import RunFailed, UserError
@@ -31,13 +30,13 @@ class Row:
 def run(args: dict) -> None:
     """Print the list. Raises UserError if there is no checkpoint, and RunFailed, at the end, if one is damaged."""
     keep = retention.parse(args["prune"]) if args["prune"] else None
-    path = pathlib.Path(args["run"]).expanduser().absolute()
+    path = remote.path(args["run"])
     folder = saved.folder_of(path)
     if not saved.steps(folder):
         raise UserError(f"there is no checkpoint below {str(path)!r}")
     thorough = args["verify"] or keep is not None
     rows = [_row(folder / str(step), thorough=thorough) for step in saved.steps(folder)]
-    rows = [row for row in rows if pathlib.Path(row.path).is_dir()]  # a running job may have removed some meanwhile
+    rows = [row for row in rows if remote.path(row.path).is_dir()]  # a running job may have removed some meanwhile
     removed = _prune(rows, folder=folder, keep=keep) if keep else []
     rows = [row for row in rows if row.step not in removed]
     damaged = [row for row in rows if row.state == "damaged"]
@@ -52,7 +51,7 @@ def run(args: dict) -> None:
         raise RunFailed(f"damaged: the checkpoint of step {steps} (train with run.on_damaged=previous goes on without)")
 
 
-def _row(folder: pathlib.Path, *, thorough: bool) -> Row:
+def _row(folder: remote.Path, *, thorough: bool) -> Row:
     about = dict(step=int(folder.name), path=str(folder), bytes=_size(folder))
     try:
         checkpoint = saved.open_checkpoint(folder)
@@ -71,7 +70,9 @@ def _row(folder: pathlib.Path, *, thorough: bool) -> Row:
     )
 
 
-def _size(folder: pathlib.Path) -> int:
+def _size(folder: remote.Path) -> int:
+    if remote.is_remote(folder):
+        return sum(info["size"] for info in remote.listed(folder).values())
     total = 0
     for file in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -79,7 +80,7 @@ def _size(folder: pathlib.Path) -> int:
     return total
 
 
-def _prune(rows: list[Row], *, folder: pathlib.Path, keep: Keep) -> list[int]:
+def _prune(rows: list[Row], *, folder: remote.Path, keep: Keep) -> list[int]:
     """Remove checkpoints and return their steps. Damaged ones are neither counted nor removed: the user decides."""
     losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
     removed = retention.steps_to_remove(losses, keep=keep) if losses else []
@@ -89,12 +90,11 @@ def _prune(rows: list[Row], *, folder: pathlib.Path, keep: Keep) -> list[int]:
 
 
 def _show(rows: list[Row], removed: list[int]) -> None:
-    from rich.table import Table
-
-    table = Table("step", "written", "MB", "held-out loss", "state", box=None, pad_edge=False)
+    cells = []
     for row in rows:
         when = "" if row.time is None else f"{datetime.datetime.fromtimestamp(row.time):%Y-%m-%d %H:%M:%S}"
         loss = "" if row.validation_loss is None else f"{row.validation_loss:.4f}"
-        table.add_row(str(row.step), when, f"{row.bytes / 1e6:,.1f}", loss, row.state)
+        cells.append((str(row.step), when, f"{row.bytes / 1e6:,.1f}", loss, row.state))
+    table = terminal.Table(("step", "written", "MB", "held-out loss", "state"), cells, left=("written", "state"))
     problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
     terminal.show([table, *problems, *([f"removed: {', '.join(map(str, removed))}"] if removed else [])])

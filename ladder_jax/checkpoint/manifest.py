@@ -1,7 +1,8 @@
 """A checkpoint's manifest: the size and digest of each of its files, to detect later changes. It is written last.
 
 Orbax stores no checksums of values. Digests are BLAKE2b of 128 bits, computed in threads (hashlib releases the
-interpreter's lock) at about 1 GB/s each.
+interpreter's lock) at about 1 GB/s each. In an object store they are the store's own checksums, which it computes from
+the content, so that no object is read.
 """
 
 import concurrent.futures
@@ -11,8 +12,12 @@ import json
 import os
 import pathlib
 import stat
+from typing import Any
+
+from ladder_jax import remote
 
 NAME = "manifest.json"
+DAMAGED = "manifest.damaged.json"  # in an object store: the manifest of a checkpoint that was put aside
 DIGEST = "blake2b-128"
 THREADS = 16
 
@@ -23,16 +28,19 @@ class File:
     digest: str
 
 
-def write(folder: pathlib.Path) -> None:
+def write(folder: remote.Path) -> None:
     """Write the manifest of all files in `folder`. On return, the files and the manifest are synced to the disk."""
+    if remote.is_remote(folder):
+        entries = {name: _stated(info) for name, info in sorted(remote.listed(folder).items()) if name != NAME}
+        (folder / NAME).write_text(_text(entries))
+        return
     (folder / NAME).unlink(missing_ok=True)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         entries = dict(zip((str(path.relative_to(folder)) for path in files), pool.map(_digest_synced, files)))
-    text = json.dumps(_signed({name: dataclasses.asdict(file) for name, file in entries.items()}), indent=0) + "\n"
     partial = folder / f"{NAME}.tmp"
     with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+        file.write(_text(entries))
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, folder / NAME)
@@ -40,7 +48,7 @@ def write(folder: pathlib.Path) -> None:
         sync_folder(path)
 
 
-def problems(folder: pathlib.Path, *, part: str = "", contents: bool = True) -> list[str]:
+def problems(folder: remote.Path, *, part: str = "", contents: bool = True) -> list[str]:
     """The files that differ from the manifest, one line each; empty for an intact checkpoint.
 
     part: compare only the files in this subfolder, such as "params".
@@ -53,18 +61,22 @@ def problems(folder: pathlib.Path, *, part: str = "", contents: bool = True) -> 
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [f"{NAME} is damaged"]
     compared = {name: file for name, file in files.items() if name.startswith(f"{part}/" if part else "")}
+    if remote.is_remote(folder):
+        stored = remote.listed(folder)
+        differences = (_difference_stated(stored.get(name), file) for name, file in compared.items())
+        return [f"{name} {difference}" for name, difference in zip(compared, differences) if difference]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         differences = pool.map(lambda name: _difference(folder / name, compared[name], contents), compared)
         return [f"{name} {difference}" for name, difference in zip(compared, differences) if difference]
 
 
-def digest(folder: pathlib.Path, *, part: str) -> str:
+def digest(folder: remote.Path, *, part: str) -> str:
     """A digest of the manifest's entries for the subfolder `part`."""
     files = {name: dataclasses.asdict(file) for name, file in _read(folder).items() if name.startswith(f"{part}/")}
     return _digest_of(json.dumps(files, sort_keys=True).encode())
 
 
-def lists(folder: pathlib.Path, *, part: str) -> bool:
+def lists(folder: remote.Path, *, part: str) -> bool:
     """Whether the manifest lists any file in the subfolder `part`. True for a damaged manifest: see `problems`."""
     try:
         return any(name.startswith(f"{part}/") for name in _read(folder))
@@ -81,12 +93,16 @@ def sync_folder(folder: pathlib.Path) -> None:
         os.close(handle)
 
 
+def _text(entries: dict[str, File]) -> str:
+    return json.dumps(_signed({name: dataclasses.asdict(file) for name, file in entries.items()}), indent=0) + "\n"
+
+
 def _signed(files: dict) -> dict:
     """The manifest's JSON: the entries, and a digest of them."""
     return {"digest": DIGEST, "files": files, "own": _digest_of(json.dumps(files, sort_keys=True).encode())}
 
 
-def _read(folder: pathlib.Path) -> dict[str, File]:
+def _read(folder: remote.Path) -> dict[str, File]:
     stored = json.loads((folder / NAME).read_text(encoding="utf-8"))
     if stored != _signed(stored["files"]):
         raise ValueError("the manifest is not what was written")
@@ -109,6 +125,20 @@ def _difference(path: pathlib.Path, file: File, contents: bool) -> str | None:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None
+
+
+def _stated(info: dict[str, Any]) -> File:
+    return File(int(info["size"]), remote.checksum(info))
+
+
+def _difference_stated(info: dict[str, Any] | None, file: File) -> str | None:
+    """As `_difference`, of an object, by what its store says about it."""
+    if info is None:
+        return "is missing"
+    stored = _stated(info)
+    if stored.size != file.size:
+        return f"has {stored.size} bytes, not {file.size}"
+    return None if stored == file else "has other contents than were written"
 
 
 def _digest_synced(path: pathlib.Path) -> File:

@@ -5,7 +5,6 @@ Inference loads weights this way. Arrays keep the stored dtype. The host holds o
 
 import dataclasses
 import math
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,9 +13,10 @@ import numpy as np
 import tensorstore
 from flax import traverse_util
 
+from ladder_jax import remote
 from ladder_jax.checkpoint.saved import Checkpoint, damaged
 from ladder_jax.nn import ModelDef
-from ladder_jax.parallel import placing
+from ladder_jax.parallel import mesh as meshes
 
 AHEAD = 1 << 29  # bytes that are read in advance
 Key = tuple[str, int | None]  # an array's name, such as "layers/mlp/up", and the layer's index if layers are stacked
@@ -84,7 +84,7 @@ class _Array:
             within = tuple(slice(a - axis.start, b - axis.start) for (a, b), axis in zip(ranges, self.span))
             return np.ascontiguousarray(values[within])
 
-        return placing.place(shard, self.shape, self.sharding)
+        return meshes.place(shard, self.shape, self.sharding)
 
     def _stored(self) -> tuple[slice, ...]:
         """The span, cut to the stored shape: the stored vocabulary may have less padding than this mesh's."""
@@ -95,7 +95,7 @@ class _Array:
 class _Reader:
     """Reads parts in advance, in the order of their first use, and frees each after its last use."""
 
-    def __init__(self, folder: pathlib.Path, definition: ModelDef, keys: Sequence[Key]):
+    def __init__(self, folder: remote.Path, definition: ModelDef, keys: Sequence[Key]):
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
         dims, abstract = (traverse_util.flatten_dict(t, sep="/") for t in (definition.dims, definition.abstract))
         self._arrays: dict[str, _Array] = {}
@@ -130,10 +130,9 @@ class _Reader:
         return sum(self._arrays[part.name].size(part.first) for part in (*self._reads, following))
 
 
-def _open(folder: pathlib.Path, name: str, context: tensorstore.Context) -> tensorstore.TensorStore:
+def _open(folder: remote.Path, name: str, context: tensorstore.Context) -> tensorstore.TensorStore:
     """Open the array `name` in the item at `folder`, without reading its values."""
-    base = {"driver": "file", "path": f"{folder}/"}
-    database = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+    database = {"driver": "ocdbt", "base": remote.kvstore(folder), "path": f"{name.replace('/', '.')}/"}
     spec = {"driver": "zarr", "kvstore": database}
     return tensorstore.open(spec, open=True, read=True, context=context).result()
 

@@ -1,10 +1,11 @@
 """Which checkpoints to keep: the last n, every m-th step, and the best by held-out loss."""
 
 import dataclasses
-import pathlib
 import shutil
 from collections.abc import Mapping
 
+from ladder_jax import remote
+from ladder_jax.checkpoint import manifest
 from ladder_jax.errors import UserError, unknown
 
 DELETING = "deleting."  # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
@@ -42,8 +43,13 @@ def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[i
     return [step for step in steps if step not in kept and not (keep.every and step % keep.every == 0)]
 
 
-def remove(folder: pathlib.Path) -> None:
-    """Remove one step's folder. It is renamed first, so that a kill leaves no half checkpoint under its name."""
+def remove(folder: remote.Path) -> None:
+    """Remove one step's folder. It is renamed first, so that a kill leaves no half checkpoint under its name.
+
+    In an object store the manifest goes first, without which it does not count.
+    """
+    if remote.is_remote(folder):
+        return remote.remove(folder, first=manifest.NAME)
     renamed = folder.with_name(DELETING + folder.name)
     shutil.rmtree(renamed, ignore_errors=True)
     try:

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import json
 import os
-import pathlib
 import re
 from typing import Any
 
@@ -18,8 +17,10 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore
 
+from ladder_jax import remote
 from ladder_jax.checkpoint import manifest
 from ladder_jax.config import RunConfig, from_dict
+from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
@@ -42,7 +43,7 @@ class Checkpoint:
     verified: whether all files have been compared with the manifest.
     """
 
-    path: pathlib.Path
+    path: remote.Path
     step: int
     config: RunConfig
     data: dict[str, Any]
@@ -50,6 +51,8 @@ class Checkpoint:
     validation_loss: float | None
     has_manifest: bool
     verified: bool = False
+
+    __repr__ = shown
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The run's copy of its tokenizer. Raises UserError if it is missing, or has more tokens than the model."""
@@ -115,7 +118,7 @@ def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {"/".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape) for path, leaf in leaves}
 
 
-def check_shapes(stored: Any, like: Any, *, folder: pathlib.Path) -> None:
+def check_shapes(stored: Any, like: Any, *, folder: remote.Path) -> None:
     """Raises UserError if an array is missing, extra or of another shape. The padded vocabulary may differ."""
     actual, expected = array_shapes(stored), array_shapes(like)
     for name in sorted(actual.keys() | expected.keys()):
@@ -125,12 +128,12 @@ def check_shapes(stored: Any, like: Any, *, folder: pathlib.Path) -> None:
             raise UserError(f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}")
 
 
-def check_listed(folder: pathlib.Path, names: set[str]) -> None:
+def check_listed(folder: remote.Path, names: set[str]) -> None:
     """Raises ValueError if an item's folder lacks an array of `names`. Reads only the list of its arrays."""
     _check_listed(_keys(_open_store(folder)), names)
 
 
-def _check_readable(folder: pathlib.Path, names: set[str]) -> None:
+def _check_readable(folder: remote.Path, names: set[str]) -> None:
     """Reads every stored chunk once, 16 at a time. Raises ValueError for the first that is damaged or missing.
 
     For checkpoints without a manifest. If Orbax itself reads a damaged chunk, it abandons its other reads, and their
@@ -145,8 +148,8 @@ def _check_readable(folder: pathlib.Path, names: set[str]) -> None:
                 raise ValueError(f"the data of {key.partition('/')[0]} is missing")
 
 
-def _open_store(folder: pathlib.Path) -> tensorstore.KvStore:
-    return tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
+def _open_store(folder: remote.Path) -> tensorstore.KvStore:
+    return tensorstore.KvStore.open({"driver": "ocdbt", "base": remote.kvstore(folder)}).result()
 
 
 def _keys(store: tensorstore.KvStore) -> list[str]:
@@ -158,11 +161,21 @@ def _check_listed(keys: list[str], names: set[str]) -> None:
         raise ValueError(f"{sorted(missing)[0]} is missing")
 
 
-def steps(folder: pathlib.Path) -> list[int]:
-    """The steps of the finished checkpoints in `folder`, in order."""
+def steps(folder: remote.Path) -> list[int]:
+    """The steps of the finished checkpoints in `folder`, in order. In an object store the manifest finishes one."""
     if not folder.is_dir():
         return []
-    return sorted(int(p.name) for p in folder.iterdir() if _is_step(p.name) and p.is_dir())
+    finished = lambda path: (path / manifest.NAME).exists() if remote.is_remote(path) else path.is_dir()
+    return sorted(int(path.name) for path in folder.iterdir() if _is_step(path.name) and finished(path))
+
+
+def unfinished_steps(folder: remote.Path) -> list[int]:
+    """In an object store: the steps whose checkpoints have no manifest, and were not put aside as damaged."""
+    if not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir() if _is_step(path.name)]
+    marked = lambda name: any((folder / name / marker).exists() for marker in (manifest.NAME, manifest.DAMAGED))
+    return [int(name) for name in names if not marked(name)]
 
 
 def _is_step(name: str) -> bool:
@@ -170,18 +183,23 @@ def _is_step(name: str) -> bool:
     return name.isascii() and name.isdigit() and name == str(int(name))
 
 
-def folder_of(path: pathlib.Path) -> pathlib.Path:
+def folder_of(path: remote.Path) -> remote.Path:
     """The folder that holds the steps' folders: `path/checkpoints` if `path` is a run's folder, else `path`."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     """Open the checkpoint at `path`: one step's folder, or the newest in a run's folder or its `checkpoints/`.
 
     Checks that all files exist and have the right sizes. Their contents are compared when they are read. Raises
     UserError if `path` holds no checkpoint of this program, and Damaged.
     """
-    path = pathlib.Path(path).expanduser().absolute()
+    path = remote.path(path)
+    with remote.explained(path, "read"):
+        return _open(path)
+
+
+def _open(path: remote.Path) -> Checkpoint:
     if not path.exists():
         raise UserError(f"there is no checkpoint at {str(path)!r}")
     folder = folder_of(path)
@@ -198,7 +216,7 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     return Checkpoint(folder, meta["step"], from_dict(meta["config"]), data, **about)
 
 
-def verify(folder: pathlib.Path) -> list[str]:
+def verify(folder: remote.Path) -> list[str]:
     """Reads all files of one step's folder; one line for each damaged file. Empty if intact, or without manifest."""
     try:
         checkpoint = open_checkpoint(folder)
@@ -218,12 +236,12 @@ def reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def damaged(folder: pathlib.Path, error: BaseException) -> Damaged:
+def damaged(folder: remote.Path, error: BaseException) -> Damaged:
     """The error to raise after reading one step's folder raised `error`."""
     return _damaged(folder, reason(error))
 
 
-def _meta(folder: pathlib.Path, path: pathlib.Path) -> dict:
+def _meta(folder: remote.Path, path: remote.Path) -> dict:
     """The item `meta`, checked. path: as the user wrote it, for messages."""
     if not (folder / "meta" / "metadata").is_file() and not _is_step(folder.name):
         raise UserError(f"{str(path)!r} holds no ladder_jax checkpoint")
@@ -239,7 +257,7 @@ def _meta(folder: pathlib.Path, path: pathlib.Path) -> dict:
     return meta
 
 
-def _json(folder: pathlib.Path, item: str) -> Any:
+def _json(folder: remote.Path, item: str) -> Any:
     """Read a JSON item, after comparing it with the manifest if there is one."""
     file = folder / item / "metadata"
     if (folder / manifest.NAME).is_file():
@@ -248,17 +266,17 @@ def _json(folder: pathlib.Path, item: str) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _damaged(folder, f"{item}/metadata is missing") from None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise _damaged(folder, f"its {item} is not JSON") from None
 
 
-def _check_files(folder: pathlib.Path, *, part: str) -> None:
+def _check_files(folder: remote.Path, *, part: str) -> None:
     # Comparing contents reads every file once more: one process does it, the others compare sizes.
     if problems := manifest.problems(folder, part=part, contents=jax.process_index() == 0):
         raise _damaged(folder, problems[0])
 
 
-def _damaged(folder: pathlib.Path, problem: str) -> Damaged:
+def _damaged(folder: remote.Path, problem: str) -> Damaged:
     offer = ""
     for step in steps(folder.parent)[::-1] if _is_step(folder.name) else ():
         before = folder.parent / str(step)

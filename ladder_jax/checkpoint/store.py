@@ -4,6 +4,9 @@ A step is written into the folder `writing.<step>`. Then its manifest is written
 renamed to `<step>`, and only then are older checkpoints removed. So a folder named `<step>` is complete, whenever the
 process or the machine dies. With several processes, each writes its own shards and reports success or an error.
 Process 0 does the rest, and tells all others the outcome: a save succeeds on all processes or fails on all.
+
+An object store has no renames. There a step is written into `<step>` itself, and counts once its manifest is written;
+what has none is removed before the next save.
 """
 
 import contextlib
@@ -19,9 +22,10 @@ from typing import Any
 
 import jax
 
+from ladder_jax import remote
 from ladder_jax.checkpoint import manifest, retention
 from ladder_jax.checkpoint.quiet import WRITING, Quiet
-from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps
+from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps, unfinished_steps
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError
@@ -51,8 +55,9 @@ class Store:
     patience: seconds to wait for another process; after that the run fails.
     """
 
-    def __init__(self, folder: pathlib.Path, *, config: RunConfig, patience: float = PATIENCE):
-        self.folder, self._config, self._patience = folder.absolute(), config, patience
+    def __init__(self, folder: remote.Path, *, config: RunConfig, patience: float = PATIENCE):
+        self.folder, self._config, self._patience = remote.path(folder), config, patience
+        self._remote = remote.is_remote(folder)
         train = config.train
         self._keep = retention.Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None
@@ -115,8 +120,11 @@ class Store:
 
         def create() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _check_room(self.folder, *items.values())
+            if not self._remote:
+                _check_room(self.folder, *items.values())
             self._clear()
+            if self._remote:  # exists if the run went back to an earlier step
+                retention.remove(self._unfinished(step))
             for item in items:
                 (self._unfinished(step) / item).mkdir(parents=True)
 
@@ -140,9 +148,10 @@ class Store:
 
     def _publish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
         writing.finish(texts)
-        retention.remove(self.folder / str(step))  # exists if the run went back to an earlier step
-        self._unfinished(step).rename(self.folder / str(step))
-        manifest.sync_folder(self.folder)
+        if not self._remote:
+            retention.remove(self.folder / str(step))  # exists if the run went back to an earlier step
+            self._unfinished(step).rename(self.folder / str(step))
+            manifest.sync_folder(self.folder)
         with contextlib.suppress(OSError):  # the new checkpoint is complete, and the next save prunes again
             self._prune()
 
@@ -167,15 +176,21 @@ class Store:
 
     def _clear(self) -> None:
         """Remove folders that a kill or a failure left half written or half removed."""
+        if self._remote:
+            for step in unfinished_steps(self.folder):
+                retention.remove(self.folder / str(step))
+            return
         for leftover in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _unfinished(self, step: int) -> pathlib.Path:
+    def _unfinished(self, step: int) -> remote.Path:
         """The folder to write into. A new name after each failure: its abandoned writes may still be running."""
+        if self._remote:
+            return self.folder / str(step)
         return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
 
 
-def loss_of(folder: pathlib.Path) -> float | None:
+def loss_of(folder: remote.Path) -> float | None:
     """The held-out loss stored in a checkpoint; None if it was not measured, or the checkpoint is damaged."""
     try:
         return open_checkpoint(folder).validation_loss

@@ -7,7 +7,6 @@ process whose disk failed never reaches. Here no process waits for another; `sto
 import asyncio
 import concurrent.futures
 import json
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # the paths that Orbax's handlers take
 
+from ladder_jax import remote
 from ladder_jax.checkpoint import manifest
 from ladder_jax.checkpoint.saved import array_shapes, check_listed
 from ladder_jax.nn import Params
@@ -26,7 +26,7 @@ class Writing:
     After construction the arrays have been copied, and may change. Errors are raised by `wait`.
     """
 
-    def __init__(self, folder: pathlib.Path, items: Mapping[str, Params]):
+    def __init__(self, folder: remote.Path, items: Mapping[str, Params]):
         self._folder = epath.Path(folder)
         self._names = {item: set(array_shapes(tree)) for item, tree in items.items()}
         self._handler = ocp.PyTreeCheckpointHandler()
@@ -46,11 +46,11 @@ class Writing:
         """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded on all processes."""
         for item, names in self._names.items():
             self._handler.finalize(self._folder / item)
-            check_listed(pathlib.Path(self._folder / item), names)
+            check_listed(self._folder / item, names)
         for item, value in texts.items():
-            (self._folder / item).mkdir()
-            (self._folder / item / "metadata").write_text(json.dumps(value), encoding="utf-8")
-        manifest.write(pathlib.Path(self._folder))
+            (self._folder / item).mkdir(exist_ok=True)
+            (self._folder / item / "metadata").write_text(json.dumps(value))
+        manifest.write(remote.path(self._folder))
 
     def _start(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
         async def start() -> list[ocp.future.Future]:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from ladder_jax import terminal
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode import Engine, Finish, NoNumbers, Request, Result
@@ -140,4 +141,4 @@ def piped() -> str | None:
 
 
 def _show(text: str) -> None:
-    print(text, end="", flush=True)
+    print(terminal.generated(text), end="", flush=True)

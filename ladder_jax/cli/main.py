@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ladder_jax.cli.verbs import VERBS
-from ladder_jax.errors import RunFailed, UserError, printable, unknown
+from ladder_jax.errors import RunFailed, UserError, one_line, unknown
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # errors of the disk, not of the program
 # Many simulated devices on few cores take long to reach a collective.
@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         VERBS[args.verb].run(args)
         sys.stdout.flush()  # here, so that its errors are handled below
     except UserError as error:
-        print(f"ladder-jax: {printable(str(error))}", file=sys.stderr)
+        print(f"ladder-jax: {one_line(str(error))}", file=sys.stderr)
         return 2
     except RunFailed as error:
-        print(f"ladder-jax: {printable(str(error))}", file=sys.stderr)
+        print(f"ladder-jax: {one_line(str(error))}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
         print("ladder-jax: interrupted", file=sys.stderr)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _give_up_output()
         line = ": ".join(filter(None, (error.filename, error.strerror)))
-        print(f"ladder-jax: {printable(line)}", file=sys.stderr)
+        print(f"ladder-jax: {one_line(line)}", file=sys.stderr)
         return 1
     return 0
 

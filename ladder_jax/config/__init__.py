@@ -34,3 +34,5 @@ from ladder_jax.config.run import Remat as Remat
 from ladder_jax.config.run import RunConfig as RunConfig
 from ladder_jax.config.run import TrainConfig as TrainConfig
 from ladder_jax.config.run import check_fits_mesh as check_fits_mesh
+
+presets = PRESETS  # `lj.presets`

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 from ladder_jax.config.execution import Launch, Loop
-from ladder_jax.config.fields import check, check_positive, fit
+from ladder_jax.config.fields import check, check_positive, fit, shown
 
 
 class Quantize(enum.Enum):
@@ -27,6 +27,8 @@ class DecodeConfig:
     loop: Loop = Loop.UNROLLED
     launch: Launch = Launch.CHAINED
     quantize: Quantize = Quantize.NONE
+
+    __repr__ = shown
 
     def __post_init__(self):
         fit(self, "decode")

@@ -5,6 +5,7 @@ import enum
 import functools
 import json
 import os
+import reprlib
 import types
 import typing
 
@@ -46,6 +47,31 @@ def check_positive(config: object, section: str, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         check(value > 0, f"{section}.{name} must be positive, not {value}")
+
+
+def shown(config: object, *, always: typing.Collection[str] = ()) -> str:
+    """The repr of a dataclass, as one types it: the fields that differ from their defaults, enums by their names.
+
+    always: fields that are there in any case. Long sequences and texts are shortened.
+    """
+    fields = []
+    for field in dataclasses.fields(config):
+        value, default = getattr(config, field.name), field.default
+        differs = type(value) is not type(default) or value != default
+        if field.repr and (field.name in always or differs):
+            fields.append(f"{field.name}={_shortened(value)}")
+    return f"{type(config).__name__}({', '.join(fields)})"
+
+
+def _shortened(value: object) -> str:
+    if isinstance(value, enum.Enum):
+        return repr(value.value)
+    if isinstance(value, str | bytes | tuple | list | dict | set | frozenset):
+        return _SHORT.repr(value)
+    return repr(value)
+
+
+_SHORT = reprlib.Repr(maxtuple=8, maxlist=8, maxdict=4, maxset=4, maxfrozenset=4, maxstring=120, maxother=120)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import json
 import pathlib
 import typing
 
+from ladder_jax import yaml_text
 from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
@@ -15,8 +16,14 @@ TOPOLOGY = ("ladder_layers", "ranks")
 """Fields of the section `model` that belong to its `residual`."""
 
 
-def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
+type ModelOf = typing.Callable[[str], ModelConfig]
+"""The configuration of the model of that name, where it is no checkpoint: `pretrained.model_config`."""
+
+
+def load(source: str, *, overrides: typing.Sequence[str] = (), model_of: ModelOf | None = None) -> RunConfig:
     """The configuration that `source` (a file, or a preset's name) and `a.b=value` overrides describe.
+
+    model_of: for a `train.start` that names no checkpoint of this library; None refuses it.
 
     Raises UserError for an unknown key or preset, a wrong type or an impossible value.
     """
@@ -32,7 +39,7 @@ def load(source: str, *, overrides: typing.Sequence[str] = ()) -> RunConfig:
         raise unknown("configuration (not a .yaml or .json file)", source, PRESETS)
     for override in overrides:
         _set(tree, override)
-    return from_dict(_with_model_of_start(tree))
+    return from_dict(_with_model_of_start(tree, model_of))
 
 
 def from_dict(tree: dict) -> RunConfig:
@@ -57,7 +64,7 @@ def to_dict(config: object) -> typing.Any:
     return config.value if isinstance(config, enum.Enum) else config
 
 
-def _with_model_of_start(tree: dict[str, typing.Any]) -> dict[str, typing.Any]:
+def _with_model_of_start(tree: dict[str, typing.Any], model_of: ModelOf | None) -> dict[str, typing.Any]:
     """`tree`, whose section `model` is completed from the checkpoint that `train.start` names, if it names one.
 
     A `model.preset` goes first. With another `residual` the checkpoint's topology does not count, with another shape
@@ -69,7 +76,7 @@ def _with_model_of_start(tree: dict[str, typing.Any]) -> dict[str, typing.Any]:
         return tree
     if {field.name for field in dataclasses.fields(ModelConfig)} <= model.keys():  # of a run's config.json
         return tree
-    base = _stored_model(path)
+    base = _stored_model(path, model_of)
     if "residual" in model:
         base = {name: value for name, value in base.items() if name not in TOPOLOGY}
     if any(name in model for name in ("d_model", "num_heads")):
@@ -77,7 +84,7 @@ def _with_model_of_start(tree: dict[str, typing.Any]) -> dict[str, typing.Any]:
     return {**tree, "model": {**base, **model}}
 
 
-def _stored_model(path: str) -> dict[str, typing.Any]:
+def _stored_model(path: str, model_of: ModelOf | None) -> dict[str, typing.Any]:
     """The `model` section of a checkpoint: at a run's folder, its `checkpoints/`, or one step's folder."""
     folder = pathlib.Path(path).expanduser()
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
@@ -87,22 +94,28 @@ def _stored_model(path: str) -> dict[str, typing.Any]:
     try:
         return dict(json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))["config"]["model"])
     except OSError:
+        if model_of is not None:
+            return _named_model(path, model_of)
         raise UserError(f"train.start={path!r}: there is no checkpoint of ladder_jax there") from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"train.start={path!r}: the checkpoint there is damaged, or of another program") from None
 
 
-def _read(path: pathlib.Path) -> dict:
-    import yaml  # every JSON file is YAML too
-
+def _named_model(name: str, model_of: ModelOf) -> dict[str, typing.Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return to_dict(model_of(name))
+    except UserError as error:
+        raise UserError(f"train.start: {error}") from None
+
+
+def _read(path: pathlib.Path) -> dict:
+    try:
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read configuration {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"configuration {str(path)!r} is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"configuration {str(path)!r} is not YAML or JSON: {' '.join(str(error).split())}") from None
+    tree = yaml_text.load(text, what=f"configuration {str(path)!r}")  # every JSON file is YAML too
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -111,8 +124,6 @@ def _read(path: pathlib.Path) -> dict:
 
 
 def _set(tree: dict, override: str) -> None:
-    import yaml
-
     dotted, equals, text = override.partition("=")
     if not equals or not all(dotted.split(".")):
         raise UserError(f"override {override!r} is not of the form path.to.field=value")
@@ -125,6 +136,6 @@ def _set(tree: dict, override: str) -> None:
             raise UserError(f"override {override!r}: {section!r} is a single value")
         tree = below
     try:
-        tree[field] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        tree[field] = yaml_text.load(text, what=override)
+    except UserError:
         tree[field] = text

@@ -6,7 +6,7 @@ import numbers
 import re
 
 from ladder_jax.config.execution import Dtype
-from ladder_jax.config.fields import build, check, check_positive, fit
+from ladder_jax.config.fields import build, check, check_positive, fit, shown
 from ladder_jax.errors import UserError, unknown
 
 RESIDUALS = (
@@ -20,6 +20,9 @@ RESIDUALS = (
     "desync-2",
     "no-communication",
 )
+
+SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocab_size", "residual")
+"""What a repr of a model's configuration always shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,8 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_context: int = 8192
 
+    __repr__ = shown
+
     def __post_init__(self):
         fit(self, "model.rope_scaling")
         check_positive(self, "model.rope_scaling", *(f.name for f in dataclasses.fields(self)))
@@ -126,6 +131,9 @@ class ModelConfig:
     ranks: int | None = None
     dtype: Dtype = Dtype.BFLOAT16  # of matmuls and of the sublayers' all-reduces
     residual_dtype: Dtype = Dtype.BFLOAT16
+
+    def __repr__(self) -> str:
+        return shown(self, always=SHAPE)
 
     def __post_init__(self):
         object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))

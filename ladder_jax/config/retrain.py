@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ladder_jax.config.fields import check, check_positive, fit
+from ladder_jax.config.fields import check, check_positive, fit, shown
 from ladder_jax.config.model import parse_residual
 from ladder_jax.errors import unknown
 
@@ -35,6 +35,8 @@ class DistillConfig:
     hidden_weight: float = 0.0  # of the distance between both models' hidden streams, added to the loss
     hidden_every: int = 1  # measured after every so many layers
 
+    __repr__ = shown
+
     def __post_init__(self):
         fit(self, "distill")
         check_positive(self, "distill", "temperature", "hidden_every")
@@ -57,6 +59,8 @@ class ConversionConfig:
     groups: int = 1
     pace: Pace = Pace.RAMP
 
+    __repr__ = shown
+
     def __post_init__(self):
         fit(self, "conversion")
         check(self.steps >= 0, f"conversion.steps must not be negative, not {self.steps}")
@@ -71,6 +75,8 @@ class LoraConfig:
     rank: int = 0  # 0: none, so all weights train
     alpha: float = 16.0  # the product counts alpha / rank times
     targets: str = "all"  # of each layer, such as query,value
+
+    __repr__ = shown
 
     def __post_init__(self):
         fit(self, "lora")

@@ -5,7 +5,7 @@ import enum
 
 from ladder_jax.config.decode import DecodeConfig
 from ladder_jax.config.execution import Loop
-from ladder_jax.config.fields import check, check_positive, fit
+from ladder_jax.config.fields import check, check_positive, fit, shown
 from ladder_jax.config.model import ModelConfig, layer_indices, parse_residual
 from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig
 
@@ -17,6 +17,8 @@ class MeshConfig:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+
+    __repr__ = shown
 
     def __post_init__(self):
         fit(self, "mesh")
@@ -56,7 +58,8 @@ class Format(enum.Enum):
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """`path`: a text file, a folder of them, or `stdlib` for the source of Python's own library; or what
-    `ladder-jax tokenize` made, or a .yaml file with a mixture of those (see data/mixture.py).
+    `ladder-jax tokenize` made, which may be in gs:// or s3://, or a .yaml file with a mixture of those (see
+    data/mixture.py).
 
     `max_bytes`, `tokenizer` (`bytes`, or a folder with a Hugging Face tokenizer.json): of text alone, since a token
     store is tokenized.
@@ -69,6 +72,8 @@ class DataConfig:
     max_bytes: int = 32_000_000
     validation_fraction: float = 0.05
     format: Format = Format.TEXT
+
+    __repr__ = shown
 
     def __post_init__(self):
         fit(self, "data")
@@ -138,6 +143,8 @@ class TrainConfig:
     rollback_batches: int = 100  # batches up to the bad one that a rollback leaves out
     peak_tflops: float | None = None  # of one device, for the MFU; empty: by a table
 
+    __repr__ = shown
+
     def __post_init__(self):
         fit(self, "train")
         check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
@@ -175,16 +182,24 @@ class OnDamaged(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class FolderConfig:
-    """`dir`: the run's folder; empty for `runs/<name>`. `wandb`: a project of Weights & Biases to log to."""
+    """`dir`: the run's folder, which may be gs://bucket/folder; empty for `runs/<name>`.
+
+    `wandb`: a project of Weights & Biases to log to. `profiler_port`: process i offers jax's profiler on this port + i.
+    """
 
     name: str = "run"
     dir: str | None = None
     on_damaged: OnDamaged = OnDamaged.STOP
     tensorboard: bool = True
     wandb: str | None = None
+    profiler_port: int | None = None
+
+    __repr__ = shown
 
     def __post_init__(self):
         fit(self, "run")
+        port = self.profiler_port
+        check(port is None or 0 < port < 2**16, f"run.profiler_port must be between 1 and 65535, not {port}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +213,11 @@ class RunConfig:
     distill: DistillConfig = DistillConfig()
     conversion: ConversionConfig = ConversionConfig()
     lora: LoraConfig = LoraConfig()
+
+    def __repr__(self) -> str:
+        """A line a section, of those that differ from their defaults."""
+        sections = [f"  {name}={value!r},\n" for name, value in vars(self).items() if value != type(value)()]
+        return f"RunConfig(\n{''.join(sections)})" if sections else "RunConfig()"
 
     def __post_init__(self):
         fit(self, "")

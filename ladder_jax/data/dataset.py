@@ -8,6 +8,7 @@ import pathlib
 import grain
 import numpy as np
 
+from ladder_jax import remote
 from ladder_jax.config import DataConfig, Format, TrainConfig
 from ladder_jax.data import batches, examples, mixture, text
 from ladder_jax.data import tokenizer as tokenizers
@@ -42,6 +43,7 @@ def load(config: DataConfig, *, train: TrainConfig, vocab_size: int, tokenizer: 
     Raises UserError if the data is missing, unreadable or too short, or has more different tokens than `vocab_size`.
     """
     path, required = pathlib.Path(config.path).expanduser(), tokenizer
+    path = remote.path(config.path) if remote.is_remote(config.path) else path
     if required is None or config.tokenizer != BYTES:
         tokenizer = tokenizers.load(config.tokenizer)
         _check_same(f"data.tokenizer={config.tokenizer!r}", tokenizer, required)
@@ -51,6 +53,8 @@ def load(config: DataConfig, *, train: TrainConfig, vocab_size: int, tokenizer: 
         dataset = _mixed(mixture.read(path), config, train, vocab_size)
     elif path.is_dir() and is_store(path):
         dataset = _stored(Store(path), config, train, vocab_size)
+    elif remote.is_remote(path):
+        raise UserError(f"data.path={config.path!r}: there is no token store; text is read from local files only")
     else:
         dataset = _text(config, train, vocab_size, tokenizer)
     _check_same(f"the tokens of data.path={config.path!r}", dataset.tokenizer, required)

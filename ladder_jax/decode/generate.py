@@ -1,6 +1,5 @@
 """Text from a model: prefill, then the token loop, a chunk of tokens at a time."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as GeneratorOf
@@ -14,33 +13,28 @@ from ladder_jax.decode import cache, steps, weights
 from ladder_jax.decode.request import Decoder, NoNumbers, Piece, Request, Result, TokenSequence, check_prompts
 from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
-from ladder_jax.errors import RunFailed
-from ladder_jax.nn import ModelDef, Params
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.nn import ModelDef, Params, Transformer
 
 type Chunk = tuple[jax.Array, jax.Array | None]
 """New tokens of all rows, [B] or [B, n], and their log-probabilities, if the program gives them."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Generator:
-    """Generates with fixed parameters: `Generator.of(definition, params).tokens([[1, 2]], config=...)`."""
+    """Generates with fixed parameters: `Generator(model).tokens([[1, 2]], config=...)`."""
 
-    definition: ModelDef
-    params: Params
-    loop: Loop
-    quantize: Quantize = Quantize.NONE
-
-    @classmethod
-    def of(
-        cls,
-        definition: ModelDef,
-        params: Params | weights.Reader,
+    def __init__(
+        self,
+        model: Transformer | ModelDef,
+        params: Params | weights.Reader | None = None,
         *,
         loop: Loop = Loop.UNROLLED,
         quantize: Quantize = Quantize.NONE,
-    ) -> "Generator":
-        """`params` as they are trained and stored, float32 and stacked, in memory or read one by one."""
-        return cls(definition, weights.prepare(definition, params, loop=loop, quantize=quantize), loop, quantize)
+    ):
+        """A ModelDef needs `params`: as they are trained and stored, stacked, in memory or read one by one."""
+        self.definition, params = parts_of(model, params)
+        self.params = weights.prepare(self.definition, params, loop=loop, quantize=quantize)
+        self.loop, self.quantize = loop, quantize
 
     def pieces(
         self,
@@ -111,7 +105,8 @@ class Generator:
     ) -> Iterator[Chunk]:
         """The first token of each prompt, then CHUNK tokens at a time until there are at least `new`.
 
-        Each chunk is sent to the devices before the one before it is yielded: they need not wait for the host.
+        The first token does not wait until the decode program is compiled. Each later chunk is sent to the devices
+        before the one before it is yielded: they need not wait for the host.
         """
         definition, form = self.definition, dict(loop=self.loop, quantize=self.quantize)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -125,14 +120,31 @@ class Generator:
         logits, caches = steps.prefill_in_chunks(definition, self.params, padded, lengths, **sizes, **form)
         seen = steps.seen_in(definition)(padded, lengths)
         token, logprob = steps.sample_first(definition, choice=choice)(logits, settings, ends, seen)
-        decode, chunk = steps.decode_many(definition, choice=choice, launch=launch, **form), (token, logprob)
-        for made in range(1, new, CHUNK):
-            if made > 1:
+        yield token, logprob
+        decode, chunk = steps.decode_many(definition, choice=choice, launch=launch, **form), None
+        for _ in range(1, new, CHUNK):
+            if chunk:
                 token, ends = _advance(definition)(chunk[0], ends)
             tokens, logprobs, caches, seen = decode(self.params, caches, seen, token, ends, settings)
-            yield chunk
+            if chunk:
+                yield chunk
             chunk = tokens, logprobs
-        yield chunk
+        if chunk:
+            yield chunk
+
+
+def parts_of(
+    model: Transformer | ModelDef, params: Params | weights.Reader | None
+) -> tuple[ModelDef, Params | weights.Reader]:
+    """The definition and parameters of a Transformer, or of a ModelDef with `params`. Raises UserError for less."""
+    if isinstance(model, Transformer):
+        return model.definition, model.params if params is None else params
+    if not isinstance(model, ModelDef) or params is None:
+        raise UserError(f"decoding needs a Transformer, or a ModelDef and its params, not {model!r:.80}")
+    return model, params
+
+    def __repr__(self) -> str:
+        return f"Generator(loop={self.loop.value!r}, quantize={self.quantize.value!r}, of {self.definition!r})"
 
 
 @functools.cache

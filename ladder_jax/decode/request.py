@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from ladder_jax.config import DecodeConfig
+from ladder_jax.config.fields import shown
 from ladder_jax.errors import RunFailed, UserError
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -63,6 +64,8 @@ class Request:
     stop_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
     logprobs: bool = False
+
+    __repr__ = shown
 
     def __post_init__(self):
         if self.seed is None:
@@ -142,6 +145,8 @@ class Piece:
     text: str | None
     logprobs: tuple[float, ...] | None
 
+    __repr__ = shown
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -157,6 +162,8 @@ class Result:
     logprobs: tuple[float, ...] | None
     finish: Finish
     prompt_tokens: int
+
+    __repr__ = shown
 
 
 class TokenSequence:

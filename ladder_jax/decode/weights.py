@@ -20,7 +20,8 @@ from ladder_jax.config import Loop, Quantize
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, parameter, quantized
 from ladder_jax.nn.quantized import Int8
-from ladder_jax.parallel import Layout, is_v5e, on_mesh, over_ranks, placing
+from ladder_jax.parallel import Layout, is_v5e, on_mesh, over_ranks
+from ladder_jax.parallel import mesh as meshes
 
 if TYPE_CHECKING:
     from ladder_jax.checkpoint import Key
@@ -246,7 +247,7 @@ class _Work:
                 layers.append(value)
                 continue
             stack = self._empty(value) if stack is None else stack
-            stack = jax.block_until_ready(placing.put(stack, value, layer))
+            stack = jax.block_until_ready(meshes.put(stack, value, layer))
             del value
         return stack if self.loop is Loop.SCAN else tuple(layers)
 
@@ -271,7 +272,7 @@ class _Work:
     def _empty(self, value: jax.Array | Int8) -> jax.Array | Int8:
         definition = self.target.definition
         sharding, count = definition.layout.sharding, definition.config.num_layers
-        zeros = lambda a, d: placing.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
+        zeros = lambda a, d: meshes.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
         return jax.tree.map(zeros, value, _stored_dims(self.quantize, self.target.dims))
 
 

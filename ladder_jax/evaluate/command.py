@@ -45,6 +45,9 @@ def run(args: dict) -> None:
     measure = {"text": _text, "multiple_choice": _multiple_choice, "generation": _generation}[way](args)
     model = open_model(
         args["checkpoint"],
+        ladder_layers=args["ladder_layers"],
+        residual=args["residual"],
+        ranks=args["ranks"],
         tensor=args["tensor"],
         data=args["data"] or 1,
         window=args["window"],

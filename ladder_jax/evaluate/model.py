@@ -1,4 +1,4 @@
-"""What is evaluated: a model on its mesh with its tokenizer, from a checkpoint or from memory."""
+"""What is evaluated: a model on its mesh with its tokenizer, by its name or from memory."""
 
 import dataclasses
 import functools
@@ -6,14 +6,14 @@ import json
 import os
 from collections.abc import Callable
 
-from ladder_jax import checkpoint, config, nn, parallel
-from ladder_jax.checkpoint import Checkpoint, Pieces, manifest
+from ladder_jax import config, pretrained
 from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.decode import Engine, default_tensor, memory, weights
+from ladder_jax.decode import Engine, memory, weights
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import pairs
 from ladder_jax.evaluate.scorer import BATCH_TOKENS, Scorer
 from ladder_jax.nn import ModelDef, Params, Transformer
+from ladder_jax.pretrained import OpenedModel
 
 WINDOW = 2048  # lm-evaluation-harness's default, where a model names none
 SLOTS = 8  # texts that are written at the same time
@@ -75,36 +75,37 @@ class Model:
 
 
 def open_model(
-    path: str | os.PathLike,
+    name: str | os.PathLike,
     *,
+    ladder_layers: str | None = None,
+    residual: str | None = None,
+    ranks: int | None = None,
     tensor: int | None = None,
     data: int = 1,
     window: int | None = None,
     prefix: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Model:
-    """The checkpoint at `path` on data x tensor devices (default tensor: as trained, if there are as many).
+    """The model called `name` on data x tensor devices (default tensor: as trained, if there are as many).
 
-    window: by default the length of the sequences it was trained on. prefix: see `pairs.prefix_of`.
-    Its weights are read when they are needed. Raises UserError where there is no checkpoint, it is damaged, or the
-    mesh is not possible.
+    name, ladder_layers, residual, ranks: as in `pretrained.open_model`. window: by default the length of the sequences
+    it was trained on. prefix: see `pairs.prefix_of`. Its weights are read when they are needed. Raises UserError where
+    there is no such model, it is damaged, or the mesh is not possible.
     """
-    saved = checkpoint.open_checkpoint(path)
-    tokenizer = saved.tokenizer()
+    opened = pretrained.open_model(name, ladder_layers=ladder_layers, residual=residual, ranks=ranks)
+    tokenizer = opened.tokenizer()
     prefix = pairs.prefix_of(tokenizer) if prefix is None else prefix
-    mesh = parallel.make_mesh(data=data, tensor=tensor or default_tensor(saved.config))
-    definition = nn.define(saved.config.model, mesh=mesh)
+    definition = opened.define(tensor=tensor, data=data)
     return Model(
         definition,
-        lambda: Pieces(saved, definition),
+        lambda: opened.reader(definition),
         tokenizer,
-        saved.config.train.sequence if window is None else window,
+        opened.config.train.sequence if window is None else window,
         prefix,
-        _digest(saved, tokenizer),
+        _digest(opened, tokenizer),
         batch_tokens,
     )
 
 
-def _digest(saved: Checkpoint, tokenizer: Tokenizer) -> str:
-    listed = (saved.path / manifest.NAME).read_text(encoding="utf-8") if saved.has_manifest else ""
-    return json.dumps([saved.step, config.to_dict(saved.config.model), tokenizer.name, listed])
+def _digest(opened: OpenedModel, tokenizer: Tokenizer) -> str:
+    return json.dumps([opened.identity, config.to_dict(opened.config.model), tokenizer.name])

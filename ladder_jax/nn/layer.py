@@ -10,7 +10,7 @@ from ladder_jax import residual
 from ladder_jax.config import Launch, ModelConfig
 from ladder_jax.nn import kernels
 from ladder_jax.nn.modules import MLP, Attention, RMSNorm
-from ladder_jax.nn.parameter import Sizes, sizes_of
+from ladder_jax.nn.parameter import Module, Sizes, sizes_of
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables
 from ladder_jax.parallel import rank
 from ladder_jax.residual import State, Step
@@ -45,7 +45,7 @@ def layer_context(
     return LayerContext(axes, jnp.dtype(config.dtype.value), kernel, table, first_rank, positions, launch, normalised)
 
 
-class Layer(nnx.Module):
+class Layer(Module):
     """`Layer(config, rngs=nnx.Rngs(0))(x)` on one device; inside `jax.shard_map` with the `axes` of its ranks."""
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):

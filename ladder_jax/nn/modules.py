@@ -9,7 +9,7 @@ from flax import nnx
 
 from ladder_jax.config import Biases, ModelConfig
 from ladder_jax.nn import kernels, quantized
-from ladder_jax.nn.parameter import Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
+from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables, rotate
 from ladder_jax.parallel import all_reduce, rank
 from ladder_jax.parallel.collectives import EMBEDDING
@@ -17,7 +17,7 @@ from ladder_jax.parallel.collectives import EMBEDDING
 Reduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(Module):
     """x / rms(x) * scale (arXiv 1910.07467), in float32, over the last dimension: `dim`, D or H (query/key norms)."""
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None, dim: str = "D"):
@@ -36,7 +36,7 @@ class RMSNorm(nnx.Module):
         return (x.astype(jnp.float32) * scale).astype(dtype)
 
 
-class Attention(nnx.Module):
+class Attention(Module):
     """Grouped-query attention. Under tensor parallelism the heads are split; the output projection gives a partial sum.
 
     With fewer key/value heads than ranks, several ranks hold (and cache) the same head. `Attention(config,
@@ -117,7 +117,7 @@ class Attention(nnx.Module):
         ]
 
 
-class MLP(nnx.Module):
+class MLP(Module):
     """SwiGLU (arXiv 2002.05202): silu(x gate) * (x up), then down.
 
     Under tensor parallelism F is split, and the down projection gives a partial sum.
@@ -155,7 +155,7 @@ class MLP(nnx.Module):
         return out
 
 
-class Embedding(nnx.Module):
+class Embedding(Module):
     """A [V, D] table, used to look tokens up, to score them, or (tied) both. A rank holds V / ranks of its rows.
 
     On one device `Embedding(config, rngs=nnx.Rngs(0))(tokens)` looks up, and its `logits(x)` scores.

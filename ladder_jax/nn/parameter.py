@@ -99,12 +99,36 @@ def padded_vocabulary(size: int, *, ranks: int) -> int:
     return -(-size // multiple) * multiple
 
 
+class Parameter(nnx.Param):
+    """A Flax Param whose repr is its dimensions, shape and dtype, and no values."""
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.form})"
+
+    @property
+    def form(self) -> str:
+        """Such as "DNH 128 x 8 x 16 float32"."""
+        arrays = (f"{' x '.join(map(str, array.shape))} {array.dtype}" for array in jax.tree.leaves(self))
+        return f"{self.dims:<4} {', '.join(arrays)}"
+
+
+class Module(nnx.Module):
+    """A Flax module whose repr lists its parameters, one a line, by the names that checkpoints store."""
+
+    def __repr__(self) -> str:
+        params = {".".join(path): param for path, param in nnx.to_flat_state(nnx.state(self))}
+        width = max(map(len, params), default=0)
+        count = sum(array.size for array in jax.tree.leaves(params))
+        lines = [f"  {name:<{width}}  {param.form}" for name, param in params.items()]
+        return "\n".join([f"{type(self).__name__} of {count:,} parameters", *lines])
+
+
 def sizes_of(config: ModelConfig | Sizes) -> Sizes:
     """What a module is declared with: a model's sizes on one rank, or the given ones."""
     return config if isinstance(config, Sizes) else Sizes(config)
 
 
-def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None = None) -> nnx.Param:
+def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None = None) -> Parameter:
     """A float32 parameter: `declare("DNH", sizes=sizes, init=Normal(0.02), rngs=rngs)`.
 
     Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a jax.ShapeDtypeStruct):
@@ -113,9 +137,9 @@ def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None
     dims = "L" + dims if sizes.stacked else dims
     shape = tuple(sizes[dim] for dim in dims)
     if rngs is None:
-        return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
+        return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
     value = _draw(init, rngs.params(), dims=dims, shape=shape, vocab_size=sizes.config.vocab_size)
-    return nnx.Param(value, dims=dims, init=init)
+    return Parameter(value, dims=dims, init=init)
 
 
 def _draw(init: Initializer, key: jax.Array, *, dims: str, shape: tuple[int, ...], vocab_size: int) -> jax.Array:

@@ -11,10 +11,12 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import arguments
 from ladder_jax.nn.forward import hidden, logits
 from ladder_jax.nn.model_def import ModelDef, Params, declare, define, initialize
+from ladder_jax.nn.parameter import Module
 from ladder_jax.parallel import Compiled, make_mesh, on_mesh, over_ranks, with_ranks
+from ladder_jax.residual import Topology
 
 
-class Transformer(nnx.Module):
+class Transformer(Module):
     """A Llama-family decoder: `Transformer(preset("tiny"), rngs=nnx.Rngs(0), mesh=make_mesh(tensor=4))`.
 
     Its attributes are Flax modules (`model.layers.attention.query`), each parameter of which is a
@@ -55,9 +57,21 @@ class Transformer(nnx.Module):
         return self.definition.config
 
     @property
+    def mesh(self) -> Mesh:
+        return self.definition.layout.mesh
+
+    @property
+    def topology(self) -> Topology:
+        return self.definition.topology
+
+    @property
     def params(self) -> Params:
         """The plain nested dict of arrays that compiled functions take."""
         return nnx.to_pure_dict(nnx.state(self))
+
+    def __repr__(self) -> str:
+        first, *parameters = super().__repr__().splitlines()
+        return "\n".join([f"{first}, {self.definition.layout}", f"  {self.config}", *parameters])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp.

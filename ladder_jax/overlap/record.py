@@ -32,7 +32,7 @@ class Record:
     bytes_minimum: weights and cache, each read once (decode); None for other phases.
     """
 
-    hlo: str
+    hlo: str = dataclasses.field(repr=False)
     jax: str
     compiler: str
     options: dict

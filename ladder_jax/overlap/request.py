@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from ladder_jax.config import (
+    PRESETS,
     Launch,
     Loop,
     MeshConfig,
@@ -12,11 +13,13 @@ from ladder_jax.config import (
     Quantize,
     Remat,
     check_fits_mesh,
+    model_from_dict,
     parse_residual,
     preset,
+    to_dict,
 )
 from ladder_jax.errors import UserError
-from ladder_jax.schedule import shards, targets
+from ladder_jax.schedule import models, shards, targets
 from ladder_jax.schedule.targets import Target
 
 
@@ -24,6 +27,7 @@ from ladder_jax.schedule.targets import Target
 class Request:
     """A program to compile.
 
+    model: as the user typed it. shape: its configuration, where it is no preset.
     batch: rows on one data shard; the fsdp axis shards the batch too.
     context: the cache's capacity in positions per row. Decode fills all of them, prefill those of the prompt.
     sequence_parallel: the residual stream is split along the sequence over the tensor axis (see residual/sequence.py).
@@ -45,13 +49,13 @@ class Request:
     quantize: Quantize = Quantize.NONE
     fsdp: int = 1
     sequence_parallel: bool = False
+    shape: ModelConfig | None = None
 
     @property
     def config(self) -> ModelConfig:
         changes = dict(num_layers=self.layers, residual=self.residual, ladder_layers=self.ladder_layers)
-        if parse_residual(self.residual).depends_on_ranks:
-            changes["ranks"] = self.tensor
-        return preset(self.model, **changes)
+        ranks = self.tensor if parse_residual(self.residual).depends_on_ranks else None
+        return dataclasses.replace(self.shape or preset(self.model), **changes, ranks=ranks)
 
     @property
     def tokens(self) -> int:
@@ -59,15 +63,16 @@ class Request:
         return self.batch if self.phase is Phase.DECODE else self.batch * self.prompt_length
 
     def as_dict(self) -> dict:
-        return {
-            "target": self.target.name,
-            **{f.name: _json_value(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "target"},
-        }
+        named = [f.name for f in dataclasses.fields(self) if f.name not in ("target", "shape")]
+        values = {"target": self.target.name, **{name: _json_value(getattr(self, name)) for name in named}}
+        return values if self.shape is None else {**values, "shape": to_dict(self.shape)}
 
     @classmethod
     def from_dict(cls, values: dict) -> "Request":
         enums = {"phase": Phase, "loop": Loop, "remat": Remat, "launch": Launch, "quantize": Quantize}
         converted = {name: enums[name](value) if name in enums else value for name, value in values.items()}
+        if "shape" in values:
+            converted["shape"] = model_from_dict(values["shape"])
         return cls(**{**converted, "target": targets.parse(values["target"])})
 
 
@@ -92,7 +97,7 @@ def make(
 ) -> Request:
     """A checked request. Raises UserError for an invalid one."""
     parsed = targets.parse(target)
-    config = preset(model)
+    config = models.by_name(model)
     count = parsed.count
     numbers = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
     for name, value in numbers.items():
@@ -120,6 +125,7 @@ def make(
         quantize=quantize,
         fsdp=fsdp,
         sequence_parallel=sequence_parallel,
+        shape=None if model in PRESETS else config,
     )
     if fsdp > 1 and phase is not Phase.TRAIN:
         raise UserError(f"--fsdp is for train (serving keeps every layer's weights), not for {phase.value}")

@@ -1,7 +1,6 @@
 """The result of `ladder-jax overlap` as JSON; text.py formats it for a terminal."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 
 from ladder_jax.config import Phase
@@ -10,7 +9,7 @@ from ladder_jax.overlap.record import Record
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import hlo, judge, traffic
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.report import Other, Reduction, Report, Status, Transfer, hidden, hidden_bytes
+from ladder_jax.schedule.report import Other, Reduction, Report, Transfer, hidden, hidden_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +18,11 @@ class Result:
     record: Record
     report: Report
     bytes_accessed: int
+
+    def __repr__(self) -> str:
+        request = self.request
+        title = f"{request.model}, {request.residual}, {request.phase.value} on {request.target.name}"
+        return f"Result({title}: {self.verdict})"
 
     def as_dict(self) -> dict:
         """The JSON object. Counts are those of `schedule.report`; bytes are those of one device.
@@ -62,26 +66,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        report = self.report
-        if not report.all_reduces:
-            return "no all-reduces: no sublayer of this program communicates"
-        noun = "collectives" if self.request.sequence_parallel else "all-reduces"
-        line = f"{report.hidden} of {report.all_reduces} {noun} hidden"
-        not_hidden = [r for r in report.reductions if r.status is not Status.HIDDEN]
-        if not not_hidden:
-            return line
-        if report.merged:
-            return f"{line}; {report.merged} were merged by the compiler, so no compute can hide them"
-        if report.hidden == 0:
-            waits = {Status.SYNCHRONOUS: "synchronous"}
-            kinds = ", ".join(sorted({waits.get(r.status, "awaited where it is issued") for r in not_hidden}))
-            return f"{line}: each is {kinds}"
-        if len(not_hidden) == 1 and not_hidden[0].layer == "last":
-            return f"{line}; the last has nothing left to hide under"
-        counts = Counter()
-        for reduction in not_hidden:
-            counts[reduction.status] += reduction.count
-        return f"{line}; exposed: " + ", ".join(f"{count} {status.value}" for status, count in counts.items())
+        return self.report.verdict
 
 
 def read(request: Request, record: Record) -> Result:

@@ -23,6 +23,10 @@ from ladder_jax.parallel.mesh import make_mesh as make_mesh
 from ladder_jax.parallel.mesh import on_mesh as on_mesh
 from ladder_jax.parallel.mesh import over_ranks as over_ranks
 from ladder_jax.parallel.mesh import with_ranks as with_ranks
+from ladder_jax.parallel.platform import has_accelerator as has_accelerator
+from ladder_jax.parallel.platform import prefer_cpu
 from ladder_jax.parallel.traits import Overlap as Overlap
 from ladder_jax.parallel.traits import Split as Split
 from ladder_jax.parallel.traits import Traits as Traits
+
+prefer_cpu()  # before anything of ours asks jax for its devices

@@ -48,6 +48,11 @@ class Answer:
     considered: int
     smallest: Plan
 
+    def __repr__(self) -> str:
+        best = f", the fastest {self.plans[0].candidate!r}" if self.plans else ""
+        fitting = f"{len(self.plans)} of {self.considered} candidates fit"
+        return f"Answer({self.request.name} on {self.request.target.name}: {fitting}{best})"
+
 
 def ranked(request: Request) -> list[Plan]:
     """All candidates, the fastest first; among equally fast ones, first those with less memory."""

@@ -1,11 +1,10 @@
 """The checked arguments of `ladder-jax plan`; imports no jax."""
 
 import dataclasses
-import pathlib
 
-from ladder_jax.config import ModelConfig, load, parse_residual, preset
+from ladder_jax.config import ModelConfig, parse_residual
 from ladder_jax.errors import UserError
-from ladder_jax.schedule import targets
+from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
 
 
@@ -37,14 +36,11 @@ def make(
     residual: str | None = None,
     layers: int | None = None,
 ) -> Request:
-    """A checked request. model: a preset's name or a configuration file. Raises UserError for an invalid request."""
+    """A checked request. model: as in `schedule.models.by_name`. Raises UserError for an invalid request."""
     parsed = targets.parse(target)
     changes = {"residual": residual, "num_layers": layers}
     changes = {name: value for name, value in changes.items() if value is not None}
-    if pathlib.Path(model).suffix in (".yaml", ".yml", ".json"):
-        config = dataclasses.replace(load(model).model, **changes)
-    else:
-        config = preset(model, **changes)
+    config = dataclasses.replace(models.by_name(model), **changes)
     for name, value in (("tokens", tokens), ("sequence", sequence)):
         if value < 1:
             raise UserError(f"--{name} must be positive, not {value}")

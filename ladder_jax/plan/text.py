@@ -1,14 +1,18 @@
 """The result of `ladder-jax plan` for a terminal."""
 
+from ladder_jax.config import PRESETS
 from ladder_jax.plan.plans import Answer, Plan
+from ladder_jax.terminal import Table
 
 SHOWN = 12  # plans in the table, each with its fastest microbatch; --json has all plans
-COLUMNS = ("d x f x t", "remat", "stream", "rows", "parts", "GiB", "s a step", "MFU", "waits", "again")
+COLUMNS = (
+    "dxfxt", "remat", "sequence-parallel", "rows", "accumulate", "GiB", "s a step", "MFU", "waiting", "recomputed"
+)  # fmt: skip
 GIB = 2**30
 
 
 def lines(answer: Answer) -> list:
-    """Lines and a table, for rich to print."""
+    """Lines and a table, for `terminal.show`."""
     request = answer.request
     room = "" if request.target.memory is None else f", {request.target.memory / GIB:.0f} GiB a device"
     title = (
@@ -16,24 +20,30 @@ def lines(answer: Answer) -> list:
     )
     title += f" {request.tokens:,} tokens a step, in sequences of {request.sequence:,}"
     if not answer.plans:
-        return [_nothing_fits(answer), title, *_refused(answer)]
+        cure = "nothing fits: take more devices, shorter sequences or a smaller model"
+        return [cure, f"reason    {_smallest(answer)}", title, *_refused(answer)]
     best = answer.plans[0]
     overrides = " ".join(f"{name}={value}" for name, value in best.candidate.overrides(request).items())
     return [
-        f"take {_name(best)}: {_why(answer)}",
+        f"take {_name(best)}",
+        f"reason    {_why(answer)}",
         title,
-        "",
         _table(answer),
         f"{len(answer.plans)} of {answer.considered} candidates fit: the fastest microbatch of up to {SHOWN} is shown",
         *_refused(answer),
-        "d x f x t: mesh.data x fsdp x tensor; stream: split if sequence-parallel; rows: sequences in a microbatch of",
-        "one batch shard; parts: microbatches per step; GiB of a device: = from the compiler's memory_analysis of the",
-        "whole training step, ~ estimated from shapes; the other columns are estimates (ladder_jax/plan/speed.py):",
-        "MFU; waits: share of time in which devices wait for transfers; again: recomputed FLOPs over the model's",
+        "dxfxt: mesh.data x fsdp x tensor; rows: sequences in a microbatch of one batch shard; accumulate:"
+        " microbatches per step; GiB of a device: = from the compiler's memory_analysis of the whole training step,"
+        " ~ estimated from shapes; the other columns are estimates (ladder_jax/plan/speed.py): MFU; waiting: share of"
+        " time in which devices wait for transfers; recomputed: FLOPs computed again, over the model's",
         *(["note      a simulated device has no memory limit, and its speed here is nominal"] if not room else []),
         "",
-        f"ladder-jax train {request.name} {overrides}",
+        f"ladder-jax train {_training(request.name)} {overrides}",
     ]
+
+
+def _training(name: str) -> str:
+    """What `train` takes for the model: a preset or a file as it is, another model as the weights to begin with."""
+    return name if name in PRESETS or name.endswith((".yaml", ".yml", ".json")) else f"RECIPE.yaml train.start={name}"
 
 
 def _why(answer: Answer) -> str:
@@ -44,12 +54,11 @@ def _why(answer: Answer) -> str:
     return f"{evidence}, and among the plans that fit it has the fastest estimate: {best.speed.seconds:.3g} s a step"
 
 
-def _nothing_fits(answer: Answer) -> str:
+def _smallest(answer: Answer) -> str:
     smallest, request = answer.smallest, answer.request
     return (
-        f"nothing fits: of {answer.considered} candidates the smallest, {_name(smallest)}, is estimated at"
-        f" {smallest.memory.device / GIB:.1f} GiB of a device's {request.target.memory / GIB:.0f}: take more devices,"
-        " shorter sequences or a smaller model"
+        f"of {answer.considered} candidates the smallest, {_name(smallest)}, is estimated at"
+        f" {smallest.memory.device / GIB:.1f} GiB of a device's {request.target.memory / GIB:.0f}"
     )
 
 
@@ -81,20 +90,14 @@ def _refused(answer: Answer) -> list[str]:
     return refused_lines
 
 
-def _table(answer: Answer):
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in COLUMNS:
-        left = name in ("d x f x t", "remat", "stream")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+def _table(answer: Answer) -> Table:
+    rows = []
     for plan in _shown(answer):
         candidate, speed, mesh = plan.candidate, plan.speed, plan.candidate.mesh
-        table.add_row(
-            f"{mesh.data} x {mesh.fsdp} x {mesh.tensor}",
+        rows.append((
+            f"{mesh.data}x{mesh.fsdp}x{mesh.tensor}",
             candidate.remat.value,
-            "split" if candidate.sequence_parallel else "whole",
+            "yes" if candidate.sequence_parallel else "no",
             str(candidate.rows),
             str(candidate.accumulate),
             f"{'~' if plan.confirmed is None else '='}{plan.bytes / GIB:.1f}",
@@ -102,5 +105,5 @@ def _table(answer: Answer):
             f"{speed.mfu:.0%}",
             f"{speed.exposed / speed.seconds:.0%}",
             f"{speed.recomputed:.0%}",
-        )
-    return table
+        ))  # fmt: skip
+    return Table(COLUMNS, rows, left=("dxfxt", "remat", "sequence-parallel"))

@@ -8,7 +8,7 @@ extrapolated: all layers but the outermost have the same schedule.
 
 import dataclasses
 
-from ladder_jax.config import Phase, preset
+from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE, Hardware
 from ladder_jax.overlap import compile as compiling
@@ -60,7 +60,7 @@ def _speed(request: Request, residual: str, target: str) -> Speed:
 
 
 def _pass(request: Request, residual: str, target: str, phase: Phase) -> Pass:
-    layers = request.layers or preset(request.model).num_layers
+    layers = request.layers or request.shape.num_layers
     # A hybrid's layers differ, so all of them are compiled.
     depths = DEPTHS if layers > DEPTHS[1] and request.ladder_layers is None else (layers,)
     passes = [_compiled_pass(request, residual, target, phase, depth) for depth in depths]

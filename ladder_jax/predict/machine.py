@@ -5,6 +5,7 @@ import math
 import pathlib
 import typing
 
+from ladder_jax import yaml_text
 from ladder_jax.errors import UserError, member, unknown
 from ladder_jax.predict.link import Link, Network, Ring
 
@@ -39,7 +40,7 @@ class Machine:
     launch: float
     contention: float
     link: Link | None
-    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    sources: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     def seconds(self, *, flops: float, size: float, launches: float = 0.0) -> float:
         """Time of kernels that compute `flops` and move `size` bytes: the longer of the two, plus the launches."""
@@ -73,15 +74,14 @@ def load(name: str) -> Machine:
 
 def _tree(path: pathlib.Path, *, seen: tuple[str, ...]) -> dict:
     """The file's sections, merged into those of the machine in `based_on`."""
-    import yaml
-
     where = f"hardware {str(path)!r}"
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {where}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{where} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{where} is not UTF-8 text") from None
+    tree = yaml_text.load(text, what=where)
     if not isinstance(tree, dict):
         raise UserError(f"{where} must hold constants such as 'bandwidth: 3.35e12', not {type(tree).__name__}")
     if "based_on" not in tree:

@@ -24,7 +24,7 @@ class Pass:
     seconds: float
     wire: float
     exposed: float
-    sublayers: Timeline | None = None
+    sublayers: Timeline | None = dataclasses.field(default=None, repr=False)
 
     @property
     def hidden(self) -> float:

@@ -3,12 +3,13 @@
 import dataclasses
 import re
 
-from ladder_jax.config import RESIDUALS, ModelConfig, parse_residual, preset
+from ladder_jax.config import RESIDUALS, ModelConfig, parse_residual
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.predict import implementation as implementations
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.implementation import Implementation
 from ladder_jax.predict.machine import Machine
+from ladder_jax.schedule import models
 from ladder_jax.splits import check_divides, divisors
 from ladder_jax.words import positive, words
 
@@ -17,9 +18,12 @@ BASELINE = "standard"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """residuals: in the order of the result's rows. ladder_layers: makes hybrids of the ladder kinds among them."""
+    """model: as the user typed it; shape: its configuration. residuals: in the order of the result's rows.
+    ladder_layers: makes hybrids of the ladder kinds among them.
+    """
 
     model: str
+    shape: ModelConfig
     machine: Machine
     tensor: int
     batch: int
@@ -33,12 +37,13 @@ class Request:
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
         name = parse_residual(residual)
-        changes = {} if self.layers is None else {"num_layers": self.layers}
-        if name.depends_on_ranks:
-            changes["ranks"] = self.tensor
-        if name.is_ladder:
-            changes["ladder_layers"] = self.ladder_layers
-        return preset(self.model, residual=residual, **changes)
+        return dataclasses.replace(
+            self.shape,
+            num_layers=self.layers or self.shape.num_layers,
+            residual=residual,
+            ladder_layers=self.ladder_layers if name.is_ladder else None,
+            ranks=self.tensor if name.depends_on_ranks else None,
+        )
 
 
 def make(
@@ -55,7 +60,7 @@ def make(
     implementation: str | None = None,
 ) -> Request:
     """A checked request. None gives a default: all devices, one row, all residuals. Raises UserError."""
-    preset(model)
+    shape = models.by_name(model)
     machine = machines.load(hardware)
     numbers = dict(tensor=tensor, batch=batch, prompt_length=prompt_length, new_tokens=new_tokens, layers=layers)
     for name, value in numbers.items():
@@ -70,6 +75,7 @@ def make(
         settings["residuals"] = words("residual", residual)
     request = Request(
         model=model,
+        shape=shape,
         machine=machine,
         ladder_layers=ladder_layers,
         implementation=implementations.ALL[implementation or "ours"],
@@ -87,12 +93,12 @@ def check_tensor(request: Request) -> None:
     """Raises UserError if the machine has fewer devices, or if the model cannot be split over so many."""
     most = request.machine.devices
     if request.tensor > most:
-        allowed = ", ".join(map(str, divisors(request.model, most=most)))
+        allowed = ", ".join(map(str, divisors(request.shape, most=most)))
         raise UserError(
             f"--tensor {request.tensor} is more than the {most} devices of {request.machine.name}"
             f" (allowed for {request.model}: {allowed})"
         )
-    check_divides(request.model, tensor=request.tensor, most=most)
+    check_divides(request.shape, tensor=request.tensor, most=most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +128,7 @@ def sweep(request: Request, phrases: list[str]) -> Sweep:
     for tensor in values["tensor"]:
         if tensor > request.machine.devices:
             check_tensor(dataclasses.replace(request, tensor=tensor))
-    divisible = set(divisors(request.model, most=max(values["tensor"])))
+    divisible = set(divisors(request.shape, most=max(values["tensor"])))
     fits = tuple(size for size in values["tensor"] if size in divisible)
     if not fits:
         check_tensor(dataclasses.replace(request, tensor=values["tensor"][0]))

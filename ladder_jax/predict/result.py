@@ -16,6 +16,10 @@ class Row:
     speed: Speed
     speedup: float
 
+    def __repr__(self) -> str:
+        speed = f"{self.speed.tokens_per_second:,.4g} tokens/s, {self.speedup:.2f} x Standard"
+        return f"Row({self.residual}: {speed})"
+
     def as_dict(self, *, memory: float) -> dict:
         """The JSON row: seconds of a whole generation, and of its mean decode step. exposed: added by communication."""
         speed = self.speed
@@ -42,6 +46,11 @@ class Result:
     rows: tuple[Row, ...]
     advice: Advice
     fidelity: str = "analytic"
+
+    def __repr__(self) -> str:
+        request = self.request
+        title = f"{request.model}, tensor {request.tensor}, batch {request.batch} on {request.machine.name}"
+        return "\n  ".join([f"Result({title}): take {self.advice.residual}", *map(repr, self.rows)])
 
     def as_dict(self) -> dict:
         """The JSON object: seconds and bytes are those of one device."""

@@ -42,7 +42,7 @@ class Timeline:
     compute: float
     wire: float
     all_reduces: int
-    bars: tuple[Bar, ...]
+    bars: tuple[Bar, ...] = dataclasses.field(repr=False)
 
     @property
     def exposed(self) -> float:

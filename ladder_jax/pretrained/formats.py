@@ -1,24 +1,235 @@
-"""Open a pretrained model in any supported format."""
+"""Open a model by its name: a checkpoint, a Hugging Face folder, a GGUF file, or `org/name` of the Hub."""
 
+import dataclasses
+import difflib
+import hashlib
 import os
 import pathlib
 
-from ladder_jax.errors import UserError
-from ladder_jax.pretrained import gguf, saved
-from ladder_jax.pretrained.huggingface import read
+import numpy as np
+
+from ladder_jax import nn, parallel
+from ladder_jax.checkpoint import Checkpoint, Pieces, open_checkpoint
+from ladder_jax.config import (
+    PRESETS,
+    RESIDUALS,
+    DecodeConfig,
+    FolderConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    parse_residual,
+)
+from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.tokenizer import Tokenizer
+from ladder_jax.decode import Engine, Generator, default_tensor
+from ladder_jax.errors import UserError, unknown
+from ladder_jax.nn import ModelDef, Params
+from ladder_jax.pretrained import gguf, hub, saved
+from ladder_jax.pretrained.huggingface import config_in, read
+from ladder_jax.pretrained.load import Reader, assemble, reader
+from ladder_jax.pretrained.load import load as load_source
 from ladder_jax.pretrained.source import Source
 
+FORMS = "a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hugging Face Hub"
+_SAMPLES, _BLOCK = 256, 2**16  # blocks of a file, and bytes of a block, in a model's identity
 
-def open_source(path: str | os.PathLike) -> Source:
-    """The model at `path`: a Hugging Face folder, a GGUF file, or a checkpoint or run of ladder_jax.
 
-    Reads only headers. Raises UserError for other formats, damaged files, and models that cannot be represented.
+@dataclasses.dataclass(frozen=True)
+class OpenedModel:
+    """A model by its name, of which only the description has been read.
+
+    name: for messages; of the Hub, with the commit. path: the folder or file. on_hub: whether it is the Hub's copy.
+    config: of a checkpoint, its run's. Of other formats, the model's, with the context as train.sequence.
+    weights: what reads them.
     """
-    path = pathlib.Path(path).expanduser()
-    if not path.exists():
-        raise UserError(f"there is no model at {str(path)!r}")
-    if (path / read.CONFIG).is_file() and not (path / "checkpoints").is_dir():  # a run's folder has both
-        return read.read(path)
-    if path.is_dir():
+
+    name: str
+    path: pathlib.Path
+    config: RunConfig
+    weights: Checkpoint | Source
+    on_hub: bool = False
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises UserError if there is none, or it does not fit the model."""
+        tokenizer = self.weights.tokenizer
+        if isinstance(self.weights, Checkpoint):
+            return tokenizer()
+        if tokenizer is None:
+            raise UserError(f"{self.name!r} has no tokenizer")
+        return tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        if isinstance(self.weights, Source):
+            return self.weights.tokenizer is not None
+        folder = self.weights.path.parent.parent / tokenizers.FOLDER
+        return folder.exists() or self.config.data.tokenizer == tokenizers.BYTES
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that the model was trained for, in tokens; None if unknown."""
+        return self.weights.context if isinstance(self.weights, Source) else self.config.train.sequence
+
+    def define(self, *, tensor: int | None = None, data: int = 1) -> ModelDef:
+        """On `data` x `tensor` devices; by default on as many as the model was trained on, if there are as many."""
+        mesh = parallel.make_mesh(data=data, tensor=tensor or default_tensor(self.config))
+        return nn.define(self.config.model, mesh=mesh)
+
+    def reader(self, definition: ModelDef) -> Reader:
+        """What reads the arrays onto their devices one at a time, in the stored dtypes."""
+        if isinstance(self.weights, Checkpoint):
+            return Pieces(self.weights, definition)
+        return reader(self.weights, definition)
+
+    def params(self, definition: ModelDef, *, dtype: np.dtype | None = None) -> Params:
+        """All parameters, stacked as in training, read one at a time. dtype: of all; None keeps the stored dtypes."""
+        if isinstance(self.weights, Source):
+            source = dataclasses.replace(self.weights, model=definition.config)
+            return load_source(source, mesh=definition.layout.mesh, dtype=dtype)
+        if dtype == np.float32:
+            return self.weights.params(definition)
+        return assemble(definition, self.reader(definition), dtype=dtype)
+
+    @property
+    def identity(self) -> str:
+        """A string that differs for other weights: of files that have no manifest, from samples of their contents."""
+        return self.weights.identity if isinstance(self.weights, Checkpoint) else _sampled(self.path)
+
+    def generator(self, *, settings: DecodeConfig, tensor: int | None = None) -> Generator:
+        """settings: loop and quantize; `tensor` as in `define`."""
+        definition = self.define(tensor=tensor)
+        return Generator(definition, self.reader(definition), loop=settings.loop, quantize=settings.quantize)
+
+    def engine(
+        self, *, settings: DecodeConfig, slots: int, capacity: int, max_queue: int, decoder, tensor: int | None = None
+    ) -> Engine:
+        """settings: loop, launch, quantize and prefill_chunk; `tensor` as in `define`; the rest as in Engine."""
+        definition = self.define(tensor=tensor)
+        return Engine(
+            definition,
+            self.reader(definition),
+            slots=slots,
+            capacity=capacity,
+            max_queue=max_queue,
+            decoder=decoder,
+            launch=settings.launch,
+            prefill_chunk=settings.prefill_chunk,
+            loop=settings.loop,
+            quantize=settings.quantize,
+        )
+
+
+def open_model(
+    name: str | os.PathLike, *, ladder_layers: str | None = None, residual: str | None = None, ranks: int | None = None
+) -> OpenedModel:
+    """The model called `name`: a run's folder or a checkpoint in it, a Hugging Face folder, a GGUF file, or
+    `org/name[@revision]` of the Hub (`org/name/FILE.gguf`, where it holds several), which is downloaded.
+
+    Reads only headers. ladder_layers, residual, ranks: convert it, see `with_ladder_layers`. Raises UserError where
+    there is no such model, for other formats, damaged files, and models that cannot be represented.
+    """
+    path, identifier = locate(name)
+    shown = str(identifier or name)
+    if _is_checkpoint(path):
+        weights = open_checkpoint(path)
+        config = weights.config
+    else:
+        weights = open_source(path)
+        train = TrainConfig() if weights.context is None else TrainConfig(sequence=weights.context)
+        called = path.stem if path.is_file() else path.absolute().name
+        run = FolderConfig(name=identifier.repository if identifier else called)
+        config = RunConfig(model=weights.model, train=train, run=run)
+    choice = dict(ladder_layers=ladder_layers, residual=residual, ranks=ranks)
+    model = with_ladder_layers(config.model, **choice, name=shown)
+    return OpenedModel(shown, path, dataclasses.replace(config, model=model), weights, identifier is not None)
+
+
+def open_source(name: str | os.PathLike) -> Source:
+    """As `open_model`, with every format as a Source: for exports, conversions, and `load`."""
+    path, _ = locate(name)
+    if _is_checkpoint(path):
         return saved.read(path)
-    return gguf.read(path)
+    return read.read(path) if path.is_dir() else gguf.read(path)
+
+
+def model_config(name: str | os.PathLike) -> ModelConfig:
+    """The configuration of the model called `name`, as in `open_model`. Of a Hugging Face folder only config.json is
+    read, and of one on the Hub only that is downloaded."""
+    path, _ = locate(name, weights=False)
+    if _is_checkpoint(path):
+        return open_checkpoint(path).config.model
+    if path.is_dir():
+        return config_in.model(read.read_object(path / read.CONFIG), where=str(path / read.CONFIG))
+    return gguf.read(path).model
+
+
+def locate(name: str | os.PathLike, *, weights: bool = True) -> tuple[pathlib.Path, hub.Identifier | None]:
+    """The folder or file of the model called `name`; downloaded if it is on the Hub, and then its name with the commit.
+
+    weights: whether they are read, too. Raises UserError where there is none. A name is one of the Hub only if nothing
+    here has its first part, such as `runs` of `runs/tine`; `hf://org/name` always is.
+    """
+    path = pathlib.Path(name).expanduser()
+    if path.exists():
+        return path, None
+    identifier = hub.Identifier.parse(str(name))
+    is_local = identifier is None or pathlib.Path(path.parts[0]).exists()
+    if is_local and not str(name).startswith(hub.PREFIX):
+        raise UserError(_nothing_at(path))
+    if identifier is None:
+        raise UserError(f"{str(name)!r} is no model of the Hugging Face Hub: write hf://org/name[@revision]")
+    return hub.download(identifier, weights=weights)
+
+
+def with_ladder_layers(
+    model: ModelConfig, *, ladder_layers: str | None, residual: str | None, ranks: int | None, name: str
+) -> ModelConfig:
+    """`model` with other layers' topology: N (the last N), `i,j` or all of them become `residual`, by default ladder.
+
+    ranks: for ladder-fresh, whose function depends on their number. name: of the model, for messages. Raises UserError
+    for a model that is not standard, and for a kind that is no ladder.
+    """
+    if ladder_layers is None:
+        if extra := [option for option, value in (("residual", residual), ("ranks", ranks)) if value is not None]:
+            raise UserError(f"--{extra[0]} needs --ladder-layers, the layers to convert")
+        return model
+    kind = residual or "ladder"
+    parsed = parse_residual(kind)
+    if not parsed.is_ladder:
+        allowed = [residual for residual in RESIDUALS if parse_residual(residual).is_ladder]
+        raise unknown("ladder kind in --residual", kind, [*allowed, "ladder-K"])
+    if parsed.depends_on_ranks and ranks is None:
+        raise UserError(f"--residual {kind} computes another function for each number of ranks: set --ranks N")
+    if model.residual not in ("standard", kind):
+        raise UserError(f"--ladder-layers converts a standard model; {name!r} is {model.residual}")
+    return dataclasses.replace(model, residual=kind, ladder_layers=ladder_layers, ranks=ranks)
+
+
+def _is_checkpoint(path: pathlib.Path) -> bool:
+    """Whether it is this library's own: a run's folder has a config.json as Hugging Face's do, but its sections."""
+    if not path.is_dir() or not (path / read.CONFIG).is_file() or (path / "checkpoints").is_dir():
+        return path.is_dir()
+    return "run" in read.read_object(path / read.CONFIG)
+
+
+def _nothing_at(path: pathlib.Path) -> str:
+    if str(path) in PRESETS:
+        return f"{str(path)!r} is a preset, a shape without weights; a model is {FORMS}"
+    beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+    return f"there is no model at {str(path)!r}{hint} (allowed: {FORMS})"
+
+
+def _sampled(path: pathlib.Path) -> str:
+    """A digest of a model's files: of each, its size and evenly spaced blocks."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in [path] if path.is_file() else [path / read.CONFIG, *sorted(path.glob("*.safetensors"))]:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode() if path.is_dir() else str(size).encode())
+        with file.open("rb") as content:
+            for index in range(_SAMPLES):
+                content.seek(index * max(0, size - _BLOCK) // max(1, _SAMPLES - 1))
+                digest.update(content.read(_BLOCK))
+    return digest.hexdigest()

@@ -1,7 +1,7 @@
-"""Load a Source's arrays onto a mesh. The host holds at most one array at a time."""
+"""Load a model's arrays onto a mesh. The host holds at most one array at a time."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,11 @@ from flax import traverse_util
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import Loop
-from ladder_jax.parallel import placing
+from ladder_jax.parallel import mesh as meshes
 from ladder_jax.pretrained.source import Key, Source
+
+type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
+"""Yields each key's array in turn, on its devices, of one layer: `reader`, or `checkpoint.Pieces`."""
 
 
 def load(
@@ -29,62 +32,89 @@ def load(
     done: called with the key of each array after it is loaded.
     Raises UserError if the model cannot be split over the mesh.
     """
-    config = parallel.with_ranks(source.model, tensor=mesh.shape["tensor"])
-    definition = nn.define(config, mesh=mesh)
+    definition = nn.define(parallel.with_ranks(source.model, tensor=mesh.shape["tensor"]), mesh=mesh)
+    return assemble(definition, reader(source, definition, dtype=dtype, loop=loop, done=done), loop=loop)
+
+
+def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = None, loop: Loop = Loop.SCAN):
+    """The parameters of `definition`, read one by one; `dtype` and `loop` as in `load`."""
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
-    place = functools.partial(_place, source, layout=definition.layout, done=done)
-    layers = range(config.num_layers)
+    layers = range(definition.config.num_layers)
+    keys = [Key(name, layer) for name, letters in dims.items() for layer in (layers if letters[0] == "L" else (None,))]
+    arrays = read(keys)
     unstacked, stacks, by_layer = {}, {}, [{} for _ in layers]
     for name, letters in dims.items():
-        if not letters.startswith("L"):
-            unstacked[name] = place(Key(name), letters, abstract[name].shape, dtype=dtype)
+        if letters[0] != "L":
+            unstacked[name] = _cast(next(arrays), dtype)
             continue
-        letters, shape, suffix = letters.removeprefix("L"), abstract[name].shape[1:], name.removeprefix("layers/")
-        stack_dtype = dtype or functools.reduce(jnp.promote_types, (source.arrays[Key(name, i)].dtype for i in layers))
+        suffix = name.removeprefix("layers/")
         if loop is Loop.UNROLLED:
             for layer in layers:
-                by_layer[layer][suffix] = place(Key(name, layer), letters, shape, dtype=dtype)
+                by_layer[layer][suffix] = _cast(next(arrays), dtype)
             continue
-        stack = placing.zeros((len(layers), *shape), np.dtype(stack_dtype), abstract[name].sharding)
+        stack = None
         for layer in layers:
-            array = place(Key(name, layer), letters, shape, dtype=stack_dtype)
-            stack = jax.block_until_ready(placing.put(stack, array, layer))
+            array = next(arrays)
+            if stack is None:
+                stack = meshes.zeros(abstract[name].shape, np.dtype(dtype or array.dtype), abstract[name].sharding)
+            stack = jax.block_until_ready(meshes.put(stack, _cast(array, dtype), layer))
             del array
         stacks[suffix] = stack
     nested = functools.partial(traverse_util.unflatten_dict, sep="/")
     return {**nested(unstacked), "layers": nested(stacks) if loop is Loop.SCAN else tuple(map(nested, by_layer))}
 
 
-def reader(source: Source, definition: nn.ModelDef) -> Callable[[Sequence[Key]], Iterator[jax.Array]]:
+def reader(
+    source: Source,
+    definition: nn.ModelDef,
+    *,
+    dtype: np.dtype | None = None,
+    loop: Loop = Loop.UNROLLED,
+    done: Callable[[Key], object] = lambda key: None,
+) -> Reader:
     """Reads arrays onto their devices one at a time, for `Engine(definition, pretrained.reader(source, definition))`.
 
-    Arrays have the stored dtype. The engine casts or quantizes each before the next is read.
+    dtype, done: as in `load`. loop: with SCAN, the layers of a stack get one dtype. The engine casts or quantizes each
+    array before the next is read.
     """
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
+    stacked = _stack_dtypes(source) if loop is Loop.SCAN else {}
 
     def place(key: Key) -> jax.Array:
         name, layer = key
         letters = dims[name].removeprefix("L")
         shape = abstract[name].shape[-len(letters) :]
-        settings = dict(dtype=None, layout=definition.layout, done=lambda key: None)
+        settings = dict(dtype=dtype or stacked.get(name), layout=definition.layout, done=done)
         return _place(source, Key(name, layer), letters, shape, **settings)
 
     return lambda keys: map(place, keys)
 
 
+def _stack_dtypes(source: Source) -> Mapping[str, np.dtype]:
+    """A dtype for each array that holds the values of all its layers."""
+    dtypes = {}
+    for key, array in source.arrays.items():
+        dtypes[key.name] = jnp.promote_types(dtypes.get(key.name, array.dtype), array.dtype)
+    return dtypes
+
+
+def _cast(array: jax.Array, dtype: np.dtype | None) -> jax.Array:
+    return array if dtype is None or array.dtype == dtype else array.astype(dtype)
+
+
 def _place(source: Source, key: Key, dims: str, shape: tuple[int, ...], *, dtype, layout, done) -> jax.Array:
-    """One array on its devices, padded with zeros to `shape`. Needs host memory for one shard only."""
+    """One array on its devices, padded with zeros to `shape`. The host holds the array and its shards."""
     stored = source.arrays[key]
     values, dtype = stored.read(), np.dtype(dtype or stored.dtype)
-    array = placing.place(lambda index: _copy(values[index], dtype), shape, layout.sharding(dims))
+    array = meshes.place(lambda index: _copy(values[index], dtype), shape, layout.sharding(dims))
     done(key)
     return array
 
 
 def _copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A copy, always: a CPU device may use the host's buffer itself, and a mapped file may change."""
+    """A contiguous copy. A CPU device may use its buffer itself; a view would keep the whole array in memory."""
     if values.dtype != dtype:
         return np.array(values, dtype, order="C")
     # Copied as integers: NumPy copies bfloat16 value by value, 15 times slower.

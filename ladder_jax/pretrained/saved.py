@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorstore
 
-from ladder_jax import checkpoint
+from ladder_jax import checkpoint, remote
 from ladder_jax.checkpoint import manifest
 from ladder_jax.data import tokenizer
 from ladder_jax.errors import UserError
@@ -42,8 +42,7 @@ def read(path: pathlib.Path) -> Source:
 
 def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
     """Open the array `name` in the item at `folder`, without reading its values."""
-    base = {"driver": "file", "path": f"{folder}/"}
-    database = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+    database = {"driver": "ocdbt", "base": remote.kvstore(folder), "path": f"{name.replace('/', '.')}/"}
     try:
         return tensorstore.open({"driver": "zarr", "kvstore": database}, open=True, read=True).result()
     except ValueError as error:

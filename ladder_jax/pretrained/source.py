@@ -4,7 +4,9 @@ Each format's reader returns a Source. Loading, exporting and converting need on
 """
 
 import dataclasses
+import functools
 import json
+import math
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,8 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ladder_jax.config import ModelConfig
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.nn import model_def, parameter
+from ladder_jax.pretrained import tokenizer_files
 
 EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -36,8 +40,7 @@ class Stored:
     """A stored array. `read` reads its values, with this shape and dtype, from the file at every call.
 
     shape: in our layout, of one layer, without the vocabulary's padding: query is [D, N, H], a table [V, D].
-    dtype: as stored (ml_dtypes has bfloat16). `read` may return a read-only view of a mapped file. Do not keep it: its
-    pages would stay in memory.
+    dtype: as stored (ml_dtypes has bfloat16). `read` may return a read-only view.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +66,20 @@ class Source:
     context: int | None = None
     files: Mapping[str, bytes] = EMPTY
     generation: Mapping[str, Any] = EMPTY
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """None if there is none in `files`. Raises UserError for an unsupported or too large one."""
+        about = dict(generation=self.generation, vocab_size=self.model.vocab_size, path=self.path)
+        return tokenizer_files.load(self.files, **about)
+
+    def __repr__(self) -> str:
+        count = sum(math.prod(stored.shape) for stored in self.arrays.values())
+        dtypes = ", ".join(dict.fromkeys(str(stored.dtype) for stored in self.arrays.values()))
+        parts = [f"{len(self.arrays)} arrays of {count:,} parameters ({dtypes})", f"context {self.context}"]
+        if self.files:
+            parts.append(f"files {', '.join(self.files)}")
+        return f"Source({self.path!r}: {'; '.join(parts)})\n  {self.model!r}"
 
 
 def dims(model: ModelConfig) -> dict[str, str]:

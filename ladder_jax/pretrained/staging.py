@@ -26,28 +26,34 @@ def check_free(destination: pathlib.Path) -> None:
         return
     if destination.exists() or destination.is_symlink():
         raise UserError(f"{str(destination)!r} is there already: remove it, or name another place")
-    if not destination.parent.is_dir():
-        raise UserError(f"there is no folder {str(destination.parent)!r} to write {destination.name!r} into")
-    if not os.access(destination.parent, os.W_OK):
-        raise UserError(f"the folder {str(destination.parent)!r} cannot be written to")
+    parent = _existing(destination.parent)
+    if not parent.is_dir():
+        raise UserError(f"{str(parent)!r} is no folder, so {str(destination)!r} cannot be created")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"the folder {str(parent)!r} cannot be written to")
 
 
 def check_room(destination: pathlib.Path, *, size: int) -> None:
     """Raises RunFailed if the disk has fewer than `size` bytes free: better now than half-way through."""
-    free = shutil.disk_usage(destination.parent).free
+    free = shutil.disk_usage(_existing(destination.parent)).free
     if free < size:
         raise RunFailed(f"no space for {str(destination)!r}: {size / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free")
+
+
+def _existing(folder: pathlib.Path) -> pathlib.Path:
+    """`folder`, or the lowest folder above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
 
 
 @contextlib.contextmanager
 def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields the path of a folder to create. It is renamed to `destination` when the block ends without an error.
 
-    Other files that the block creates beside it are removed.
-    Raises UserError if `destination` exists, or another process is writing it.
+    Missing folders above it are created, and removed again after an error. Other files that the block creates beside it
+    are removed. Raises UserError if `destination` exists, or another process is writing it.
     """
     check_free(destination)
-    with _sigterm_raises(f"SIGTERM: {str(destination)!r} was not written"):
+    with _sigterm_raises(f"SIGTERM: {str(destination)!r} was not written"), _parents(destination):
         folder = destination.with_name(f".{destination.name}.converting")
         lock = _lock_folder(folder, destination=destination)
         try:
@@ -70,7 +76,8 @@ def resumable(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     Removed when the block ends, and after a UserError; kept after a full disk, Ctrl-C, SIGTERM, SIGKILL or a power cut.
     Raises UserError if another process is using it.
     """
-    with _sigterm_raises(f"SIGTERM: {str(destination)!r} was not written; the same command goes on from here"):
+    stopped = f"SIGTERM: {str(destination)!r} was not written; the same command goes on from here"
+    with _sigterm_raises(stopped), _parents(destination):
         folder = destination.with_name(f".{destination.name}.refitting")
         lock = _lock_folder(folder, destination=destination)
         try:
@@ -82,6 +89,20 @@ def resumable(destination: pathlib.Path) -> Iterator[pathlib.Path]:
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+@contextlib.contextmanager
+def _parents(destination: pathlib.Path) -> Iterator[None]:
+    """Within the block, the folders above `destination` exist. After an error, those that it created are removed."""
+    missing = [folder for folder in destination.absolute().parents if not folder.exists()]
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty: another process uses it, or an interrupted one goes on there
+            for folder in missing:
+                folder.rmdir()
+        raise
 
 
 def _clear(folder: pathlib.Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from ladder_jax.errors import RunFailed, Stopped, UserError, printable
+from ladder_jax.errors import RunFailed, Stopped, UserError, one_line
 from ladder_jax.processes.options import Patience
 from ladder_jax.processes.verdict import End, Members, Report, Verdict
 
@@ -110,7 +110,7 @@ class Watchdog:
 
     def _end(self, line: str, status: int) -> None:
         """Say why, and end without jax's farewell. Python's buffers stay: a stuck thread may hold their locks."""
-        os.write(2, f"ladder-jax: {printable(line)}\n".encode())
+        os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
         if self._process > 0:
             self._publish(left=True, within=SETTLE)
         else:

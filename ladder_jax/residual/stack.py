@@ -94,6 +94,10 @@ class Stack(nnx.Module):
         create = nnx.split_rngs(splits=topology.num_layers)(nnx.vmap(lambda rngs: layer(rngs=rngs)))
         self.layers = create(rngs)
 
+    def __repr__(self) -> str:
+        count = sum(array.size for array in jax.tree.leaves(nnx.state(self.layers)))
+        return f"Stack of {type(self.layers).__name__}, {count:,} parameters\n{self.topology!r}"
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
         graph, params = nnx.split(self.layers)

@@ -13,6 +13,7 @@ from ladder_jax.errors import member
 from ladder_jax.parallel.collectives import pvary
 from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.traits import Overlap, Split, Traits
+from ladder_jax.residual import reading
 from ladder_jax.residual.steps import Delayed, Desynced, Silent, State, Step, check_axes
 
 
@@ -39,6 +40,14 @@ class Topology:
     communication: Communication = Communication.DELAYED
     period: int = 1
     shared_norm: bool = False
+
+    def __repr__(self) -> str:
+        shared = "\n  attention and MLP of a layer read one norm's output" if self.shared_norm else ""
+        return reading.words(self.layers) + shared
+
+    def _repr_html_(self) -> str:
+        """For notebooks: which sublayer reads what."""
+        return reading.html(self.layers)
 
     @property
     def num_layers(self) -> int:

@@ -1,14 +1,15 @@
-"""The checkpoints that a run takes weights from: where it starts, and its teacher."""
+"""The models that a run takes weights from: where it starts, and its teacher."""
 
 import dataclasses
 import hashlib
 import pathlib
 from typing import Any
 
-from ladder_jax.checkpoint import Checkpoint, open_checkpoint
+from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import START, ModelConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
+from ladder_jax.pretrained import OpenedModel, open_model
 
 FUNCTION = ("residual", "ladder_layers", "ranks", "dtype", "residual_dtype")
 """The fields in which two models with the same parameters may differ."""
@@ -16,26 +17,26 @@ FUNCTION = ("residual", "ladder_layers", "ranks", "dtype", "residual_dtype")
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """start: the checkpoint that training begins with; teacher: the one that it learns from."""
+    """start: the model that training begins with; teacher: the one that it learns from."""
 
-    start: Checkpoint | None = None
-    teacher: Checkpoint | None = None
+    start: OpenedModel | None = None
+    teacher: OpenedModel | None = None
 
     def record(self) -> dict[str, Any]:
         """Path and digest of each, for the item `data` of a run's checkpoints."""
         named = {"start": self.start, "teacher": self.teacher}
-        return {name: {"path": str(c.path), "digest": _digest(c)} for name, c in named.items() if c}
+        return {name: {"path": exact_name(model), "digest": _digest(model)} for name, model in named.items() if model}
 
 
 def of_run(
     config: RunConfig, *, recorded: dict[str, Any] | None = None, decided: dict[str, Any] | None = None
 ) -> Sources:
-    """The checkpoints that `config` names; of a run that is resumed only those that it still needs.
+    """The models that `config` names; of a run that is resumed only those that it still needs.
 
     recorded: `Sources.record()` in the run's own checkpoint; None for a new run.
     decided: another process's `Sources.record()`, which says which checkpoint of a folder is meant.
 
-    Raises UserError for a checkpoint that is missing, has another shape, or has changed since the run began.
+    Raises UserError for a model that is missing, has another shape, or has changed since the run began.
     """
     teacher = config.distill.teacher
     needs_start = recorded is None or config.lora.rank or teacher == START
@@ -83,25 +84,35 @@ def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
         )
 
 
-def _opened(name: str, path: str | None, config: RunConfig, recorded: dict | None) -> Checkpoint | None:
+def _opened(name: str, path: str | None, config: RunConfig, recorded: dict | None) -> OpenedModel | None:
     if path is None:
         return None
-    checkpoint = _open(name, recorded["path"] if recorded else path)
-    if recorded and _digest(checkpoint) != recorded["digest"]:
-        raise UserError(f"{name}: {str(checkpoint.path)!r} is not the checkpoint any more that this run began with")
-    check_shape(f"{name}={path!r}", checkpoint.config.model, config.model)
-    return checkpoint
+    model = _open(name, recorded["path"] if recorded else path)
+    if recorded and _digest(model) != recorded["digest"]:
+        raise UserError(f"{name}: {exact_name(model)!r} is not the checkpoint any more that this run began with")
+    check_shape(f"{name}={path!r}", model.config.model, config.model)
+    return model
 
 
-def _open(name: str, path: str) -> Checkpoint:
+def _open(name: str, path: str) -> OpenedModel:
     try:
-        return open_checkpoint(path)
+        return open_model(path)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
 
 
-def _digest(checkpoint: Checkpoint) -> str:
-    """Of the manifest, which lists every file's digest; of an older checkpoint without one, of its time of writing."""
+def exact_name(model: OpenedModel) -> str:
+    """The name that opens the same weights again: of a run's folder the step's, of the Hub the commit's."""
+    if isinstance(model.weights, Checkpoint):
+        return str(model.weights.path)
+    return model.name if model.on_hub else str(model.path.absolute())
+
+
+def _digest(model: OpenedModel) -> str:
+    """Of a manifest, which lists every file's digest; of an older checkpoint without one, of its time of writing."""
+    checkpoint = model.weights
+    if not isinstance(checkpoint, Checkpoint):
+        return model.identity
     file = checkpoint.path / "manifest.json"
     content = file.read_bytes() if checkpoint.has_manifest else str(checkpoint.time).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()

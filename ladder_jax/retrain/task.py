@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ from ladder_jax.retrain.sources import Sources
 class Retraining(RetrainPlan):
     """A `train.gradients.TrainingTask` that trains some of the parameters, or learns from more than the data.
 
-    sources: the checkpoints of the weights.
+    sources: where the weights come from.
     """
 
     sources: Sources = Sources()
@@ -66,14 +67,14 @@ class Retraining(RetrainPlan):
     @property
     def origin(self) -> str | None:
         start = self.sources.start
-        return start and f"starting from {start.path}, {start.config.model.residual}"
+        return start and f"starting from {sources.exact_name(start)}, {start.config.model.residual}"
 
     def sources_record(self) -> dict[str, Any]:
         return self.sources.record()
 
     def initial(self, *, seed: int) -> tuple[Params, Params]:
         start, definition = self.sources.start, self.definition
-        params = None if start is None else start.params(definition)
+        params = None if start is None else start.params(definition, dtype=np.float32)
         teacher = self._teacher_params()
         params = nn.initialize(definition, seed=seed) if params is None else params
         trained, frozen = self.split(params, teacher=teacher)
@@ -81,7 +82,10 @@ class Retraining(RetrainPlan):
 
     def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
         # A checkpoint of LoRA holds the merged matrices, which are rounded; the factors belong to those of the start.
-        params = (self.sources.start if self.lora.rank else checkpoint).params(self.definition)
+        if self.lora.rank:
+            params = self.sources.start.params(self.definition, dtype=np.float32)
+        else:
+            params = checkpoint.params(self.definition)
         trained, frozen = self.split(params, teacher=self._teacher_params())
         return (extra if self.lora.rank else trained), frozen
 
@@ -98,7 +102,7 @@ class Retraining(RetrainPlan):
         return lambda trained, frozen: join(trained, frozen["model"])
 
     def _teacher_params(self) -> Params | None:
-        return None if self.teacher is None else self.sources.teacher.params(self.definition)
+        return self.teacher and self.sources.teacher.params(self.definition, dtype=np.float32)
 
     def _join(self, trained: Params, frozen: Params) -> Params:
         joined = {**frozen, **trained}

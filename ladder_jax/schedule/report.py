@@ -5,6 +5,7 @@ import enum
 import statistics
 from collections.abc import Sequence
 
+from ladder_jax.schedule import text
 from ladder_jax.schedule.collectives import Collective
 
 ENOUGH = 0.1
@@ -16,7 +17,7 @@ The share is small because XLA issues a collective as late as its cost model all
 
 class Status(enum.Enum):
     HIDDEN = "hidden"
-    EXPOSED = "asynchronous, window too small"
+    EXPOSED = "started early, but no compute stands under it"
     SYNCHRONOUS = "synchronous"
     MERGED = "merged with another"
 
@@ -100,6 +101,17 @@ class Report:
     hidden_cycles: int | None
     gathers: tuple[Transfer, ...] = ()
     scatters: tuple[Transfer, ...] = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(text.lines(self, width=80))
+
+    def _repr_html_(self) -> str:
+        return text.html(self)
+
+    @property
+    def verdict(self) -> str:
+        """How many reductions are hidden, and why the others are not."""
+        return text.verdict(self)
 
     @property
     def all_reduces(self) -> int:

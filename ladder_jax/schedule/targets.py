@@ -75,7 +75,11 @@ def devices(target: Target) -> Sequence:
     import jax
     from jax.experimental import topologies
 
+    from ladder_jax import parallel
+
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+    if not parallel.has_accelerator():  # else libtpu says that it cannot tell which one is here
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     local = jax.devices()  # this call also registers jax's plugins
     if target.platform == "cpu":
         if len(local) < int(target.shape) or local[0].platform != "cpu":

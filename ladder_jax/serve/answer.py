@@ -43,9 +43,9 @@ async def respond(
     handles = generation.submit(service, requests)
     common = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
     if body.stream:
-        usage = bool(body.stream_options and body.stream_options.include_usage)
+        counted = bool(body.stream_options and body.stream_options.include_usage)
         head = {**common, "object": form.part}
-        parts = _parts(service, handles, head=head, n=body.n or 1, usage=usage, form=form)
+        parts = _parts(service, handles, head=head, n=body.n or 1, counted=counted, form=form)
         return EventStream(parts, ended=lambda: generation.cancel(handles))
     try:
         results = await generation.unless_disconnected(http.receive, _results(service, handles))
@@ -54,8 +54,8 @@ async def respond(
     finally:
         generation.cancel(handles)
     choices = [form.choice(index, result) for index, result in enumerate(results)]
-    usage = _usage(results, n=body.n or 1)
-    return refusal.json_response({**common, "object": form.whole, "choices": choices, "usage": usage})
+    counts = usage(results, n=body.n or 1)
+    return refusal.json_response({**common, "object": form.whole, "choices": choices, "usage": counts})
 
 
 async def _results(service: Service, handles: Sequence[Handle]) -> list[Result]:
@@ -67,10 +67,10 @@ async def _results(service: Service, handles: Sequence[Handle]) -> list[Result]:
 
 
 async def _parts(
-    service: Service, handles: Sequence[Handle], *, head: dict, n: int, usage: bool, form: Form
+    service: Service, handles: Sequence[Handle], *, head: dict, n: int, counted: bool, form: Form
 ) -> AsyncIterator[dict]:
-    """The stream's events. With `usage`, one more event at the end holds the token counts and no choices."""
-    results, blank = {}, {"usage": None} if usage else {}
+    """The stream's events. With `counted`, one more event at the end holds the token counts and no choices."""
+    results, blank = {}, {"usage": None} if counted else {}
     for index in range(len(handles)):
         if opening := form.opening(index):
             yield {**head, "choices": [opening], **blank}
@@ -82,12 +82,12 @@ async def _parts(
             choice = form.piece(index, event)
         if choice:
             yield {**head, "choices": [choice], **blank}
-    if usage:
+    if counted:
         in_order = [results[index] for index in range(len(handles))]
-        yield {**head, "choices": [], "usage": _usage(in_order, n=n)}
+        yield {**head, "choices": [], "usage": usage(in_order, n=n)}
 
 
-def _usage(results: Sequence[Result], *, n: int) -> dict[str, int]:
+def usage(results: Sequence[Result], *, n: int) -> dict[str, int]:
     """Token counts. n: answers per prompt; a prompt counts once."""
     prompt = sum(result.prompt_tokens for result in results[::n])
     new = sum(len(result.tokens) for result in results)

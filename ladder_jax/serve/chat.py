@@ -1,7 +1,10 @@
 """/v1/chat/completions: generates the next message of a conversation, with the checkpoint's chat template."""
 
+from collections.abc import Callable
+
 import fastapi
 
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import Piece, Request, Result
 from ladder_jax.serve import prepare
 from ladder_jax.serve.answer import respond
@@ -20,25 +23,36 @@ def router(service: Service) -> fastapi.APIRouter:
     @routes.post(PATH)
     async def chat(body: Chat, http: fastapi.Request) -> fastapi.Response:
         requests = await service.in_thread(len(await http.body()), lambda: _prepare(body, service))
-        return await respond(service, http, body, requests, form=_ChatForm(body, service))
+        return await respond(service, http, body, requests, form=ChatForm(body, service.tokenizer))
 
     return routes
 
 
 def _prepare(body: Chat, service: Service) -> list[Request]:
     prepare.check(body, service=service)
-    if not service.tokenizer.has_chat:
-        message = f"{service.name} has no chat template; ask it at /v1/completions"
+    check_text = lambda characters: prepare.check_text(characters, param="messages", service=service)
+    tokens = prompt(body, service.tokenizer, check_text=check_text)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    sizes = dict(max_tokens=max_tokens, default=service.limits.max_new_tokens)
+    return prepare.requests(body, [tokens], **sizes, logprobs=bool(body.logprobs), service=service)
+
+
+def prompt(
+    body: Chat, tokenizer: Tokenizer, *, check_text: Callable[[int], object] = lambda characters: None
+) -> list[int]:
+    """The conversation's tokens. Raises Refusal without a chat template, and for unsupported log-probabilities.
+
+    check_text: called with the number of characters before they are tokenized.
+    """
+    if not tokenizer.has_chat:
+        message = f"{body.model} has no chat template; ask it at /v1/completions"
         raise Refusal(400, message, param="messages", code="no_chat_template")
     if body.top_logprobs is not None and not body.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     prepare.check_top_logprobs(body.top_logprobs or 0, body=body, param="top_logprobs")
     messages = [_plain(message) for message in body.messages]
-    prepare.check_text(sum(len(message["content"]) for message in messages), param="messages", service=service)
-    prompt = service.tokenizer.chat(messages)
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    sizes = dict(max_tokens=max_tokens, default=service.limits.max_new_tokens)
-    return prepare.requests(body, [prompt], **sizes, logprobs=bool(body.logprobs), service=service)
+    check_text(sum(len(message["content"]) for message in messages))
+    return tokenizer.chat(messages)
 
 
 def _plain(message: Message) -> dict[str, str]:
@@ -48,13 +62,13 @@ def _plain(message: Message) -> dict[str, str]:
     return {"role": role, "content": text} | ({"name": message.name} if message.name else {})
 
 
-class _ChatForm:
+class ChatForm:
     """See answer.Form."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: Chat, service: Service):
-        self._top, self._tokenizer = body.top_logprobs or 0, service.tokenizer
+    def __init__(self, body: Chat, tokenizer: Tokenizer):
+        self._top, self._tokenizer = body.top_logprobs or 0, tokenizer
 
     def choice(self, index: int, result: Result) -> dict:
         message = {"role": "assistant", "content": result.text, "refusal": None}

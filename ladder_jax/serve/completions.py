@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import fastapi
 
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import Piece, Request, Result
 from ladder_jax.serve import prepare
 from ladder_jax.serve.answer import respond
@@ -25,38 +26,48 @@ def router(service: Service) -> fastapi.APIRouter:
     async def completions(body: Completion, http: fastapi.Request) -> fastapi.Response:
         # In a thread: tokenizing a long prompt would block the event loop.
         size = len(await http.body())
-        prompts, requests = await service.in_thread(size, lambda: _prepare(body, service))
-        return await respond(service, http, body, requests, form=_CompletionForm(body, prompts, service))
+        tokens, requests = await service.in_thread(size, lambda: _prepare(body, service))
+        return await respond(service, http, body, requests, form=CompletionForm(body, tokens, service.tokenizer))
 
     return routes
 
 
 def _prepare(body: Completion, service: Service) -> tuple[list[list[int]], list[Request]]:
     prepare.check(body, service=service)
+    check(body)
+    given = prompts(body)
+    prepare.check_count(len(given), n=body.n or 1, service=service)
+    longest = max((len(prompt) for prompt in given if isinstance(prompt, str)), default=0)
+    prepare.check_text(longest, param="prompt", service=service)
+    tokens = [service.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+    sizes = dict(max_tokens=body.max_tokens, default=MAX_TOKENS)
+    return tokens, prepare.requests(body, tokens, **sizes, logprobs=body.logprobs is not None, service=service)
+
+
+def check(body: Completion) -> None:
+    """Raises Refusal for log-probabilities that are not available."""
     if body.logprobs is not None:
         prepare.check_top_logprobs(body.logprobs, body=body, param="logprobs")
         if body.echo:
             message = "echo and logprobs exclude each other: log-probabilities of the prompt are not computed"
             raise Refusal(400, message, param="echo")
+
+
+def prompts(body: Completion) -> Sequence[str | Sequence[int]]:
+    """Those of a body with one or several, as text or tokens."""
     is_single = isinstance(body.prompt, str) or body.prompt and isinstance(body.prompt[0], int)
-    prompts = [body.prompt] if is_single else body.prompt
-    prepare.check_count(len(prompts), n=body.n or 1, service=service)
-    longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
-    prepare.check_text(longest, param="prompt", service=service)
-    tokens = [service.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    sizes = dict(max_tokens=body.max_tokens, default=MAX_TOKENS)
-    return tokens, prepare.requests(body, tokens, **sizes, logprobs=body.logprobs is not None, service=service)
+    return [body.prompt] if is_single else body.prompt
 
 
-class _CompletionForm:
+class CompletionForm:
     """See answer.Form."""
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: Completion, prompts: Sequence[Sequence[int]], service: Service):
-        self._body, self._prompts, self._tokenizer = body, prompts, service.tokenizer
+    def __init__(self, body: Completion, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer):
+        self._body, self._prompts, self._tokenizer = body, prompts, tokenizer
         top = body.logprobs or 0
-        self._logprobs = collections.defaultdict(lambda: CompletionLogprobs(tokenizer=service.tokenizer, top=top))
+        self._logprobs = collections.defaultdict(lambda: CompletionLogprobs(tokenizer=tokenizer, top=top))
 
     def choice(self, index: int, result: Result) -> dict:
         text = self._echo(index) + result.text

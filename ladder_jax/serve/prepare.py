@@ -1,7 +1,7 @@
 """Turn a request's body into the engine's requests, after all checks that need no engine."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ladder_jax.decode.engine import Request
 from ladder_jax.serve import unsupported
@@ -54,11 +54,8 @@ def requests(
     if max_tokens is not None and max_tokens > limit:
         raise Refusal(400, f"this server generates at most {limit} new tokens, not {max_tokens}", param="max_tokens")
     seed = secrets.randbits(32) if body.seed is None else body.seed
-    sampling = {
-        name: default if getattr(body, name) is None else getattr(body, name) for name, default in SAMPLING.items()
-    }
-    result = []
-    for prompt in prompts:
+
+    def new_tokens(prompt: Sequence[int]) -> int:
         room = service.engine.capacity - len(prompt)
         new = max_tokens or max(1, min(default, limit, room))
         if new > room:
@@ -67,10 +64,34 @@ def requests(
                 f" {service.engine.capacity} that this server has room for"
             )
             raise Refusal(400, message, param="prompt", code="context_length_exceeded")
-        more = dict(stop_ids=service.tokenizer.stop_ids, stop=() if body.stop is None else body.stop, logprobs=logprobs)
-        for k in range(n):
-            result.append(Request(prompt, max_new_tokens=new, seed=(seed + k) % 2**32, **sampling, **more))
-    return result
+        return new
+
+    more = dict(seed=seed, logprobs=logprobs, stop_ids=service.tokenizer.stop_ids)
+    return sampled(body, prompts, max_new_tokens=new_tokens, **more)
+
+
+def sampled(
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: Callable[[Sequence[int]], int],
+    seed: int,
+    logprobs: bool,
+    stop_ids: Sequence[int],
+) -> list[Request]:
+    """`body.n` requests for each prompt, in order, with the body's sampling settings; see `requests`.
+
+    max_new_tokens: of a prompt.
+    """
+    sampling = {
+        name: default if getattr(body, name) is None else getattr(body, name) for name, default in SAMPLING.items()
+    }
+    more = dict(stop_ids=stop_ids, stop=() if body.stop is None else body.stop, logprobs=logprobs)
+    return [
+        Request(prompt, max_new_tokens=max_new_tokens(prompt), seed=(seed + k) % 2**32, **sampling, **more)
+        for prompt in prompts
+        for k in range(body.n or 1)
+    ]
 
 
 def check_top_logprobs(top: int, *, body: GenerationBody, param: str) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import pathlib
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ladder_jax import remote
 from ladder_jax.checkpoint import Checkpoint, Damaged, Failure, Store, manifest, open_checkpoint, steps
 from ladder_jax.config import OnDamaged, RunConfig, from_dict, to_dict
 from ladder_jax.errors import RunFailed, UserError
@@ -68,7 +68,7 @@ def newest(context: RunContext) -> Checkpoint | None:
     fields = agreement.decided("which checkpoint is resumed", search)
     if fields is None:
         return None
-    checkpoint = Checkpoint(**fields | {"path": pathlib.Path(fields["path"]), "config": from_dict(fields["config"])})
+    checkpoint = Checkpoint(**fields | {"path": remote.path(fields["path"]), "config": from_dict(fields["config"])})
     with agreement.together(f"whether all see checkpoint {str(checkpoint.path)!r}"):
         if checkpoint.has_manifest and jax.process_index() > 0:
             _await_files(checkpoint.path, within=min(VISIBLE_WITHIN, agreement.patience / 2))
@@ -162,7 +162,7 @@ class CheckpointSaver:
             raise RunFailed(f"{failure}; the same command goes on from there")
 
 
-def _newest(folder: pathlib.Path, *, config: RunConfig, say: Callable[[str], None]) -> Checkpoint | None:
+def _newest(folder: remote.Path, *, config: RunConfig, say: Callable[[str], None]) -> Checkpoint | None:
     saved = steps(folder)
     for step in reversed(saved):
         path = folder / str(step)
@@ -178,14 +178,18 @@ def _newest(folder: pathlib.Path, *, config: RunConfig, say: Callable[[str], Non
                 raise Damaged(f"{damaged} (run.on_damaged=previous puts it aside and goes on from there)") from None
             if step == saved[0]:
                 raise Damaged(f"{damaged}, and there is no whole one before it") from None
-            aside = _unused_name(path)
-            say(f"{damaged}: put aside as {aside.name}")
             with writing(folder):
-                path.rename(aside)
+                if remote.is_remote(path):  # a folder cannot be renamed; without a manifest it does not count
+                    aside = path / manifest.DAMAGED
+                    (path / manifest.NAME).rename(aside)
+                else:
+                    aside = _unused_name(path)
+                    path.rename(aside)
+            say(f"{damaged}: put aside as {aside.name}")
     return None
 
 
-def _unused_name(path: pathlib.Path) -> pathlib.Path:
+def _unused_name(path: remote.Path) -> remote.Path:
     """For a damaged checkpoint: `20.damaged`, or after other ones of the same step `20.damaged.2`."""
     names = (f"{path.name}.damaged{f'.{n}' if n > 1 else ''}" for n in itertools.count(1))
     return next(aside for name in names if not os.path.lexists(aside := path.with_name(name)))
@@ -199,7 +203,7 @@ def _as_json(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
     return fields | {"path": str(checkpoint.path), "config": to_dict(checkpoint.config)}
 
 
-def _await_files(folder: pathlib.Path, *, within: float) -> None:
+def _await_files(folder: remote.Path, *, within: float) -> None:
     """Waits until this process sees all files of the checkpoint. Raises UserError where it never does."""
     until = time.monotonic() + within
     while wrong := manifest.problems(folder, contents=False):

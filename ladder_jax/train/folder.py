@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
+from ladder_jax import remote
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed, UserError, one_line
 from ladder_jax.parallel import Agreement
 from ladder_jax.train.signals import StopRequest
 from ladder_jax.train.timing import TimeAccount
@@ -40,7 +41,7 @@ class RunContext:
     """
 
     config: RunConfig
-    folder: pathlib.Path
+    folder: remote.Path
     agreement: Agreement
     account: TimeAccount
     stop: StopRequest
@@ -48,12 +49,21 @@ class RunContext:
     beat: Callable[[str], None]
 
 
-def path_of(config: RunConfig) -> pathlib.Path:
-    return pathlib.Path(config.run.dir or pathlib.Path("runs") / config.run.name).expanduser().absolute()
+def path_of(config: RunConfig) -> remote.Path:
+    """Raises UserError for an object store that checkpoints cannot be written to, or whose library is missing."""
+    folder = config.run.dir or pathlib.Path("runs") / config.run.name
+    if remote.is_remote(folder) and not str(folder).startswith("gs://"):
+        raise UserError(f"run.dir={str(folder)!r}: Orbax writes checkpoints to gs:// and local folders only")
+    return remote.path(folder)
 
 
-def check(config: RunConfig, folder: pathlib.Path) -> None:
+def check(config: RunConfig, folder: remote.Path) -> None:
     """Raises UserError where `folder` holds a run of another configuration, or is no run's folder."""
+    with remote.explained(folder, "read"):
+        _check(config, folder)
+
+
+def _check(config: RunConfig, folder: remote.Path) -> None:
     file = folder / CONFIG
     if not file.is_file():
         if folder.exists() and (not folder.is_dir() or any(map(_foreign, folder.iterdir()))):
@@ -61,7 +71,7 @@ def check(config: RunConfig, folder: pathlib.Path) -> None:
         return
     try:
         before = _flat(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise UserError(f"{str(file)!r} cannot be read as JSON") from None
     after = _flat(to_dict(config))
     before = _flat(to_dict(RunConfig())) | before  # a setting that did not exist then had its default
@@ -77,7 +87,7 @@ def check(config: RunConfig, folder: pathlib.Path) -> None:
         )
 
 
-def _foreign(file: pathlib.Path) -> bool:
+def _foreign(file: remote.Path) -> bool:
     return file.name not in _EARLIER and not file.name.endswith(_PARTIAL)
 
 
@@ -88,15 +98,23 @@ def describe(config: RunConfig) -> str:
 
 
 @contextlib.contextmanager
-def owned(folder: pathlib.Path) -> Iterator[None]:
+def owned(folder: remote.Path, *, say: Callable[[str], None]) -> Iterator[None]:
     """Makes the folder and locks it. Raises UserError where another process trains in it.
 
     The lock ends with the process, however that ends; its file stays. It is a regular file open for writing because
-    NFS enforces no other lock across hosts. Of a run's processes only the first takes it. Raises RunFailed where the
-    folder cannot be written to.
+    NFS enforces no other lock across hosts. In an object store it is a lease. Of a run's processes only the first takes
+    it. Raises RunFailed where the folder cannot be written to.
     """
     if jax.process_index() > 0:
         yield
+        return
+    if remote.is_remote(folder):
+        from ladder_jax.train import lease
+
+        with contextlib.ExitStack() as stack:
+            with writing(folder):
+                stack.enter_context(lease.held(folder, say=say, lost=_end))
+            yield
         return
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,32 +132,37 @@ def owned(folder: pathlib.Path) -> Iterator[None]:
         os.close(handle)
 
 
-@contextlib.contextmanager
-def writing(folder: pathlib.Path) -> Iterator[None]:
+def _end(line: str) -> None:
+    """Ends the process at once: another one may write into the folder from now on."""
+    os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
+    os._exit(RunFailed.status)
+
+
+def writing(folder: remote.Path) -> contextlib.AbstractContextManager[None]:
     """Turns the errors of a disk that refuses into one line, RunFailed."""
-    try:
-        yield
-    except OSError as error:
-        raise RunFailed(f"cannot write into {str(folder)!r}: {error.strerror}") from None
+    return remote.explained(folder, "write into")
 
 
-def began(folder: pathlib.Path, *, now: float) -> float | None:
+def began(folder: remote.Path, *, now: float) -> float | None:
     """When an earlier start began this run, in seconds since 1970. At the first start `now` is stored, and None."""
     file = folder / GOODPUT
     try:
-        return json.loads(file.read_text(encoding="utf-8"))["began"]
-    except (OSError, ValueError, KeyError):
+        return float(json.loads(file.read_text(encoding="utf-8"))["began"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         write_json(file, {"began": now}, indent=None)
         return None
 
 
-def write_json(file: pathlib.Path, value: dict[str, Any], *, indent: int | None = 2) -> None:
+def write_json(file: remote.Path, value: dict[str, Any], *, indent: int | None = 2) -> None:
     """In process 0 alone."""
     if jax.process_index() == 0:
         write_atomically(file, json.dumps(value, indent=indent) + "\n")
 
 
-def write_atomically(file: pathlib.Path, text: str) -> None:
+def write_atomically(file: remote.Path, text: str) -> None:
+    if remote.is_remote(file):
+        file.write_text(text)
+        return
     temporary = file.with_name(file.name + _PARTIAL)
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, file)

@@ -19,9 +19,10 @@ import jax
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError
 from ladder_jax.train.folder import write_atomically
+from ladder_jax.train.mirror import Mirror
 
 Row = dict[str, Any]
-NAME = "metrics.jsonl"
+NAME, WANDB_ID = "metrics.jsonl", "wandb-id"
 
 
 class Tracker(Protocol):
@@ -36,26 +37,33 @@ class Tracker(Protocol):
 
 
 def read(folder: pathlib.Path) -> list[Row]:
-    """The logged steps of a run's folder. A last line that a kill cut short is left out."""
+    """The logged steps of a run's folder. Lines that are no rows are left out: a kill cuts the last one short."""
     file, rows = folder / NAME, []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
     return rows
 
 
 class Metrics:
     """Logs a run's steps into its folder, from `step` on: rows after it are dropped, as those steps are made again.
 
-    Process 0 reads and writes. rows: those logged before.
+    Process 0 reads and writes. rows: those logged before. mirror: uploads the folder, if the run's is elsewhere.
     """
 
     def __init__(
-        self, folder: pathlib.Path, *, step: int, trackers: Sequence[Tracker] = (), say: Callable[[str], None]
+        self,
+        folder: pathlib.Path,
+        *,
+        step: int,
+        trackers: Sequence[Tracker] = (),
+        mirror: Mirror | None = None,
+        say: Callable[[str], None],
     ):
         self._file, self._trackers, self._say = folder / NAME, trackers, say
+        self._mirror = mirror or Mirror(folder, folder, say=say)
         self._unwritten: list[str] = []
         self._size = 0
         self.rows: list[Row] = []
@@ -85,12 +93,14 @@ class Metrics:
             self._write(json.dumps(row) + "\n")
             for tracker in self._trackers:
                 tracker.add(row)
+            self._mirror.upload(force=False)
         return row
 
     def sync(self) -> None:
         """Onto the disk, before a checkpoint of these steps is written."""
         if jax.process_index() == 0:
             self._write("", sync=True)
+            self._mirror.upload()
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -208,7 +218,7 @@ class WandB:
             self._run.finish()
 
     def _identity(self) -> str:
-        file = self._folder / "wandb-id"
+        file = self._folder / WANDB_ID
         if not file.is_file():
             file.write_text(uuid.uuid4().hex, encoding="utf-8")
         return file.read_text(encoding="utf-8")

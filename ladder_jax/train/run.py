@@ -2,13 +2,12 @@
 
 import contextlib
 import dataclasses
-import pathlib
 from collections.abc import Callable, Iterator
 
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax import nn, parallel, retrain
+from ladder_jax import nn, parallel, remote, retrain
 from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.data import batches, dataset, text
@@ -24,7 +23,8 @@ from ladder_jax.train.checkpoints import CheckpointSaver
 from ladder_jax.train.evaluation import Evaluation
 from ladder_jax.train.folder import RunContext
 from ladder_jax.train.gradients import Pretraining, TrainingTask
-from ladder_jax.train.metrics import Metrics, trackers
+from ladder_jax.train.metrics import NAME, WANDB_ID, Metrics, trackers
+from ladder_jax.train.mirror import mirrored
 from ladder_jax.train.session import Session
 from ladder_jax.train.timing import Mfu, Profiler, Throughput, TimeAccount
 
@@ -68,11 +68,12 @@ def run(
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
     data = _load_data(config, where=where, agreement=agreement)
     definition = nn.define(config.model, mesh=mesh)
-    followers = trackers(config, folder=where)
     say = say if jax.process_index() == 0 else lambda line: None
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_memory_explained(config, mesh))
+        mirror = stack.enter_context(mirrored(where, say=say))
+        followers = trackers(config, folder=mirror.local)
         context = RunContext(
             config=config,
             folder=where,
@@ -83,12 +84,15 @@ def run(
             beat=beat,
         )
         with agreement.together("the lock of the run's folder"):
-            stack.enter_context(folder.owned(where))
+            stack.enter_context(folder.owned(where, say=say))
+        with agreement.together("the profiler's port"):
+            stack.enter_context(timing.profiler_server(config.run.profiler_port))
         say(folder.describe(config))
         say(f"on {mesh.size} of {len(jax.devices())} devices ({mesh.devices.flat[0].device_kind}), into {where}")
         for note in data.notes:
             say(note)
         with agreement.together("the run's folder"), folder.writing(where):
+            mirror.begin(NAME, WANDB_ID, replaced="tensorboard/events*")
             if began := folder.began(where, now=account.began):
                 account.restart(began)
 
@@ -114,7 +118,8 @@ def run(
             folder.write_json(where / folder.CONFIG, to_dict(config))
             if jax.process_index() == 0:
                 tokenizers.save(data.tokenizer, where / tokenizers.FOLDER)
-            metrics = stack.enter_context(contextlib.closing(Metrics(where, step=first, trackers=followers, say=say)))
+            logged = Metrics(mirror.local, step=first, trackers=followers, mirror=mirror, say=say)
+            metrics = stack.enter_context(contextlib.closing(logged))
             store = Store(where / checkpoints.FOLDER, config=config, patience=patience)
             stack.enter_context(contextlib.closing(store))
         train = config.train
@@ -133,7 +138,7 @@ def run(
             ),
             metrics=metrics,
             throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first),
-            profiler=Profiler(profile, folder=where / "profile"),
+            profiler=Profiler(profile, folder=mirror.local / "profile"),
         )
         session.run()
         result = Result(
@@ -151,7 +156,7 @@ def run(
     return result
 
 
-def _load_data(config: RunConfig, *, where: pathlib.Path, agreement: Agreement) -> Dataset:
+def _load_data(config: RunConfig, *, where: remote.Path, agreement: Agreement) -> Dataset:
     """The run's data, which must be the same on all processes."""
     with agreement.together("reading the data"):
         tokenizer = retrain.tokenizer(config, folder=where) if config.train.start else None

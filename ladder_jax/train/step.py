@@ -38,6 +38,10 @@ class TrainState:
     mean_loss: jax.Array
     good_steps: jax.Array
 
+    def __repr__(self) -> str:
+        count = sum(array.size for array in jax.tree.leaves(self.params))
+        return f"TrainState(step={self.step!r}, {count:,} parameters, mean_loss={self.mean_loss!r})"
+
 
 BAD = "bad"  # the metric that says whether a step kept the old state
 Metrics = dict[str, jax.Array]

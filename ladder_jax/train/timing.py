@@ -8,6 +8,7 @@ and for starting, is lost.
 import contextlib
 import dataclasses
 import pathlib
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -224,3 +225,26 @@ class Profiler:
         if self._running:
             jax.profiler.stop_trace()
             self._running = False
+
+
+@contextlib.contextmanager
+def profiler_server(port: int | None) -> Iterator[None]:
+    """Within the block jax's profiler listens on `port` + this process's index, for xprof, TensorBoard and
+    `jax.collect_profile`. Raises UserError where it cannot.
+    """
+    if port is None:
+        yield
+        return
+    port += jax.process_index()
+    try:
+        with socket.socket() as free:  # jax only logs that a port is taken
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(("", port))
+        jax.profiler.start_server(port)
+    except (OSError, OverflowError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"run.profiler_port: the profiler cannot listen on port {port}: {reason}") from None
+    try:
+        yield
+    finally:
+        jax.profiler.stop_server()

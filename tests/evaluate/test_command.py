@@ -194,7 +194,7 @@ def test_mistakes(words, run, files, monkeypatch, capsys):
 
 
 def test_no_checkpoint(capsys, files):
-    is_mistake(capsys, [files / "gone", "--text", files / "book.txt"], "there is no checkpoint at")
+    is_mistake(capsys, [files / "gone", "--text", files / "book.txt"], "there is no model at")
     is_mistake(capsys, [files, "--text", files / "book.txt"], "holds no ladder_jax checkpoint")
 
 

@@ -62,9 +62,27 @@ def test_text_and_plot(capsys, tmp_path):
     status, out, err = run(capsys, *words, "--residual", "standard,ladder-7,no-communication")
     assert (status, err) == (0, "") and picture.read_bytes().startswith(b"\x89PNG")
     said = out.splitlines()
-    assert said[0].startswith("take ladder-7: communication is ") and "tensor 8, batch 4 on h100-nvlink" in said[1]
+    assert said[0] == "take ladder-7" and said[1].startswith("reason    communication is ")
+    assert "tensor 8, batch 4 on h100-nvlink" in said[2]
+    assert any(
+        "no-communication: what the embedding and the choice of each token communicate is left" in s for s in said
+    )
     assert [line.split()[0] for line in said if "%" in line][1:3] == ["standard", "ladder-7"]
     assert any(line.startswith("note") and "more than a device's 79 GiB" in line for line in said)
+
+
+def test_the_rule(capsys):
+    """Said where another topology is faster than the one to take."""
+    words = ("--hardware", "h100-no-nvlink", "--tensor", 8, "--model", "llama-3-70b", "--batch", 16)
+    _, out, _ = run(capsys, *words, "--residual", "ladder,ladder-2,ladder-3")
+    chosen, _, rule, *_ = out.splitlines()
+    rows = {line.split()[0]: line.split()[2] for line in out.splitlines() if line.startswith("ladder")}
+    fastest = max((name for name in rows if name != "ladder,"), key=lambda name: float(rows[name]))
+    assert chosen != f"take {fastest}" and float(rows[chosen.split()[1]]) >= 0.95 * float(rows[fastest])
+    closest = "among topologies within 5% of the fastest, the one closest to Standard"
+    assert rule == f"rule      {fastest} gives {rows[fastest]}: {closest}"
+    _, out, _ = run(capsys, *words, "--residual", "standard,parallel-ladder")
+    assert "rule  " not in out
 
 
 def test_sweep(capsys, tmp_path):

@@ -123,7 +123,7 @@ def test_to_hugging_face_and_back(small, tmp_path):
         (dict(dtype="bfloat"), "did you mean 'bfloat16'?"),
         (dict(to="hugging"), "did you mean 'huggingface'?"),
         (dict(source="nowhere.gguf"), "there is no model at 'nowhere.gguf'"),
-        (dict(destination="nowhere/out"), "there is no folder"),
+        (dict(destination="/proc/version/out"), "'/proc/version' is no folder, so"),
     ],
 )
 def test_mistakes_are_one_line(arguments, said, small, tmp_path, monkeypatch):

@@ -161,6 +161,17 @@ def test_a_file_that_is_no_longer_there_when_it_is_read(tmp_path):
         next(iter(source.arrays.values())).read()
 
 
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
+    """An error, where a memory map would end the process (SIGBUS)."""
+    source = pretrained.open(models.write(tmp_path / "model", "llama-2"))
+    whole = {key: stored.read() for key, stored in source.arrays.items()}
+    os.truncate(tmp_path / "model" / "model.safetensors", 4000)
+    for key, stored in source.arrays.items():
+        with pytest.raises(UserError, match="model.safetensors' was cut short: it was complete when it was opened"):
+            stored.read()
+        assert np.isfinite(whole[key]).all()
+
+
 def test_the_library_agrees_with_what_is_written(tmp_path):
     """Its own check is stricter than a reader's: no gaps, no overlaps."""
     source = pretrained.open(models.write(tmp_path / "model", "qwen3"))

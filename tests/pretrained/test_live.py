@@ -104,7 +104,7 @@ def test_generate(exported):
     assert model.generate(prompt, num_beams=3, **settings).shape == (1, 22)
     if name in ("ladder", "hybrid-delay-2"):  # the others' decoding is as their prefill, which was compared
         mesh = parallel.make_mesh()
-        generator = Generator.of(nn.define(made.model, mesh=mesh), pretrained.load(made, mesh=mesh))
+        generator = Generator(nn.define(made.model, mesh=mesh), pretrained.load(made, mesh=mesh))
         ours = generator.tokens([prompt[0].tolist()], config=DecodeConfig(max_new_tokens=12))
         assert ours[0].tolist() == found.tolist()
 

@@ -94,7 +94,8 @@ def test_the_better_choice_is_taken():
     assert dataclasses.replace(result, last=Subset((1, 2), 1.2)).chosen == "last"  # the layers interact
 
 
-def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys):
+def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "text.txt").write_text(TEXT)
     out = tmp_path / "out"
     command = [
@@ -108,7 +109,9 @@ def test_the_verb_measures_prints_plots_and_converts(source, tmp_path, capsys):
     ]
     assert main([*command, "--calibration-tokens", "64", "--refit", "none"]) == 0
     printed, stored = capsys.readouterr(), json.loads((out / "sensitivity.json").read_text())
-    assert "64 tokens in sequences of 64: the standard model's loss is" in printed.out
+    first, second, *_ = printed.out.splitlines()
+    assert first.startswith("the standard model's loss is ") and second.startswith("of 64 tokens in sequences of 64; ")
+    assert max(map(len, printed.out.splitlines()[:-2])) <= 80  # but for the paths at the end
     assert "measured 10/10 losses" in printed.err and "(taken)" in printed.out
     assert [row["layer"] for row in stored["curve"]] == [0, 1, 2, 3]
     saved = checkpoint.open_checkpoint(out)

@@ -5,6 +5,8 @@ import os
 import pytest
 
 from ladder_jax.cli import main
+from ladder_jax.errors import RunFailed
+from ladder_jax.pretrained.convert import native
 from tests.pretrained import gguf_files
 
 
@@ -35,3 +37,19 @@ def test_a_staging_folder_that_was_there_before(kind, small, tmp_path, capsys, m
     files = [file for file in tmp_path.rglob("*") if file.is_file() and not file.is_symlink()]
     assert [file.read_text() for file in files] == ["mine"] * (2 if kind == "file" else 1)
     assert not (tmp_path / "nowhere").exists() and not (tmp_path / "out").exists()
+
+
+def test_folders_above_the_destination(small, tmp_path, monkeypatch, capsys):
+    """They are created, as for `train`, and gone again after a failure."""
+    destination = tmp_path / "runs" / "new" / "out"
+    with monkeypatch.context() as failing:
+
+        def fail(source, folder, **_):
+            assert folder.parent.is_dir()
+            raise RunFailed("the disk is gone")
+
+        failing.setattr(native, "write", fail)
+        assert main(["convert", str(small), str(destination)]) == 1
+    assert not any(tmp_path.iterdir())
+    assert main(["convert", str(small), str(destination)]) == 0
+    assert [path.name for path in destination.parent.iterdir()] == ["out"]

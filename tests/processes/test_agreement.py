@@ -192,6 +192,7 @@ def test_a_disk_is_full_in_one_of_two(told, stood, tmp_path, whole):
     assert all(found["seconds"] < 3 * PATIENCE for found in (*one, *two, *three))
 
 
+@pytest.mark.full
 def test_four_processes(told, stood, whole):
     """At once: a flipped bit, a folder that process 2 sees late, and a full disk in process 3."""
     run = stood("run")

@@ -1,10 +1,14 @@
 """The launch recipes, as far as one machine can try them: manifests against the types of the APIs, scripts with
 stand-ins for the commands of the clouds."""
 
+import json
 import os
 import pathlib
 import shlex
+import shutil
 import subprocess
+import sys
+import tomllib
 
 import pytest
 import yaml
@@ -180,3 +184,66 @@ def test_slurm_outlives_the_signal(tmp_path):
         said = job.communicate(timeout=20)[1]
     assert job.returncode == 0 and "status 143: requeued (restart 1 of 20)" in said
     assert calls(bin, "scontrol") == [["requeue", "4711"]]
+
+
+DOCKERFILE = LAUNCH / "Dockerfile"
+
+
+def instructions():
+    """Of the Dockerfile, lines joined."""
+    text = DOCKERFILE.read_text().replace("\\\n", " ")
+    return [line.split(None, 1) for line in text.splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    "accelerator, extras, installed",
+    [
+        ("cpu", "", "."),
+        ("cpu", "data,hf", ".[data,hf]"),
+        ("cuda", "data", ".[cuda,data]"),
+        ("tpu", "", ".[tpu]"),
+        ("gpu", "data", None),
+    ],
+)
+def test_dockerfile_installs(tmp_path, accelerator, extras, installed):
+    """Its shell command, with a stand-in for pip."""
+    stand_in(tmp_path / "bin", "pip", "")
+    (command, _) = [rest for name, rest in instructions() if name == "RUN"]
+    told = {"ACCELERATOR": accelerator, "EXTRAS": extras, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, env={**os.environ, **told}, capture_output=True, text=True
+    )
+    if installed is None:
+        assert done.returncode == 2 and "ACCELERATOR=gpu must be cpu, cuda or tpu" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    (call,) = calls(tmp_path / "bin", "pip")
+    assert call[:2] == ["install", "--no-cache-dir"] and call[2] == installed
+    project = tomllib.loads((LAUNCH.parents[1] / "pyproject.toml").read_text())["project"]
+    named = set(installed.removeprefix(".").strip("[]").split(",")) - {""}
+    assert named <= project["optional-dependencies"].keys()
+
+
+def test_dockerfile_copies_a_project(tmp_path):
+    """What it copies, and lets through to the builder, is all that the package is made of."""
+    copied = {name for kind, rest in instructions() if kind == "COPY" for name in rest.split()[:-1]}
+    ignored = (LAUNCH / "Dockerfile.dockerignore").read_text().split()
+    assert ignored[0] == "*" and copied == {line[1:] for line in ignored if line.startswith("!")}
+    for name in copied:
+        source = LAUNCH.parents[1] / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, tmp_path / name)
+    code = "from setuptools.build_meta import prepare_metadata_for_build_wheel as make; make('out')"
+    (tmp_path / "out").mkdir()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (metadata,) = (tmp_path / "out").glob("*.dist-info/METADATA")
+    assert "Name: ladder-jax" in metadata.read_text() and "Requires-Dist: jax>=" in metadata.read_text()
+
+
+@pytest.mark.parametrize("name, accelerator", [("gpu.yaml", "cuda"), ("tpu.yaml", "tpu")])
+def test_manifests_name_the_image(name, accelerator):
+    assert f"# of ../Dockerfile, with ACCELERATOR={accelerator}" in (LAUNCH / "jobset" / name).read_text()
+    (container,) = manifest(name)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    (entry,) = [json.loads(rest) for kind, rest in instructions() if kind == "ENTRYPOINT"]
+    assert container["command"][: len(entry)] == entry

@@ -165,6 +165,7 @@ def test_two_are_killed_and_resumed(start, overrides, alone, tmp_path):
     assert len(metrics.read(run)) == STEPS
 
 
+@pytest.mark.full
 def test_one_of_four_is_preempted_and_all_save(start, overrides, alone, tmp_path):
     run = tmp_path / "run"
     # A save at every step: else a quick machine has trained all steps before the signal reaches all processes.

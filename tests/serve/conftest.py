@@ -16,7 +16,7 @@ from ladder_jax import checkpoint
 from ladder_jax.config import DecodeConfig, FolderConfig, MeshConfig, RunConfig
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode.engine import Request
-from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
+from ladder_jax.pretrained import open_model
 from ladder_jax.serve import app, server
 from ladder_jax.serve.limits import Limits
 from ladder_jax.serve.metrics import Metrics
@@ -47,8 +47,7 @@ def make_engine(folder):
 
     def make(**more):
         settings = {**dict(tensor=1, slots=4, capacity=CAPACITY, max_queue=8), **more}
-        saved = checkpoint.open_checkpoint(folder)
-        return of_checkpoint(saved, settings=DecodeConfig(), **settings, decoder=Bytes().to_bytes)
+        return open_model(folder).engine(settings=DecodeConfig(), **settings, decoder=Bytes().to_bytes)
 
     return make
 

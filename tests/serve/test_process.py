@@ -137,7 +137,7 @@ def test_mistakes(folder, capsys, args):
 
 
 def test_no_checkpoint(capsys, tmp_path):
-    assert "there is no checkpoint at" in mistake(capsys, tmp_path / "nowhere")
+    assert "there is no model at" in mistake(capsys, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])

@@ -2,10 +2,10 @@
 # The same on a GKE cluster that xpk has made (xpk cluster create): a JobSet, restarted when a host is lost.
 #   CLUSTER=pods ZONE=us-east5-a TYPE=v5p-128 IMAGE=REGISTRY/ladder-jax:TAG NAME=ladder \
 #       experiments/launch/tpu_pod/xpk.sh CONFIG run.dir=/runs/ladder [overrides]
-# The run's folder must be the same on all hosts: xpk storage attach mounts a Filestore at /runs.
+# The run's folder must be the same on all hosts: gs://..., or a Filestore that xpk storage attach mounts at /runs.
 set -eu
 : "${CLUSTER:?the cluster}" "${ZONE:?its zone}" "${TYPE:?the slice, such as v5p-128}"
-: "${IMAGE:?an image in which ladder-jax[tpu] is installed}" "${NAME:?the name of the workload}"
+: "${IMAGE:?an image of ../Dockerfile, with ACCELERATOR=tpu}" "${NAME:?the name of the workload}"
 
 # GKE tells each pod the hosts of its slice, and of several slices (SLICES) their number: ladder-jax understands both.
 # SIGTERM leaves five minutes to save. Of itself xpk starts again after the statuses from 127 on; 1 is another host's loss,

@@ -5,7 +5,7 @@ EXAMPLE = "ladder-jax bench --model llama-3.2-1b --residual standard,ladder --ba
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PRESET", help="a model preset; its weights are random")
+    parser.add_argument("--model", required=True, metavar="MODEL", help="a preset, or any model; weights are random")
     parser.add_argument("--residual", required=True, metavar="NAME[,NAME]", help="standard, ladder, ladder-fresh, ...")
     parser.add_argument("--batch", metavar="B[,B]", help="rows at once (default 1,4,16,64)")
     for option, letter, text in (

@@ -1,11 +1,13 @@
 import argparse
 
-SUMMARY = "Measure perplexity, multiple choice or written answers of a checkpoint, as lm-evaluation-harness does."
+SUMMARY = "Measure perplexity, multiple choice or written answers of a model, as lm-evaluation-harness does."
 EXAMPLE = "ladder-jax evaluate runs/tiny --text book.txt --window 512 --stride 256"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or one checkpoint in it")
+    parser.add_argument(
+        "checkpoint", metavar="MODEL", help="a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hub"
+    )
     for option, text in (
         (
             "text",
@@ -32,8 +34,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ),
         ("tensor", "N", "tensor-parallel devices (default: as trained, if there are as many)"),
         ("data", "N", "copies of the model, each with its share of a batch (default 1)"),
+        ("ranks", "N", "for --residual ladder-fresh: the tensor-parallel ranks it is for"),
     ):
         parser.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+    parser.add_argument(
+        "--ladder-layers", metavar="WHICH", help="make these ladder layers, in memory: N (the last N), i,j or all"
+    )
+    parser.add_argument("--residual", metavar="NAME", help="the kind of those layers (default ladder)")
     parser.add_argument("--field", metavar="NAME", help="where --text's JSON lines and tables hold it (default: text)")
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="ends an answer; may be given again (default: GSM8K's)"

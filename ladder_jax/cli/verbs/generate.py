@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ladder_jax import terminal
 from ladder_jax.errors import RunFailed, UserError, member
 from ladder_jax.files import check_writable
 
 if TYPE_CHECKING:
-    from ladder_jax.checkpoint import Checkpoint
     from ladder_jax.config import DecodeConfig
     from ladder_jax.data.tokenizer import Tokenizer
     from ladder_jax.decode import Engine, Request
     from ladder_jax.decode.request import Piece
+    from ladder_jax.pretrained import OpenedModel
 
-SUMMARY = "Continue prompts with a trained checkpoint."
+SUMMARY = "Continue prompts with a model: a checkpoint, or one of Hugging Face or llama.cpp."
 EXAMPLE = 'ladder-jax generate runs/tiny --prompt "def main(" --temperature 0.8 --seed 1'
 
 SLOTS = 8
 CONTEXT = 2048  # positions of a conversation
+BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")  # in each body of a batch
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or one checkpoint in it")
+    parser.add_argument(
+        "checkpoint", metavar="MODEL", help="a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hub"
+    )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given again")
-    parser.add_argument("--prompts", metavar="FILE", help='JSON lines such as {"prompt": "Once", "temperature": 0.8}')
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='JSON lines such as {"prompt": "Once", "temperature": 0.8}, or of OpenAI\'s batch format',
+    )
     parser.add_argument(
         "--out", metavar="FILE", help="for --prompts: a JSON line as each finishes; a second run goes on with it"
     )
@@ -46,6 +54,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("seed", int, "S", "the same seed gives the same text (default 0)"),
         ("slots", int, "N", "prompts that are continued at the same time (default 8)"),
         ("context", int, "S", "for --chat: tokens of history and answer together (default 2048)"),
+        ("ladder-layers", str, "WHICH", "make these ladder layers, in memory: N (the last N), i,j or all"),
+        ("residual", str, "NAME", "the kind of those layers (default ladder)"),
+        ("ranks", int, "N", "for ladder-fresh: the tensor-parallel ranks it is for"),
     ):
         parser.add_argument(f"--{option}", type=kind, metavar=letter, help=text)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
@@ -58,13 +69,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print or write the texts. Raises UserError for wrong options, before anything is computed."""
     _check(args)
-    from ladder_jax.checkpoint import open_checkpoint
     from ladder_jax.decode import memory
     from ladder_jax.parallel import use_compilation_cache
+    from ladder_jax.pretrained import open_model
 
     use_compilation_cache()
     with memory.explained("generating"):
-        saved = open_checkpoint(args.checkpoint)
+        choice = dict(ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks)
+        saved = open_model(args.checkpoint, **choice)
         tokenizer, settings = saved.tokenizer(), _settings(args, saved.config.decode)
         if args.prompts:
             _file(args, saved, tokenizer, settings)
@@ -104,17 +116,14 @@ def _settings(args: argparse.Namespace, defaults: DecodeConfig) -> DecodeConfig:
     return dataclasses.replace(defaults, **changes)
 
 
-def _one(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
-    from ladder_jax.checkpoint import Pieces
-    from ladder_jax.decode import Generator, NoNumbers, default_tensor, memory, steps
-    from ladder_jax.nn import define
-    from ladder_jax.parallel import make_mesh
+def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+    from ladder_jax.decode import Generator, NoNumbers, memory, steps
 
     (request,) = _requests(args, saved, tokenizer, settings)
-    definition = define(saved.config.model, mesh=make_mesh(tensor=args.tensor or default_tensor(saved.config)))
+    definition = saved.define(tensor=args.tensor)
     form, capacity = dict(loop=settings.loop, quantize=settings.quantize), len(request.prompt) + request.max_new_tokens
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
-    generator = Generator.of(definition, Pieces(saved, definition), **form)
+    generator = Generator(definition, saved.reader(definition), **form)
     how = dict(launch=settings.launch, prefill_chunk=settings.prefill_chunk)
     pieces = generator.pieces(request, decoder=tokenizer.to_bytes, **how)
     if args.stream:
@@ -124,17 +133,17 @@ def _one(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, sett
         text = "".join(piece.text for piece in pieces)
     except NoNumbers as error:
         raise RunFailed(f"prompt 1 of 1: {error}") from error
-    print(args.prompt[0] + text, flush=True)
+    print(terminal.generated(args.prompt[0] + text), flush=True)
 
 
 def _stream(prompt: str, pieces: Iterable[Piece]) -> None:
-    print(prompt, end="", flush=True)
+    print(terminal.generated(prompt), end="", flush=True)
     for piece in pieces:
-        print(piece.text, end="", flush=True)
+        print(terminal.generated(piece.text), end="", flush=True)
     print()
 
 
-def _several(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+def _several(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
     """The texts in the prompts' order. A prompt without numbers is named at the end, after the others' texts."""
     from ladder_jax.decode import NoNumbers
 
@@ -145,39 +154,62 @@ def _several(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, 
         if index:
             print()
         try:
-            print(prompt + handle.result().text, flush=True)
+            print(terminal.generated(prompt + handle.result().text), flush=True)
         except NoNumbers as error:
             failed.append(f"prompt {index + 1} of {len(handles)}: {error}")
     if failed:
         raise RunFailed("; ".join(failed))
 
 
-def _file(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
-    from ladder_jax.config import to_dict
+def _file(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
     from ladder_jax.decode.engine import jsonl
     from ladder_jax.progress import progress
 
-    model = json.dumps([saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name])
-    encoding = dict(encode=tokenizer.encode, vocab_size=saved.config.model.vocab_size)
-    ends = dict(stop=tuple(args.stop or ()), stop_ids=tokenizer.stop_ids)
-    jobs = jsonl.read(args.prompts, defaults=settings, **ends, model=model, **encoding)
+    jobs, form = _jobs(args, saved, tokenizer, settings)
     with jsonl.alone(args.out):
-        left = jsonl.unanswered(args.out, jobs)
+        left = jsonl.unanswered(args.out, jobs, **form)
         answered = itertools.count(len(jobs) - len(left) + 1)
         with progress(len(jobs), done=len(jobs) - len(left), label="{done}/{total} prompts") as update:
             advance = lambda: update(next(answered), "")
             if left:
-                engine = _engine_for([job.request for job in left], args, saved, tokenizer, settings)
+                requests = [request for job in left for request in job.requests]
+                engine = _engine_for(requests, args, saved, tokenizer, settings)
                 jsonl.answer(engine, left, file=args.out, advance=advance)
 
 
-def _chat(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
+def _jobs(
+    args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig
+) -> tuple[list, dict]:
+    """The jobs in the file of prompts, and `jsonl.unanswered`'s arguments for their answers' format."""
+    from ladder_jax.cli.verbs.serve import NEEDS
+    from ladder_jax.config import to_dict
+    from ladder_jax.decode.engine import jsonl
+
+    model = json.dumps([saved.identity, to_dict(saved.config.model), settings.quantize.value, tokenizer.name])
+    vocab_size = saved.config.model.vocab_size
+    if jsonl.is_batch(args.prompts):
+        if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+            raise UserError(f"OpenAI's batch format needs {', '.join(missing)}: pip install 'ladder-jax[serve]'")
+        from ladder_jax.serve import batch
+
+        if given := [name for name in BATCHED if getattr(args, name) is not None]:
+            option = given[0].replace("_", "-")
+            raise UserError(f"--{option}: in OpenAI's batch format each line's body has its own settings")
+        about = dict(tokenizer=tokenizer, defaults=settings, vocab_size=vocab_size, identity=model)
+        jobs = batch.read(args.prompts, name=saved.config.run.name, **about)
+        return jobs, dict(by=batch.by_custom_id, beginning=batch.BEGINNING)
+    ends = dict(stop=tuple(args.stop or ()), stop_ids=tokenizer.stop_ids)
+    encoding = dict(encode=tokenizer.encode, vocab_size=vocab_size)
+    return jsonl.read(args.prompts, defaults=settings, **ends, model=model, **encoding), {}
+
+
+def _chat(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
     from ladder_jax.cli import chat
 
     if not tokenizer.has_chat:
         tokenizer.chat([])  # raises the UserError for it, before the weights are read
     message = chat.piped()
-    say = lambda line: print(line, file=sys.stderr, flush=True)
+    say = terminal.say
     # The engine's own thread decodes, so that Ctrl-C interrupts this thread, and never a round.
     with _engine(args, saved, tokenizer, settings, slots=1, capacity=args.context or CONTEXT) as engine:
         ends = dict(stop=tuple(args.stop or ()), say=say)
@@ -186,7 +218,7 @@ def _chat(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, set
 
 
 def _requests(
-    args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer, settings: DecodeConfig
+    args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig
 ) -> list[Request]:
     """One for each --prompt, the k-th with the seed + k."""
     from ladder_jax.decode.request import Request, check_prompts, with_seed
@@ -203,7 +235,7 @@ def _requests(
 def _engine_for(
     requests: list[Request],
     args: argparse.Namespace,
-    saved: Checkpoint,
+    saved: OpenedModel,
     tokenizer: Tokenizer,
     settings: DecodeConfig,
 ) -> Engine:
@@ -215,14 +247,12 @@ def _engine_for(
 
 def _engine(
     args: argparse.Namespace,
-    saved: Checkpoint,
+    saved: OpenedModel,
     tokenizer: Tokenizer,
     settings: DecodeConfig,
     *,
     slots: int,
     capacity: int,
 ) -> Engine:
-    from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
-
     sizes = dict(slots=slots, capacity=capacity, max_queue=max(len(args.prompt or ()), SLOTS))
-    return of_checkpoint(saved, settings=settings, tensor=args.tensor, **sizes, decoder=tokenizer.to_bytes)
+    return saved.engine(settings=settings, tensor=args.tensor, **sizes, decoder=tokenizer.to_bytes)

@@ -5,7 +5,7 @@ EXAMPLE = "ladder-jax overlap --model llama-3-70b --target v5p:2x2x2 --phase dec
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PRESET", help="a model preset, such as llama-3-70b")
+    parser.add_argument("--model", required=True, metavar="MODEL", help="a preset, such as llama-3-70b, or any model")
     parser.add_argument("--target", required=True, help="v5e:2x4, v5p:2x2x2, v6e:2x4, tpu7x:2x2x1, h100:8, b200:8")
     parser.add_argument("--phase", required=True, metavar="PHASE", help="prefill, decode or train")
     parser.add_argument("--residual", required=True, metavar="NAME", help="standard, ladder, ladder-fresh, ...")

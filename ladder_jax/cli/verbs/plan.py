@@ -8,7 +8,7 @@ EXAMPLE = "ladder-jax plan --model llama-3-70b --target v5p:4x4x4 --tokens 41943
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", required=True, metavar="MODEL", help="a preset, such as llama-3-70b, or a config file"
+        "--model", required=True, metavar="MODEL", help="a preset, such as llama-3-70b, a config file, or any model"
     )
     parser.add_argument("--target", required=True, help="v5p:4x4x4, v6e:4x4, tpu7x:2x2x1, h100:8, b200:16, cpu:8, ...")
     parser.add_argument(

@@ -5,7 +5,7 @@ EXAMPLE = "ladder-jax predict --model llama-3-70b --hardware h100-nvlink --tenso
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PRESET", help="a model preset, such as llama-3-70b")
+    parser.add_argument("--model", required=True, metavar="MODEL", help="a preset, such as llama-3-70b, or any model")
     parser.add_argument("--hardware", metavar="NAME", help="h100-nvlink, h100-no-nvlink, v5e, ... or a YAML file")
     parser.add_argument("--residual", metavar="NAME[,NAME]", help="standard, ladder, ... (default: all)")
     parser.add_argument("--ladder-layers", metavar="WHICH", help="hybrids: N (the last N layers), i,j or all")

@@ -1,4 +1,4 @@
-"""The verb `serve`: a checkpoint behind HTTP, until a signal."""
+"""The verb `serve`: a model behind HTTP, until a signal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from ladder_jax.errors import UserError, member
 
 if TYPE_CHECKING:
-    from ladder_jax.checkpoint import Checkpoint
     from ladder_jax.data.tokenizer import Tokenizer
     from ladder_jax.decode import Engine
+    from ladder_jax.pretrained import OpenedModel
 
-SUMMARY = "Serve a trained checkpoint over HTTP, to OpenAI's clients."
+SUMMARY = "Serve a model over HTTP, to OpenAI's clients."
 EXAMPLE = "ladder-jax serve runs/tiny --port 8000"
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -26,7 +26,9 @@ KEY = "LADDER_JAX_API_KEY"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's folder, or one checkpoint in it")
+    parser.add_argument(
+        "checkpoint", metavar="MODEL", help="a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hub"
+    )
     for option, kind, letter, default, text in (
         ("host", str, "ADDRESS", "127.0.0.1", "where to listen (default 127.0.0.1: this machine only)"),
         ("port", int, "N", 8000, "default 8000; 0: any free one"),
@@ -39,6 +41,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("drain-seconds", float, "S", 30.0, "how long SIGTERM waits for requests in progress (default 30)"),
         ("tensor", int, "N", None, "tensor-parallel devices (default: as trained, if there are as many)"),
         ("quantize", str, "NAME", None, "int8: the weights in 8 bits; none (the default)"),
+        ("ladder-layers", str, "WHICH", None, "make these ladder layers, in memory: N (the last N), i,j or all"),
+        ("residual", str, "NAME", None, "the kind of those layers (default ladder)"),
+        ("ranks", int, "N", None, "for ladder-fresh: the tensor-parallel ranks it is for"),
     ):
         parser.add_argument(f"--{option}", type=kind, metavar=letter, default=default, help=text)
 
@@ -47,7 +52,8 @@ def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT. Raises UserError for wrong options, RuntimeError for a failed engine."""
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'ladder-jax[serve]'")
-    from ladder_jax import checkpoint, parallel
+    from ladder_jax import parallel
+    from ladder_jax.pretrained import open_model
     from ladder_jax.serve import app, auth, hosts, server
     from ladder_jax.serve.limits import Limits
     from ladder_jax.serve.metrics import Metrics
@@ -58,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
     key = os.environ.get(KEY) if args.api_key is None else args.api_key
     if key is not None:
         auth.check_key(key)
-    saved = checkpoint.open_checkpoint(args.checkpoint)
+    choice = dict(ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks)
+    saved = open_model(args.checkpoint, **choice)
     with server.bind(args.host, args.port) as sock:
         tokenizer = saved.tokenizer()
         engine = _engine(args, saved, tokenizer)
@@ -97,15 +104,14 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--model-name must not be empty")
 
 
-def _engine(args: argparse.Namespace, saved: Checkpoint, tokenizer: Tokenizer) -> Engine:
+def _engine(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer) -> Engine:
     from ladder_jax.config import Quantize
-    from ladder_jax.decode.engine.of_checkpoint import of_checkpoint
 
     settings = saved.config.decode
     if args.quantize:
         settings = dataclasses.replace(settings, quantize=member(Quantize, "--quantize", args.quantize))
     sizes = {name: getattr(args, name) for name in ("tensor", "slots", "capacity", "max_queue")}
-    return of_checkpoint(saved, settings=settings, **sizes, decoder=tokenizer.to_bytes)
+    return saved.engine(settings=settings, **sizes, decoder=tokenizer.to_bytes)
 
 
 def _say(line: str) -> None:

@@ -1,8 +1,8 @@
 import argparse
-import sys
 from collections.abc import Callable
 
-from ladder_jax.config import RunConfig, load, to_dict
+from ladder_jax import terminal
+from ladder_jax.config import ModelConfig, RunConfig, load, to_dict
 from ladder_jax.processes.options import SETTINGS
 
 SUMMARY = "Train a model, or resume the run from its last checkpoint."
@@ -27,12 +27,12 @@ def run(args: argparse.Namespace) -> None:
 
     from ladder_jax import processes
 
-    settings = load(args.config, overrides=args.overrides)
+    settings = load(args.config, overrides=args.overrides, model_of=_model_of)
     patience = processes.patience(vars(args), os.environ)
     spec = processes.spec(vars(args), os.environ)
     if spec is None:
         return _train(settings, args, patience=patience.hang)
-    with processes.joined(spec, settings=_equal(settings, args), patience=patience, say=_say) as member:
+    with processes.joined(spec, settings=_equal(settings, args), patience=patience, say=terminal.say) as member:
         _train(settings, args, patience=patience.hang, beat=member.beat, shown=member.process == 0)
 
 
@@ -49,7 +49,7 @@ def _train(
     from ladder_jax.train import run as train
 
     steps = parse_profile(args.profile) if args.profile else None
-    result = train(settings, say=_say, profile=steps, beat=beat, patience=patience)
+    result = train(settings, say=terminal.say, profile=steps, beat=beat, patience=patience)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     if shown:
@@ -59,8 +59,10 @@ def _train(
         )
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _model_of(name: str) -> ModelConfig:
+    from ladder_jax.pretrained import model_config
+
+    return model_config(name)
 
 
 def _equal(settings: RunConfig, args: argparse.Namespace) -> dict:

@@ -1,7 +1,7 @@
 """The manifest of a token store: `manifest.json` once the store is finished, a journal before that.
 
-Shard `00000` is two files: `00000.tokens`, little-endian integers one after another, and `00000.offsets`,
-where each document begins, uint64 [documents + 1].
+Shard `00000` is three files: `00000.tokens`, little-endian integers one after another; `00000.offsets`, where each
+document begins, uint64 [documents + 1]; and `00000.digests`, of the blocks of both (see blocks.py).
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 
+from ladder_jax import remote
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 
@@ -24,7 +25,8 @@ SETTINGS = ("tokenizer", "field", "shard_tokens")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """sha256: of its two files, tokens first. parts: digests of the stretches of the sources that are in it.
+    """sha256: of its tokens and offsets. digests: sha256 of its digests; empty in stores of earlier versions.
+    parts: digests of the stretches of the sources that are in it.
 
     skipped: files of a folder that are no text. empty: documents without any token, which are left out.
     """
@@ -36,6 +38,7 @@ class Shard:
     parts: tuple[str, ...]
     empty: int = 0
     skipped: int = 0
+    digests: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Manifest:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def is_store(folder: pathlib.Path) -> bool:
+def is_store(folder: remote.Path) -> bool:
     """Whether a token store lies there. Raises UserError for one that is not finished."""
     if (folder / JOURNAL).is_file() and not (folder / MANIFEST).is_file():
         raise UserError(f"the token store {str(folder)!r} is not finished: run its `ladder-jax tokenize` again")
@@ -79,14 +82,14 @@ def is_store(folder: pathlib.Path) -> bool:
     return finished
 
 
-def read(file: pathlib.Path) -> Manifest:
+def read(file: remote.Path) -> Manifest:
     """Raises UserError where the file is no manifest, or one of another version."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         found, version = tree.pop("format"), tree.pop("version")
     except OSError as error:
         raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{str(file)!r} is damaged, or not a token store's") from None
     if found != FORMAT:
         raise UserError(f"{str(file)!r} is not a token store's")
@@ -109,6 +112,8 @@ def _is_sound(found: Manifest) -> bool:
     counts = [found.vocab_size, *(n for one in found.shards for n in (one.tokens, one.documents))]
     return (
         all(isinstance(count, int) and count >= 0 for count in counts)
+        and found.tokens < 2**62
+        and all(isinstance(text, str) for one in found.shards for text in (one.sha256, one.digests))
         and all(isinstance(one.name, str) and re.fullmatch("[0-9]{5,}", one.name) for one in found.shards)
         and found.dtype == dtype_for(found.vocab_size)
     )

@@ -17,7 +17,7 @@ from ladder_jax.errors import UserError
 LOCK = ".lock"
 _BEGUN = {LOCK, manifests.partial(pathlib.Path(JOURNAL)).name}
 """Files that a kill can leave behind before the journal is written."""
-_SHARD = re.compile(r"[0-9]{5,}\.(tokens|offsets)")
+_SHARD = re.compile(r"[0-9]{5,}\.(tokens|offsets|digests)")
 _PORTIONS_OWN = {LOCK, JOURNAL, FINISHED} | {manifests.partial(pathlib.Path(name)).name for name in (JOURNAL, FINISHED)}
 _PART = re.compile(r"[0-9a-f]{20}\.(json|tokens|offsets)(\.partial)?")
 

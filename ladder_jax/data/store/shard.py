@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ladder_jax.data.store import blocks
 from ladder_jax.data.store.manifest import Shard
 from ladder_jax.data.store.part import Done
 from ladder_jax.data.store.sources import Part
@@ -41,10 +42,17 @@ def join(
         first += done.tokens
     content = np.concatenate([*begins, np.array([first], "<u8")]).astype("<u8").tobytes()
     digest.update(content)
-    with (out / f"{name}.offsets").open("wb") as file:
+    _write_synced(out / f"{name}.offsets", content)
+    checked = b"".join(blocks.digests(out / f"{name}.{kind}") for kind in ("tokens", "offsets"))
+    _write_synced(out / f"{name}.digests", checked)
+    total = lambda what: sum(getattr(done, what) for done in counts)
+    digests = tuple(part.digest for part in group)
+    counted = first, total("documents"), digest.hexdigest(), digests, total("empty"), total("skipped")
+    return Shard(name, *counted, digests=hashlib.sha256(checked).hexdigest())
+
+
+def _write_synced(path: pathlib.Path, content: bytes) -> None:
+    with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    total = lambda what: sum(getattr(done, what) for done in counts)
-    digests = tuple(part.digest for part in group)
-    return Shard(name, first, total("documents"), digest.hexdigest(), digests, total("empty"), total("skipped"))

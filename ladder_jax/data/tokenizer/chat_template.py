@@ -14,12 +14,10 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, special: Mapping[str, str]):
-        import jinja2
-
         self._special = dict(special)
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # Jinja's, Python's compiler's, and RecursionError
             raise UserError(f"the tokenizer's chat template is not valid: {_line(error)}") from None
 
     def __call__(self, messages: Sequence[Mapping[str, str]], *, prompt: bool = True) -> str:

@@ -47,6 +47,9 @@ class HuggingFace:
         self._chat = None if source is None else ChatTemplate(source, special=self._special)
         self.has_chat = self._chat is not None
 
+    def __repr__(self) -> str:
+        return f"HuggingFace({str(self.folder)!r}, vocab_size={self.vocab_size}, has_chat={self.has_chat})"
+
     def encode(self, text: str) -> list[int]:
         return self._ids(text, special=True)
 
@@ -132,7 +135,11 @@ def _special_tokens(config: dict) -> dict[str, str]:
     """`bos_token` and the like; a token is written as text, or as an object with its `content`."""
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     content = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
-    return {key: value for key, value in content.items() if isinstance(value, str)}
+    found = {key: value for key, value in content.items() if isinstance(value, str)}
+    for key, value in found.items():
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise UserError(f"the tokenizer's {key} holds half of a surrogate pair, which is no character")
+    return found
 
 
 def _template(folder: pathlib.Path, config: dict) -> str | None:

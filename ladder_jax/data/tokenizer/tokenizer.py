@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from ladder_jax import remote
 from ladder_jax.data.tokenizer.huggingface import FILES, HuggingFace
 from ladder_jax.errors import UserError
 
@@ -87,7 +88,10 @@ class Bytes:
         return bytes(int(token) for token in tokens if token < 256)
 
     def offsets(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        content = [character.encode("utf-8", errors="surrogateescape") for character in text]
+        try:
+            content = [character.encode("utf-8", errors="surrogateescape") for character in text]
+        except UnicodeEncodeError:
+            raise UserError("the text holds half of a surrogate pair, which is no character") from None
         places = [(index, index + 1) for index, part in enumerate(content) for _ in part]
         return list(b"".join(content)), places
 
@@ -102,29 +106,33 @@ def load(path: str | os.PathLike | None) -> Tokenizer:
     """Bytes for None and "bytes", else the tokenizer in that folder. Raises UserError for what is none."""
     if path is None or path == BYTES:
         return Bytes()
-    folder = pathlib.Path(path).expanduser()
+    folder = remote.path(path) if remote.is_remote(path) else pathlib.Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"there is no tokenizer at {str(path)!r} (allowed: {BYTES!r}, or a folder with tokenizer.json)")
     return HuggingFace(folder)
 
 
-def save(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
+def save(tokenizer: Tokenizer, folder: remote.Path) -> None:
     """Copy the tokenizer's files to `folder`, all or none; bytes have none.
 
     Raises UserError where another tokenizer lies there.
     """
     if not isinstance(tokenizer, HuggingFace):
         return
-    if folder.exists():
+    if (folder / FILES[0]).exists() if remote.is_remote(folder) else folder.exists():
         if load(folder).name != tokenizer.name:
             raise UserError(f"{str(folder)!r} holds another tokenizer than {str(tokenizer.folder)!r}")
+        return
+    files = [name for name in FILES if (tokenizer.folder / name).is_file()]
+    if remote.is_remote(folder):
+        for name in reversed(files):  # the main file last: without it there is no tokenizer
+            (folder / name).write_bytes((tokenizer.folder / name).read_bytes())
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
     try:
-        for name in FILES:
-            if (tokenizer.folder / name).is_file():
-                shutil.copyfile(tokenizer.folder / name, partial / name)
+        for name in files:
+            (partial / name).write_bytes((tokenizer.folder / name).read_bytes())
         os.chmod(partial, 0o755)
         os.rename(partial, folder)
     except BaseException:

@@ -12,6 +12,7 @@ from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.decode.engine.handle import Handle
 from ladder_jax.decode.engine.scheduler import Scheduler, Stats
 from ladder_jax.decode.engine.slots import Slots
+from ladder_jax.decode.generate import parts_of
 from ladder_jax.decode.request import Decoder, NoNumbers, Request
 from ladder_jax.decode.sampling import NO_NUMBER, Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
@@ -52,10 +53,7 @@ class Engine:
 
         Raises UserError for a mesh with data ranks, and where the devices' memory is too small.
         """
-        definition = model.definition if isinstance(model, Transformer) else model
-        params = model.params if isinstance(model, Transformer) else params
-        if params is None:
-            raise UserError("an engine needs a Transformer, or a ModelDef and its params")
+        definition, params = parts_of(model, params)
         if definition.layout.batch_ranks > 1:
             raise UserError(
                 f"an engine is one replica of the model: mesh.data x mesh.fsdp must be 1,"
@@ -86,6 +84,11 @@ class Engine:
         self._running = threading.Lock()  # held through a round: one at a time
         self._thread: threading.Thread | None = None
         self._stopping = False
+
+    def __repr__(self) -> str:
+        now = self.stats()
+        use = f"{now.running} running, {now.queued} waiting of at most {self.max_queue}"
+        return f"Engine({self.slots} slots of {self.capacity:,} tokens: {use})"
 
     def submit(self, request: Request) -> Handle:
         """Puts a request in the queue. Raises QueueFull, or another UserError for a request that cannot be served."""

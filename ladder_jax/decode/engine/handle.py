@@ -35,6 +35,9 @@ class Handle:
         self._outcome: Result | BaseException | None = None
         self._listeners: list[Listener] = []
 
+    def __repr__(self) -> str:
+        return f"Handle({self._outcome or 'not finished'!r}, of {self.request!r})"
+
     @property
     def done(self) -> bool:
         return self._outcome is not None

@@ -9,11 +9,13 @@ import io
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from ladder_jax import config
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.engine.engine import Engine
+from ladder_jax.decode.engine.handle import Handle
 from ladder_jax.decode.request import SAMPLING, NoNumbers, Request, Result, check_prompts, with_seed
 from ladder_jax.errors import RunFailed, UserError, unknown
 
@@ -33,6 +35,35 @@ class Job:
     id: str | int | None
     request: Request
     digest: str
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return (self.request,)
+
+    def line(self, results: Sequence[Result]) -> bytes:
+        """The line of an answer in the file."""
+        (result,) = results
+        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.tokens)}
+        return self._line({"text": result.text, "finish_reason": result.finish, **counts})
+
+    def failed(self, error: Exception) -> bytes:
+        return self._line({"text": None, "finish_reason": "error", "error": str(error)})
+
+    def _line(self, answer: dict) -> bytes:
+        named = {} if self.id is None else {"id": self.id}
+        answer = {"index": self.index, **named, **answer, "request": self.digest}
+        # An id may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's escape stands for it.
+        return json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+class AnyJob(Protocol):
+    """One line of a file of prompts, in any format: its requests, and the line with their results, or with an error."""
+
+    requests: Sequence[Request]
+
+    def line(self, results: Sequence[Result]) -> bytes: ...
+
+    def failed(self, error: Exception) -> bytes: ...
 
 
 def read(
@@ -71,6 +102,14 @@ def read(
     if not jobs:
         raise UserError(f"{file!r} holds no prompts")
     return jobs
+
+
+def is_batch(file: str) -> bool:
+    """Whether the first line of a file of prompts is a request in OpenAI's batch format (see serve/batch.py)."""
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(file, encoding="utf-8-sig") as lines:
+        first = json.loads(next((line for line in lines if line.strip()), "null"))
+        return isinstance(first, dict) and "custom_id" in first and "prompt" not in first
+    return False  # `read` says what is wrong
 
 
 def _request(
@@ -121,61 +160,86 @@ def alone(file: str) -> Iterator[None]:
                 os.unlink(file)
 
 
-def unanswered(file: str, jobs: Sequence[Job]) -> list[Job]:
+type Find[T] = Callable[[Mapping[str, Any]], T | None]
+"""The job that a line answers; None for another file's, or after a change. Raises KeyError for no such line."""
+
+
+def by_index(jobs: Sequence[Job]) -> Find[Job]:
+    def find(line: Mapping[str, Any]) -> Job | None:
+        index, digest = line["index"], line["request"]
+        found = jobs[index] if 0 <= index < len(jobs) else None
+        return found if found and found.digest == digest else None
+
+    return find
+
+
+def unanswered[T: AnyJob](
+    file: str,
+    jobs: Sequence[T],
+    *,
+    by: Callable[[Sequence[T]], Find[T]] = by_index,
+    beginning: bytes = BEGINNING,
+) -> list[T]:
     """The jobs without an answer in `file`. Removes a half-written last line from the file.
 
-    Raises UserError where it holds anything else, or answers to other prompts or settings.
+    by, beginning: of the format. Raises UserError where it holds anything else, or answers to other prompts or
+    settings.
     """
     path = pathlib.Path(file)
     content = path.read_bytes() if path.exists() else b""
     whole, newline, half = content.rpartition(b"\n")
-    answered = set()
+    find, done = by(jobs), set()
     for number, line in enumerate(whole.split(b"\n") if newline else (), start=1):
         try:
-            answer = json.loads(line)
-            index, digest = answer["index"], answer["request"]
-            job = jobs[index] if index >= 0 else None
-        except (ValueError, KeyError, TypeError):
+            job = find(json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"{file} line {number} is not an answer that this command wrote") from None
-        except IndexError:
-            job = None
-        if job is None or job.digest != digest:
+        if job is None:
             raise UserError(
                 f"{file} line {number} answers another prompt, model or setting; name another file, or remove this one"
             )
-        answered.add(index)
+        done.add(id(job))
     if half:
-        if not (half.startswith(BEGINNING) or BEGINNING.startswith(half)):
+        if not (half.startswith(beginning) or beginning.startswith(half)):
             raise UserError(f"{file} holds something else than answers that this command wrote")
         os.truncate(path, len(content) - len(half))
-    return [job for job in jobs if job.index not in answered]
+    return [job for job in jobs if id(job) not in done]
 
 
-def answer(engine: Engine, jobs: Iterable[Job], *, file: str, advance: Callable[[], object]) -> None:
+def answer(engine: Engine, jobs: Iterable[AnyJob], *, file: str, advance: Callable[[], object]) -> None:
     """Appends a line to `file` as each job finishes, and calls `advance` for it.
 
     The line of a job that failed holds the error. Raises RunFailed at the end if any job failed, and for a full disk.
     """
-    waiting, running, failed = collections.deque(jobs), {}, 0
+    waiting = collections.deque((job, place) for job in jobs for place in range(len(job.requests)))
+    running: dict[Handle, tuple[AnyJob, int]] = {}
+    results: dict[int, dict[int, Result | NoNumbers]] = collections.defaultdict(dict)  # by the job's id, and place
+    failed = 0
     with open(file, "ab", buffering=0) as out:
         while waiting or running:
             while waiting and engine.stats().queued < engine.max_queue:
-                job = waiting.popleft()
-                running[engine.submit(job.request)] = job
+                job, place = waiting.popleft()
+                running[engine.submit(job.requests[place])] = job, place
             engine.step()
             for handle in [handle for handle in running if handle.done]:
-                job = running.pop(handle)
-                try:
-                    written = line(job, handle.result())
-                except NoNumbers as error:
-                    written, failed = (
-                        _line(job, {"text": None, "finish_reason": "error", "error": str(error)}),
-                        failed + 1,
-                    )
-                _append(out, written, file=file)
+                job, place = running.pop(handle)
+                results[id(job)][place] = _result(handle)
+                if len(results[id(job)]) < len(job.requests):
+                    continue
+                of_job = [result for _, result in sorted(results.pop(id(job)).items())]
+                errors = [result for result in of_job if isinstance(result, NoNumbers)]
+                failed += bool(errors)
+                _append(out, job.failed(errors[0]) if errors else job.line(of_job), file=file)
                 advance()
     if failed:
         raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
+
+
+def _result(handle: Handle) -> Result | NoNumbers:
+    try:
+        return handle.result()
+    except NoNumbers as error:
+        return error
 
 
 def _append(out: io.FileIO, data: bytes, *, file: str) -> None:
@@ -189,16 +253,3 @@ def _append(out: io.FileIO, data: bytes, *, file: str) -> None:
         raise RunFailed(
             f"{file}: {error.strerror}. What it holds is whole, and the same command goes on from there"
         ) from error
-
-
-def line(job: Job, result: Result) -> bytes:
-    """The line of an answer in the file."""
-    counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.tokens)}
-    return _line(job, {"text": result.text, "finish_reason": result.finish, **counts})
-
-
-def _line(job: Job, answer: dict) -> bytes:
-    named = {} if job.id is None else {"id": job.id}
-    answer = {"index": job.index, **named, **answer}
-    # An id may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's escape stands for it.
-    return json.dumps({**answer, "request": job.digest}, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

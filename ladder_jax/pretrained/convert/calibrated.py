@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import pathlib
-import tempfile
 
 import jax
 import numpy as np
@@ -12,7 +11,6 @@ from ladder_jax import nn, parallel
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import refit, sensitivity
-from ladder_jax.pretrained.convert import native
 from ladder_jax.pretrained.convert.request import Request
 from ladder_jax.pretrained.load import load
 from ladder_jax.pretrained.refit import Refit, Refitted
@@ -83,14 +81,9 @@ def fit(
 
 def tokenizer_of(source: Source) -> tokenizers.Tokenizer:
     """Raises UserError for a source without a tokenizer."""
-    if not source.files and source.model.vocab_size == tokenizers.Bytes().vocab_size:
-        return tokenizers.Bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder) / tokenizers.FOLDER
-        native.write_tokenizer(source, copy)
-        if not copy.is_dir():
-            raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
-        return tokenizers.load(copy)
+    if source.tokenizer is None:
+        raise UserError(f"{source.path!r} has no tokenizer, which --calibration needs")
+    return source.tokenizer
 
 
 def _standard_and(converted: Source, *, source: Source) -> Source:

@@ -15,7 +15,8 @@ from ladder_jax.checkpoint import manifest, saved
 from ladder_jax.checkpoint.stream import Stream
 from ladder_jax.config import DataConfig, FolderConfig, RunConfig, TrainConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import RunFailed
+from ladder_jax.pretrained import tokenizer_files
 from ladder_jax.pretrained.source import Key, Source
 from ladder_jax.progress import progress
 
@@ -71,22 +72,8 @@ def write_tokenizer(source: Source, folder: pathlib.Path) -> None:
 
     Raises UserError if the tokenizer has more tokens than the model.
     """
-    if tokenizers.huggingface.MAIN not in source.files:
-        return
-    folder.mkdir()
-    for name, content in source.files.items():
-        (folder / name).write_bytes(content)
-    if source.generation:
-        settings = json.dumps(dict(source.generation), indent=2) + "\n"
-        (folder / "generation_config.json").write_text(settings, encoding="utf-8")
-    try:
-        tokenizer = tokenizers.load(folder)
-    except UserError as error:
-        raise UserError(str(error).replace(str(folder), source.path)) from None
-    if tokenizer.vocab_size > source.model.vocab_size:
-        raise UserError(
-            f"{source.path!r}: its tokenizer has {tokenizer.vocab_size} tokens, its model {source.model.vocab_size}"
-        )
+    about = dict(generation=source.generation, vocab_size=source.model.vocab_size, path=source.path)
+    tokenizer_files.write(source.files, folder, **about)
 
 
 def _in_order(source: Source):

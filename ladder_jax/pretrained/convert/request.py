@@ -4,12 +4,13 @@ import dataclasses
 import enum
 import pathlib
 
-from ladder_jax.config import RESIDUALS, Dtype, ModelConfig, parse_residual
-from ladder_jax.errors import UserError, member, unknown
+from ladder_jax.config import Dtype, ModelConfig
+from ladder_jax.errors import UserError, member
+from ladder_jax.pretrained.formats import with_ladder_layers
 from ladder_jax.pretrained.refit import Refit
 from ladder_jax.pretrained.sensitivity import Search, Text, parse_text
 
-AUTO = "auto:"
+AUTO, ALL = "auto:", "all"
 MEASURED_TOKENS = 2048
 REFIT_TOKENS = 16_384
 
@@ -68,7 +69,7 @@ def parse(args: dict, model: ModelConfig) -> Request:
         source=args["source"],
         destination=pathlib.Path(args["destination"]).expanduser().absolute(),
         format=member(Format, "format in --to", args["to"]),
-        model=_with_layers(args, model, None if choose is not None else layers, has_layers=layers is not None),
+        model=_with_layers(args, model, layers if choose is None else ALL),
         choose=choose,
         calibration=tuple(map(parse_text, args["calibration"] or ())),
         measured_tokens=measured or MEASURED_TOKENS,
@@ -100,25 +101,13 @@ def _refit(args: dict, *, choose: int | None) -> Refit | None:
     return None
 
 
-def _with_layers(args: dict, model: ModelConfig, layers: str | None, *, has_layers: bool) -> ModelConfig:
-    changes = {}
+def _with_layers(args: dict, model: ModelConfig, layers: str | None) -> ModelConfig:
     if args["dtype"]:
         dtype = member(Dtype, "value for --dtype:", args["dtype"])
-        changes |= {"dtype": dtype, "residual_dtype": dtype}
-    if has_layers:
-        kind = args["residual"] or "ladder"
-        name = parse_residual(kind)
-        if not name.is_ladder:
-            allowed = [residual for residual in RESIDUALS if parse_residual(residual).is_ladder]
-            raise unknown("ladder kind in --residual", kind, [*allowed, "ladder-K"])
-        if name.depends_on_ranks and args["ranks"] is None:
-            raise UserError(f"--residual {kind} computes another function for each number of ranks: set --ranks N")
-        if model.residual not in ("standard", kind):
-            raise UserError(f"--ladder-layers converts a standard model; {args['source']!r} is {model.residual}")
-        changes |= {"residual": kind, "ladder_layers": layers, "ranks": args["ranks"]}
-    elif extra := [name for name in ("residual", "ranks") if args[name] is not None]:
-        raise UserError(f"--{extra[0]} needs --ladder-layers, the layers to convert")
-    return dataclasses.replace(model, **changes)
+        model = dataclasses.replace(model, dtype=dtype, residual_dtype=dtype)
+    choice = dict(ladder_layers=layers, residual=args["residual"], ranks=args["ranks"])
+    model = with_ladder_layers(model, **choice, name=args["source"])
+    return dataclasses.replace(model, ladder_layers=None) if layers == ALL else model
 
 
 def _count(layers: str, model: ModelConfig) -> int:

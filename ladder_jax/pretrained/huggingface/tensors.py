@@ -1,11 +1,12 @@
-"""Safetensors files (https://huggingface.co/docs/safetensors): mapped for reading, written one array at a time.
+"""Safetensors files (https://huggingface.co/docs/safetensors), read and written one array at a time.
 
-The `safetensors` library only checks a file's header. It would read and write whole shards at once, so this module maps
-and writes the values itself.
+The `safetensors` library only checks a file's header. It would write whole shards at once, and map a file to read it: a
+mapped file that is truncated, or whose disk fails, ends the process with SIGBUS.
 """
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -24,7 +25,7 @@ _BLOCK = 2**24  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file. `read` maps it: only the pages that are used are loaded."""
+    """A tensor in a file. `read` returns its values; raises UserError if the file cannot be read or was cut short."""
 
     file: pathlib.Path
     shape: tuple[int, ...]
@@ -32,12 +33,14 @@ class Tensor:
     offset: int
 
     def read(self) -> np.ndarray:
-        if 0 in self.shape:
-            return np.zeros(self.shape, self.dtype)
+        size = math.prod(self.shape) * self.dtype.itemsize
         try:
-            return np.memmap(self.file, self.dtype, mode="r", offset=self.offset, shape=self.shape)
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {str(self.file)!r}: {error}") from None
+            content = np.fromfile(self.file, np.uint8, size, offset=self.offset)
+        except OSError as error:
+            raise UserError(f"cannot read {str(self.file)!r}: {error.strerror or error}") from None
+        if len(content) != size:
+            raise UserError(f"{str(self.file)!r} was cut short: it was complete when it was opened")
+        return content.view(self.dtype).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)

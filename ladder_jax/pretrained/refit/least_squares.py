@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-import scipy.linalg
 
 from ladder_jax.errors import RunFailed
 
@@ -50,6 +49,8 @@ class Statistics:
 
 def solve(products: np.ndarray, *, ridge: float) -> np.ndarray:
     """(G + l 1)^-1 (C + l 1) of `products` [D, 2D] = (G, C), with l = `ridge` * trace(G) / D. Raises RunFailed."""
+    import scipy.linalg  # slow to import
+
     gram, cross = np.split(products, 2, axis=1)
     penalty = ridge * np.trace(gram) / len(gram) * np.eye(len(gram))
     try:

@@ -2,6 +2,7 @@
 
 from ladder_jax import terminal
 from ladder_jax.pretrained.sensitivity.result import Result
+from ladder_jax.terminal import Table
 
 BAR = 40  # characters of the longest bar
 NAMES = {"last": "the last", "ranked": "least sensitive", "greedy": "greedily"}
@@ -9,20 +10,16 @@ NAMES = {"last": "the last", "ranked": "least sensitive", "greedy": "greedily"}
 
 def show(result: Result) -> None:
     """Print `result` on standard output."""
-    from rich.table import Table
-
-    head = (
-        f"{result.tokens:,} tokens in sequences of {result.sequence:,}: the standard model's loss is"
-        f" {result.loss:.4f} nats a token; one {result.residual} layer costs"
-    )
-    curve = Table("layer", "nats", "", box=None, pad_edge=False)
+    head = f"the standard model's loss is {result.loss:.4f} nats a token"
+    measured = f"of {result.tokens:,} tokens in sequences of {result.sequence:,}; one {result.residual} layer costs"
     costs = [loss - result.loss for loss in result.alone]
     longest = max(*costs, 1e-9)
-    for layer, cost in enumerate(costs):
-        curve.add_row(str(layer), f"{cost:+.4f}", "#" * round(BAR * max(cost, 0) / longest))
-    choices = Table("chosen", "layers", "nats", box=None, pad_edge=False)
+    bar = lambda cost: "#" * round(BAR * max(cost, 0) / longest)
+    curve = Table(("layer", "nats", ""), [(str(n), f"{cost:+.4f}", bar(cost)) for n, cost in enumerate(costs)], ("",))
+    rows = []
     for name, subset in result.subsets.items():
         mark = " (taken)" if name == result.chosen else ""
-        layers = ",".join(map(str, sorted(subset.layers)))
-        choices.add_row(NAMES[name] + mark, layers, f"{subset.loss - result.loss:+.4f}")
-    terminal.show([head, curve, choices])
+        layers = ", ".join(map(str, sorted(subset.layers)))
+        rows.append((NAMES[name] + mark, layers, f"{subset.loss - result.loss:+.4f}"))
+    choices = Table(("chosen", "layers", "nats"), rows, ("chosen", "layers"))
+    terminal.show([head, measured, curve, choices])

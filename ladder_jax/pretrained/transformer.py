@@ -1,0 +1,190 @@
+"""The model as its user meets it: a Transformer with its tokenizer, from any model's name to text and back to files."""
+
+import functools
+import os
+import pathlib
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+from jax.sharding import Mesh
+
+from ladder_jax import nn, parallel
+from ladder_jax.config import DecodeConfig, Loop, ModelConfig, Quantize, to_dict
+from ladder_jax.config.fields import build
+from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.tokenizer import Tokenizer
+from ladder_jax.decode import Generator, Request, default_tensor, memory
+from ladder_jax.decode.steps import CHUNK
+from ladder_jax.errors import UserError, member
+from ladder_jax.nn import Params
+from ladder_jax.pretrained import hub, source, staging, tokenizer_files
+from ladder_jax.pretrained.convert import native
+from ladder_jax.pretrained.convert.request import Format
+from ladder_jax.pretrained.formats import open_model
+from ladder_jax.pretrained.huggingface import read, write
+from ladder_jax.pretrained.source import Key, Source, Stored
+
+type Conversation = Sequence[Mapping[str, str]]
+"""Messages such as {"role": "user", "content": "Hello"}."""
+
+
+class Transformer(nn.Transformer):
+    """`nn.Transformer` with a tokenizer: `from_pretrained("SmolLM2-135M.gguf").generate("Once upon a time")`.
+
+    tokenizer: None if there is none; by default bytes, for a vocabulary of 256. decode: the defaults of `generate`.
+    context: the longest sequence that the model was trained for, in tokens; None if unknown.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs | None = None,
+        mesh: Mesh | None = None,
+        params: Params | None = None,
+        tokenizer: Tokenizer | None = None,
+        decode: DecodeConfig | None = None,
+        context: int | None = None,
+    ):
+        """As `nn.Transformer`. Raises UserError for a tokenizer with more tokens than the model, too."""
+        super().__init__(config, rngs=rngs, mesh=mesh, params=params)
+        if tokenizer is None and config.vocab_size == tokenizers.Bytes().vocab_size:
+            tokenizer = tokenizers.Bytes()
+        if tokenizer is not None:
+            tokenizers.check_vocabulary(tokenizer, vocab_size=config.vocab_size)
+        self.tokenizer, self.decode, self.context = tokenizer, decode or DecodeConfig(), context
+        self._prepared = _Prepared()
+
+    def generate(self, prompt: str | Conversation, *, stop: Sequence[str] = (), **settings: Any) -> str:
+        """The text that follows `prompt`; for a list of messages, the answer by the tokenizer's chat template.
+
+        stop: ends before these strings. settings: any of `DecodeConfig`, such as max_new_tokens=50, temperature=0.8,
+        seed=1, quantize="int8"; greedy by default. The first call compiles, and lays a copy of the weights out for
+        decoding, which is kept until they change. Raises UserError for a wrong setting, and without a tokenizer.
+        """
+        return "".join(self.stream(prompt, stop=stop, **settings))
+
+    def stream(self, prompt: str | Conversation, *, stop: Sequence[str] = (), **settings: Any) -> Iterator[str]:
+        """`generate`'s text, as it grows."""
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer: set model.tokenizer, or decode tokens by a decode.Generator")
+        config = build(DecodeConfig, {**to_dict(self.decode), **settings}, "decode.")
+        encode = self.tokenizer.encode if isinstance(prompt, str) else self.tokenizer.chat
+        request = Request.of(encode(prompt), config=config, stop=tuple(stop), stop_ids=self.tokenizer.stop_ids)
+        form = dict(launch=config.launch, prefill_chunk=config.prefill_chunk)
+        length = len(request.prompt) + request.max_new_tokens
+        generator = self._prepared.generator(self, loop=config.loop, quantize=config.quantize, capacity=length)
+        return (piece.text for piece in generator.pieces(request, decoder=self.tokenizer.to_bytes, **form))
+
+    def save(self, path: str | os.PathLike, *, format: str | Format = Format.CHECKPOINT) -> None:
+        """Write a checkpoint to the new folder `path`, for `load` and every command, or with "huggingface" an export.
+
+        The host holds one array at a time, and the folder appears when all is written and compared. Raises UserError
+        where `path` exists, for what the format cannot express, and with several processes; RunFailed for a full disk.
+        """
+        place = pathlib.Path(path).expanduser().absolute()
+        if member(Format, "format", format) is Format.HUGGING_FACE:
+            write.write(self.source(), place)
+            return
+        exported = self.source()
+        staging.check_free(place)
+        staging.check_room(place, size=native.size(exported))
+        with staging.staged(place) as folder:
+            native.write(exported, folder, definition=self.definition, place=place)
+
+    def push_to_hub(self, repository: str, *, private: bool | None = None, message: str | None = None) -> str:
+        """Upload an export to `org/name` of the Hugging Face Hub, as the user of `hf auth login` or HF_TOKEN.
+
+        Returns its URL. private, errors: as in `pretrained.push_to_hub`.
+        """
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = pathlib.Path(scratch) / "export"
+            self.save(folder, format=Format.HUGGING_FACE)
+            return hub.push(folder, repository, private=private, message=message)
+
+    def source(self) -> Source:
+        """The model as `pretrained` reads models: for `pretrained.write_huggingface`, or another model's parameters."""
+        if jax.process_count() > 1:
+            raise UserError("a model on several processes is saved by checkpoint.Store, which writes each one's shards")
+        params = traverse_util.flatten_dict(self.params, sep="/")
+        arrays = {
+            key: Stored(shape, np.dtype(array.dtype), functools.partial(_values, array, key, shape))
+            for key, shape in source.expected_shapes(self.config).items()
+            for array in [params[key.name]]
+        }
+        folder = getattr(self.tokenizer, "folder", None)  # bytes have none
+        files = {} if folder is None else tokenizer_files.read(folder)
+        has_settings = folder is not None and (folder / read.GENERATION).is_file()
+        generation = read.read_object(folder / read.GENERATION) if has_settings else {}
+        return Source("the model in memory", self.config, arrays, self.context, files, generation)
+
+
+def from_pretrained(
+    name: str | os.PathLike,
+    *,
+    mesh: Mesh | None = None,
+    residual: str | None = None,
+    ladder_layers: str | int | Sequence[int] | None = None,
+    ranks: int | None = None,
+    dtype: np.dtype | str | None = None,
+) -> Transformer:
+    """The model called `name` with its tokenizer: a checkpoint, a Hugging Face folder, a GGUF file, or
+    `org/name[@revision]` of the Hub.
+
+    mesh: by default as many tensor-parallel devices as it was trained on, if there are as many; else one.
+    ladder_layers: convert these in memory: N (the last N), [i, j] or "all"; residual, ranks: to which kind (default
+    ladder), and for ladder-fresh, the ranks that it is for. dtype: of the parameters; None keeps the stored dtypes.
+    Decoding computes in the configuration's dtype in any case.
+
+    Arrays are read one at a time, each onto its shards. Raises UserError where there is no such model, for other
+    formats, damaged files, and models that cannot be represented.
+    """
+    opened = open_model(name, ladder_layers=ladder_layers, residual=residual, ranks=ranks)
+    tokenizer = opened.tokenizer() if opened.has_tokenizer else None
+    mesh = parallel.make_mesh(tensor=default_tensor(opened.config)) if mesh is None else mesh
+    config = parallel.with_ranks(opened.config.model, tensor=mesh.shape["tensor"])
+    params = opened.params(nn.define(config, mesh=mesh), dtype=None if dtype is None else jnp.dtype(dtype))
+    about = dict(tokenizer=tokenizer, decode=opened.config.decode, context=opened.context)
+    return Transformer(config, mesh=mesh, params=params, **about)
+
+
+def load(path: str | os.PathLike, *, mesh: Mesh | None = None, dtype: np.dtype | str | None = None) -> Transformer:
+    """What `Transformer.save` or a run wrote; as `from_pretrained`, which never asks the Hub here."""
+    if not pathlib.Path(path).expanduser().exists():
+        raise UserError(f"there is no model at {str(path)!r}")
+    return from_pretrained(path, mesh=mesh, dtype=dtype)
+
+
+class _Prepared:
+    """A model's generators by loop and quantization, made again when a parameter was replaced.
+
+    An object of its own, so that Flax does not take their arrays for the model's parameters.
+    """
+
+    def __init__(self):
+        self._of: tuple[weakref.ref, ...] = ()
+        self._generators: dict[tuple[Loop, Quantize], Generator] = {}
+
+    def generator(self, model: Transformer, *, loop: Loop, quantize: Quantize, capacity: int) -> Generator:
+        """capacity: positions that the devices' memory must have room for."""
+        leaves = jax.tree.leaves(model.params)
+        if len(leaves) != len(self._of) or any(ref() is not leaf for ref, leaf in zip(self._of, leaves)):
+            self._of, self._generators = tuple(map(weakref.ref, leaves)), {}
+        form = dict(loop=loop, quantize=quantize)
+        if (loop, quantize) not in self._generators:
+            held = memory.held_bytes(model.params)
+            with memory.explained("generating"):
+                memory.check_slots(model.definition, slots=1, capacity=capacity, chunk=CHUNK, held=held, **form)
+                self._generators[loop, quantize] = Generator(model, **form)
+        return self._generators[loop, quantize]
+
+
+def _values(array: jax.Array, key: Key, shape: tuple[int, ...]) -> np.ndarray:
+    """One layer of a stack; of an array without layers, the rows without the vocabulary's padding."""
+    return np.asarray(array if key.layer is None else array[key.layer])[: shape[0]]

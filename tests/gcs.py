@@ -1,0 +1,206 @@
+"""A stand-in for Google Cloud Storage: its JSON API over HTTP, as far as tensorstore and gcsfs use it, in memory.
+
+Writes and deletions of objects are atomic, have generations and preconditions, and lists see them at once, as GCS's are
+documented. There are no permissions, no network that fails, and no time that a request takes.
+"""
+
+import base64
+import contextlib
+import email.parser
+import hashlib
+import http.server
+import json
+import re
+import threading
+import urllib.parse
+
+
+class Bucket:
+    """Objects by name: (generation, content)."""
+
+    def __init__(self):
+        self.objects: dict[str, tuple[int, bytes]] = {}
+        self.lock = threading.Lock()
+        self.generation = 0
+        self.uploads: dict[str, tuple[str, bytearray]] = {}
+        self.requests: list[str] = []
+
+    def put(self, name: str, content: bytes, *, match: str | None) -> dict | None:
+        """The object's resource; None where its generation is not `match` (0: there is none)."""
+        with self.lock:
+            if match is not None and self.objects.get(name, (0,))[0] != int(match):
+                return None
+            self.generation += 1
+            self.objects[name] = self.generation, bytes(content)
+        return self.resource(name)
+
+    def delete(self, name: str, *, match: str | None) -> int:
+        with self.lock:
+            if name not in self.objects:
+                return 404
+            if match is not None and self.objects[name][0] != int(match):
+                return 412
+            del self.objects[name]
+        return 204
+
+    def resource(self, name: str) -> dict:
+        generation, content = self.objects[name]
+        md5 = base64.b64encode(hashlib.md5(content).digest()).decode()
+        times = dict.fromkeys(("timeCreated", "updated"), "2026-01-01T00:00:00.000Z")
+        return {"kind": "storage#object", "name": name, "bucket": "bucket", "size": str(len(content)), **times,
+                "generation": str(generation), "metageneration": "1", "md5Hash": md5, "etag": f"e{generation}",
+                "storageClass": "STANDARD"}  # fmt: skip
+
+    def list(self, query: dict[str, str]) -> dict:
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
+        begin, end = query.get("startOffset", ""), query.get("endOffset")
+        items, prefixes = [], set()
+        with self.lock:
+            for name in sorted(self.objects):
+                if not name.startswith(prefix) or name < begin or (end and name >= end):
+                    continue
+                rest = name[len(prefix) :]
+                if delimiter and delimiter in rest:
+                    prefixes.add(prefix + rest.partition(delimiter)[0] + delimiter)
+                else:
+                    items.append(self.resource(name))
+        return {"kind": "storage#objects", "items": items, "prefixes": sorted(prefixes)}
+
+
+@contextlib.contextmanager
+def served():
+    """Yields the Bucket called "bucket" and the environment in which tensorstore and gcsfs find it."""
+    bucket = Bucket()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_):
+            pass
+
+        def handle_one_request(self):
+            with contextlib.suppress(ConnectionError):
+                super().handle_one_request()
+
+        def _handle(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            bucket.requests.append(f"{self.command} {self.path}")
+            split = urllib.parse.urlsplit(self.path)
+            query = dict(urllib.parse.parse_qsl(split.query))
+            status, content, headers = _answer(bucket, self.command, split.path, query, self.headers, body, address)
+            content = json.dumps(content).encode() if isinstance(content, dict) else content
+            self.send_response(status)
+            kind = headers.pop("Content-Type", "application/json")
+            length = headers.pop("Content-Length", str(len(content)))
+            for name, value in {"Content-Type": kind, "Content-Length": length, **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = do_PATCH = _handle
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {
+        "TENSORSTORE_GCS_HTTP_URL": address,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "anybody",
+        "STORAGE_EMULATOR_HOST": address,
+        "FSSPEC_GCS_TOKEN": "anon",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }
+    try:
+        yield bucket, environment
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: bytes, address: str):
+    """(status, content, headers)."""
+    error = lambda status: (status, {"error": {"code": status, "message": "no"}}, {})
+    if path.startswith("/batch/"):
+        return _batch(bucket, headers, body)
+    if found := re.fullmatch(r"/upload/storage/v1/b/bucket/o", path):
+        return _upload(bucket, method, query, headers, body, address)
+    found = re.fullmatch(r"(?:/download)?/storage/v1/b/bucket/o(?:/(.*))?", path)
+    if not found:
+        return (200, {"name": "bucket"}, {}) if path == "/storage/v1/b/bucket" else error(404)
+    if found[1] is None:
+        return 200, bucket.list(query), {}
+    name = urllib.parse.unquote(found[1])
+    if method == "DELETE":
+        status = bucket.delete(name, match=query.get("ifGenerationMatch"))
+        return (204, b"", {}) if status == 204 else error(status)
+    if copied := re.fullmatch(r"(.*)/(rewriteTo/b/bucket|moveTo)/o/(.*)", found[1]):
+        source, target = urllib.parse.unquote(copied[1]), urllib.parse.unquote(copied[3])
+        if source not in bucket.objects:
+            return error(404)
+        made = bucket.put(target, bucket.objects[source][1], match=None)
+        if copied[2] == "moveTo":
+            bucket.delete(source, match=None)
+            return 200, made, {}
+        return 200, {"done": True, "resource": made}, {}
+    with bucket.lock:
+        generation, content = bucket.objects.get(name, (0, None))
+    if query.get("ifGenerationMatch") not in (None, str(generation)):
+        return error(412)
+    if content is None:
+        return error(404)
+    if query.get("ifGenerationNotMatch") == str(generation):
+        return 304, b"", {}
+    if query.get("alt") != "media":
+        return 200, bucket.resource(name), {}
+    about = {"Content-Type": "application/octet-stream", "X-Goog-Generation": str(generation)}
+    if asked := re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range") or ""):
+        size = len(content)
+        begin = int(asked[1]) if asked[1] else max(0, size - int(asked[2]))
+        end = min(size, int(asked[2]) + 1) if asked[1] and asked[2] else size
+        if begin >= size:
+            return error(416)
+        return 206, content[begin:end], {**about, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}
+    return 200, content, about
+
+
+def _upload(bucket: Bucket, method: str, query: dict, headers, body: bytes, address: str):
+    match, kind = query.get("ifGenerationMatch"), query.get("uploadType")
+    if "upload_id" in query:
+        name, content = bucket.uploads[query["upload_id"]]
+        content += body
+        if headers["Content-Range"].endswith("/*"):
+            return 308, b"", {"Range": f"bytes=0-{len(content) - 1}"}
+        return 200, bucket.put(name, content, match=None), {}
+    if kind == "resumable":
+        name = query.get("name") or json.loads(body)["name"]
+        number = str(len(bucket.uploads))
+        bucket.uploads[number] = name, bytearray()
+        location = f"{address}/upload/storage/v1/b/bucket/o?uploadType=resumable&upload_id={number}"
+        return 200, {}, {"Location": location}
+    name, content = query.get("name"), body
+    if kind == "multipart":
+        boundary = re.search(r"boundary=['\"]?([^'\";]+)", headers["Content-Type"])[1].encode()
+        parts = [part.strip(b"\r\n").partition(b"\n\n") for part in _parts(body, boundary)]
+        name, content = json.loads(parts[0][2])["name"], parts[1][2]
+    found = bucket.put(name, content, match=match)
+    return (200, found, {}) if found else (412, {"error": {"code": 412, "message": "conditionNotMet"}}, {})
+
+
+def _parts(body: bytes, boundary: bytes) -> list[bytes]:
+    """Of a multipart body, each with its head; the empty line between them with plain newlines."""
+    parts = body.split(b"--" + boundary)[1:-1]
+    return [part.lstrip(b"\r\n").replace(b"\r\n\r\n", b"\n\n", 1).removesuffix(b"\r\n") for part in parts]
+
+
+def _batch(bucket: Bucket, headers, body: bytes):
+    """Several deletions."""
+    boundary = re.search(r"boundary=['\"]?([^'\";]+)", headers["Content-Type"])[1].encode()
+    answers = []
+    for part in body.split(b"--" + boundary)[1:-1]:
+        about = email.parser.BytesParser().parsebytes(part.strip())
+        path = re.search(rb"DELETE (\S+)", part)[1].decode()
+        name = urllib.parse.unquote(path.partition("/b/bucket/o/")[2].partition("?")[0])
+        status = bucket.delete(name, match=None)
+        number = f"Content-ID: <response-{(about['Content-ID'] or '').strip('<>')}>"
+        answers.append(f"--x\r\nContent-Type: application/http\r\n{number}\r\n\r\nHTTP/1.1 {status} X\r\n\r\n\r\n")
+    return 200, ("".join(answers) + "--x--").encode(), {"Content-Type": "multipart/mixed; boundary=x"}

@@ -1,0 +1,339 @@
+"""A model by its name, in any format, to text: by one command and by three lines of Python, as by way of `convert`."""
+
+import contextlib
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import ladder_jax as lj
+from ladder_jax import checkpoint, decode, nn, pretrained
+from ladder_jax.cli import main
+from ladder_jax.errors import UserError
+from ladder_jax.pretrained import hub as hubs
+from ladder_jax.retrain import sources
+from tests import hub
+from tests.pretrained import gguf_files, models
+
+TEXT = "the"
+NEW = dict(max_new_tokens=16, temperature=1.5, seed=1)
+WORDS = ["--prompt", TEXT, "--max-new-tokens", "16", "--temperature", "1.5", "--seed", "1"]
+
+
+def with_tokenizer(folder):
+    gguf_files.small().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model of each family as a Hugging Face folder, and one as a GGUF file of bfloat16."""
+    place = tmp_path_factory.mktemp("files")
+    for name in models.FAMILIES:
+        with_tokenizer(models.write(place / name, name, vocab_size=100))
+    gguf_files.write(place / "small.gguf", "llama-2", kind=gguf_files.Kind.BF16, vocab_size=100)
+    return place
+
+
+def printed(capsys, *words):
+    assert main([*map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def mistake(capsys, *words):
+    assert main([*map(str, words)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    return said
+
+
+@pytest.mark.parametrize("name", [*models.FAMILIES, "small.gguf"])
+def test_text_without_converting_first(name, files, tmp_path, capsys):
+    """One command and three lines of Python give what the converted checkpoint gives, and below it the tokens."""
+    text = printed(capsys, "generate", files / name, *WORDS)
+    assert text.startswith(TEXT) and len(text) > len(TEXT) + 1
+    assert main(["convert", str(files / name), str(tmp_path / "new" / "converted")]) == 0
+    capsys.readouterr()
+    assert printed(capsys, "generate", tmp_path / "new" / "converted", *WORDS) == text
+
+    model = lj.from_pretrained(files / name)
+    assert TEXT + model.generate(TEXT, **NEW) + "\n" == text
+    again = lj.load(tmp_path / "new" / "converted")
+    for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
+        assert ours.dtype == theirs.dtype and (np.asarray(ours) == np.asarray(theirs)).all()
+
+
+def test_ladder_layers_in_memory(files, tmp_path, capsys):
+    """As `convert` makes them; and what it refuses."""
+    for options in (["--ladder-layers", "1"], ["--ladder-layers", "all", "--residual", "ladder-2"]):
+        text = printed(capsys, "generate", files / "llama-2", *WORDS, *options)
+        assert main(["convert", str(files / "llama-2"), str(tmp_path / options[-1]), *options]) == 0
+        capsys.readouterr()
+        assert printed(capsys, "generate", tmp_path / options[-1], *WORDS) == text
+    model = lj.from_pretrained(files / "llama-2", ladder_layers=[0, 1], residual="ladder-2", dtype="bfloat16")
+    assert (model.config.residual, model.topology.num_layers) == ("ladder-2", 2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype("bfloat16")}
+    generate = ["generate", files / "llama-2", "--prompt", TEXT]
+    for options, message in (
+        (["--residual", "ladder"], "--residual needs --ladder-layers"),
+        (["--ladder-layers", "auto:1"], "is measured, so only a conversion can choose it"),
+        (["--ladder-layers", "1", "--residual", "ladder-fresh"], "set --ranks N"),
+        (["--ladder-layers", "1", "--residual", "parallel"], "unknown ladder kind"),
+    ):
+        assert message in mistake(capsys, *generate, *options)
+    converted = tmp_path / "1"
+    assert f"{str(converted)!r} is ladder" in mistake(
+        capsys, "generate", converted, "--prompt", TEXT, "--ladder-layers", "1", "--residual", "ladder-2"
+    )
+
+
+def test_evaluate_and_the_models_of_other_commands(files, tmp_path, capsys):
+    """Their shapes are read, without weights."""
+    (tmp_path / "text.txt").write_text("the cat sat on the mat " * 8)
+    found = printed(capsys, "evaluate", files / "llama-2", "--text", tmp_path / "text.txt", "--window", "16", "--json")
+    assert json.loads(found)["tokens"] > 50
+    (tmp_path / "shape").mkdir()
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(models.config("qwen2", vocab_size=100)))
+    words = ["--hardware", "h100-nvlink", "--tensor", "2", "--residual", "standard,ladder", "--json"]
+    for name in (tmp_path / "shape", files / "small.gguf"):
+        assert json.loads(printed(capsys, "predict", "--model", name, *words))["model"] == str(name)
+    assert pretrained.model_config(tmp_path / "shape") == pretrained.open(files / "qwen2").model
+    assert "allowed: 1, 2" in mistake(
+        capsys, "predict", "--model", files / "qwen2", "--hardware", "v5e", "--tensor", "3"
+    )
+
+
+def test_training_starts_from_any_model(files, tmp_path, capsys):
+    """With its shape, weights and tokenizer; a run that goes on refuses other weights in their place."""
+    folder, recipe = tmp_path / "model", tmp_path / "recipe.yaml"
+    shutil.copytree(files / "llama-2", folder)
+    recipe.write_text("train: {steps: 1, batch: 2, sequence: 16, warmup_steps: 0, evaluation_batches: 1}\n")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat " * 200)
+    words = [f"train.start={folder}", "model.residual=ladder", f"data.path={tmp_path / 'text.txt'}"]
+    words += [f"run.dir={tmp_path / 'run'}", "run.tensorboard=false", "lora.rank=2"]
+    assert main(["train", str(recipe), *words]) == 0
+    assert f"starting from {folder}, standard" in capsys.readouterr().err
+    saved = checkpoint.open_checkpoint(tmp_path / "run")
+    assert (saved.config.model.residual, saved.config.model.d_model) == ("ladder", 32)
+    assert saved.tokenizer().name == pretrained.open(folder).tokenizer.name
+    recorded = saved.data["sources"]
+    assert recorded["start"]["path"] == str(folder)
+    start = sources.of_run(saved.config, recorded=recorded).start
+    params, stored = start.params(start.define(), dtype=np.float32), pretrained.open(folder).arrays
+    for key in (pretrained.Key("layers/mlp/up", 1), pretrained.Key("layers/attention/query", 0)):
+        _, part, name = key.name.split("/")
+        assert (np.asarray(params["layers"][part][name])[key.layer] == stored[key].read()).all()
+    models.write(folder, "llama-2", vocab_size=100, more={"model.norm.weight": np.ones(32, np.float32)})
+    with pytest.raises(UserError, match="is not the checkpoint any more that this run began with"):
+        sources.of_run(saved.config, recorded=recorded)
+
+
+def test_names_of_nothing(files, capsys, monkeypatch):
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(hubs, "_repository", lambda _: pytest.fail("the Hub was asked"))
+    for name, message in (
+        ("smol.gguf", "there is no model at 'smol.gguf'; did you mean 'small.gguf'? (allowed: a run's folder, a Hug"),
+        ("qwen2/nowhere", "there is no model at 'qwen2/nowhere'"),  # what is here is not the Hub's
+        ("tiny", "'tiny' is a preset, a shape without weights"),
+        ("hf://one", "write hf://org/name[@revision]"),
+    ):
+        assert message in mistake(capsys, "generate", name, "--prompt", "x")
+    assert "did you mean 'mistral'?" in mistake(capsys, "evaluate", "mistrel", "--text", "qwen2/config.json")
+    predict = ["predict", "--hardware", "v5e", "--model"]
+    assert "unknown preset 'llama-3-7b'; did you mean 'llama-3-70b'?" in mistake(capsys, *predict, "llama-3-7b")
+    with pytest.raises(UserError, match="there is no model at 'someone/small'"):
+        lj.load("someone/small")
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("org/name", ("org/name", None, None)),
+        ("hf://org/na-me.1@v1/x", ("org/na-me.1", None, "v1/x")),
+        ("org/name/q/x.gguf@main", ("org/name", "q/x.gguf", "main")),
+        ("org/name.gguf", None),
+        ("org", None),
+        ("../name", None),
+        ("org/name/file.bin", None),
+        ("/org/name", None),
+    ],
+)
+def test_identifiers(name, parts):
+    parsed = hubs.Identifier.parse(name)
+    assert parsed == (parts and hubs.Identifier(*parts))
+    assert parsed is None or hubs.Identifier.parse(str(parsed)) == parsed
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """Serves a folder as `someone/small` of the Hub, to this process; gives its address and what was asked."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+    @contextlib.contextmanager
+    def serve(folder):
+        hubs._download.cache_clear()
+        with hub.served(folder, name="someone/small", kind="models") as (url, asked), monkeypatch.context() as here:
+            here.setattr(constants, "ENDPOINT", url)
+            template = url + "/{repo_id}/resolve/{revision}/{filename}"
+            here.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+            here.setattr(constants, "HF_HUB_DISABLE_XET", True)
+            yield url, asked
+        hubs._download.cache_clear()
+
+    yield serve
+    hubs._download.cache_clear()
+
+
+def refused(name):
+    with pytest.raises(UserError) as error:
+        lj.from_pretrained(name)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def downloaded(asked):
+    return [
+        one.partition("/resolve/")[2].partition("/")[2] for one in asked if one.startswith("GET /someone/small/res")
+    ]
+
+
+def test_a_model_of_the_hub(files, served, tmp_path, capsys, monkeypatch):
+    """Only what is read is downloaded, once; and without a connection, the cache is used, or named."""
+    from huggingface_hub import constants
+
+    folder = tmp_path / "model"
+    shutil.copytree(files / "llama-2", folder)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.safetensors").write_bytes(b"x")
+    text = printed(capsys, "generate", files / "llama-2", *WORDS)
+    shape = ["predict", "--model", "someone/small", "--hardware", "v5e", "--tensor", "1", "--residual", "ladder"]
+    with served(folder) as (url, asked):
+        printed(capsys, *shape)
+        assert downloaded(asked) == ["config.json"]
+        assert TEXT + lj.from_pretrained("someone/small").generate(TEXT, **NEW) + "\n" == text
+        read = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+        assert sorted(downloaded(asked)) == read
+        opened = pretrained.open_model(f"hf://someone/small@{hub.COMMIT}")
+        assert opened.name == f"someone/small@{hub.COMMIT}" and opened.config.run.name == "someone/small"
+        assert sorted(downloaded(asked)) == read
+        assert refused("someone/small@gone") == "'someone/small@gone': the Hub has no revision 'gone' of it"
+        assert refused("someone/else").startswith("there is no model 'someone/else': no such path here, and no such")
+        assert "there is no such file in someone/small" in refused("hf://someone/small/x.gguf")
+    monkeypatch.setattr(constants, "ENDPOINT", url := "http://127.0.0.1:9")  # where nobody listens
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        hubs._download.cache_clear()
+        assert pretrained.open_model("someone/small").name == f"someone/small@{hub.COMMIT}"
+        absent = refused("someone/else")
+        assert absent.startswith(f"no connection to {url} (")
+        assert absent.endswith(f"), and 'someone/else' is not in the cache at {tmp_path / 'cache'}")
+    next((tmp_path / "cache").rglob("model.safetensors")).unlink()
+    hubs._download.cache_clear()
+    assert refused("someone/small").endswith(
+        f"the cache at {tmp_path / 'cache'} holds someone/small without model.safetensors"
+    )
+
+
+def test_gguf_files_of_the_hub(served, tmp_path):
+    """Of several one has to be named; pickles are none."""
+    (tmp_path / "files").mkdir()
+    for name in ("a", "b"):
+        gguf_files.write(tmp_path / "files" / f"{name}.gguf", "llama-2")
+    with served(tmp_path / "files") as (_, asked):
+        assert refused("someone/small").endswith(
+            "name one of its GGUF files, as in 'someone/small/a.gguf' (a.gguf, b.gguf)"
+        )
+        assert pretrained.open("someone/small/b.gguf").model.num_layers == 2 and downloaded(asked) == ["b.gguf"]
+    for name in ("a", "b"):
+        (tmp_path / "files" / f"{name}.gguf").unlink()
+    (tmp_path / "files" / "config.json").write_text(json.dumps(models.config("llama-2")))
+    (tmp_path / "files" / "pytorch_model.bin").write_bytes(b"x")
+    with served(tmp_path / "files"):
+        assert "only weights as pickles" in refused("someone/small")
+
+
+def test_the_hub_by_one_command(files, tmp_path, run_cli, capsys):
+    text = printed(capsys, "generate", files / "qwen3", *WORDS)
+    place = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    with hub.served(files / "qwen3", name="someone/small", kind="models") as (url, _):
+        done = run_cli("generate", "someone/small", *WORDS, check_status=0, HF_ENDPOINT=url, **place)
+    assert done.stdout == text
+
+
+def test_push_to_the_hub(files, served, tmp_path, monkeypatch):
+    (tmp_path / "copy").mkdir()
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    model = lj.from_pretrained(files / "qwen3")
+    with served(tmp_path / "copy") as (url, _):
+        assert model.push_to_hub("someone/small") == f"{url}/someone/small"
+    ours = lj.from_pretrained(tmp_path / "copy")
+    assert ours.config == model.config and ours.tokenizer.name == model.tokenizer.name
+    for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(model.params), strict=True):
+        assert (np.asarray(a) == np.asarray(b)).all()
+    with pytest.raises(UserError, match="is no repository's name"):
+        model.push_to_hub("someone")
+    with pytest.raises(UserError, match="is no export"):
+        pretrained.push_to_hub(tmp_path, "someone/small")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lj.Transformer(
+        lj.preset("tiny", num_layers=2, d_model=32, d_ff=48), rngs=nnx.Rngs(3), mesh=lj.make_mesh(tensor=2)
+    )
+
+
+def test_saved_and_loaded(model, tmp_path, capsys):
+    """One's own weights, on any mesh, and as an export."""
+    model.save(tmp_path / "new" / "one")
+    again = lj.load(str(tmp_path / "new" / "one"), mesh=lj.make_mesh(tensor=4))
+    assert again.mesh.shape["tensor"] == 4 and again.config == model.config
+    for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
+        assert ours.dtype == theirs.dtype and (np.asarray(ours) == np.asarray(theirs)[: len(ours)]).all()  # unpadded
+    assert not checkpoint.verify(tmp_path / "new" / "one" / "checkpoints" / "0")
+    text = printed(capsys, "generate", tmp_path / "new" / "one", "--tensor", "2", *WORDS)
+    assert text == TEXT + model.generate(TEXT, **NEW) + "\n"
+    with pytest.raises(UserError, match="is there already"):
+        model.save(tmp_path / "new" / "one")
+    model.save(tmp_path / "export", format="huggingface")
+    exported = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert exported["num_hidden_layers"] == 2 and (tmp_path / "export" / "modeling_ladder.py").is_file()
+    with pytest.raises(UserError, match="unknown format 'hugging'; did you mean 'huggingface'"):
+        model.save(tmp_path / "other", format="hugging")
+
+
+def test_generate_follows_the_weights(model):
+    """The copy for decoding is made once, and again when a parameter was replaced; Generator and Engine are equal."""
+    before = model.generate(TEXT, **NEW)
+    prepared = dict(model._prepared._generators)
+    assert model.generate(TEXT, **NEW) == before == "".join(model.stream(TEXT, **NEW))
+    assert prepared and all(model._prepared._generators[key] is one for key, one in prepared.items())
+    form = lj.DecodeConfig(**NEW)
+    tokens = decode.Generator(model).tokens([list(TEXT.encode())], config=form)[0].tolist()
+    engine = decode.Engine(model, slots=1, capacity=64, decoder=model.tokenizer.to_bytes)
+    assert engine.submit(decode.Request(list(TEXT.encode()), **NEW)).result().tokens == tuple(tokens)
+    assert model.tokenizer.decode(tokens) == before
+    kept = model.head.table[...]
+    model.head.table[...] = kept[::-1]
+    assert model.generate(TEXT, **NEW) != before
+    model.head.table[...] = kept
+    assert model.generate(TEXT, **NEW) == before
+
+
+def test_what_a_model_refuses(model):
+    with pytest.raises(UserError, match="unknown setting 'decode.max_tokens'; did you mean 'decode.max_new_tokens'"):
+        model.generate("x", max_tokens=3)
+    with pytest.raises(UserError, match="no chat template"):
+        model.generate([{"role": "user", "content": "x"}])
+    other = lj.Transformer(lj.preset("tiny", num_layers=1, vocab_size=300), rngs=nnx.Rngs(0))
+    with pytest.raises(UserError, match="has no tokenizer"):
+        other.generate("x")
+    with pytest.raises(UserError, match="decoding needs a Transformer, or a ModelDef and its params"):
+        decode.Generator(model.definition)
+    assert isinstance(other, nn.Transformer) and "tiny" in lj.presets

@@ -1,0 +1,143 @@
+"""OpenAI's batch files: answers as OpenAI's own types read them, those of the server's requests; killed, resumed."""
+
+import json
+
+import openai.types
+import openai.types.chat
+import pytest
+
+from ladder_jax import cli
+from ladder_jax.checkpoint import Checkpoint
+from ladder_jax.config import DecodeConfig
+from ladder_jax.data.tokenizer import Bytes
+from ladder_jax.decode.engine import jsonl
+from ladder_jax.errors import UserError
+from ladder_jax.serve import batch
+from tests.serve.conftest import MODEL
+from tests.serve.templated import Templated
+
+
+def request(custom_id, url, **body):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": MODEL, **body}}
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LINES = [
+    request("one", COMPLETIONS, prompt="the cat", max_tokens=9, temperature=0),
+    request("é\ud800", COMPLETIONS, prompt=["a", "b"], n=2, max_tokens=5, seed=7, echo=True),
+    request("chat", CHAT, messages=[{"role": "user", "content": "hello"}], max_completion_tokens=6, temperature=0.5),
+    request("tokens", COMPLETIONS, prompt=[1, 2, 3], temperature=0, logprobs=0, stop=["e"]),
+]
+READ = dict(name=MODEL, tokenizer=Templated(), defaults=DecodeConfig(seed=3), vocab_size=256, identity="m")
+
+
+def write(file, lines):
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def test_answers(make_engine, alone, tmp_path):
+    jobs, out = batch.read(write(tmp_path / "in.jsonl", LINES), **READ), str(tmp_path / "out.jsonl")
+    jsonl.answer(make_engine(), jobs, file=out, advance=lambda: None)
+    written = (tmp_path / "out.jsonl").read_bytes()
+    answers = {answer["custom_id"]: answer for answer in map(json.loads, written.splitlines())}
+    assert answers.keys() == {line["custom_id"] for line in LINES}
+    for answer in answers.values():
+        assert answer.keys() == {"id", "custom_id", "response", "error"} and answer["error"] is None
+        assert answer["response"].keys() == {"status_code", "request_id", "body"}
+        assert answer["response"]["status_code"] == 200 and answer["response"]["body"]["model"] == MODEL
+    body = lambda name: answers[name]["response"]["body"]
+    one = openai.types.Completion.model_validate(body("one"), strict=True)
+    expected = alone("the cat", max_new_tokens=9, stop_ids=(10,))
+    assert one.choices[0].text == expected.text and one.choices[0].finish_reason == expected.finish
+    assert one.usage.prompt_tokens == 7 and one.usage.completion_tokens == len(expected.tokens)
+    several = openai.types.Completion.model_validate(body("é\ud800"), strict=True)
+    sampled = [alone(p, max_new_tokens=5, temperature=1.0, seed=s, stop_ids=(10,)) for p in "ab" for s in (7, 8)]
+    assert [choice.text for choice in several.choices] == [p + r.text for p, r in zip("aabb", sampled)]
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3] and several.usage.prompt_tokens == 2
+    chat = openai.types.chat.ChatCompletion.model_validate(body("chat"), strict=True)
+    expected = alone("u:hello|a:", max_new_tokens=6, temperature=0.5, seed=3 + 2, stop_ids=(10,))
+    assert chat.choices[0].message.content == expected.text and chat.choices[0].message.role == "assistant"
+    assert len(body("tokens")["choices"][0]["logprobs"]["tokens"]) == body("tokens")["usage"]["completion_tokens"]
+
+
+def test_it_goes_on_after_a_kill(make_engine, tmp_path):
+    jobs, out = batch.read(write(tmp_path / "in.jsonl", LINES), **READ), tmp_path / "out.jsonl"
+    form, engine = dict(by=batch.by_custom_id, beginning=batch.BEGINNING), make_engine()
+    run = lambda jobs: jsonl.answer(engine, jobs, file=str(out), advance=lambda: None)
+    run(jsonl.unanswered(str(out), jobs, **form))
+    content = out.read_bytes()
+    answers = lambda: map(json.loads, out.read_bytes().splitlines())
+    texts = lambda: {one["custom_id"]: one["response"]["body"]["choices"] for one in answers()}
+    expected = texts()
+    for cut in (1, 12, len(content) // 2, len(content) - 1):
+        out.write_bytes(content[:cut])
+        left = jsonl.unanswered(str(out), jobs, **form)
+        assert len(left) == len(jobs) - content[:cut].count(b"\n") > 0
+        run(left)
+        assert texts() == expected
+    assert jsonl.unanswered(str(out), jobs, **form) == []
+    for changes in (dict(identity="another"), dict(defaults=DecodeConfig(seed=4))):
+        others = batch.read(str(tmp_path / "in.jsonl"), **{**READ, **changes})
+        with pytest.raises(UserError, match="out.jsonl line [1-4] answers another prompt, model or setting"):
+            jsonl.unanswered(str(out), others, **form)
+    out.write_text('{"id": "batch_req_1"}\n')
+    with pytest.raises(UserError, match="line 1 is not an answer that this command wrote"):
+        jsonl.unanswered(str(out), jobs, **form)
+
+
+def test_one_without_numbers(make_engine, monkeypatch, tmp_path):
+    """Its line has the server's status and body, and the others are answered."""
+    from ladder_jax.decode.request import NoNumbers
+
+    (job, other) = batch.read(write(tmp_path / "in.jsonl", LINES[:2]), **READ)
+    answer = json.loads(job.failed(NoNumbers(3)))
+    assert answer["response"]["status_code"] == 500 and answer["response"]["body"]["error"]["code"] == "no_numbers"
+    assert batch.by_custom_id([other, job])(answer) is job
+
+
+MISTAKES = [
+    (LINES[0] | {"method": "GET"}, "method must be 'POST', not 'GET'"),
+    (LINES[0] | {"url": "/v1/chat"}, "unknown url '/v1/chat' (allowed: /v1/completions, /v1/chat/completions)"),
+    (LINES[0] | {"url": 3}, "unknown url '3'"),
+    (LINES[0] | {"custom_id": 3}, "custom_id must be text"),
+    (LINES[0] | {"bodi": 3}, "unknown key 'bodi'; did you mean 'body'?"),
+    (LINES[0] | {"body": 3}, "each line must be an object such as "),
+    ([1], "each line must be an object such as "),
+    (LINES[3] | {"custom_id": "one"}, "custom_id 'one' is that of an earlier line"),
+    (request("x", COMPLETIONS, prompt="a", max_tokens=0), "max_tokens: Input should be greater than or equal to 1"),
+    (request("x", COMPLETIONS, prompt="a", top=0), "unknown parameter 'top'; did you mean 'top_p'?"),
+    (request("x", COMPLETIONS, prompt="a", stream=True), "stream: a batch has no streams; leave it out"),
+    (request("x", COMPLETIONS, prompt=""), "the prompt is empty"),
+    (request("x", COMPLETIONS, prompt=[256]), "the prompt holds the token 256, outside the model's vocabulary of 256"),
+    (request("x", COMPLETIONS, prompt="a", logprobs=3), "logprobs must be 0"),
+    (request("x", COMPLETIONS), "prompt: Field required"),
+    (request("x", CHAT, messages=[]), "messages: List should have at least 1 item"),
+    (request("x", CHAT, messages=[{"role": "assistant", "content": "a"}]), "the chat template refuses these messages"),
+    (request("x", COMPLETIONS, prompt="a", model="gpt"), "there is no model 'gpt' here; this is 'book'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line, message", MISTAKES)
+def test_mistakes(tmp_path, line, message):
+    with pytest.raises(UserError) as caught:
+        batch.read(write(tmp_path / "in.jsonl", [LINES[0], line]), **READ)
+    assert str(caught.value).startswith(f"{tmp_path}/in.jsonl line 2: ") and message in str(caught.value)
+
+
+def test_without_a_template(tmp_path):
+    with pytest.raises(UserError, match="in.jsonl line 1: book has no chat template; ask it at /v1/completions"):
+        batch.read(write(tmp_path / "in.jsonl", LINES[2:]), **{**READ, "tokenizer": Bytes()})
+
+
+def test_the_command(folder, tmp_path, monkeypatch, capsys):
+    """It knows the format by the first line."""
+    monkeypatch.setattr(Checkpoint, "tokenizer", lambda self: Templated())
+    file, out = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
+    command = ["generate", str(folder), "--prompts", file, "--out", str(out), "--tensor", "1"]
+    assert cli.main([*command, "--temperature", "1"]) == 2
+    assert "--temperature: in OpenAI's batch format each line's body has its own settings" in capsys.readouterr().err
+    assert cli.main(command) == 0
+    content = out.read_bytes()
+    assert content.count(b"\n") == 4 and "4/4 prompts" in capsys.readouterr().err
+    assert cli.main(command) == 0 and out.read_bytes() == content

@@ -1,0 +1,84 @@
+"""With compilers for TPUs and GPUs installed and no such device, no command prints what jax's plugins complain of."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+
+from ladder_jax.parallel import platform
+
+ROOT = pathlib.Path(__file__).parent.parent
+PLUGIN = """
+import jax
+def initialize():  # as the plugin for CUDA: it looks for a driver unless a platform is named
+    if not jax.config.jax_platforms:
+        raise RuntimeError("cuDNN not found")
+"""
+quiet = pytest.mark.skipif(platform.has_accelerator(), reason="this machine has an accelerator: jax starts it")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A process's that has jax choose its platform, with a plugin for GPUs in its path, beside the installed ones."""
+    folder = tmp_path_factory.mktemp("plugins")
+    (folder / "jax_plugins" / "xla_cuda99").mkdir(parents=True)
+    (folder / "jax_plugins" / "xla_cuda99" / "__init__.py").write_text(PLUGIN)
+    return {"JAX_PLATFORMS": "", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def python(code, environment):
+    pipes = dict(capture_output=True, text=True, timeout=200)
+    return subprocess.run([sys.executable, "-c", code], **pipes, env={**os.environ, **environment})
+
+
+def test_the_plugin_complains(environment):
+    """As jax is by itself: without this the tests below would show nothing."""
+    done = python("import jax; jax.devices()", environment)
+    assert done.returncode == 0 and "RuntimeError: cuDNN not found" in done.stderr
+
+
+@quiet
+def test_in_a_notebook(environment):
+    code = "import ladder_jax as lj; lj.Transformer; import jax; print(jax.devices()[0].platform, lj.make_mesh().size)"
+    done = python(code, environment)
+    assert (done.stdout, done.stderr) == ("cpu 1\n", "")
+
+
+@quiet
+def test_commands(run_cli, environment, tmp_path):
+    done = run_cli("doctor", "--json", **environment, check_status=0)
+    assert set(json.loads(done.stdout)["devices"]) == {"cpu"} and done.stderr == ""
+    shape = "num_layers=1 d_model=16 num_heads=2 num_kv_heads=2 d_ff=16".split()
+    settings = [f"model.{one}" for one in shape] + ["train.steps=1", "train.batch=2", "train.sequence=8"]
+    done = run_cli("train", "tiny", *settings, f"run.dir={tmp_path}", **environment, check_status=0)
+    assert "cuDNN" not in done.stderr and "Traceback" not in done.stderr and "TPU" not in done.stderr, done.stderr
+    done = run_cli("generate", tmp_path, "--prompt", "a", "--max-new-tokens", "2", **environment, check_status=0)
+    assert done.stderr == ""
+
+
+def test_what_is_there_is_jaxs_to_choose(monkeypatch, tmp_path):
+    """A named platform, a driver's file and a plugin for other hardware: each leaves jax alone."""
+    chosen = []
+
+    def choose(*, named=None, files=(), plugins=("xla_cuda13",)):
+        update = lambda name, value: chosen.append((name, value))
+        monkeypatch.setattr(
+            platform, "jax", types.SimpleNamespace(config=types.SimpleNamespace(jax_platforms=named, update=update))
+        )
+        monkeypatch.setattr(platform, "FILES", files)
+        monkeypatch.setattr(
+            platform, "entry_points", lambda group: [types.SimpleNamespace(name=name) for name in plugins]
+        )
+        platform.prefer_cpu()
+
+    (tmp_path / "nvidia0").touch()
+    choose(files=[str(tmp_path / "nvidia*")])
+    choose(named="cuda")
+    choose(plugins=["xla_cuda13", "metal"])
+    assert not chosen
+    choose(files=[str(tmp_path / "accel*")])
+    assert chosen == [("jax_platforms", "cpu")]

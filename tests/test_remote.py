@@ -1,0 +1,267 @@
+"""Runs and token stores in an object store: a stand-in for Google Cloud Storage on this machine (tests/gcs.py)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import tensorstore
+from etils.epath import backend
+
+from ladder_jax import cli, nn, remote
+from ladder_jax.checkpoint import Pieces, open_checkpoint, steps, verify
+from ladder_jax.config import load
+from ladder_jax.data.store import Store
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.parallel import make_mesh
+from ladder_jax.train import folder as runs
+from ladder_jax.train import lease, metrics
+from tests import gcs, gcs_files
+from tests.test_tokens import TEXTS, lines, make
+
+TINY = """model.num_layers=2 model.d_model=32 model.d_ff=32 model.num_heads=4 model.num_kv_heads=4 model.dtype=float32
+    train.batch=4 train.sequence=16 train.warmup_steps=2 train.log_every=2 train.steps=12 train.evaluate_every=6
+    train.checkpoint_every=3 train.keep_checkpoints=2 data.max_bytes=100000 mesh.tensor=2""".split()
+RUN = "gs://bucket/runs/one"
+NAMES = ("loss", "validation_loss", "learning_rate", "gradient_norm")
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """One for all tests: the libraries read where it is only once."""
+    with gcs.served() as (bucket, environment), pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        gcs_files.register()
+        yield bucket
+
+
+def train(folder, *more):
+    return cli.main(["train", "tiny", *TINY, f"run.dir={folder}", *more])
+
+
+def numbers(rows):
+    return {row["step"]: {name: row.get(name) for name in NAMES} for row in rows}
+
+
+@pytest.fixture(scope="module")
+def run(bucket, tmp_path_factory):
+    """A local run, and the same one in the bucket, which was killed as soon as it had a checkpoint, and resumed."""
+    local = tmp_path_factory.mktemp("runs") / "one"
+    assert train(local) == 0
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gcs_files", "train", "tiny", *TINY, f"run.dir={RUN}"]
+    process = subprocess.Popen(command)
+    deadline = time.monotonic() + 120
+    while "runs/one/checkpoints/3/manifest.json" not in bucket.objects and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert "runs/one/.lock" in bucket.objects and "runs/one/result.json" not in bucket.objects
+    bucket.put("runs/one/checkpoints/8/params/manifest.ocdbt", b"half", match=None)  # of a save that was killed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lease, "EXPIRES", 1.0)
+        assert train(RUN) == 0
+    return local
+
+
+def test_a_killed_run_is_resumed_and_the_same(bucket, run, capsys):
+    """Its numbers are those of the local run, which was not killed; what was being written is nowhere."""
+    read = lambda name: json.loads(bucket.objects[f"runs/one/{name}"][1])
+    assert read("result.json") == json.loads((run / "result.json").read_text())
+    assert read("goodput.json")["restarts"] == 1
+    rows = [json.loads(line) for line in bucket.objects["runs/one/metrics.jsonl"][1].splitlines()]
+    assert numbers(rows) == numbers(metrics.read(run)) and [row["step"] for row in rows] == list(range(2, 13, 2))
+    assert steps(remote.path(RUN) / "checkpoints") == steps(run / "checkpoints") == [9, 12]
+    objects = [name.removeprefix("runs/one/") for name in bucket.objects if name.startswith("runs/one/")]
+    assert {name.partition("/")[0] for name in objects} == {
+        "config.json", "goodput.json", "metrics.jsonl", "result.json", "checkpoints", "tensorboard"
+    }  # fmt: skip
+    assert sum(name.startswith("tensorboard/") for name in objects) == 1
+    assert not any(name.startswith("checkpoints/8/") for name in objects)
+    ours, theirs = open_checkpoint(run), open_checkpoint(RUN)
+    assert theirs.config.model == ours.config.model and theirs.data["fingerprint"] == ours.data["fingerprint"]
+
+
+def test_what_reads_a_run_reads_it_there(run, capsys):
+    here, there = open_checkpoint(run), open_checkpoint(RUN)
+    definition = nn.define(there.config.model, mesh=make_mesh(tensor=2))
+    keys = [("layers/attention/query", 1), ("layers/mlp/down", 0), ("embedding/table", None)]
+    for ours, theirs in zip(Pieces(here, definition)(keys), Pieces(there, definition)(keys), strict=True):
+        assert np.array_equal(ours, theirs)
+    assert cli.main(["checkpoints", RUN, "--verify", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [row["step"] for row in rows] == [9, 12] and all(row["state"] == "whole" and row["bytes"] for row in rows)
+    assert train(RUN, "train.learning_rate=1") == 2
+    assert "'gs://bucket/runs/one' holds a run of another configuration" in capsys.readouterr().err
+
+
+def test_what_has_changed_is_never_resumed_from(bucket, run, capsys):
+    copy(bucket, "runs/one/", "runs/two/")
+    name = next(name for name in bucket.objects if name.startswith("runs/two/checkpoints/12/params/ocdbt.process_0/d/"))
+    content = bytearray(bucket.objects[name][1])
+    content[7] ^= 1
+    bucket.put(name, content, match=None)
+    there = "gs://bucket/runs/two"
+    assert "other contents than were written" in verify(remote.path(there) / "checkpoints" / "12")[0]
+    assert train(there) == 2
+    assert "damaged or incomplete" in (line := capsys.readouterr().err) and "before it is step 9" in line
+    assert train(there, "run.on_damaged=previous") == 0
+    assert "resuming gs://bucket/runs/two from step 9" in capsys.readouterr().err
+    assert json.loads(bucket.objects["runs/two/result.json"][1]) == json.loads((run / "result.json").read_text())
+
+
+def copy(bucket, source, target):
+    for name, (_, content) in list(bucket.objects.items()):
+        if name.startswith(source):
+            bucket.put(target + name.removeprefix(source), content, match=None)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(lease, "RENEWED", 0.1)
+    monkeypatch.setattr(lease, "EXPIRES", 2.0)
+
+
+def test_one_process_a_folder(bucket, quick):
+    where = remote.path("gs://bucket/leases/one")
+    with lease.held(where, say=print, lost=pytest.fail):
+        with pytest.raises(UserError, match="another process is training in 'gs://bucket/leases/one', on host "):
+            with lease.held(where, say=print, lost=pytest.fail):
+                pass
+    assert "leases/one/.lock" not in bucket.objects
+    with lease.held(where, say=pytest.fail, lost=pytest.fail):
+        pass
+
+
+def test_a_lock_that_nobody_renews_is_taken_over(bucket, quick):
+    """And if its owner was only asleep, it notices that it has lost the folder."""
+    where, said, lost = remote.path("gs://bucket/leases/two"), [], []
+    bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}', match=None)
+    began = time.monotonic()
+    with lease.held(where, say=said.append, lost=lost.append):
+        assert time.monotonic() - began > lease.EXPIRES and "waiting 2 s, in case its owner has been killed" in said[0]
+        bucket.put("leases/two/.lock", b'{"owner": "another 1 2", "renewed": 0}', match=None)
+        while not lost and time.monotonic() - began < 30:
+            time.sleep(0.01)
+    assert lost == ["another process has taken 'gs://bucket/leases/two' over"]
+    assert b"another" in bucket.objects["leases/two/.lock"][1]
+
+
+def test_of_several_that_take_over_one_does(bucket, quick):
+    where, winners, refused, done = remote.path("gs://bucket/leases/three"), [], [], threading.Event()
+    bucket.put("leases/three/.lock", b"something else", match=None)
+
+    def start():
+        try:
+            with lease.held(where, say=lambda line: None, lost=pytest.fail):
+                winners.append(1)
+                done.wait(30)
+        except UserError:
+            refused.append(1)
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[:3]:
+        while len(refused) < 3 and thread.is_alive():
+            time.sleep(0.01)
+    assert len(winners) == 1 and len(refused) == 3
+    done.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_token_store(bucket, tmp_path, monkeypatch):
+    """Its shards are copied when they are first read, and compared with what was written."""
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "book.jsonl").write_text(lines(TEXTS))
+    made = make([tmp_path / "book.jsonl"], tmp_path / "store")
+    for file in (tmp_path / "store").iterdir():
+        bucket.put(f"stores/book/{file.name}", file.read_bytes(), match=None)
+    copied = lambda: sorted(file.name for file in (tmp_path / "cache" / "stores").glob("*/*.tokens"))
+    with Store("gs://bucket/stores/book") as store, Store(tmp_path / "store") as here:
+        assert store.manifest == here.manifest == made and (store.starts == here.starts).all() and copied() == []
+        assert (store.read(0, 5) == here.read(0, 5)).all() and copied() == ["00000.tokens"]
+        texts = [store.read(*at).tobytes().decode() for at in zip(store.starts.tolist(), store.lengths.tolist())]
+        assert texts == TEXTS and len(copied()) == len(made.shards) > 1
+        store.verify()
+    asked = len(bucket.requests)
+    with Store("gs://bucket/stores/book") as store:
+        store.read(0, 5)
+    assert not any("tokens" in request for request in bucket.requests[asked:])
+    changed = bytearray(bucket.objects["stores/book/00001.tokens"][1])
+    changed[3] ^= 1
+    bucket.put("stores/book/00001.tokens", changed, match=None)
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path / "another"))
+    with Store("gs://bucket/stores/book") as store:
+        with pytest.raises(UserError, match="00001.tokens' is damaged: bytes 0 to .* are not what was written"):
+            store.read(made.shards[0].tokens, 5)
+    bucket.put("stores/book/00001.tokens", b"short", match=None)
+    with pytest.raises(UserError, match="'gs://bucket/stores/book/00001.tokens' has 5 bytes, not"):
+        Store("gs://bucket/stores/book")
+    bucket.delete("stores/book/00001.tokens", match=None)
+    with pytest.raises(
+        UserError, match="cannot read the token store's 'gs://bucket/stores/book/00001.tokens': No such"
+    ):
+        Store("gs://bucket/stores/book")
+
+
+MISTAKES = {
+    "s3://b/x": "run.dir='s3://b/x': Orbax writes checkpoints to gs:// and local folders only",
+    "http://b/x": "run.dir='http://b/x': Orbax writes checkpoints to gs:// and local folders only",
+}
+
+
+@pytest.mark.parametrize("folder", MISTAKES)
+def test_where_no_run_can_be(folder, capsys):
+    assert train(folder) == 2
+    assert MISTAKES[folder] in capsys.readouterr().err
+
+
+def test_mistakes(bucket, monkeypatch, capsys):
+    with pytest.raises(UserError, match="there is no checkpoint at 'gs://bucket/none'"):
+        open_checkpoint("gs://bucket/none")
+    with pytest.raises(UserError, match="there is no token store at 'gs://bucket/none'"):
+        Store("gs://bucket/none")
+    with pytest.raises(UserError, match="unknown scheme in 'ftp://b/x': 'ftp'"):
+        remote.path("ftp://b/x")
+    assert train("gs://another-bucket/x") in (1, 2)
+    assert "gs://another-bucket/x" in capsys.readouterr().err
+    assert train("x", "data.path=gs://bucket/none") == 2
+    assert "there is no token store; text is read from local files only" in capsys.readouterr().err
+
+    def missing(path):
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(backend.fsspec_backend, "fs", missing)
+    assert train("gs://bucket/x") == 2
+    assert capsys.readouterr().err == "ladder-jax: gs:// needs gcsfs: pip install gcsfs\n"
+    with pytest.raises(UserError, match="^s3:// needs s3fs: pip install s3fs$"):
+        Store("s3://bucket/x")
+
+
+def test_a_store_that_refuses(bucket, monkeypatch):
+    """Errors of the libraries' own are one line."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("403: you may not\nread this")
+
+    config = load("tiny", overrides=["run.dir=gs://bucket/x"])
+    monkeypatch.setattr(type(remote.files_of(remote.path("gs://bucket/x"))), "exists", refuse)
+    with pytest.raises(RunFailed, match="^cannot read 'gs://bucket/x': 403: you may not read this$"):
+        runs.check(config, runs.path_of(config))
+
+
+def test_tensorstore_knows_the_same_objects(bucket):
+    """The two libraries have one stand-in."""
+    (remote.path("gs://bucket/both") / "a" / "b").write_bytes(b"c")
+    store = tensorstore.KvStore.open(remote.kvstore(remote.path("gs://bucket/both"))).result()
+    assert store.read("a/b").result().value == b"c" and store.list().result() == [b"a/b"]
+    assert remote.listed(remote.path("gs://bucket/both")).keys() == {"a/b"}
+    assert os.fspath(remote.path("gs://bucket/both")) == "gs://bucket/both"

@@ -1,0 +1,189 @@
+"""What a notebook shows of an object is a few lines that say what matters: 2,000 characters and 30 lines at most."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ladder_jax import checkpoint, config, decode, nn, parallel, pretrained, residual, schedule
+from ladder_jax.bench import measure, result
+from ladder_jax.bench import request as bench
+from ladder_jax.data.store import Store
+from ladder_jax.data.tokenizer.huggingface import HuggingFace
+from ladder_jax.overlap import record, request
+from ladder_jax.overlap import result as overlap
+from ladder_jax.plan import plans
+from ladder_jax.plan import request as plan
+from ladder_jax.predict import request as predict
+from ladder_jax.predict import result as predicted
+from ladder_jax.schedule.roofline import Ceiling
+from ladder_jax.train.step import TrainState
+from tests import cases, tokenizers
+from tests.test_schedule import text
+from tests.test_tokens import make
+
+BIG = config.preset("tiny", biases="all", qk_norm=True, num_layers=8, residual="desync-2", ranks=2)
+
+
+def model(mesh=None):
+    definition = nn.define(BIG, mesh=mesh or parallel.make_mesh())
+    return nn.Transformer(BIG, mesh=mesh, params=definition.abstract)
+
+
+def source(tmp_path):
+    arrays = {
+        pretrained.Key("layers/attention/query", layer): pretrained.Stored((512, 8, 64), np.dtype("float16"), None)
+        for layer in range(500)
+    }
+    files = {"tokenizer.json": b"x" * 2_000_000}
+    return pretrained.Source("a/model.gguf", BIG, arrays, 2048, files, {"eos_token_id": list(range(1000))})
+
+
+def engine(tmp_path):
+    config = cases.model("ladder", num_layers=1, d_model=16, num_heads=2, num_kv_heads=2, d_ff=16)
+    return decode.Engine(nn.Transformer(config, rngs=nnx.Rngs(0)), slots=2, capacity=64)
+
+
+def handle(tmp_path):
+    started = engine(tmp_path).submit(decode.Request(range(60), max_new_tokens=2))
+    started.result()
+    return started
+
+
+def generator(tmp_path):
+    definition = nn.define(cases.model("ladder", num_layers=2), mesh=parallel.make_mesh(tensor=2))
+    return decode.Generator.of(definition, cases.parameters(definition))
+
+
+def saved(tmp_path):
+    run = config.load("tiny", overrides=["data.path=book.txt", "train.start=runs/other", "lora.rank=4"])
+    data = {"step": 12, "skipped": {str(step): "a loss of NaN" for step in range(1000)}}
+    return checkpoint.Checkpoint(pathlib.Path("/runs/a/checkpoints/12"), 12, run, data, 1.6e9, 2.5, True)
+
+
+def state(tmp_path):
+    params = {"a": {"b": jnp.zeros((40, 40))}, "c": jnp.ones((3, 30, 30))}
+    return TrainState(params, (params, params), jnp.int32(60), jnp.float32(2.5), jnp.int32(59))
+
+
+def store(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "the cat " * n}) + "\n" for n in range(1, 200)))
+    make([tmp_path / "a.jsonl"], tmp_path / "out")
+    return Store(tmp_path / "out")
+
+
+def stack(tmp_path):
+    class Block(nnx.Module):
+        def __init__(self, *, rngs):
+            self.attention, self.mlp = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    return residual.Stack(Block, topology=residual.topology("ladder", num_layers=40), rngs=nnx.Rngs(0))
+
+
+def report(tmp_path):
+    """Of many sizes, as a program of somebody's own may have."""
+    one = schedule.audit(text("tpu7x-unrolled"))
+    sized = lambda r, n: dataclasses.replace(r, collective=dataclasses.replace(r.collective, bytes=n))
+    many = tuple(sized(r, n) for r in one.reductions for n in range(1_000_000_000, 1_000_000_060))
+    return dataclasses.replace(one, reductions=many)
+
+
+def overlapped(tmp_path):
+    asked = request.make(target="v5e:2x4", model="llama-3-70b", residual="ladder", phase=config.Phase.DECODE)
+    kept = record.Record(text("tpu7x-unrolled"), "1", "c", {}, ("n",), 1.0, *[1] * 7)
+    return overlap.read(asked, kept)
+
+
+def benched(tmp_path):
+    asked = bench.make(model="llama-3-70b", residual="standard,ladder", batch="1,4,16,64")
+    seconds = dict(prefill=(1.0,) * 100, decode=(2.0,) * 100, step_bytes=1e9, prefill_flops=10)
+    names = [(name, batch) for name in asked.residuals for batch in asked.batches]
+    ceiling = Ceiling(*[(1.0, 2.0) if f.name == "rates" else "an array" for f in dataclasses.fields(Ceiling)])
+    return result.Result(
+        request=asked,
+        measurement=measure.Measurement(ceiling, ceiling, tuple(measure.Samples(*n, **seconds) for n in names)),
+        device="NVIDIA H100",
+        devices=8,
+        versions={},
+        platform="gpu",
+    )
+
+
+def planned(tmp_path):
+    return plans.answer(plan.make(model="llama-3-8b", target="v5p:2x2x2", tokens=65536, sequence=2048), compiled=0)
+
+
+LONG = dict(max_new_tokens=7, temperature=0.5, stop=["stop"] * 100, seed=1)
+OBJECTS = {
+    "model": (lambda _: model(), "Transformer of 1,552,"),
+    "model on a mesh": (lambda _: model(parallel.make_mesh(data=2, tensor=2)), "data 2 x fsdp 1 x tensor 2 of cpu"),
+    "layers": (lambda _: model().layers, "attention.query_bias        LNH  8 x 8 x 16 float32"),
+    "parameter": (lambda _: model().head.table, "Parameter(VD   256 x 128 float32)"),
+    "definition": (lambda _: model().definition, "ModelDef(config=ModelConfig(num_layers=8, "),
+    "program": (lambda _: nn.compiled_logits(model().definition), "compiled_logits.<locals>.stripped, no options"),
+    "mesh": (lambda _: parallel.make_mesh(tensor=4), "'tensor'"),
+    "configuration": (lambda _: BIG, "biases='all', qk_norm=True, residual='desync-2', ranks=2)"),
+    "a run's configuration": (lambda _: saved(_).config, "\n  lora=LoraConfig(rank=4),\n"),
+    "topology": (lambda _: residual.topology("ladder", num_layers=126, ladder_layers="63"), "  layers 63-125: "),
+    "stack": (stack, "Stack of Block, 5,760 parameters\nTopology of 40 layers"),
+    "source": (source, "500 arrays of 131,072,000 parameters (float16); context 2048; files tokenizer.json)"),
+    "generator": (generator, "Generator(loop='unrolled', quantize='none', of ModelDef("),
+    "engine": (engine, "Engine(2 slots of 64 tokens: 0 running, 0 waiting of at most 256)"),
+    "handle": (handle, "finish='length', prompt_tokens=60), of Request(prompt=(0, 1, 2, 3, 4, 5, 6, 7, ...)"),
+    "request": (lambda _: decode.Request(range(10_000), **LONG), "max_new_tokens=7, temperature=0.5, seed=1"),
+    "result": (
+        lambda _: decode.Result(tuple(range(9999)), "text " * 9999, (0.5,) * 9999, decode.Finish.STOP, 7),
+        "finish='stop', prompt_tokens=7)",
+    ),
+    "checkpoint": (saved, "step=12, config=RunConfig("),
+    "state": (state, "4,300 parameters"),
+    "token store": (store, "199 documents, "),
+    "tokenizer": (lambda path: HuggingFace(pathlib.Path(tokenizers.folder(path))), "HuggingFace("),
+    "report": (report, "... and 104 more rows"),
+    "target": (lambda _: schedule.parse("v5p:4x4x4"), "4x4x4"),
+    "overlap": (overlapped, "Result(llama-3-70b, ladder, decode on v5e:2x4: 5 of 6 all-reduces hidden; "),
+    "bench": (benched, "ladder decodes 1.00x standard"),
+    "plan": (planned, "candidates fit, the fastest Candidate("),
+    "predict": (
+        lambda _: predicted.predict(predict.make(model="llama-3-70b", hardware="h100-nvlink")),
+        "take ladder\n  Row(standard: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_reprs_are_short(name, tmp_path):
+    make_it, said = OBJECTS[name]
+    shown = repr(make_it(tmp_path))
+    assert len(shown) <= 2000 and shown.count("\n") < 30, (len(shown), shown)
+    assert said in shown and " object at 0x" not in shown, shown
+
+
+@pytest.mark.parametrize("name", config.PRESETS)
+def test_a_configuration_is_shown_as_one_types_it(name):
+    for changes in ({}, dict(dtype="float32", ladder_layers=2), dict(residual="desync-3", ranks=4)):
+        made = config.preset(name, **changes)
+        assert eval(repr(made), vars(config)) == made
+    run = config.load(name)
+    assert eval(repr(run), vars(config)) == run and len(repr(run)) < 1000
+
+
+def test_a_report_prints_the_commands_table(tmp_path):
+    """With its verdict first; a notebook has all rows."""
+    full = schedule.audit(text("tpu7x-unrolled"))
+    lines = str(full).splitlines()
+    assert lines[:2] == ["5 of 6 all-reduces hidden", "the last one comes after all compute, so it is always exposed"]
+    assert [line.split()[-1] for line in lines if "1.00" in line or "0.00" in line][-1] != ""
+    assert max(map(len, lines)) <= 80
+    html = full._repr_html_()
+    assert html.count("<tr>") == 3 and "started early, but no compute stands under it" in html
+    many = report(tmp_path)
+    assert "more rows" in str(many) and many._repr_html_().count("<tr>") == 1 + 120
+    assert str(schedule.audit(jax.jit(lambda x: x + 1), jnp.ones(3))) == (
+        "no all-reduces: no sublayer of this program communicates"
+    )

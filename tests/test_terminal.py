@@ -1,0 +1,112 @@
+"""Answers fit the terminal: no table is wider, the first line fits 80 columns, and a command is left to be copied."""
+
+import re
+
+import pytest
+
+from ladder_jax import cli, terminal
+from ladder_jax.bench import text as bench
+from ladder_jax.checkpoint import command
+from ladder_jax.predict import text as predict
+from ladder_jax.terminal import Table
+
+TABLE = Table(
+    ("name", "tokens a second", "range"), [("parallel-shared-norm", "1,234", "1,000 - 2,000")], left=("name",)
+)
+
+
+@pytest.mark.parametrize("width", range(24, 60))
+def test_a_table_is_no_wider(width):
+    """And loses nothing: each column, read from top to bottom, is its cells' words in order."""
+    lines = TABLE.lines(width)
+    assert max(map(len, lines)) <= width
+    rule = next(number for number, line in enumerate(lines) if line.startswith("─"))
+    head, body = " ".join(lines[:rule]).split(), " ".join(lines[rule + 1 :]).split()
+    assert sorted(head) == sorted("name tokens a second range".split())
+    assert sorted("".join(body)) == sorted("parallel-shared-norm1,2341,000-2,000")
+
+
+def test_heads_are_wrapped_before_cells():
+    assert TABLE.lines(46) == [
+        "name                   tokens a          range",
+        "                         second",
+        "─" * 46,
+        "parallel-shared-norm      1,234  1,000 - 2,000",
+    ]
+    assert TABLE.lines(120)[0] == "name                  tokens a second          range"
+    assert TABLE.lines(24)[3:] == [
+        "─" * 24,
+        "parallel-  1,234 1,000 -",
+        "shared-            2,000",
+        "norm",
+    ]
+
+
+def test_html():
+    table = Table(("a", "b"), [("<script>", "1")])
+    assert table.html() == "<table><tr><th>a</th><th>b</th></tr><tr><td>&lt;script&gt;</td><td>1</td></tr></table>"
+
+
+def test_lines_are_wrapped_on_a_terminal_alone(monkeypatch, capsys):
+    command = "ladder-jax train tiny " + "train.steps=1 " * 9
+    long = "note      " + "word " * 30
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal.show([long, command])
+    *wrapped, last = capsys.readouterr().out.splitlines()
+    assert last == command and len(wrapped) == 3 and all(len(line) <= 80 for line in wrapped)
+    assert wrapped[1].startswith("          word") and " ".join(wrapped).split() == long.split()
+    monkeypatch.delenv("COLUMNS")
+    terminal.show([long])
+    assert capsys.readouterr().out == long + "\n"
+
+
+PREDICT = "predict --model llama-3.1-405b --hardware h100-nvlink --batch 16"
+ANSWERS = {
+    "predict": PREDICT,
+    "predict, standard": "predict --model llama-3-8b --hardware h100-nvlink --tensor 1",
+    "sweep": f"{PREDICT} --sweep tensor=1,8 batch=1,1024 link=0.125,1",
+    "plan": "plan --model llama-3-70b --target v5p:16x16x16 --tokens 4194304 --confirm 0",
+    "plan, nothing": "plan --model llama-3.1-405b --target v5e:2x2 --tokens 4096 --confirm 0",
+}
+
+
+def fits(out):
+    lines = out.splitlines()
+    too_long = [line for line in lines if len(line) > 80 and not line.startswith("ladder-jax train ")]
+    assert lines and not too_long, too_long
+
+
+@pytest.mark.parametrize("words", ANSWERS.values(), ids=ANSWERS)
+def test_commands_at_80_columns(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(words.split()) == 0
+    fits(capsys.readouterr().out)
+    monkeypatch.delenv("COLUMNS")
+    assert cli.main(words.split()) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert len(first) <= 80 and first.startswith(("take ", "nothing fits") if "sweep" not in words else "")
+
+
+def test_checkpoints(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    row = dict(path="/runs/x", bytes=2**40, time=1.6e9, validation_loss=1234.5678, state="no manifest")
+    command._show([command.Row(step=1_000_000, **row, problems=("params/manifest.json is missing " * 4,))], [1, 2])
+    fits(capsys.readouterr().out)
+
+
+def test_the_other_tables():
+    """`bench` and `predict` have the most columns, here with large numbers."""
+    numbers = "prefill_seconds step_seconds tokens_per_second tokens_per_second_min tokens_per_second_max"
+    more = "bytes_per_second bandwidth_share prefill_flops_per_second matmul_share"
+    row = {"batch": 1024, "residual": "parallel-shared-norm", **dict.fromkeys((numbers + " " + more).split(), 98765.4)}
+    row |= {
+        "prefill_seconds": 98.7,
+        "step_seconds": 9.87,
+        "bytes_per_second": 4.8e12,
+        "prefill_flops_per_second": 9.9e14,
+        "bandwidth_share": 1,
+        "matmul_share": 1,
+    }
+    assert max(map(len, bench._table([row]).lines(80))) <= 80
+    for columns in (bench.COLUMNS, predict.COLUMNS, predict.SWEPT):
+        assert len(set(columns)) == len(columns) and not any(re.search(r"\S{12}", column) for column in columns)
