@@ -38,8 +38,8 @@ def with_defaults(options: dict, target: str) -> dict:
         raise UserError(f"--from-schedule {target}: {parsed.kind} hides nothing: choose a TPU or GPU target")
     if options["implementation"] not in (None, "ours"):
         raise UserError("--from-schedule compiles this library's programs: --implementation must be ours")
-    if options["launch"] not in (None, "chained"):
-        raise UserError(f"--from-schedule compiles chained launches: --launch {options['launch']} is analytic")
+    if options.get("launch") not in (None, "chained"):
+        raise UserError("--from-schedule compiles chained launches: --launch explicit is analytic")
     return {
         **options,
         "hardware": options["hardware"] or MACHINES.get(parsed.kind, parsed.kind),
@@ -48,12 +48,11 @@ def with_defaults(options: dict, target: str) -> dict:
     }
 
 
-def predict(request: Request, *, target: str) -> result.Result:
+def predict(request: Request, *, target: str, opponents: Opponents = Opponents.STRONGEST) -> result.Result:
     """Programs as the library compiles them by default: chained launches, the whole stream on every rank."""
     compile_ = functools.cache(functools.partial(_compiled, request, target))
     speeds = {
-        name: _speed(request, name, compile_, Opponents.STRONGEST)
-        for name in dict.fromkeys((*request.residuals, BASELINE))
+        name: _speed(request, name, compile_, opponents) for name in dict.fromkeys((*request.residuals, BASELINE))
     }
     nccl = _speed(request, BASELINE, compile_, Opponents.NCCL)
     return result.of_speeds(request, speeds, nccl=nccl, fidelity=f"from schedules for {target}")

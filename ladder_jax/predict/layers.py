@@ -33,7 +33,7 @@ def layers(
     steps: Sequence[Step] | None = None,
     times: int = 1,
 ) -> Layers:
-    """The layers of `block`. steps: by default the topology's. times: how often each kernel runs, 2 in a backward pass."""
+    """The layers of `block`. steps: by default the topology's. times: how often each kernel runs (backward: 2)."""
     plan, ranks, split = _plan(model.config), model.ranks, _split(program, model.ranks)
     steps = plan.steps if steps is None else steps
     algorithm, all_reduce = reduction(model, machine, block, program=program)
@@ -44,7 +44,7 @@ def layers(
 
     work = functools.cache(lambda sublayers: work_of(kernels(sublayers), machine, model.implementation, times=times))
     if program.form is Form.COLLECTIVE_MATMUL:
-        ring = _Ring(machine, ranks, payload=model.payload(block), times=times)
+        ring = RingProduct(machine, ranks, payload=model.payload(block), times=times)
         timeline = _in_rings(steps, work=work, kernels=kernels, ring=ring)
     else:
         of_step = lambda step: work(step.sublayers)
@@ -69,7 +69,7 @@ def work_of(kernels: Sequence[Kernel], machine: Machine, implementation: Impleme
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ring:
+class RingProduct:
     """A matrix product in n chunks of its positions: each is multiplied while the next one is on its way.
 
         chunk + rounds x (a round's chunks beside its message)
@@ -108,7 +108,7 @@ class _Ring:
 
 
 def _in_rings(
-    steps: Sequence[Step], *, work: Callable[[tuple], Work], kernels: Callable[[tuple], tuple], ring: _Ring
+    steps: Sequence[Step], *, work: Callable[[tuple], Work], kernels: Callable[[tuple], tuple], ring: RingProduct
 ) -> Timeline:
     """Every product that follows a gather or precedes a scatter in a ring; the other kernels as they are."""
 

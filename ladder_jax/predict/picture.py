@@ -149,7 +149,7 @@ def _legend(figure, names: Sequence[str], used: set[str]) -> None:
 
     handles = [Patch(fc=colour(name, names), label=name) for name in names if name in used]
     handles.append(Patch(fc="#b8b8b8", ec="#ffffff", hatch="////", lw=0, label="Ladder does not help"))
-    caption = "cells: recommended topology, and its tokens/s over Standard's"
+    caption = "cells: recommended topology, and its tokens/s over the fastest Standard's"
     figure.legend(handles=handles, loc="outside lower right", ncols=5, fontsize=8.5, frameon=False, title=caption)
 
 
