@@ -7,7 +7,7 @@
     two-shot         latency + 2 (n - 1) / n S / b: a reduce-scatter and an all-gather through the peers' memory. Over
                      m nodes, one direct exchange of 1/n of the array between the two (a composition; not measured)
     in-network       latency + (1 + 1 / n) S / b: the switches add; one kernel, by NVLink's multicast
-    in-network, NCCL the same by NCCL, which has a larger latency
+    NCCL in-network  the same by NCCL, which has a larger latency
 
 https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc has the first two; hardware/ has the constants.
 """
@@ -24,7 +24,7 @@ class Algorithm(enum.Enum):
     ONE_SHOT = "one-shot"
     TWO_SHOT = "two-shot"
     IN_NETWORK = "in-network"
-    NCCL_IN_NETWORK = "in-network, NCCL"
+    NCCL_IN_NETWORK = "NCCL in-network"
 
 
 FITTED = (Algorithm.RING, Algorithm.TREE)  # of the programs to which the constants were fitted; XLA's on TPUs

@@ -99,7 +99,8 @@ def sweep_lines(points: Sequence[Point], sweep: Sweep) -> list:
             number(row.speed.tokens_per_second / point.tensor),
             f"{row.speed.step.seconds * 1e3:.2f}",
         )
-    notes = [f"note      the model cannot be split over {size} devices: left out" for size in sweep.unsplit]
+    notes = ["speed-up, ladder: over the fastest Standard at each point"]
+    notes += [f"note      the model cannot be split over {size} devices: left out" for size in sweep.unsplit]
     if not all(point.fits for point in points):
         notes.append("*         weights and cache need more memory than a device has")
     return [table, *notes]
