@@ -10,8 +10,8 @@ from ladder_jax.predict.result import Result, algorithm, described, executed
 from ladder_jax.predict.sweep import Point
 
 COLUMNS = (
-    *("residual", "tokens/s", "speed-up", "over NCCL", "prefill ms", "step ms", "exposed ms", "hidden"),
-    *("GiB a device", "all-reduce", "launch"),
+    *("residual", "tokens/s", "speed-up", "over NCCL", "prefill ms", "step ms", "exposed", "hidden", "GiB"),
+    *("all-reduce", "launch"),
 )
 OF_A_PHASE = ("residual", "tokens/s", "speed-up", "over NCCL", "ms", "exposed ms", "hidden", "form", "launch")
 SWEPT = ("tensor", "batch", "link", "take", "speed-up", "ladder", "tokens/s", "a device", "ms/token")
@@ -37,7 +37,8 @@ def lines(answer: Result) -> list:
         "",
         _table(answer),
         f"speed-up: over {answer.baseline.name}; over NCCL: over Standard with NCCL's all-reduces (XLA's on a TPU)",
-        "step, exposed, all-reduce: of a decode step; hidden: the share of its all-reduces' time that adds nothing",
+        "step, exposed (ms), all-reduce: of a decode step; hidden: the share of its all-reduces' time that adds",
+        "nothing to it; GiB: of a device",
         *tail,
     ]
 
@@ -153,7 +154,7 @@ def _empty(columns: Sequence[str]):
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
         words = name in ("residual", "form", "all-reduce", "launch", "take")
         table.add_column(name, justify="left" if words else "right", no_wrap=True)

@@ -3,15 +3,17 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import pytest
 
 from ladder_jax.config import Launch, Phase, preset
-from ladder_jax.predict import advice, layers, link, machine, model, phases, request, result, training, work
+from ladder_jax.predict import advice, compiled, layers, link, machine, model, phases, request, result, training, work
 from ladder_jax.predict.implementation import AUTHORS, OURS
 from ladder_jax.predict.link import Algorithm, Kernel, Kernels, Link, Network
 from ladder_jax.predict.program import Form, Opponents, Program, programs
 from ladder_jax.predict.work import Model
+from ladder_jax.schedule import hlo
 from tests.predict.asked import H100, NOTHING, OFF, run
 
 EIGHT = Link(
@@ -24,6 +26,7 @@ EIGHT = Link(
     nccl_in_network=Kernel(40e-6, 16e9),
 )
 V5P = machine.load("v5p")
+HLO = pathlib.Path(__file__).parent.parent / "hlo"
 
 
 def ask(residual="standard,ladder", **words):
@@ -115,6 +118,9 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     )
     assert ladder["speedup_over_nccl"] == pytest.approx(ladder["tokens_per_second"] / nccl.tokens_per_second)
     assert 1.0 < ladder["speedup"] < ladder["speedup_over_nccl"] and answer["recommendation"]["residual"] == "ladder"
+    status, out, _ = run(capsys, *words)
+    assert "speed-up: over Standard (one-shot all-reduce)" in out and "explicit" in out and "…" not in out
+    assert "figures of threads, not verified" in out and "have never run" in out
     status, out, _ = run(capsys, *words, "--launch", "chained", "--json")
     chained = json.loads(out)["rows"][1]
     assert (chained["launch"], chained["all_reduce"]) == ("chained", "ring")
@@ -231,6 +237,29 @@ def test_fsdp_by_hand():
     half = lambda size: V5P.link.half(size, ranks=8)
     expected = 4 * (2 * half(2 * layer) + half(4 * layer)) + 2 * half(2 * tables) + half(4 * tables)
     assert 8 * 2048 / fsdp.tokens_per_second == pytest.approx(expected)
+
+
+def test_schedules_are_played_with_the_all_reduces_of_their_programs(monkeypatch):
+    """A compiled Standard may use any, a chained Ladder NCCL's; each is compiled once a phase."""
+    calls = []
+
+    def compile_(request_, target, residual, phase, layers):
+        calls.append((residual, phase, layers))
+        fixture = {"standard": "h100-standard", "ladder": "h100-unrolled"}[residual]
+        return hlo.parse((HLO / f"{fixture}.hlo").read_text()), "h100"
+
+    monkeypatch.setattr(compiled, "_compiled", compile_)
+    options = dict(model="llama-3-70b", hardware=None, tensor=None, residual="standard,ladder", implementation=None)
+    asked = request.make(**compiled.with_defaults({**options, "layers": 2, "launch": None}, "h100:8"))
+    answer = compiled.predict(asked, target="h100:8")
+    standard, ladder = answer.rows
+    both = {(name, phase, 2) for name in ("standard", "ladder") for phase in (Phase.PREFILL, Phase.DECODE)}
+    assert set(calls) == both and len(calls) == 4
+    assert (standard.speedup, answer.baseline.form) == (1.0, "all-reduce") and answer.fidelity.endswith("for h100:8")
+    assert standard.speedup_over_nccl > 1 and ladder.speedup_over_nccl > ladder.speedup
+    launched = ladder.as_dict(memory=1e12)
+    assert launched["launch"] == "chained" and launched["all_reduce"] in ("ring", "NCCL in-network")
+    assert answer.baseline.all_reduce in ("one-shot", "two-shot", "in-network")
 
 
 def test_no_is_said_plainly(capsys):
