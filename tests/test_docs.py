@@ -259,6 +259,23 @@ def test_the_speeds_of_alternatives_are_what_predict_prints(capsys):
         assert {name: f"{rows[name]['speedup']:.2f}" for name in expected} == expected
 
 
+def test_a_faster_kernel_of_the_opponents(capsys, tmp_path):
+    text = (DOCS / "alternatives.md").read_text()
+    (yaml_text,) = re.findall(r"^    (based_on: .*\n)    (link: .*\n)", text, re.M)
+    (tmp_path / "fast.yaml").write_text("".join(yaml_text))
+    shown = re.search(r"in place of (\S+), Ladder's.*?\s(\S+) times.*?it is (\S+) times: no", text, re.S).groups()
+    found = []
+    for hardware, words in (("h100-nvlink", ""), ("fast.yaml", ""), ("fast.yaml", " --launch chained")):
+        command = f"predict --model llama-3-70b --hardware {hardware}{words}"
+        assert f"ladder-jax {command}\n" in text
+        path = str(tmp_path / hardware) if hardware.endswith("yaml") else hardware
+        assert cli.main([*command.replace(hardware, path).split(), "--residual", "standard,ladder", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        found.append(f"{answer['rows'][1]['speedup']:.2f}")
+    assert f"in the first two rows {found[1]} and {found[2]} times" in " ".join(README.split())
+    assert tuple(found) == shown and answer["recommendation"]["reason"].startswith("no: ")
+
+
 def test_the_advice_is_what_predict_prints(capsys):
     text = (DOCS / "guides" / "speed.md").read_text()
     (words, quoted) = re.search(r"^    ladder-jax (predict .*)\n\n((?:    .*\n)+)", text, re.M).groups()

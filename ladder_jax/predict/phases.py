@@ -9,6 +9,7 @@ import dataclasses
 from ladder_jax.config import Phase
 from ladder_jax.predict import advice, model, result, training, without_tensor, work
 from ladder_jax.predict.advice import Advice, Opponent
+from ladder_jax.predict.link import FITTED
 from ladder_jax.predict.model import Pass, fastest
 from ladder_jax.predict.program import Opponents
 from ladder_jax.predict.request import BASELINE, Request
@@ -113,6 +114,8 @@ def _passes(request: Request, residual: str, opponents: Opponents) -> list[Pass]
 
 
 def _without_tensor(request: Request) -> list[Pass]:
+    if request.implementation.algorithms == FITTED:
+        return []  # the authors' programs have tensor parallelism
     return without_tensor.passes(
         request.config(BASELINE),
         machine=request.machine,
