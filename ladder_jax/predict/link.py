@@ -138,11 +138,11 @@ class Link:
         network = self.network
         share = 2 * (nodes - 1) / nodes * size / inside
         messages = 2 * math.ceil(math.log2(nodes))
-        found = {Algorithm.TREE: ring + messages * network.step + share / network.bandwidth}
+        offered = {Algorithm.TREE: ring + messages * network.step + share / network.bandwidth}
         if self.two_shot is not None and network.one_shot is not None:
             exchange = network.one_shot + (nodes - 1) * size / inside / network.bandwidth
-            found[Algorithm.TWO_SHOT] = self.two_shot.seconds(both) + exchange
-        return found
+            offered[Algorithm.TWO_SHOT] = self.two_shot.seconds(both) + exchange
+        return offered
 
 
 def _faster(section, factor: float):

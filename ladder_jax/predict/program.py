@@ -61,23 +61,23 @@ def programs(
     one-kernel algorithms too, where XLA has them: within a node.
     """
     topology = of_model(config)
-    if Opponents.FITTED is opponents or implementation.algorithms == FITTED:
+    if opponents is Opponents.FITTED or implementation.algorithms == FITTED:
         return (PLAIN,)
-    allowed = NCCL if opponents is Opponents.NCCL else implementation.algorithms
-    hides = topology.overlap is Overlap.HIDES
-    if not hides:
-        found = [Program(algorithms=allowed)]
+    strongest = opponents is Opponents.STRONGEST
+    allowed = implementation.algorithms if strongest else NCCL
+    if topology.overlap is Overlap.HIDES:
+        candidates = [Program(algorithms=NCCL, launch=Launch.CHAINED)]
+        if strongest and phase is Phase.DECODE and _has_kernels(machine, ranks=ranks):
+            candidates.append(Program(algorithms=allowed, launch=Launch.EXPLICIT))
+        candidates = [one for one in candidates if one.launch in launches] or candidates[:1]
     else:
-        found = [Program(algorithms=NCCL, launch=Launch.CHAINED)]
-        if opponents is Opponents.STRONGEST and phase is Phase.DECODE and _has_kernels(machine, ranks=ranks):
-            found.append(Program(algorithms=allowed, launch=Launch.EXPLICIT))
-        found = [one for one in found if one.launch in launches] or found[:1]
-    if opponents is Opponents.STRONGEST and phase is not Phase.DECODE and ranks > 1 and tokens % ranks == 0:
+        candidates = [Program(algorithms=allowed)]
+    if strongest and phase is not Phase.DECODE and ranks > 1 and tokens % ranks == 0:
         if topology.communication is not Communication.DESYNC:
-            found.append(dataclasses.replace(found[0], form=Form.SEQUENCE_PARALLEL, algorithms=FITTED))
+            candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=candidates[0].launch))
         if parse_residual(config.residual).kind == "standard":
-            found.append(Program(Form.COLLECTIVE_MATMUL))
-    return tuple(found)
+            candidates.append(Program(Form.COLLECTIVE_MATMUL))
+    return tuple(candidates)
 
 
 def _has_kernels(machine: Machine, *, ranks: int) -> bool:

@@ -15,6 +15,8 @@ training state, which may be split over more devices than these, and activations
 parallelism.
 """
 
+import dataclasses
+
 from ladder_jax.config import ModelConfig, Phase
 from ladder_jax.predict import work
 from ladder_jax.predict.implementation import Implementation
@@ -23,7 +25,7 @@ from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Work, beside
-from ladder_jax.predict.work import ATTENTION, MLP, Model
+from ladder_jax.predict.work import ATTENTION, MLP, Block, Kernel, Model
 
 FLOAT32, STATE = 4, 16  # bytes an element, and a parameter in training
 
@@ -43,37 +45,59 @@ def passes(
         return []
     model, trains = Model(config, 1, implementation), phase is Phase.TRAIN
     block = work.prefill(rows=rows // devices, prompt_length=tokens, new_tokens=0, implementation=implementation)
-    of = lambda sublayer, times: work_of(
-        model.step((sublayer,), block, shared_norm=False), machine, implementation, times=times
-    )
-    layer = lambda times: Work(
-        of(ATTENTION, times).busy + of(MLP, times).busy, of(ATTENTION, times).idle + of(MLP, times).idle
-    )
-    ends = work_of(
-        (model.embedding(block), *model.head(block)), machine, implementation, times=3 if trains else 1
-    ).seconds
-    compute = ends + config.num_layers * sum(layer(times).seconds for times in ((1, 2) if trains else (1,)))
-
-    found = []
+    step = _Step(model, machine, block, devices=devices, trains=trains)
+    possible = []
     if _parameters(model) * (STATE if trains else model.element_bytes) <= machine.memory:
-        found.append(Pass(compute, 0.0, 0.0, program=Program(Form.DATA_PARALLEL)))
+        possible.append(Pass(step.compute, 0.0, 0.0, program=Program(Form.DATA_PARALLEL)))
     if _gathered(model, devices=devices, trains=trains) <= machine.memory:
-        half = lambda size: machine.link.half(size, ranks=devices)
-        shard = model.shard
-        matrices, tables = shard.attention + shard.mlp, _tables(model)
-        gather, scatter = half(matrices * model.element_bytes), half(matrices * FLOAT32)
-        more, contention = config.num_layers - 1, machine.contention
-        between = lambda work, wire: max(wire, beside(work, wire=wire, contention=contention))
-        seconds = gather + more * between(layer(1), gather) + layer(1).seconds
-        wire, bare = config.num_layers * gather, half(tables * model.element_bytes)
-        if trains:
-            both = gather + scatter
-            seconds += gather + more * between(layer(2), both) + layer(2).seconds + scatter
-            wire += config.num_layers * both
+        possible.append(step.fsdp())
+    return possible
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One device's step over its own rows."""
+
+    model: Model
+    machine: Machine
+    block: Block
+    devices: int
+    trains: bool
+
+    @property
+    def compute(self) -> float:
+        layers = sum(self._layer(times).seconds for times in ((1, 2) if self.trains else (1,)))
+        return self.model.config.num_layers * layers + self._ends()
+
+    def fsdp(self) -> Pass:
+        shard, layers = self.model.shard, self.model.config.num_layers
+        half = lambda size: self.machine.link.half(size, ranks=self.devices)
+        matrices, tables, size = shard.attention + shard.mlp, _tables(self.model), self.model.element_bytes
+        gather, scatter, bare = half(matrices * size), half(matrices * FLOAT32), half(tables * size)
+        seconds, wire = self._layers(1, first=gather, beside_each=gather), layers * gather
+        if self.trains:
+            seconds += self._layers(2, first=gather, beside_each=gather + scatter) + scatter
+            wire += layers * (gather + scatter)
             bare = 2 * bare + half(tables * FLOAT32)
-        seconds += ends + bare
-        found.append(Pass(seconds, wire + bare, seconds - compute, program=Program(Form.FSDP)))
-    return found
+        seconds += self._ends() + bare
+        return Pass(seconds, wire + bare, seconds - self.compute, program=Program(Form.FSDP))
+
+    def _layers(self, times: int, *, first: float, beside_each: float) -> float:
+        """Seconds of all layers: after a bare transfer each but the last has a transfer beside it."""
+        layer = self._layer(times)
+        hidden = max(beside_each, beside(layer, wire=beside_each, contention=self.machine.contention))
+        return first + (self.model.config.num_layers - 1) * hidden + layer.seconds
+
+    def _layer(self, times: int) -> Work:
+        step = lambda sublayer: self.model.step((sublayer,), self.block, shared_norm=False)
+        return self._work((*step(ATTENTION), *step(MLP)), times)
+
+    def _ends(self) -> float:
+        kernels = (self.model.embedding(self.block), *self.model.head(self.block))
+        return self._work(kernels, 3 if self.trains else 1).seconds
+
+    def _work(self, kernels: tuple[Kernel, ...], times: int) -> Work:
+        return work_of(kernels, self.machine, self.model.implementation, times=times)
 
 
 def _tables(model: Model) -> int:
