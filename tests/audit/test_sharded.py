@@ -10,6 +10,7 @@ import pytest
 
 from ladder_jax.config import Loop, Phase
 from ladder_jax.overlap import compile as compiling
+from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
 from ladder_jax.schedule.report import Status
 from tests.audit.test_overlap import LAYERS, absent, case, until
@@ -17,9 +18,22 @@ from tests.audit.test_overlap import LAYERS, absent, case, until
 pytestmark = pytest.mark.audit
 
 MATRICES = 7  # of a layer
-LEAST = {"v6e": 15, "v5p": 9}  # of 16 all-reduces
+# Of 16 all-reduces. An H100's scheduler hides one more where gradients of weights are added in bfloat16; scanned, the
+# default, it hides all of the body.
+LEAST = {"tpu7x": 15, "h100": 14, "v6e": 15, "v5p": 9}
 TRAIN = [case(target, Phase.TRAIN, fsdp=2) for target in ("tpu7x:2x2x1", "h100:8")]
 ONE_AT_A_TIME = [case(target, Phase.TRAIN, fsdp=2) for target in ("v5p:2x2x2", "v6e:2x4")]
+# No tensor parallelism: a reduce-scatter goes over all three sides of the torus.
+ALONE = requests.make(
+    model="llama-3.2-1b",
+    residual="ladder",
+    layers=LAYERS,
+    target="v5p:2x2x2",
+    phase=Phase.TRAIN,
+    loop=Loop.SCAN,
+    fsdp=8,
+    tensor=1,
+)
 SCANNED = [case("h100:8", Phase.TRAIN, loop=Loop.SCAN, fsdp=2)]
 SPLIT = [
     case(target, Phase.PREFILL, sequence_parallel=True) for target in ("tpu7x:2x2x1", "v6e:2x4", "v5p:2x2x2", "h100:8")
@@ -31,7 +45,8 @@ STANDARD = [case(target, Phase.PREFILL, "standard", sequence_parallel=True) for 
 def compiled(request):
     """As in `test_overlap.py`: a function that waits for one of the chosen tests' programs."""
     chosen = [item.callspec.params.get("request_") for item in request.session.items if hasattr(item, "callspec")]
-    wanted = [one for param in TRAIN + ONE_AT_A_TIME + SCANNED + SPLIT + STANDARD if (one := param.values[0]) in chosen]
+    every = [ALONE, *(param.values[0] for param in TRAIN + ONE_AT_A_TIME + SCANNED + SPLIT + STANDARD)]
+    wanted = [one for one in every if one in chosen]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         records = {one: pool.submit(compiling.compiled, one, until=until(one)) for one in wanted if not absent(one)}
 
@@ -77,7 +92,7 @@ def test_weights_and_gradients_are_hidden(request_, compiled):
 def test_sublayers_reductions_stay_hidden_beside_them(request_, compiled):
     answer = compiled(request_)
     assert (answer.report.all_reduces, answer.report.merged) == (4 * LAYERS, 0)
-    assert answer.report.hidden == 4 * LAYERS - 1, answer.verdict
+    assert answer.report.hidden >= LEAST[request_.target.kind], answer.verdict
 
 
 @pytest.mark.parametrize("request_", ONE_AT_A_TIME)
@@ -102,6 +117,17 @@ def test_a_scan_hides_all_of_its_body(request_, compiled):
         assert body and all(one.status is Status.HIDDEN for one in body)
     forward = [t for t in found.gathers if t.collective.executions > 1 and not t.backward]
     assert sum(t.count for t in forward) == LAYERS * MATRICES
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("request_", [ALONE], ids=["llama-3.2-1b-fsdp=8-v5p:2x2x2"])
+def test_gradients_are_hidden_without_tensor_parallelism(request_, compiled):
+    """Most of their bytes: the last array's has what is left of a layer, which is too little."""
+    body = [t for t in compiled(request_).report.scatters if t.collective.executions > 1]
+    assert sum(t.count for t in body) == LAYERS * MATRICES
+    assert not any(t.collective.synchronous for t in body)
+    moved = lambda these: sum(t.collective.bytes for t in these)
+    assert moved([t for t in body if t.status is Status.HIDDEN]) > moved(body) / 2
 
 
 @pytest.mark.parametrize("request_", SPLIT)
