@@ -47,11 +47,9 @@ def unknown(what: str, name: object, allowed: Iterable[str]) -> UserError:
     return UserError(f"unknown {what} {str(name)!r}{hint} (allowed: {', '.join(names)})")
 
 
-def check_type(what: str, value: object, *kinds: type) -> None:
-    """Raises UserError, naming `what`, unless `value` is of one of the types; a bool counts as no other type."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        names = " or ".join(kind.__name__ for kind in kinds)
-        raise UserError(f"{what} must be of type {names}, not {shown(value)}")
+def wrong_type(what: str, value: object, *kinds: type) -> UserError:
+    """The error for a value of another type than `kinds`."""
+    return UserError(f"{what} must be of type {' or '.join(kind.__name__ for kind in kinds)}, not {described(value)}")
 
 
 def whole(what: str, value: object, *, least: int) -> int:
@@ -61,13 +59,13 @@ def whole(what: str, value: object, *, least: int) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
-        raise UserError(f"{what} must be a whole number, not {shown(value)}")
+        raise UserError(f"{what} must be a whole number, not {described(value)}")
     if number < least:
         raise UserError(f"{what} must be at least {least}, not {number}")
     return number
 
 
-def shown(value: object) -> str:
+def described(value: object) -> str:
     """Text and numbers as one types them; any other value by its type alone, as it may be large."""
     plain = value is None or isinstance(value, str | int | float)
     return f"{value!r:.60}" if plain else f"a {type(value).__name__}"

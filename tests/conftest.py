@@ -29,9 +29,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # What takes longest comes first, in this order: a file is one worker's, and at the end the others would be idle.
 FIRST = """
-    test_numerics test_gradients_bfloat16 test_meshes test_cli test_resume test_decode test_training test_agreement
-    test_sampling test_int8 test_overlap test_engine test_one_gpu test_bench test_chunks test_chat test_requests
-    test_objective test_policy test_convert test_smoke test_decode_program test_checkpoint test_watchdog test_pretrain
+    test_numerics test_gradients_bfloat16 test_meshes test_names test_cli test_resume test_decode test_training
+    test_agreement test_sampling test_int8 test_overlap test_engine test_one_gpu test_bench test_chunks test_chat
+    test_requests test_objective test_policy test_convert test_smoke test_decode_program test_checkpoint test_watchdog
+    test_pretrain
 """.split()
 
 

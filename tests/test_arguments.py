@@ -149,7 +149,7 @@ WRONG = {
     "topology(num_layers=)": (lambda: residual.topology("ladder", num_layers="2"), "num_layers must be a whole number"),
     "topology(num_layers=0)": (
         lambda: residual.topology("ladder", num_layers=0),
-        "num_layers must be at least 1, not 0",
+        "a whole number of at least 1, not 0",
     ),
     "topology(ladder_layers=)": (
         lambda: residual.topology("ladder", num_layers=2, ladder_layers=1.5),
@@ -199,6 +199,12 @@ WRONG = {
     "Engine(decoder=)": (
         lambda: decode.Engine(DEFINITION, params_of(), decoder="bytes"),
         "a function from tokens to byt",
+    ),
+    "Generator": (lambda: decode.Generator.of("tiny", {}), "definition must be of type ModelDef, not 'tiny'"),
+    "Generator(params)": (lambda: decode.Generator.of(DEFINITION, 5), "params must be a dict with embedding, layers"),
+    "Generator(quantize=)": (
+        lambda: decode.Generator.of(DEFINITION, params_of(), quantize="int4"),
+        "unknown quantize 'int4'; did you mean 'int8'?",
     ),
     "Request": (lambda: decode.Request(5), "prompt must be a list, not 5"),
     "Request(stop=)": (lambda: decode.Request([1], stop=5), "stop must be a list, not 5"),

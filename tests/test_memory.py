@@ -83,7 +83,8 @@ def test_memory_that_does_not_suffice_is_one_line(wide, tmp_path, what, where, e
     ):
         assert cli.main([verb[0], str(wide), *map(str, verb[1:]), "--tensor", "1"]) == 2
         out = capsys.readouterr().err
-        (line,) = [line for line in out.splitlines() if "ladder-jax:" in line]
+        *before, line = [line for line in out.splitlines() if "ladder-jax:" in line]
+        assert all(line.startswith("ladder-jax: compiling the programs for ") for line in before), before
         assert "out of memory" in line and said in line and "more tensor ranks (--tensor) need less" in line
         assert ("--slots" in line) and "Traceback" not in out
 

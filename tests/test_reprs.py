@@ -55,6 +55,14 @@ def handle(tmp_path):
     return started
 
 
+def opened(tmp_path):
+    return pretrained.OpenedModel("a/model.gguf", tmp_path, config.RunConfig(model=BIG), source(tmp_path))
+
+
+def text_model(tmp_path):
+    return pretrained.Transformer(BIG, params=nn.define(BIG, mesh=parallel.make_mesh()).abstract)
+
+
 def generator(tmp_path):
     definition = nn.define(cases.model("ladder", num_layers=2), mesh=parallel.make_mesh(tensor=2))
     return decode.Generator(definition, cases.parameters(definition))
@@ -132,6 +140,8 @@ OBJECTS = {
     "topology": (lambda _: residual.topology("ladder", num_layers=126, ladder_layers="63"), "  layers 63-125: "),
     "stack": (stack, "Stack of Block, 5,760 parameters\nTopology of 40 layers"),
     "source": (source, "500 arrays of 131,072,000 parameters (float16); context 2048; files tokenizer.json)"),
+    "opened": (opened, "OpenedModel('a/model.gguf', a Source)"),
+    "model with text": (text_model, "float32\n  tokenizer: Bytes("),
     "generator": (generator, "Generator(loop='unrolled', quantize='none', of ModelDef("),
     "engine": (engine, "Engine(2 slots of 64 tokens: 0 running, 0 waiting of at most 256)"),
     "handle": (handle, "finish='length', prompt_tokens=60), of Request(prompt=(0, 1, 2, 3, 4, 5, 6, 7, ...)"),

@@ -62,6 +62,8 @@ def study(args: argparse.Namespace) -> None:
     model = dataclasses.replace(opened.model, dtype=Dtype.FLOAT32, residual_dtype=Dtype.FLOAT32)
     source = dataclasses.replace(opened, model=model)
     loaded = texts.load({name: getattr(args, name) for name in plan.DOMAINS}, tokenizer=calibrated.tokenizer_of(source))
+    files_of = {name: pathlib.Path(getattr(args, name) or "the standard library").name for name in plan.DOMAINS}
+    about = {**measure.environment(), "command": "python -m experiments.refit", "texts": files_of}
     file = args.out / "results.json"
     args.out.mkdir(parents=True, exist_ok=True)
     done = json.loads(file.read_text())["rows"] if file.is_file() else []
@@ -72,7 +74,7 @@ def study(args: argparse.Namespace) -> None:
         print(f"[{number}/{len(rows)}] {row.asked}", flush=True)
         done.append(study_of.measure(row))
         print({name: round(value, 3) for name, value in done[-1]["losses"].items()}, flush=True)
-        content = json.dumps({**measure.environment(), "held_out_tokens": texts.HELD_OUT, "rows": done}, indent=1)
+        content = json.dumps({**about, "held_out_tokens": texts.HELD_OUT, "rows": done}, indent=1)
         files.write_atomically(str(file), lambda path, content=content: pathlib.Path(path).write_text(content + "\n"))
 
 

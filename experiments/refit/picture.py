@@ -19,14 +19,15 @@ def plot(rows: list[dict], *, file: str) -> None:
             costs.bar_label(bar, fmt="%.2f", fontsize=8, padding=2)
     costs.set_yticks(range(len(shown)), [title(row) for row in shown])
     costs.invert_yaxis()
-    costs.set(xlabel="nats a token over the original, on text that was not calibrated on", xscale="log")
+    costs.set(xlabel="nats a token over the original, on text that was not calibrated on")
+    costs.margins(x=0.1)
     costs.legend(frameon=False)
     longest = max(shown, key=lambda row: len(row["fits"]))
     fits = longest["fits"]
     places = [fit["layer"] + (0.5 if fit["sublayer"] == "mlp" else 0) for fit in fits]
     for name, colour in (("before", PLAIN), ("after", REFITTED)):
         inputs.plot(places, [fit[name] for fit in fits], "o-", ms=3, color=colour, label=f"{name} the fit")
-    inputs.set(xlabel=f"layer ({title(longest)})", ylabel="missing share of a sublayer's input", ylim=0)
+    inputs.set(xlabel=f"layer ({title(longest)})", ylabel="missing share of a sublayer's input", yscale="log")
     inputs.legend(frameon=False)
     files.write_atomically(file, lambda path: figure.savefig(path, dpi=150))
     plt.close(figure)

@@ -27,7 +27,7 @@ from ladder_jax.checkpoint.quiet import WRITING, Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps, unfinished_steps
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import RunFailed, UserError, check_type
+from ladder_jax.errors import RunFailed, UserError, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
@@ -56,8 +56,10 @@ class Store:
     """
 
     def __init__(self, folder: str | AnyPath, *, config: RunConfig, patience: float = PATIENCE):
-        check_type("config", config, RunConfig)
-        check_type("folder", folder, str, os.PathLike)
+        if not isinstance(config, RunConfig):
+            raise wrong_type("config", config, RunConfig)
+        if not isinstance(folder, str | os.PathLike):
+            raise wrong_type("folder", folder, str, os.PathLike)
         self.folder, self._config, self._patience = absolute(folder), config, patience
         self._remote = is_remote(folder)
         train = config.train

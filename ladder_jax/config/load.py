@@ -10,7 +10,7 @@ import typing
 from ladder_jax.config.fields import build
 from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
-from ladder_jax.errors import UserError, check_type, unknown
+from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import absolute, is_remote
 
 TOPOLOGY = ("ladder_layers", "ranks")
@@ -33,7 +33,8 @@ def load(
 
     Raises UserError for an unknown key or preset, a wrong type or an impossible value.
     """
-    check_type("a configuration", source, str, os.PathLike)
+    if not isinstance(source, str | os.PathLike):
+        raise wrong_type("a configuration", source, str, os.PathLike)
     path = pathlib.Path(source)
     if path.suffix in (".yaml", ".yml", ".json"):
         tree = _read(path)
@@ -51,7 +52,8 @@ def load(
 
 def from_dict(tree: dict) -> RunConfig:
     """`model` may name a `preset` to start from: `{"model": {"preset": "tiny", "residual": "ladder"}}`."""
-    check_type("a configuration", tree, dict)
+    if not isinstance(tree, dict):
+        raise wrong_type("a configuration", tree, dict)
     model = tree.get("model")
     if isinstance(model, dict):
         rest = {key: value for key, value in model.items() if key != "preset"}

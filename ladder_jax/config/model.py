@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ladder_jax.config.execution import Dtype
 from ladder_jax.config.fields import build, check, check_positive, fit, shown
-from ladder_jax.errors import UserError, check_type, unknown
+from ladder_jax.errors import UserError, unknown, wrong_type
 
 RESIDUALS = (
     "standard",
@@ -45,7 +45,8 @@ class ResidualName:
 
 def parse_residual(name: str) -> ResidualName:
     """Of any name in RESIDUALS, `ladder-K` and `desync-N`, numbers from 1. Raises UserError for any other."""
-    check_type("residual", name, str)
+    if not isinstance(name, str):
+        raise wrong_type("residual", name, str)
     numbered = re.fullmatch(r"(ladder|desync)-([1-9]\d*)", name)
     if numbered:
         return ResidualName(numbered[1], int(numbered[2]))
@@ -64,7 +65,8 @@ def _as_text(which: object) -> object:
 def layer_indices(which: str | int | Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The 0-based layers that `which` names: `"N"` or N the last N, `"i,j"`, `"i,"` or [i, j] a list, `"all"`."""
     which = _as_text(which)
-    check_type("ladder_layers", which, str)
+    if not isinstance(which, str):
+        raise wrong_type("ladder_layers", which, str)
     allowed = f"(allowed: N for the last N of {num_layers} layers, a list i,j of 0 to {num_layers - 1}, or all)"
     if which == "all":
         return tuple(range(num_layers))

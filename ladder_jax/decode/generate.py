@@ -34,8 +34,10 @@ class Generator:
     ):
         """A ModelDef needs `params`: as they are trained and stored, stacked, in memory or read one by one."""
         self.definition, params = parts_of(model, params)
-        self.loop, self.quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
-        self.params = weights.prepare(self.definition, params, loop=self.loop, quantize=self.quantize)
+        if not (isinstance(loop, Loop) and isinstance(quantize, Quantize)):
+            loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
+        self.loop, self.quantize = loop, quantize
+        self.params = weights.prepare(self.definition, params, loop=loop, quantize=quantize)
 
     def pieces(
         self,
@@ -145,7 +147,8 @@ def parts_of(
         return model.definition, model.params if params is None else params
     if not isinstance(model, ModelDef) or params is None:
         raise UserError(f"decoding needs a Transformer, or a ModelDef and its params, not {model!r:.80}")
-    check_model(model, params)
+    if not callable(params):
+        check_model(model, params)
     return model, params
 
 

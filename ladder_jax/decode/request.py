@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.config.fields import shown
-from ladder_jax.errors import RunFailed, UserError, check_type
-from ladder_jax.errors import shown as described
+from ladder_jax.errors import RunFailed, UserError, described, wrong_type
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """The settings that a request shares with DecodeConfig."""
@@ -85,7 +84,8 @@ class Request:
         for name in ("prompt", "stop_ids", "stop"):
             if not isinstance(getattr(self, name), Iterable):
                 raise UserError(f"{name} must be a list, not {described(getattr(self, name))}")
-        check_type("logprobs", self.logprobs, bool)
+        if not isinstance(self.logprobs, bool):
+            raise wrong_type("logprobs", self.logprobs, bool)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(one, str) and one for one in stop):
             raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")

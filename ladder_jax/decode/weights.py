@@ -19,10 +19,8 @@ from flax import traverse_util
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, parameter, quantized
-from ladder_jax.nn.arguments import check_model
 from ladder_jax.nn.quantized import Int8
-from ladder_jax.parallel import Layout, is_v5e, on_mesh, over_ranks
-from ladder_jax.parallel import mesh as meshes
+from ladder_jax.parallel import Layout, is_v5e, mesh, on_mesh, over_ranks
 
 if TYPE_CHECKING:
     from ladder_jax.checkpoint import Key
@@ -43,7 +41,6 @@ def prepare(definition: ModelDef, params: Params | Reader, *, loop: Loop, quanti
     the same input are fused where that is `faster_fused`. Beside the result no more is held than `peak_bytes` says;
     parameters in memory stay the caller's.
     """
-    check_model(definition, params)
     return _build(definition, params, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)
 
 
@@ -249,7 +246,7 @@ class _Work:
                 layers.append(value)
                 continue
             stack = self._empty(value) if stack is None else stack
-            stack = jax.block_until_ready(meshes.put(stack, value, layer))
+            stack = jax.block_until_ready(mesh.put(stack, value, layer))
             del value
         return stack if self.loop is Loop.SCAN else tuple(layers)
 
@@ -274,7 +271,7 @@ class _Work:
     def _empty(self, value: jax.Array | Int8) -> jax.Array | Int8:
         definition = self.target.definition
         sharding, count = definition.layout.sharding, definition.config.num_layers
-        zeros = lambda a, d: meshes.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
+        zeros = lambda a, d: mesh.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
         return jax.tree.map(zeros, value, _stored_dims(self.quantize, self.target.dims))
 
 

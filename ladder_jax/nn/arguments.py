@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ladder_jax.errors import UserError, check_type, unknown
+from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.nn.model_def import ModelDef
 
 
@@ -31,7 +31,8 @@ def check_params(params: Any, *, expected: Mapping[str, Any], path: str = "param
 
 def check_model(definition: Any, params: Any) -> None:
     """Raises UserError for what is no ModelDef, or neither its parameters nor a function that reads them."""
-    check_type("definition", definition, ModelDef)
+    if not isinstance(definition, ModelDef):
+        raise wrong_type("definition", definition, ModelDef)
     if not callable(params):
         check_params(params, expected=definition.abstract)
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from ladder_jax import residual
 from ladder_jax.config import Loop, ModelConfig, Phase
-from ladder_jax.errors import check_type
+from ladder_jax.errors import wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
 from ladder_jax.nn.modules import Embedding, RMSNorm
@@ -27,8 +27,10 @@ class ModelDef:
     layout: Layout
 
     def __post_init__(self):
-        check_type("config", self.config, ModelConfig)
-        check_type("layout", self.layout, Layout)
+        if not isinstance(self.config, ModelConfig):
+            raise wrong_type("config", self.config, ModelConfig)
+        if not isinstance(self.layout, Layout):
+            raise wrong_type("layout", self.layout, Layout)
 
     @functools.cached_property
     def topology(self) -> residual.Topology:

@@ -19,7 +19,7 @@ from flax import nnx, traverse_util
 from jax.sharding import PartitionSpec
 
 from ladder_jax.config import ModelConfig
-from ladder_jax.errors import UserError, check_type
+from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.mesh import SHARDED
 
@@ -126,7 +126,8 @@ class Module(nnx.Module):
 
 def sizes_of(config: ModelConfig | Sizes) -> Sizes:
     """What a module is declared with: a model's sizes on one rank, or the given ones."""
-    check_type("config", config, ModelConfig, Sizes)
+    if not isinstance(config, ModelConfig | Sizes):
+        raise wrong_type("config", config, ModelConfig, Sizes)
     return config if isinstance(config, Sizes) else Sizes(config)
 
 
@@ -146,7 +147,8 @@ def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None
 
 def next_key(rngs: nnx.Rngs) -> jax.Array:
     """The next key of the stream `params`, or the default one. Raises UserError where there is neither."""
-    check_type("rngs", rngs, nnx.Rngs)
+    if not isinstance(rngs, nnx.Rngs):
+        raise wrong_type("rngs", rngs, nnx.Rngs)
     try:
         return rngs.params()
     except AttributeError:

@@ -15,7 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
-from ladder_jax.errors import UserError, check_type
+from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel.collectives import EMULATED
 
 logger = logging.getLogger("ladder_jax")
@@ -106,7 +106,8 @@ class Layout:
 
 def layout(config: ModelConfig, *, mesh: Mesh) -> Layout:
     """How `config`'s model lies over `mesh` (axes data, fsdp, tensor). Raises UserError where it cannot."""
-    check_type("config", config, ModelConfig)
+    if not isinstance(config, ModelConfig):
+        raise wrong_type("config", config, ModelConfig)
     check_mesh(mesh)
     tensor = mesh.shape["tensor"]
     check_fits_mesh(config, MeshConfig(**mesh.shape))
@@ -126,7 +127,8 @@ def layout(config: ModelConfig, *, mesh: Mesh) -> Layout:
 
 def check_mesh(mesh: Mesh) -> None:
     """Raises UserError for a mesh with other axes than data, fsdp and tensor."""
-    check_type("mesh", mesh, Mesh)
+    if not isinstance(mesh, Mesh):
+        raise wrong_type("mesh", mesh, Mesh)
     if mesh.axis_names != AXES:
         raise UserError(f"the mesh has the axes {mesh.axis_names}; ladder_jax.make_mesh makes one with {AXES}")
 

@@ -5,7 +5,7 @@ from importlib.metadata import entry_points
 
 import jax
 
-FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
+FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
 """What NVIDIA's, AMD's and TPUs' drivers make; `dxg` is that of a GPU in Windows' Linux."""
 
 

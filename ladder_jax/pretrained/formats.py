@@ -62,6 +62,9 @@ class OpenedModel:
             raise UserError(f"{self.name!r} has no tokenizer")
         return tokenizer
 
+    def __repr__(self) -> str:
+        return f"OpenedModel({self.name!r}, a {type(self.weights).__name__})\n  {self.config.model!r}"
+
     @property
     def has_tokenizer(self) -> bool:
         if isinstance(self.weights, Source):

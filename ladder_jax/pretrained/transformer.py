@@ -61,6 +61,9 @@ class Transformer(nn.Transformer):
         self.tokenizer, self.decode, self.context = tokenizer, decode or DecodeConfig(), context
         self._prepared = _Prepared()
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n  tokenizer: {self.tokenizer!r}"
+
     def generate(self, prompt: str | Conversation, *, stop: Sequence[str] = (), **settings: Any) -> str:
         """The text that follows `prompt`; for a list of messages, the answer by the tokenizer's chat template.
 
@@ -164,8 +167,15 @@ def load(path: str | os.PathLike, *, mesh: Mesh | None = None, dtype: np.dtype |
 class _Prepared:
     """A model's generators by loop and quantization, made again when a parameter was replaced.
 
-    An object of its own, so that Flax does not take their arrays for the model's parameters.
+    An object of its own, so that Flax does not take their arrays for the model's parameters; and equal to any other, so
+    that Flax takes two models of one configuration for the same program.
     """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Prepared)
+
+    def __hash__(self) -> int:
+        return hash(_Prepared)
 
     def __init__(self):
         self._of: tuple[weakref.ref, ...] = ()

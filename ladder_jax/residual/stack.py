@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ladder_jax.config import Loop, Remat
-from ladder_jax.errors import UserError, check_type, member
+from ladder_jax.errors import UserError, member, wrong_type
 from ladder_jax.parallel.collectives import pvary, rank
 from ladder_jax.residual.layers import run_layers
 from ladder_jax.residual.steps import Sublayer, check_axes, flush
@@ -40,7 +40,8 @@ def run(
 
     Raises UserError for params of another number of layers, and for a sublayer that reduces its own output.
     """
-    check_type("topology", topology, Topology)
+    if not isinstance(topology, Topology):
+        raise wrong_type("topology", topology, Topology)
     loop, remat = member(Loop, "loop", loop), member(Remat, "remat", remat)
     check_axes(axes)
     if loop is Loop.UNROLLED and isinstance(params, list | tuple):
@@ -90,9 +91,12 @@ class Stack(nnx.Module):
         loop: Loop | str = Loop.SCAN,
         remat: Remat | str = Remat.NONE,
     ):
-        check_type("topology", topology, Topology)
-        check_type("axes", axes, tuple)
-        check_type("rngs", rngs, nnx.Rngs)
+        if not isinstance(topology, Topology):
+            raise wrong_type("topology", topology, Topology)
+        if not isinstance(axes, tuple):
+            raise wrong_type("axes", axes, tuple)
+        if not isinstance(rngs, nnx.Rngs):
+            raise wrong_type("rngs", rngs, nnx.Rngs)
         if not callable(layer) or not callable(sublayers):
             raise UserError("layer and sublayers must be functions: layer(rngs=rngs), and sublayers(layer)")
         self.topology, self.sublayers = topology, sublayers

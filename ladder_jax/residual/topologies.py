@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import itertools
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from ladder_jax.config import Loop, ModelConfig, Phase, layer_indices, parse_residual
-from ladder_jax.errors import UserError, check_type, member, whole
+from ladder_jax.errors import UserError, described, member, wrong_type
 from ladder_jax.parallel.collectives import pvary
 from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.traits import Overlap, Split, Traits
@@ -43,15 +44,14 @@ class Topology:
     shared_norm: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "communication", member(Communication, "communication", self.communication))
-        whole("period", self.period, least=1)
+        if not isinstance(self.communication, Communication):
+            raise wrong_type("communication", self.communication, Communication)
         for name in ("delays", "joint", "fresh"):
-            check_type(name, getattr(self, name), tuple)
+            if not isinstance(getattr(self, name), tuple):
+                raise wrong_type(name, getattr(self, name), tuple)
         sizes = len(self.delays), len(self.joint), len(self.fresh)
         if not self.joint or sizes != (2 * len(self.joint), len(self.joint), len(self.joint)):
             raise UserError(f"delays [2L], joint [L] and fresh [L] must be of one number of layers L, not {sizes}")
-        for delay in self.delays:
-            whole("a delay", delay, least=0)
 
     def __repr__(self) -> str:
         shared = "\n  attention and MLP of a layer read one norm's output" if self.shared_norm else ""
@@ -78,7 +78,8 @@ class Topology:
         phase: what the program does: "train", "prefill" (a forward pass over many tokens) or "decode" (one token a
             row). loop: "scan" or "unrolled". A mesh with an axis "fsdp" of more than one rank splits weights over it.
         """
-        check_type("mesh", mesh, Mesh)
+        if not isinstance(mesh, Mesh):
+            raise wrong_type("mesh", mesh, Mesh)
         phase, loop = member(Phase, "phase", phase), member(Loop, "loop", loop)
         splits = {Split.WEIGHTS: mesh.shape.get("fsdp", 1) > 1, Split.SEQUENCE: sequence_parallel}
         split = frozenset(what for what, is_split in splits.items() if is_split)
@@ -104,7 +105,9 @@ def topology(name: str, *, num_layers: int, ladder_layers: str | int | Sequence[
 
     With `ladder_layers` ("N", "i,j" or "all"; N, or [i, j]) only those layers are of that kind, the rest standard.
     """
-    parsed, num_layers = parse_residual(name), whole("num_layers", num_layers, least=1)
+    if not isinstance(num_layers, numbers.Integral) or num_layers < 1:
+        raise UserError(f"num_layers must be a whole number of at least 1, not {described(num_layers)}")
+    parsed = parse_residual(name)
     of_kind = {
         "ladder": (parsed.number, parsed.number),
         "ladder-fresh": (1, 1),
@@ -129,7 +132,8 @@ def topology(name: str, *, num_layers: int, ladder_layers: str | int | Sequence[
 
 
 def of_model(config: ModelConfig) -> Topology:
-    check_type("config", config, ModelConfig)
+    if not isinstance(config, ModelConfig):
+        raise wrong_type("config", config, ModelConfig)
     return topology(config.residual, num_layers=config.num_layers, ladder_layers=config.ladder_layers)
 
 
@@ -139,7 +143,8 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
     axes: the mesh axes of the ranks, of the `jax.shard_map` that this stands in. Raises UserError for others. Nothing
     is pending, which None stands for: a `lax.scan` carries it only after `fill`.
     """
-    check_type("topology", topology, Topology)
+    if not isinstance(topology, Topology):
+        raise wrong_type("topology", topology, Topology)
     check_axes(axes)
     if topology.communication is Communication.NONE:
         return State(pvary(x, axes))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ladder_jax import parallel
-from ladder_jax.errors import UserError, shown
+from ladder_jax.errors import UserError, described
 from ladder_jax.schedule import hlo, judge
 from ladder_jax.schedule.named import names_in_cache_key
 from ladder_jax.schedule.report import Report, Status
@@ -31,7 +31,7 @@ def audit(fn_or_compiled: Any, *args: Any, sublayer_flops: Mapping[str, float] |
     `judge.read`).
     """
     if not isinstance(fn_or_compiled, str | jax.stages.Compiled | jax.stages.Lowered) and not callable(fn_or_compiled):
-        raise UserError(f"audit takes a function, a compiled one, or its text, not {shown(fn_or_compiled)}")
+        raise UserError(f"audit takes a function, a compiled one, or its text, not {described(fn_or_compiled)}")
     text = fn_or_compiled if isinstance(fn_or_compiled, str) else _compiled(fn_or_compiled, args).as_text()
     return judge.read(hlo.parse(text), sublayer_flops=sublayer_flops)
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ladder_jax import python
-from ladder_jax.errors import UserError, check_type, unknown, whole
+from ladder_jax.errors import UserError, unknown, whole, wrong_type
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule.gpus import GPUS
 
@@ -63,7 +63,8 @@ class Target:
 
 def parse(name: str) -> Target:
     """Parse `v5p:4x4x4`, `h100:8` or `cpu:8`. The compiler checks a TPU's shape later (see `devices`)."""
-    check_type("target", name, str)
+    if not isinstance(name, str):
+        raise wrong_type("target", name, str)
     kind, _, shape = name.partition(":")
     return Target(kind, shape)
 
@@ -73,7 +74,8 @@ def devices(target: Target) -> Sequence:
 
     Set `ENVIRONMENT` before you import jax: this function sets it too late if jax has initialized already.
     """
-    check_type("target", target, Target)
+    if not isinstance(target, Target):
+        raise wrong_type("target", target, Target)
     if reason := not_installed(target):
         raise UserError(f"target {target.name}: {reason}")
     import jax

@@ -16,7 +16,7 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.config import Phase, TrainConfig
 from ladder_jax.data.batch import Batch
-from ladder_jax.errors import check_type
+from ladder_jax.errors import wrong_type
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.parameter import is_matrix
 from ladder_jax.parallel import Compiled
@@ -55,8 +55,10 @@ def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask 
     went on, so that the batch of step s stays a function of the seed and s; and the task's own.
     task: which parameters train, on which loss; by default all, on the data. Only another one has frozen parameters.
     """
-    check_type("definition", definition, ModelDef)
-    check_type("config", config, TrainConfig)
+    if not isinstance(definition, ModelDef):
+        raise wrong_type("definition", definition, ModelDef)
+    if not isinstance(config, TrainConfig):
+        raise wrong_type("config", config, TrainConfig)
     task = task or Pretraining(definition)
     gradients = task_gradients(task, config=config)
     optimizer, schedule = adamw(config, dims=task.trained_dims), learning_rate(config)

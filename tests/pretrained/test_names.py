@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -11,8 +12,12 @@ from flax import nnx
 
 import ladder_jax as lj
 from ladder_jax import checkpoint, decode, nn, pretrained
+from ladder_jax.bench import request as benches
 from ladder_jax.cli import main
+from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
+from ladder_jax.overlap import request as overlaps
+from ladder_jax.plan import request as plans
 from ladder_jax.pretrained import hub as hubs
 from ladder_jax.retrain import sources
 from tests import hub
@@ -59,6 +64,8 @@ def test_text_without_converting_first(name, files, tmp_path, capsys):
     capsys.readouterr()
     assert printed(capsys, "generate", tmp_path / "new" / "converted", *WORDS) == text
 
+    if name == "small.gguf":  # several prompts are an engine's; the k-th has the seed + k
+        assert printed(capsys, "generate", files / name, *WORDS, "--prompt", TEXT).startswith(text)
     model = lj.from_pretrained(files / name)
     assert TEXT + model.generate(TEXT, **NEW) + "\n" == text
     again = lj.load(tmp_path / "new" / "converted")
@@ -101,6 +108,17 @@ def test_evaluate_and_the_models_of_other_commands(files, tmp_path, capsys):
     for name in (tmp_path / "shape", files / "small.gguf"):
         assert json.loads(printed(capsys, "predict", "--model", name, *words))["model"] == str(name)
     assert pretrained.model_config(tmp_path / "shape") == pretrained.open(files / "qwen2").model
+    (tmp_path / "mine.yaml").write_text("model: {num_layers: 2, vocab_size: 300}\n")
+    assert json.loads(printed(capsys, "predict", "--model", tmp_path / "mine.yaml", *words))["model"].endswith(
+        "mine.yaml"
+    )
+    for name in ("shape", "mine.yaml"):
+        made = dict(model=str(tmp_path / name), residual="ladder-fresh", tensor=2)
+        request = overlaps.make(**made, target="v5p:2x2x2", phase=Phase.DECODE)
+        again = overlaps.Request.from_dict(json.loads(json.dumps(request.as_dict())))
+        assert again == request and (again.config.num_layers, again.config.ranks) == (2, 2)
+        assert benches.make(model=str(tmp_path / name), residual="ladder").config("ladder").num_layers == 2
+        assert plans.make(model=str(tmp_path / name), target="v5p:2x2x2", tokens=64, sequence=32).config.num_layers == 2
     assert "allowed: 1, 2" in mistake(
         capsys, "predict", "--model", files / "qwen2", "--hardware", "v5e", "--tensor", "3"
     )
@@ -320,10 +338,18 @@ def test_generate_follows_the_weights(model):
     assert engine.submit(decode.Request(list(TEXT.encode()), **NEW)).result().tokens == tuple(tokens)
     assert model.tokenizer.decode(tokens) == before
     kept = model.head.table[...]
-    model.head.table[...] = kept[::-1]
+    model.head.table[...] = 40 * kept[::-1]
     assert model.generate(TEXT, **NEW) != before
     model.head.table[...] = kept
     assert model.generate(TEXT, **NEW) == before
+
+
+def test_two_models_of_one_file_are_one_program(files):
+    """They differ in their parameters alone, as Flax needs it for maps over two models."""
+    one, two = (lj.from_pretrained(files / "llama-2") for _ in range(2))
+    assert one.tokenizer is not two.tokenizer and nnx.split(one)[0] == nnx.split(two)[0]
+    mean = nnx.merge(nnx.split(one)[0], jax.tree.map(lambda a, b: (a + b) / 2, nnx.state(one), nnx.state(two)))
+    assert mean.generate(TEXT, **NEW) == one.generate(TEXT, **NEW)
 
 
 def test_what_a_model_refuses(model):
@@ -337,3 +363,10 @@ def test_what_a_model_refuses(model):
     with pytest.raises(UserError, match="decoding needs a Transformer, or a ModelDef and its params"):
         decode.Generator(model.definition)
     assert isinstance(other, nn.Transformer) and "tiny" in lj.presets
+
+
+def test_without_the_hubs_library(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    said = mistake(capsys, "generate", "someone/small", "--prompt", "x")
+    assert "need huggingface_hub: pip install 'ladder-jax[hf]'" in said

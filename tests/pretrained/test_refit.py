@@ -53,6 +53,13 @@ def standard() -> Source:
     return as_source(values(), small_model())
 
 
+def test_a_source_needs_no_file():
+    source = dataclasses.replace(standard(), path="in memory")
+    model = small_model("ladder", ladder_layers="1")
+    result = refit(source, model=model, rows=TOKENS, mesh=parallel.make_mesh())
+    assert [fit.layer for fit in result.fits] == [3, 3] and result.source.path == "in memory"
+
+
 def as_source(params, model) -> Source:
     arrays = {}
     for name, stack in traverse_util.flatten_dict(params, sep="/").items():

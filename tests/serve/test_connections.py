@@ -106,7 +106,7 @@ def test_malformed_bodies_of_refused_requests(start):
                 pass
         with half_open(process.url, 1, sent=chunked + b"zz\r\n") as (sock,):
             assert sock.recv(4096)[:10] == b"HTTP/1.1 4"
-    assert process.end() == 0 and process.log().count("\n") == 1, process.log()
+    assert process.end() == 0 and process.log().count("\n") == 2, process.log()
 
 
 def test_what_has_come_stays(engine, serving, monkeypatch):

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import sys
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ SUMMARY = "Continue prompts with a model: a checkpoint, or one of Hugging Face o
 EXAMPLE = 'ladder-jax generate runs/tiny --prompt "def main(" --temperature 0.8 --seed 1'
 
 SLOTS = 8
+LINE_EVERY = 10.0  # seconds between lines about a long text
 CONTEXT = 2048  # positions of a conversation
 BATCHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")  # in each body of a batch
 
@@ -138,15 +140,13 @@ def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, set
 
 
 def _whole(pieces: Iterable[Piece], *, total: int) -> str:
-    """The pieces' text. A long one shows its progress."""
-    from ladder_jax.progress import progress
-
-    text, done = "", 0
-    with progress(total, label="{done}/{total} tokens") as update:
-        for piece in pieces:
-            text, done = text + piece.text, done + len(piece.tokens)
-            if done < total:
-                update(done, "")
+    """The pieces' text. Every few seconds a line on standard error says how far it is."""
+    text, done, last = "", 0, time.monotonic()
+    for piece in pieces:
+        text, done = text + piece.text, done + len(piece.tokens)
+        if done < total and time.monotonic() - last > LINE_EVERY:
+            last = time.monotonic()
+            print(f"{done:,} of {total:,} tokens", file=sys.stderr, flush=True)
     return text
 
 

@@ -12,7 +12,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import blocks
 from ladder_jax.data.store import manifest as manifests
 from ladder_jax.data.store.fetched import Files
-from ladder_jax.errors import UserError, check_type
+from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.files import absolute, is_remote
 
 OPEN_FILES = 128  # of which a process may have but so many
@@ -31,7 +31,8 @@ class Store:
 
     def __init__(self, folder: str | os.PathLike):
         """Raises UserError for what is missing, of another size than the manifest says, or no store."""
-        check_type("folder", folder, str, os.PathLike)
+        if not isinstance(folder, str | os.PathLike):
+            raise wrong_type("folder", folder, str, os.PathLike)
         self.folder = absolute(folder) if is_remote(folder) else pathlib.Path(folder).expanduser()
         if not manifests.is_store(self.folder):
             raise UserError(f"there is no token store at {str(folder)!r} (`ladder-jax tokenize` makes one)")

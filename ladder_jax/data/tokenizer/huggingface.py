@@ -46,6 +46,14 @@ class HuggingFace:
         source = _template(folder, self._config)
         self._chat = None if source is None else ChatTemplate(source, special=self._special)
         self.has_chat = self._chat is not None
+        self._contents = (self.name, source, self.stop_ids, tuple(sorted(self._special.items())))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both do the same: models that hold copies of one tokenizer are one program to Flax."""
+        return isinstance(other, HuggingFace) and self._contents == other._contents
+
+    def __hash__(self) -> int:
+        return hash(self._contents)
 
     def __repr__(self) -> str:
         return f"HuggingFace({str(self.folder)!r}, vocab_size={self.vocab_size}, has_chat={self.has_chat})"

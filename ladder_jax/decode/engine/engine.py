@@ -16,7 +16,7 @@ from ladder_jax.decode.generate import parts_of
 from ladder_jax.decode.request import Decoder, NoNumbers, Request
 from ladder_jax.decode.sampling import NO_NUMBER, Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
-from ladder_jax.errors import UserError, member, shown, whole
+from ladder_jax.errors import UserError, described, member, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
 
 
@@ -70,7 +70,7 @@ class Engine:
         loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
         launch = member(Launch, "launch", launch)
         if decoder is not None and not callable(decoder):
-            raise UserError(f"decoder must be a function from tokens to bytes, not {shown(decoder)}")
+            raise UserError(f"decoder must be a function from tokens to bytes, not {described(decoder)}")
         form, held = dict(loop=loop, quantize=quantize), memory.held_bytes(params)
         memory.check_slots(definition, slots=slots, capacity=capacity, chunk=chunk, held=held, **form)
         self.capacity, self.slots, self.max_queue = capacity, slots, max_queue

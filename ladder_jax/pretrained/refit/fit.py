@@ -96,7 +96,7 @@ def refit(
     definition = nn.define(parallel.with_ranks(model, tensor=mesh.shape["tensor"]), mesh=mesh)
     if definition.layout.fsdp > 1:
         raise UserError("refit runs on the axes data and tensor; the mesh splits parameters over fsdp")
-    kept = Kept(folder, request=_request(source, model, rows, mesh, settings))
+    kept = Kept(folder, request={} if folder is None else _request(source, model, rows, mesh, settings))
     passes, fits = Pass(definition, source, rows), []
     for layer in range(model.num_layers):
         entering = passes.streams
