@@ -221,6 +221,23 @@ def test_a_speed_without_them_is_noticed(text):
     assert len(speeds_without_opponent(text)) == 1
 
 
+def test_the_refits_are_what_was_measured():
+    rows = json.loads((DOCS.parent / "experiments" / "refit" / "results.json").read_text())["rows"]
+    at = lambda **wanted: next(
+        f"{row['losses']['wikitext']:.3f}"
+        for row in rows
+        if all(row.get(key) == value for key, value in {"residual": "ladder", **wanted}.items())
+    )
+    fitted = dict(way="inputs", text="wikitext", tokens=12_288, seed=0, ridge=1e-3)
+    assert f"| nothing: the original | {at(layers='0', way='plain')} |" in README
+    for words, kind in (
+        ("the last 15 of 30 layers, ladder", dict(layers="15")),
+        ("all 30 layers, ladder", dict(layers="30")),
+        ("the last 15, ladder-2: two sublayers to hide under", dict(layers="15", residual="ladder-2")),
+    ):
+        assert f"| {words} | {at(**kind, way='plain')} | {at(**kind, **fitted)} |" in README
+
+
 def shown_predictions() -> list[tuple]:
     rows = re.findall(
         r"^\|[^|]*\| ([^|]+) \| (\d\.\d\d)(: no)? \| (\d\.\d\d) \| `ladder-jax (predict [^`]+)` \|$", README, re.M
