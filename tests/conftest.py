@@ -10,6 +10,7 @@ import signal
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.pop("COLUMNS", None)  # readline sets it where it finds no terminal, and answers would be wrapped
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # Collectives of eight devices need patience on two cores. Machine code is hardly optimised: that is most

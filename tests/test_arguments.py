@@ -200,10 +200,13 @@ WRONG = {
         lambda: decode.Engine(DEFINITION, params_of(), decoder="bytes"),
         "a function from tokens to byt",
     ),
-    "Generator": (lambda: decode.Generator.of("tiny", {}), "definition must be of type ModelDef, not 'tiny'"),
-    "Generator(params)": (lambda: decode.Generator.of(DEFINITION, 5), "params must be a dict with embedding, layers"),
+    "Generator": (
+        lambda: decode.Generator("tiny", {}),
+        "decoding needs a Transformer, or a ModelDef and its params, not 'tiny'",
+    ),
+    "Generator(params)": (lambda: decode.Generator(DEFINITION, 5), "params must be a dict with embedding, layers"),
     "Generator(quantize=)": (
-        lambda: decode.Generator.of(DEFINITION, params_of(), quantize="int4"),
+        lambda: decode.Generator(DEFINITION, params_of(), quantize="int4"),
         "unknown quantize 'int4'; did you mean 'int8'?",
     ),
     "Request": (lambda: decode.Request(5), "prompt must be a list, not 5"),

@@ -12,6 +12,7 @@ from ladder_jax import cli, terminal
 from ladder_jax.checkpoint import manifest
 from ladder_jax.cli import chat
 from ladder_jax.cli.verbs import generate, train
+from ladder_jax.errors import one_line
 
 TINY = [
     "model.num_layers=2",
@@ -269,6 +270,12 @@ def test_control_characters_reach_no_terminal(run_cli, tmp_path):
     (tmp_path / f"{name}.jsonl").write_text("no")
     line = is_one_line(run_cli("tokenize", f"{name}.jsonl", "--out", "out", cwd=tmp_path, check_status=2))
     assert "é 東京" in line and all(one.isprintable() for one in line) and "x1b" in line and "u202e" in line
+
+
+def test_a_message_is_one_line():
+    """Also of a tensor whose name has two, or is as long as a book."""
+    assert one_line("holds a\nladder-jax: all is well") == "holds a\\nladder-jax: all is well"
+    assert len(one_line("a" * 10**6)) < 2100
 
 
 def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):

@@ -271,7 +271,7 @@ def test_a_data_file_that_cannot_be_read_in_the_middle_of_a_run(book, uninterrup
             file.write_bytes(whole[:size])
 
     here = settings(data, directory)
-    with pytest.raises(RunFailed, match=rf"{file.name}' was cut short.*; step 6 is saved") as caught:
+    with pytest.raises(RunFailed, match=rf"{file.name}' is damaged: .*; step 6 is saved") as caught:
         train.run(here, say=cut)
     assert "\n" not in str(caught.value)
     assert open_checkpoint(directory).step == 6 and [step for step, _ in losses(directory)] == [1, 2, 3, 4, 5, 6]

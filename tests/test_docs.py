@@ -170,6 +170,129 @@ def test_the_table_is_what_was_measured_and_is_predicted():
     assert forward["phase"] == "forward" and f"| {1 / forward['ratio']:.2f} | - | we:" in README
 
 
+SPEED = re.compile(r"speed|faster|tokens/s|tokens a second|latency|less time|first token", re.I)
+RATIO = re.compile(
+    r"(?<![\d.])[0-3]\.\d{1,2}(?!\d|\.\d| ?(%|ms|µs|GB|B\b|million|points))|\b\d+ % (faster|less (time|latency))"
+)
+OPPONENT = re.compile(
+    r"fastest Standard|Standard (with|over `fsdp`)|Standard's with NCCL|Standard's on one device|on one CPU device"
+    r"|over (vLLM|Megatron|tensor parallelism|the same|one sequence|standard Transformers|a ring)|than the serial form"
+    r"|NCCL takes|against no opponent"
+)
+EVIDENCE = re.compile(r"ladder-jax |python -m |make [a-z]|https?://")
+
+
+def speeds_without_opponent(text: str) -> list[str]:
+    """Blocks and table rows with a ratio of speeds whose section names no opponent, or no command or source.
+
+    A row's opponent may stand in its table's head, or in the paragraph before the table.
+    """
+    found = []
+    for section in re.split(r"^#+ .*$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), flags=re.M):
+        before = ""
+        for block in re.split(r"\n\s*\n", section):
+            if block.startswith("|"):
+                head, *rows = block.splitlines()
+                stated = [(row, before + head + row) for row in rows if SPEED.search(before + head)]
+            else:
+                stated = [(block, block)] if not block.startswith("    ") and SPEED.search(block) else []
+            for what, around in stated:
+                ratio = RATIO.search(re.sub(r"`[^`]*`", "", what))
+                if ratio and not (OPPONENT.search(" ".join(around.split())) and EVIDENCE.search(section)):
+                    found.append(what)
+            before = block if not block.startswith(("|", "<!--", "    ")) else before
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_a_speed_names_its_opponent_and_its_command(path):
+    assert not speeds_without_opponent(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# A\n\nLadder is 1.31 times as fast: faster than ever.\n\n    ladder-jax predict\n",
+        "# A\n\nLadder's speed over Standard with NCCL is 1.31.\n",
+        "# A\n\nSpeeds:\n\n| model | ladder |\n|---|---|\n| 70B | 1.31 |\n\n    ladder-jax predict\n",
+    ],
+)
+def test_a_speed_without_them_is_noticed(text):
+    assert len(speeds_without_opponent(text)) == 1
+
+
+def test_the_refits_are_what_was_measured():
+    rows = json.loads((DOCS.parent / "experiments" / "refit" / "results.json").read_text())["rows"]
+    at = lambda **wanted: next(
+        f"{row['losses']['wikitext']:.3f}"
+        for row in rows
+        if all(row.get(key) == value for key, value in {"residual": "ladder", **wanted}.items())
+    )
+    fitted = dict(way="inputs", text="wikitext", tokens=12_288, seed=0, ridge=1e-3)
+    assert f"| nothing: the original | {at(layers='0', way='plain')} |" in README
+    for words, kind in (
+        ("the last 15 of 30 layers, ladder", dict(layers="15")),
+        ("all 30 layers, ladder", dict(layers="30")),
+        ("the last 15, ladder-2: two sublayers to hide under", dict(layers="15", residual="ladder-2")),
+    ):
+        assert f"| {words} | {at(**kind, way='plain')} | {at(**kind, **fitted)} |" in README
+
+
+def shown_predictions() -> list[tuple]:
+    rows = re.findall(
+        r"^\|[^|]*\| ([^|]+) \| (\d\.\d\d)(: no)? \| (\d\.\d\d) \| `ladder-jax (predict [^`]+)` \|$", README, re.M
+    )
+    assert len(rows) >= 8 and README.index("Ladder over it") < README.index("who measured")
+    return rows
+
+
+@pytest.mark.parametrize("row", shown_predictions(), ids=lambda row: row[4])
+def test_the_first_table_is_what_predict_prints(row, capsys):
+    opponent, ladder, no, over_nccl, words = row
+    assert cli.main([*shlex.split(words), "--residual", "standard,ladder", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    shown = answer["rows"][1]
+    assert (f"{shown['speedup']:.2f}", f"{shown['speedup_over_nccl']:.2f}") == (ladder, over_nccl)
+    assert bool(no) == answer["recommendation"]["reason"].startswith("no: ")
+    baseline = answer["baseline"]
+    assert opponent in (baseline["form"], f"{baseline['all_reduce']} {baseline['form']}")
+
+
+def test_the_speeds_of_alternatives_are_what_predict_prints(capsys):
+    text = " ".join((DOCS / "alternatives.md").read_text().split())
+    (large, small) = re.search(r"over 8 H100 (\S+) for 70B and (\S+) for 8B, predicted", text).groups()
+    (slow, parallel) = re.search(
+        r"gains most: (\S+) and (\S+) for 70B at batch 16 over Standard with ring", text
+    ).groups()
+    words = {
+        "--model llama-3-70b --hardware h100-nvlink": {"ladder": large},
+        "--model llama-3-8b --hardware h100-nvlink": {"ladder": small},
+        "--model llama-3-70b --hardware h100-no-nvlink --batch 16": {"ladder": slow, "parallel-ladder": parallel},
+    }
+    for command, expected in words.items():
+        assert f"ladder-jax predict {command}" in text
+        assert cli.main(["predict", *command.split(), "--json"]) == 0
+        rows = {row["residual"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+        assert {name: f"{rows[name]['speedup']:.2f}" for name in expected} == expected
+
+
+def test_a_faster_kernel_of_the_opponents(capsys, tmp_path):
+    text = (DOCS / "alternatives.md").read_text()
+    (yaml_text,) = re.findall(r"^    (based_on: .*\n)    (link: .*\n)", text, re.M)
+    (tmp_path / "fast.yaml").write_text("".join(yaml_text))
+    shown = re.search(r"in place of (\S+), Ladder's.*?\s(\S+) times.*?it is (\S+) times: no", text, re.S).groups()
+    found = []
+    for hardware, words in (("h100-nvlink", ""), ("fast.yaml", ""), ("fast.yaml", " --launch chained")):
+        command = f"predict --model llama-3-70b --hardware {hardware}{words}"
+        assert f"ladder-jax {command}\n" in text
+        path = str(tmp_path / hardware) if hardware.endswith("yaml") else hardware
+        assert cli.main([*command.replace(hardware, path).split(), "--residual", "standard,ladder", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        found.append(f"{answer['rows'][1]['speedup']:.2f}")
+    assert f"in the first two rows {found[1]} and {found[2]} times" in " ".join(README.split())
+    assert tuple(found) == shown and answer["recommendation"]["reason"].startswith("no: ")
+
+
 def test_the_advice_is_what_predict_prints(capsys):
     text = (DOCS / "guides" / "speed.md").read_text()
     (words, quoted) = re.search(r"^    ladder-jax (predict .*)\n\n((?:    .*\n)+)", text, re.M).groups()

@@ -288,6 +288,16 @@ def test_a_store_that_refuses(bucket, monkeypatch):
         runs.check(config, runs.path_of(config))
 
 
+def test_folders_of_something_else(bucket):
+    """An empty folder, as the console of Cloud Storage makes it, is free for a run."""
+    check = lambda folder: runs.check(config := load("tiny", overrides=[f"run.dir={folder}"]), runs.path_of(config))
+    bucket.put("empty/", b"", match=None)
+    check("gs://bucket/empty")
+    bucket.put("full/thesis.txt", b"", match=None)
+    with pytest.raises(UserError, match="run.dir='gs://bucket/full' is not empty and holds no config.json"):
+        check("gs://bucket/full")
+
+
 def test_tensorstore_knows_the_same_objects(bucket):
     """The two libraries have one stand-in."""
     (absolute("gs://bucket/both") / "a" / "b").write_bytes(b"c")

@@ -356,23 +356,23 @@ time.sleep(600)
 
 def test_the_lock_is_a_regular_file(tmp_path):
     """As NFS needs it. Another process that holds it keeps this one out; killed, it leaves a file that does not."""
-    with folder.owned(tmp_path / "run"):
+    with folder.owned(tmp_path / "run", say=print):
         pass
     lock = tmp_path / "run" / ".lock"
     assert lock.is_file()
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match="another process is training in"), folder.owned(tmp_path / "run"):
+    with pytest.raises(UserError, match="another process is training in"), folder.owned(tmp_path / "run", say=print):
         pass
     holder.kill()
     holder.communicate()
-    with folder.owned(tmp_path / "run"):
+    with folder.owned(tmp_path / "run", say=print):
         folder.check(config.load("tiny"), tmp_path / "run")  # nothing but the lock: not a foreign folder
 
 
 def test_one_process_a_folder(book, resumable):
     before = sorted(p.stat().st_mtime_ns for p in resumable.rglob("*"))
-    with folder.owned(resumable), pytest.raises(UserError, match="another process is training in"):
+    with folder.owned(resumable, say=print), pytest.raises(UserError, match="another process is training in"):
         run(book, resumable)
     assert sorted(p.stat().st_mtime_ns for p in resumable.rglob("*")) == before
 

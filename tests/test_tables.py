@@ -225,4 +225,10 @@ def test_nothing_is_left_behind(run_cli, tmp_path):
     run_cli("tokenize", "a.csv", "--out", "out", "--workers", "1", cwd=tmp_path, check_status=0, **here)
     assert texts_in(tmp_path / "out") == ["one", "two"]
     assert not list((tmp_path / "home").rglob("*")) and not list((tmp_path / "temporary").rglob("*"))
-    assert sorted(os.listdir(tmp_path / "out")) == [".lock", "00000.offsets", "00000.tokens", "manifest.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        ".lock",
+        "00000.digests",
+        "00000.offsets",
+        "00000.tokens",
+        "manifest.json",
+    ]

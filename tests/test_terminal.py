@@ -64,6 +64,8 @@ PREDICT = "predict --model llama-3.1-405b --hardware h100-nvlink --batch 16"
 ANSWERS = {
     "predict": PREDICT,
     "predict, standard": "predict --model llama-3-8b --hardware h100-nvlink --tensor 1",
+    "predict, a pass": "predict --model llama-3-70b --hardware v5p --tensor 8 --phase train --batch 8",
+    "predict, slow link": "predict --model llama-3-70b --hardware h100-no-nvlink --tensor 8 --batch 16",
     "sweep": f"{PREDICT} --sweep tensor=1,8 batch=1,1024 link=0.125,1",
     "plan": "plan --model llama-3-70b --target v5p:16x16x16 --tokens 4194304 --confirm 0",
     "plan, nothing": "plan --model llama-3.1-405b --target v5e:2x2 --tokens 4096 --confirm 0",
@@ -84,7 +86,7 @@ def test_commands_at_80_columns(words, monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS")
     assert cli.main(words.split()) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert len(first) <= 80 and first.startswith(("take ", "nothing fits") if "sweep" not in words else "")
+    assert len(first) <= 80 and first.startswith(("take ", "no: take ", "nothing fits") if "sweep" not in words else "")
 
 
 def test_checkpoints(monkeypatch, capsys):

@@ -5,7 +5,7 @@
 
 A model of that shape is written in bfloat16, then loaded in a process of its own a mesh, on simulated CPU devices:
 there the devices' buffers are the host's memory, too, so they are subtracted from the process's largest resident set,
-which counts the mapped pages of the file as well. Exits with status 1 above the limit: 1.5 x largest tensor + 1 GiB.
+which counts the array that is being read as well. Exits with status 1 above the limit: 1.5 x largest tensor + 1 GiB.
 
 With --start a checkpoint in float32 is written as `convert` does, and an engine made of it with such weights, or what
 `evaluate` scores with. The limit there, beside the final weights: the largest array in float32, on the device and on

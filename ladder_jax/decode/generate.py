@@ -13,7 +13,7 @@ from ladder_jax.decode import cache, steps, weights
 from ladder_jax.decode.request import Decoder, NoNumbers, Piece, Request, Result, TokenSequence, check_prompts
 from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
-from ladder_jax.errors import RunFailed, UserError, member
+from ladder_jax.errors import RunFailed, UserError, described, member
 from ladder_jax.nn import ModelDef, Params, Transformer
 from ladder_jax.nn.arguments import check_model
 
@@ -146,7 +146,7 @@ def parts_of(
     if isinstance(model, Transformer):
         return model.definition, model.params if params is None else params
     if not isinstance(model, ModelDef) or params is None:
-        raise UserError(f"decoding needs a Transformer, or a ModelDef and its params, not {model!r:.80}")
+        raise UserError(f"decoding needs a Transformer, or a ModelDef and its params, not {described(model)}")
     if not callable(params):
         check_model(model, params)
     return model, params

@@ -7,7 +7,7 @@ from typing import Protocol
 from ladder_jax.config import parse_residual
 from ladder_jax.predict.model import Speed
 
-WORTH = 1.02  # a smaller speed-up is within the model's error, and no reason to change a model
+WORTH = 1.03  # a smaller gain over the fastest Standard is within the model's error, and no reason to change a model
 SAME = 0.95  # share of the fastest from which topologies count as equally fast: the model's error is larger
 
 PREFERENCE = ("standard", "ladder", "ladder-fresh", "parallel-shared-norm", "parallel", "ladder-K", "parallel-ladder")
@@ -25,34 +25,54 @@ class Advice:
 
 class Candidate(Protocol):
     residual: str
-    speed: Speed
     speedup: float
 
 
-def read(*, rows: Sequence[Candidate], baseline: Speed, tensor: int) -> Advice:
-    """The advice for a request's rows. baseline: Standard's speed. `no-communication` is never recommended."""
+@dataclasses.dataclass(frozen=True)
+class Opponent:
+    """The fastest way without changing the model. name: in words. share: of its time that communication adds.
+
+    lengths: of a decode step, seconds of an all-reduce and of the shortest sublayer; None where that says nothing.
+    """
+
+    name: str
+    share: float
+    lengths: tuple[float, float] | None = None
+
+
+def read(*, rows: Sequence[Candidate], opponent: Opponent, tensor: int) -> Advice:
+    """The advice for a request's rows. `no-communication` is never recommended."""
     usable = [row for row in rows if row.residual != "no-communication"]
     ladders = [row.speedup for row in rows if row.residual == "ladder"]
     helps = ladders[0] >= WORTH if ladders else None
     best = max((row.speedup for row in usable), default=1.0)
-    share = baseline.exposed_seconds / (baseline.prefill_seconds + baseline.decode_seconds)
     if tensor == 1:
-        return Advice("standard", "one device communicates nothing, so there is nothing to hide", helps)
+        return Advice("standard", "no: one device communicates nothing, so there is nothing to hide", helps)
     if best < WORTH:
-        reason = f"communication is {share:.1%} of Standard's time here, too little for another topology to matter"
-        return Advice("standard", reason, helps)
+        communication = f"communication is {opponent.share:.1%} of its time"
+        gains = f"no topology is {WORTH - 1:.0%} faster than {opponent.name}"
+        return Advice("standard", f"no: {gains}; {communication}", helps)
     fast = [row for row in usable if row.speedup >= max(WORTH, SAME * best)]
     chosen = min(fast, key=lambda row: (_rank(row.residual), -row.speedup))
-    return Advice(chosen.residual, _reason(chosen, usable, baseline, share), helps)
+    return Advice(chosen.residual, _reason(chosen, usable, opponent), helps)
 
 
-def _reason(chosen: Candidate, usable: Sequence[Candidate], baseline: Speed, share: float) -> str:
-    start = f"communication is {share:.0%} of Standard's time here"
+def lengths(baseline: Speed) -> tuple[float, float] | None:
+    """Seconds of an all-reduce and of the shortest sublayer in a decode step; None without a timeline."""
+    timeline = baseline.step.sublayers
+    if timeline is None or not timeline.all_reduces:
+        return None
+    computes = [bar.stop - bar.start for bar in timeline.bars if not bar.wire]
+    return timeline.wire / timeline.all_reduces, min(computes)
+
+
+def _reason(chosen: Candidate, usable: Sequence[Candidate], opponent: Opponent) -> str:
+    start = f"communication is {opponent.share:.0%} of the time of {opponent.name}"
     kind = parse_residual(chosen.residual).kind
-    wire, shortest = _lengths(baseline)
     microseconds = lambda seconds: f"{seconds * 1e6:.0f} µs"
-    gain = f"{chosen.speedup:.2f} x Standard"
-    if shortest is not None:
+    gain = f"{chosen.speedup:.2f} x its speed"
+    if opponent.lengths is not None:
+        wire, shortest = opponent.lengths
         compare = f"a decode step's all-reduce ({microseconds(wire)})"
         if wire > shortest:
             compare += f" outlasts its shorter sublayer ({microseconds(shortest)})"
@@ -67,15 +87,6 @@ def _reason(chosen: Candidate, usable: Sequence[Candidate], baseline: Speed, sha
     ladder = next((row for row in usable if row.residual == "ladder"), None)
     comparison = f" where the plain Ladder gives {ladder.speedup:.2f}" if ladder else ""
     return f"{start}: {fewer} give {gain}{comparison}"
-
-
-def _lengths(baseline: Speed) -> tuple[float, float | None]:
-    """Seconds of an all-reduce and of the shortest sublayer in Standard's decode step; None without a timeline."""
-    timeline = baseline.step.sublayers
-    if timeline is None or not timeline.all_reduces:
-        return 0.0, None
-    computes = [bar.stop - bar.start for bar in timeline.bars if not bar.wire]
-    return timeline.wire / timeline.all_reduces, min(computes)
 
 
 def _rank(residual: str) -> int:

@@ -7,7 +7,8 @@ from ladder_jax.errors import UserError
 from ladder_jax.predict import request as requests
 
 OPTIONS = (
-    "model hardware tensor batch prompt_length new_tokens residual ladder_layers layers implementation".split()
+    *("model", "hardware", "tensor", "batch", "prompt_length", "new_tokens", "residual", "ladder_layers", "layers"),
+    *("implementation", "phase", "sequence", "launch"),
 )  # parameters of `requests.make`
 
 
@@ -17,6 +18,11 @@ def run(args: dict) -> None:
     target = args["from_schedule"]
     if target and args["sweep"]:
         raise UserError("--sweep is analytic: it cannot be combined with --from-schedule")
+    if args["phase"] not in (None, requests.GENERATE):
+        for option in ("sweep", "from_schedule", "plot"):
+            if args[option]:
+                name = option.replace("_", "-")
+                raise UserError(f"--{name} belongs to --phase {requests.GENERATE}, not {args['phase']}")
     options = {name: args[name] for name in OPTIONS}
     if target:
         from ladder_jax.predict import compiled
@@ -27,7 +33,12 @@ def run(args: dict) -> None:
     request = requests.make(**options)
     axes = requests.sweep(request, args["sweep"]) if args["sweep"] else None
 
-    from ladder_jax.predict import picture, result, sweep, text
+    from ladder_jax.predict import phases, picture, result, sweep, text
+
+    if request.phase:
+        answer = phases.predict(request)
+        _print(answer.as_dict() if args["json"] else text.phase_lines(answer))
+        return
 
     if axes:
         points = sweep.run(request, axes)

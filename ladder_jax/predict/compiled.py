@@ -6,7 +6,10 @@ the published rates that programs reach. Compiling 80 layers takes minutes, so t
 extrapolated: all layers but the outermost have the same schedule.
 """
 
+import collections
 import dataclasses
+import functools
+from collections.abc import Callable, Iterable
 
 from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
@@ -14,8 +17,10 @@ from ladder_jax.hardware import HARDWARE, Hardware
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as overlaps
 from ladder_jax.predict import result
+from ladder_jax.predict.link import FITTED, Algorithm
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.model import Pass, Speed
+from ladder_jax.predict.program import Opponents, programs
 from ladder_jax.predict.request import BASELINE, Request
 from ladder_jax.predict.work import Model
 from ladder_jax.schedule import hlo, targets, timeline
@@ -33,6 +38,8 @@ def with_defaults(options: dict, target: str) -> dict:
         raise UserError(f"--from-schedule {target}: {parsed.kind} hides nothing: choose a TPU or GPU target")
     if options["implementation"] not in (None, "ours"):
         raise UserError("--from-schedule compiles this library's programs: --implementation must be ours")
+    if options.get("launch") not in (None, "chained"):
+        raise UserError("--from-schedule compiles chained launches: --launch explicit is analytic")
     return {
         **options,
         "hardware": options["hardware"] or MACHINES.get(parsed.kind, parsed.kind),
@@ -41,39 +48,62 @@ def with_defaults(options: dict, target: str) -> dict:
     }
 
 
-def predict(request: Request, *, target: str) -> result.Result:
-    names = dict.fromkeys((*request.residuals, BASELINE))
-    speeds = {name: _speed(request, name, target) for name in names}
-    return result.of_speeds(request, speeds, fidelity=f"from schedules for {target}")
+def predict(request: Request, *, target: str, opponents: Opponents = Opponents.STRONGEST) -> result.Result:
+    """Programs as the library compiles them by default: chained launches, the whole stream on every rank."""
+    compile_ = functools.cache(functools.partial(_compiled, request, target))
+    speeds = {
+        name: _speed(request, name, compile_, opponents) for name in dict.fromkeys((*request.residuals, BASELINE))
+    }
+    nccl = _speed(request, BASELINE, compile_, Opponents.NCCL)
+    return result.of_speeds(request, speeds, nccl=nccl, fidelity=f"from schedules for {target}")
 
 
-def _speed(request: Request, residual: str, target: str) -> Speed:
+Compile = Callable[[str, Phase, int], tuple[hlo.Program, str]]  # of a residual, a phase and a number of layers
+
+
+def _speed(request: Request, residual: str, compile_: Compile, opponents: Opponents) -> Speed:
     model = Model(request.config(residual), request.tensor, request.implementation)
     capacity = request.prompt_length + request.new_tokens
     return Speed(
         rows=request.batch,
         new_tokens=request.new_tokens,
-        prefill=_pass(request, residual, target, Phase.PREFILL),
-        step=_pass(request, residual, target, Phase.DECODE),
+        prefill=_pass(request, residual, compile_, Phase.PREFILL, opponents),
+        step=_pass(request, residual, compile_, Phase.DECODE, opponents),
         memory=model.memory(rows=request.batch, capacity=capacity),
     )
 
 
-def _pass(request: Request, residual: str, target: str, phase: Phase) -> Pass:
+def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, opponents: Opponents) -> Pass:
     layers = request.layers or request.shape.num_layers
     # A hybrid's layers differ, so all of them are compiled.
     depths = DEPTHS if layers > DEPTHS[1] and request.ladder_layers is None else (layers,)
-    passes = [_compiled_pass(request, residual, target, phase, depth) for depth in depths]
+    # The first program has the whole stream on every rank, and chained launches where it launches at all.
+    program = programs(
+        request.config(residual),
+        machine=request.machine,
+        ranks=request.tensor,
+        phase=phase,
+        tokens=request.prompt_length,
+        implementation=request.implementation,
+        opponents=opponents,
+    )[0]
+    compiled = [compile_(residual, phase, depth) for depth in depths]
+    settings = dict(machine=request.machine, ranks=request.tensor, among=program.algorithms)
+    passes = [
+        dataclasses.replace(play(schedule, kind=kind, **settings), program=program) for schedule, kind in compiled
+    ]
     if len(passes) == 1:
         return passes[0]
     first, second = passes
     factor = (layers - depths[1]) / (depths[1] - depths[0])
     extrapolate = lambda name: getattr(second, name) + factor * (getattr(second, name) - getattr(first, name))
     exposed = max(0.0, extrapolate("exposed"))
-    return Pass(seconds=extrapolate("seconds"), wire=extrapolate("wire"), exposed=exposed)
+    seconds, wire = extrapolate("seconds"), extrapolate("wire")
+    return dataclasses.replace(second, seconds=seconds, wire=wire, exposed=exposed)
 
 
-def _compiled_pass(request: Request, residual: str, target: str, phase: Phase, layers: int) -> Pass:
+def _compiled(request: Request, target: str, residual: str, phase: Phase, layers: int) -> tuple[hlo.Program, str]:
+    """The compiled program's schedule, and the kind of device that it is for."""
     program_request = overlaps.make(
         target=target,
         model=request.model,
@@ -86,16 +116,19 @@ def _compiled_pass(request: Request, residual: str, target: str, phase: Phase, l
         prompt_length=request.prompt_length,
         context=request.prompt_length + request.new_tokens if phase is Phase.DECODE else None,
     )
-    program = hlo.parse(compiling.compiled(program_request).hlo)
-    return play(program, machine=request.machine, kind=program_request.target.kind, ranks=request.tensor)
+    return hlo.parse(compiling.compiled(program_request).hlo), program_request.target.kind
 
 
-def play(program: hlo.Program, *, machine: Machine, kind: str, ranks: int) -> Pass:
-    """Simulate a scheduled program for a device of `kind`. Its exposed time is the difference to an instant link."""
-    hardware = _at_reached_rates(HARDWARE[kind], machine)
+def play(program: hlo.Program, *, machine: Machine, kind: str, ranks: int, among: Iterable[Algorithm] = FITTED) -> Pass:
+    """Simulate a scheduled program for a device of `kind`, with the fastest of the all-reduces `among`.
+
+    Its exposed time is the difference to an instant link.
+    """
+    hardware, used = _at_reached_rates(HARDWARE[kind], machine), collections.Counter()
 
     def wire(collective: Collective) -> float:
-        seconds = machine.all_reduce(collective.bytes, ranks=ranks)
+        algorithm, seconds = machine.fastest_all_reduce(collective.bytes, ranks=ranks, among=among)
+        used[algorithm] += 1
         return seconds if collective.kind == "all-reduce" else seconds / 2  # a reduce-scatter or an all-gather
 
     settings = dict(hardware=hardware, ranks=ranks, launch=machine.launch)
@@ -106,6 +139,7 @@ def play(program: hlo.Program, *, machine: Machine, kind: str, ranks: int) -> Pa
         seconds=end(bars),
         wire=sum(bar.stop - bar.start for bar in bars if bar.wire),
         exposed=end(bars) - end(instant),
+        all_reduce=max(used, key=used.get, default=None),
     )
 
 

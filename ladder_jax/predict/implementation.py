@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 
+from ladder_jax.predict.link import ANY, FITTED, Algorithm
+
 
 class Head(enum.Enum):
     """How the embedding and the head's table are distributed."""
@@ -61,6 +63,7 @@ class Implementation:
     cache_speed: bandwidth of reading the cache over that of reading weights; above 1 if repeated reads hit an on-chip
         cache.
     small_all_reduces: reductions of a few bytes per step, for the choice of the next token.
+    algorithms: the all-reduces that it may use. With FITTED it is a given program: `program.programs` offers no other.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Implementation:
     fused: bool = False
     cache_speed: float = 1.0
     small_all_reduces: int = 0
+    algorithms: tuple[Algorithm, ...] = ANY
 
 
 OURS = Implementation(
@@ -102,6 +106,7 @@ AUTHORS = Implementation(
     one_row=Launches(activate=0),
     fused=True,
     cache_speed=1.13,
+    algorithms=FITTED,
 )
 """The benchmark of arXiv 2501.06589, https://github.com/mayank31398/ladder-residual-inference, in compiled PyTorch.
 

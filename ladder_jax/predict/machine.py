@@ -1,17 +1,20 @@
 """Read and check a machine's constants: a named machine of this package, or a user's YAML file."""
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import typing
+from collections.abc import Iterable
 
 from ladder_jax.config.load import parse_yaml
 from ladder_jax.errors import UserError, member, unknown
-from ladder_jax.predict.link import Link, Network, Ring
+from ladder_jax.predict.link import FITTED, Algorithm, Kernel, Kernels, Link, Network, Ring
 
 TABLE = pathlib.Path(__file__).parent / "hardware"
-NAMES = tuple(
-    "h100-nvlink h100-no-nvlink h100-2-nodes h200-nvlink b200-nvlink v5e v5p v6e tpu7x".split()
+NAMES = (
+    *("h100-nvlink", "h100-no-nvlink", "h100-2-nodes", "h100-2-nodes-roce", "h200-nvlink", "b200-nvlink"),
+    *("b300-nvlink", "l40s-no-peer", "a800-pcie", "v5e", "v5p", "v6e", "tpu7x"),
 )  # each is a file in TABLE; docs and messages use this order
 
 
@@ -47,13 +50,24 @@ class Machine:
         work = max(flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share))
         return work + launches * self.launch
 
-    def all_reduce(self, size: float, *, ranks: int) -> float:
-        return self.link.all_reduce(size, ranks=ranks) if self.link else 0.0
+    def all_reduce(self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED) -> float:
+        return self.fastest_all_reduce(size, ranks=ranks, among=among)[1]
+
+    def fastest_all_reduce(
+        self, size: float, *, ranks: int, among: Iterable[Algorithm]
+    ) -> tuple[Algorithm | None, float]:
+        """The fastest of these algorithms, and its seconds; (None, 0.0) without communication."""
+        return self.link.fastest(size, ranks=ranks, among=among) if self.link else (None, 0.0)
 
 
 REQUIRED = "devices memory flops bandwidth flops_share bandwidth_share launch contention".split()
 SHARES = ("flops_share", "bandwidth_share")
-MAY_BE_ZERO = ("launch", "contention", "latency", "step")
+MAY_BE_ZERO = ("launch", "contention", "latency", "step", "one_shot")
+SECTIONS = {  # optional ones, by dotted name: all of a section's constants or none
+    "link.network": Network,
+    **{f"link.{name}": Kernel for name in ("one_shot", "two_shot", "in_network", "nccl_in_network")},
+}
+CHOICES = {"link.ring": Ring, "link.kernels": Kernels}
 WHOLE = ("devices", "size")
 
 
@@ -95,10 +109,10 @@ def _tree(path: pathlib.Path, *, seen: tuple[str, ...]) -> dict:
 
 
 def _merge(base: dict, over: dict) -> dict:
-    """Merge `over` into `base`: it replaces a constant, or only its `source`; `link` and `network` are merged."""
-    merged = dict(base)
+    """Merge `over` into `base`: it replaces a constant, or only its `source`; the sections are merged."""
+    merged, sections = dict(base), ("link", *(name.rpartition(".")[2] for name in SECTIONS))
     for key, value in over.items():
-        section = key in ("link", "network") or (isinstance(value, dict) and set(value) == {"source"})
+        section = key in sections or (isinstance(value, dict) and set(value) == {"source"})
         mergeable = section and isinstance(value, dict) and isinstance(base.get(key), dict)
         merged[key] = _merge(base[key], value) if mergeable else value
     return merged
@@ -109,7 +123,7 @@ def _flat(tree: dict, path: pathlib.Path, prefix: str = "") -> tuple[dict[str, t
     values, sources = {}, {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if name in ("link", "link.network") and isinstance(value, dict):
+        if _is_section(name, value):
             section = _flat(value, path, f"{name}.")
             values, sources = values | section[0], sources | section[1]
         elif isinstance(value, dict):
@@ -123,29 +137,49 @@ def _flat(tree: dict, path: pathlib.Path, prefix: str = "") -> tuple[dict[str, t
     return values, sources
 
 
+def _is_section(name: str, value: object) -> bool:
+    """`one_shot` names a section of the link, and a constant of the network."""
+    return isinstance(value, dict) and (name == "link" or name in SECTIONS)
+
+
 def _machine(name: str, values: dict, sources: dict, where: str) -> Machine:
+    fields = {
+        section: [f"{section}.{field.name}" for field in dataclasses.fields(kind)] for section, kind in SECTIONS.items()
+    }
     link = [f"link.{field}" for field in ("latency", "step", "bandwidth")]
-    network = [f"link.network.{field}" for field in ("size", "step", "bandwidth")]
-    allowed = [*REQUIRED, *link, "link.ring", *network]
+    optional = ["link.network.one_shot"]
+    allowed = [*REQUIRED, *link, *CHOICES, *itertools.chain.from_iterable(fields.values())]
     for key in values:
-        if key not in (*allowed, "link"):
+        if key not in (*allowed, "link", *SECTIONS):
             raise unknown(f"constant of {where}:", key, allowed)
     no_link = values.get("link", ...) is None  # `link: null`, for one device
-    with_network = any(key in values for key in network)
-    needed = [*REQUIRED, *(() if no_link else link), *(network if with_network else ())]
+    given = [section for section, keys in fields.items() if any(key in values for key in keys)]
+    sections = [key for section in given for key in fields[section] if key not in optional or key in values]
+    needed = [*REQUIRED, *(() if no_link else link), *sections]
     for key in needed:
         if values.get(key) is None:
             raise UserError(f"{where} lacks the constant {key} (needed: {', '.join(needed)})")
     number = {key: _number(values[key], key, where) for key in needed}
-    joined_by = None
-    if not no_link:
-        ring = member(Ring, f"value for link.ring of {where}:", values.get("link.ring", "one-way"))
-        internode = Network(int(number[network[0]]), *(number[key] for key in network[1:])) if with_network else None
-        joined_by = Link(*(number[key] for key in link), ring=ring, network=internode)
     constants = {key: int(number[key]) if key in WHOLE else number[key] for key in REQUIRED}
     if no_link and constants["devices"] > 1:
         raise UserError(f"{where} has {constants['devices']} devices but no link: give latency, step and bandwidth")
-    return Machine(name=name, link=joined_by, sources=sources, **constants)
+    return Machine(
+        name=name, link=None if no_link else _link(values, number, fields, given, where), sources=sources, **constants
+    )
+
+
+def _link(values: dict, number: dict, fields: dict[str, list[str]], given: list[str], where: str) -> Link:
+    last = lambda key: key.rpartition(".")[2]
+    settings = {
+        last(key): member(kind, f"value for {key} of {where}:", values[key])
+        for key, kind in CHOICES.items()
+        if key in values
+    }
+    for section in given:
+        constants = {last(key): number[key] for key in fields[section] if key in number}
+        constants = {key: int(value) if key in WHOLE else value for key, value in constants.items()}
+        settings[last(section)] = SECTIONS[section](**constants)
+    return Link(*(number[f"link.{field}"] for field in ("latency", "step", "bandwidth")), **settings)
 
 
 def _number(value: object, key: str, where: str) -> float:

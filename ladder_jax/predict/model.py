@@ -1,30 +1,34 @@
 """Predict the speed of one topology on one machine from the model's configuration."""
 
 import dataclasses
-import functools
-import itertools
+from collections.abc import Collection, Iterable
 
-from ladder_jax.config import ModelConfig
+from ladder_jax.config import Launch, ModelConfig, Phase
 from ladder_jax.predict import work
 from ladder_jax.predict.implementation import OURS, Head, Implementation
+from ladder_jax.predict.layers import layers, work_of
+from ladder_jax.predict.link import Algorithm
 from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.timeline import Timeline, Work, play
-from ladder_jax.predict.work import Block, Kernel, Model
-from ladder_jax.residual import Step, of_model
+from ladder_jax.predict.program import PLAIN, Opponents, Program, programs
+from ladder_jax.predict.timeline import Timeline
+from ladder_jax.predict.work import Block, Model
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """The time of one prefill or decode step.
+    """The time of one prefill, decode step or training step.
 
     seconds: total. wire: of its all-reduces. exposed: the time that all-reduces add to the total.
     sublayers: timeline of the layers, without embedding and head; None for a prediction from a schedule.
+    program: the fastest one that the topology may use. all_reduce: its algorithm; None without communication.
     """
 
     seconds: float
     wire: float
     exposed: float
     sublayers: Timeline | None = dataclasses.field(default=None, repr=False)
+    program: Program = PLAIN
+    all_reduce: Algorithm | None = None
 
     @property
     def hidden(self) -> float:
@@ -73,66 +77,66 @@ def speed(
     prompt_length: int = 1024,
     new_tokens: int = 512,
     implementation: Implementation = OURS,
+    opponents: Opponents = Opponents.FITTED,
+    launches: Collection[Launch] = tuple(Launch),
 ) -> Speed:
-    """The speed of `config` with its residual topology over `tensor` devices, which must divide the model."""
+    """The speed of `config` with its residual topology over `tensor` devices, which must divide the model.
+
+    opponents, launches: the programs among which prefill and decode step each take the fastest.
+    """
     shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens, implementation=implementation)
     model = Model(config, tensor, implementation)
+    among = dict(machine=machine, opponents=opponents, launches=launches)
     return Speed(
         rows=rows,
         new_tokens=new_tokens,
-        prefill=_pass(model, machine, work.prefill(**shape)),
-        step=_pass(model, machine, work.decode_step(**shape)),
+        prefill=fastest(passes(model, work.prefill(**shape), phase=Phase.PREFILL, **among)),
+        step=fastest(passes(model, work.decode_step(**shape), phase=Phase.DECODE, **among)),
         memory=model.memory(rows=rows, capacity=prompt_length + new_tokens),
     )
 
 
-def _pass(model: Model, machine: Machine, block: Block) -> Pass:
-    plan, ranks, implementation = _plan(model.config), model.ranks, model.implementation
+def passes(
+    model: Model,
+    block: Block,
+    *,
+    machine: Machine,
+    phase: Phase,
+    opponents: Opponents,
+    launches: Collection[Launch] = tuple(Launch),
+) -> list[Pass]:
+    """A prefill or decode step by each of the programs that may run it."""
+    candidates = programs(
+        model.config,
+        machine=machine,
+        ranks=model.ranks,
+        phase=phase,
+        tokens=int(block.tokens),
+        implementation=model.implementation,
+        opponents=opponents,
+        launches=launches,
+    )
+    return [_pass(model, machine, block, program) for program in candidates]
 
-    @functools.cache
-    def work_of_sublayers(sublayers: tuple[int, ...]) -> Work:
-        kernels = model.step(sublayers, block, shared_norm=plan.shared_norm)
-        return _work(kernels, machine, implementation)
 
-    def work_of(step: Step) -> Work:
-        return work_of_sublayers(step.sublayers)
+def fastest(candidates: Iterable[Pass]) -> Pass:
+    return min(candidates, key=lambda one: one.seconds)
 
-    payload = model.payload(block)
-    all_reduce = machine.all_reduce(payload, ranks=ranks)
-    timeline = play(plan.steps, work=work_of, all_reduce=all_reduce, contention=machine.contention)
-    ends = _work((model.embedding(block), *model.head(block)), machine, implementation).seconds
+
+def _pass(model: Model, machine: Machine, block: Block, program: Program) -> Pass:
+    implementation = model.implementation
+    found = layers(model, machine, block, program=program)
+    ends = work_of((model.embedding(block), *model.head(block)), machine, implementation).seconds
     # All-reduces outside the sublayers, never hidden: of the embedding, and of a few bytes per row to choose the token.
-    other_wire = implementation.small_all_reduces * machine.all_reduce(4 * block.rows, ranks=ranks)
+    small = machine.all_reduce(4 * block.rows, ranks=model.ranks, among=program.algorithms)
+    other_wire = implementation.small_all_reduces * small
     if implementation.head is Head.SHARDED:
-        other_wire += all_reduce
+        other_wire += found.all_reduce
     return Pass(
-        seconds=timeline.seconds + ends + other_wire,
-        wire=timeline.wire + other_wire,
-        exposed=timeline.exposed + other_wire,
-        sublayers=timeline,
+        seconds=found.timeline.seconds + ends + other_wire,
+        wire=found.timeline.wire + other_wire,
+        exposed=found.timeline.exposed + other_wire,
+        sublayers=found.timeline,
+        program=program,
+        all_reduce=found.algorithm,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    steps: tuple[Step, ...]
-    shared_norm: bool
-
-
-@functools.lru_cache(maxsize=64)
-def _plan(config: ModelConfig) -> _Plan:
-    """The topology's steps. Cached, because a sweep predicts the same configuration many times."""
-    topology = of_model(config)
-    return _Plan(tuple(itertools.chain.from_iterable(topology.layers)), topology.shared_norm)
-
-
-def _work(kernels: tuple[Kernel, ...], machine: Machine, implementation: Implementation) -> Work:
-    """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of another."""
-    busy = sum(
-        machine.seconds(
-            flops=kernel.flops,
-            size=kernel.weights + kernel.activations + kernel.cache / implementation.cache_speed,
-        )
-        for kernel in kernels
-    )
-    return Work(busy=busy, idle=machine.launch * sum(kernel.launches for kernel in kernels))

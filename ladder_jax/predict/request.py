@@ -3,8 +3,8 @@
 import dataclasses
 import re
 
-from ladder_jax.config import RESIDUALS, ModelConfig, parse_residual
-from ladder_jax.errors import UserError, unknown
+from ladder_jax.config import RESIDUALS, Launch, ModelConfig, Phase, parse_residual
+from ladder_jax.errors import UserError, member, unknown
 from ladder_jax.predict import implementation as implementations
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.implementation import Implementation
@@ -14,12 +14,18 @@ from ladder_jax.splits import check_divides, divisors
 from ladder_jax.words import positive, words
 
 BASELINE = "standard"
+GENERATE = "generate"
+PHASES = (GENERATE, Phase.PREFILL.value, Phase.TRAIN.value)
+OF_PHASES = {"prompt_length": PHASES[:2], "new_tokens": PHASES[:1], "sequence": PHASES[2:]}  # options, by name
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """model: as the user typed it; shape: its configuration. residuals: in the order of the result's rows.
     ladder_layers: makes hybrids of the ladder kinds among them.
+
+    phase: PREFILL or TRAIN; None for a whole generation. sequence: tokens a row in training. launches: among which
+    topologies that hide their all-reduces take the fastest.
     """
 
     model: str
@@ -33,6 +39,14 @@ class Request:
     ladder_layers: str | None = None
     layers: int | None = None
     implementation: Implementation = implementations.OURS
+    phase: Phase | None = None
+    sequence: int = 2048
+    launches: tuple[Launch, ...] = tuple(Launch)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a row of a prefill or a training step."""
+        return self.sequence if self.phase is Phase.TRAIN else self.prompt_length
 
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
@@ -58,11 +72,21 @@ def make(
     ladder_layers: str | None = None,
     layers: int | None = None,
     implementation: str | None = None,
+    phase: str | None = None,
+    sequence: int | None = None,
+    launch: str | None = None,
 ) -> Request:
     """A checked request. None gives a default: all devices, one row, all residuals. Raises UserError."""
     shape = models.by_name(model)
     machine = machines.load(hardware)
     numbers = dict(tensor=tensor, batch=batch, prompt_length=prompt_length, new_tokens=new_tokens, layers=layers)
+    numbers["sequence"] = sequence
+    phase = GENERATE if phase is None else phase
+    if phase not in PHASES:
+        raise unknown("phase", phase, PHASES)
+    for name, phases in OF_PHASES.items():
+        if numbers[name] is not None and phase not in phases:
+            raise UserError(f"--{name.replace('_', '-')} belongs to --phase {' and '.join(phases)}, not {phase}")
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
@@ -73,6 +97,12 @@ def make(
     settings = {name: value for name, value in numbers.items() if value is not None}
     if residual is not None:
         settings["residuals"] = words("residual", residual)
+    if launch is not None:
+        settings["launches"] = (member(Launch, "launch", launch),)
+    if phase != GENERATE:
+        settings["phase"] = Phase(phase)
+    if phase == Phase.TRAIN.value:
+        settings["residuals"] = _trainable(settings.get("residuals"), implementation, ladder_layers)
     request = Request(
         model=model,
         shape=shape,
@@ -87,6 +117,21 @@ def make(
     if ladder_layers is not None and not any(parse_residual(name).is_ladder for name in request.residuals):
         raise UserError(f"--ladder-layers needs a ladder kind of residual, not {', '.join(request.residuals)}")
     return request
+
+
+def _trainable(
+    residuals: tuple[str, ...] | None, implementation: str | None, ladder_layers: str | None
+) -> tuple[str, ...]:
+    """The residuals whose training step can be predicted: those whose layers are all alike, backward too."""
+    if implementation not in (None, "ours"):
+        raise UserError("--phase train predicts this library's training step: --implementation must be ours")
+    if ladder_layers is not None:
+        raise UserError("--phase train predicts models whose layers are all alike: leave out --ladder-layers")
+    alike = tuple(name for name in RESIDUALS if parse_residual(name).kind != "desync")
+    for name in residuals or ():
+        if parse_residual(name).kind == "desync":
+            raise UserError(f"--phase train predicts models whose layers are all alike, not {name}")
+    return residuals or alike
 
 
 def check_tensor(request: Request) -> None:

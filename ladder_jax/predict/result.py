@@ -1,20 +1,23 @@
-"""The result of `ladder-jax predict`: a row per topology, and a recommendation."""
+"""The result of `ladder-jax predict`: a row per topology, the fastest Standard, and a recommendation."""
 
 import dataclasses
 
 from ladder_jax.predict import advice, model
-from ladder_jax.predict.advice import Advice
-from ladder_jax.predict.model import Speed
+from ladder_jax.predict.advice import Advice, Opponent
+from ladder_jax.predict.link import Kernel, Network
+from ladder_jax.predict.model import Pass, Speed
+from ladder_jax.predict.program import Form, Opponents
 from ladder_jax.predict.request import BASELINE, Request
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """speedup: tokens a second over those of Standard."""
+    """speedup: tokens a second over those of the baseline. speedup_over_nccl: over those of Standard with NCCL."""
 
     residual: str
     speed: Speed
     speedup: float
+    speedup_over_nccl: float
 
     def __repr__(self) -> str:
         speed = f"{self.speed.tokens_per_second:,.4g} tokens/s, {self.speedup:.2f} x Standard"
@@ -30,6 +33,8 @@ class Row:
             "tokens_per_second": speed.tokens_per_second,
             "exposed_seconds": speed.exposed_seconds,
             "speedup": self.speedup,
+            "speedup_over_nccl": self.speedup_over_nccl,
+            **executed(speed.step),
             "step_seconds": speed.step.seconds,
             "step_exposed_seconds": speed.step.exposed,
             "prefill_exposed_seconds": speed.prefill.exposed,
@@ -41,9 +46,32 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class Baseline:
+    """The fastest way without changing the model. form: of prefill and decode step, or of the one phase in question."""
+
+    form: str
+    all_reduce: str | None
+    tokens_per_second: float
+    residual: str = BASELINE
+
+    @property
+    def name(self) -> str:
+        return f"Standard ({described(self.form, self.all_reduce)})"
+
+    def as_dict(self) -> dict:
+        return {
+            "residual": self.residual,
+            "form": self.form,
+            "all_reduce": self.all_reduce,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     request: Request
     rows: tuple[Row, ...]
+    baseline: Baseline
     advice: Advice
     fidelity: str = "analytic"
 
@@ -66,30 +94,57 @@ class Result:
             "implementation": request.implementation.name,
             "fidelity": self.fidelity,
             "rows": [row.as_dict(memory=request.machine.memory) for row in self.rows],
+            "baseline": self.baseline.as_dict(),
             "recommendation": dataclasses.asdict(self.advice),
             "device_memory": request.machine.memory,
             "constants": constants(request),
         }
 
 
-def predict(request: Request) -> Result:
-    return of_speeds(request, {name: _speed(request, name) for name in {*request.residuals, BASELINE}})
+def predict(request: Request, *, opponents: Opponents = Opponents.STRONGEST) -> Result:
+    speeds = {name: _speed(request, name, opponents) for name in {*request.residuals, BASELINE}}
+    return of_speeds(request, speeds, nccl=_speed(request, BASELINE, Opponents.NCCL))
 
 
-def of_speeds(request: Request, speeds: dict[str, Speed], *, fidelity: str = "analytic") -> Result:
-    """The result. speeds: of the request's residuals and of Standard."""
-    baseline = speeds[BASELINE].tokens_per_second
-    rows = tuple(Row(name, speeds[name], speeds[name].tokens_per_second / baseline) for name in request.residuals)
-    recommendation = advice.read(rows=rows, baseline=speeds[BASELINE], tensor=request.tensor)
-    return Result(request, rows, recommendation, fidelity)
+def of_speeds(request: Request, speeds: dict[str, Speed], *, nccl: Speed, fidelity: str = "analytic") -> Result:
+    """The result. speeds: of the request's residuals and of Standard. nccl: of Standard with NCCL's all-reduces."""
+    fastest = speeds[BASELINE]
+    forms = dict.fromkeys((fastest.step.program.form, fastest.prefill.program.form))
+    form = Form.ALL_REDUCE.value if len(forms) == 1 else f"all-reduce; prefill: {fastest.prefill.program.form.value}"
+    baseline = Baseline(form, algorithm(fastest.step), fastest.tokens_per_second)
+    over = lambda name, other: speeds[name].tokens_per_second / other.tokens_per_second
+    rows = tuple(Row(name, speeds[name], over(name, fastest), over(name, nccl)) for name in request.residuals)
+    share = fastest.exposed_seconds / (fastest.prefill_seconds + fastest.decode_seconds)
+    opponent = Opponent(baseline.name, share, advice.lengths(fastest))
+    recommendation = advice.read(rows=rows, opponent=opponent, tensor=request.tensor)
+    return Result(request, rows, baseline, recommendation, fidelity)
+
+
+def executed(found: Pass) -> dict[str, str | None]:
+    """How a pass communicates, as JSON."""
+    launch = found.program.launch
+    return {"all_reduce": algorithm(found), "launch": launch.value if launch and found.wire else None}
+
+
+def algorithm(found: Pass) -> str | None:
+    return found.all_reduce.value if found.all_reduce else None
+
+
+def described(form: str, all_reduce: str | None) -> str:
+    """A form in words, with the algorithm of its all-reduces."""
+    if all_reduce is None or not form.startswith(Form.ALL_REDUCE.value):
+        return form
+    return f"{all_reduce} {form}"
 
 
 def constants(request: Request) -> dict[str, dict]:
     """The machine's constants by dotted name, each with its source."""
     machine, constants = request.machine, {}
-    sections = [("", machine)] + ([("link.", machine.link)] if machine.link else [])
-    if machine.link and machine.link.network:
-        sections.append(("link.network.", machine.link.network))
+    sections = [("", machine)]
+    if machine.link:
+        fields = {field.name: getattr(machine.link, field.name) for field in dataclasses.fields(machine.link)}
+        inner = [(f"link.{name}.", value) for name, value in fields.items() if isinstance(value, (Network, Kernel))]
+        sections += [("link.", machine.link), *inner]
     for prefix, section in sections:
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
@@ -99,7 +154,7 @@ def constants(request: Request) -> dict[str, dict]:
     return constants
 
 
-def _speed(request: Request, residual: str) -> Speed:
+def _speed(request: Request, residual: str, opponents: Opponents) -> Speed:
     return model.speed(
         request.config(residual),
         machine=request.machine,
@@ -108,4 +163,6 @@ def _speed(request: Request, residual: str) -> Speed:
         prompt_length=request.prompt_length,
         new_tokens=request.new_tokens,
         implementation=request.implementation,
+        opponents=opponents,
+        launches=request.launches,
     )

@@ -50,6 +50,13 @@ class Timeline:
         return self.seconds - self.compute
 
 
+def beside(work: Work, *, wire: float, contention: float) -> float:
+    """Seconds of `work` that begins together with a transfer of `wire` seconds: slower while that is in flight."""
+    slower = 1 + contention * work.busy / work.seconds if work.seconds else 1.0
+    length = work.seconds * slower
+    return length if length <= wire else work.seconds + wire * (1 - 1 / slower)
+
+
 NAMES = {(0,): "attention", (1,): "mlp", (0, 1): "joint"}
 
 
@@ -125,11 +132,6 @@ class _Player:
     def _compute(self, step: Step, work: Work, *, ready: float) -> None:
         """Every all-reduce in flight was launched before this step, so the link is busy until `wire_free`."""
         start = max(self.now, ready)
-        slower = 1 + self.contention * work.busy / work.seconds if work.seconds else 1.0
-        window = max(0.0, self.wire_free - start)
-        length = work.seconds * slower
-        if length > window:
-            length = work.seconds + window * (1 - 1 / slower)
-        self.now = start + length
+        self.now = start + beside(work, wire=max(0.0, self.wire_free - start), contention=self.contention)
         self.compute += work.seconds
         self.bars.append(Bar(NAMES[step.sublayers], start, self.now, wire=False))

@@ -13,6 +13,7 @@ from ladder_jax.schedule import shards
 from ladder_jax.schedule.shards import Shard
 
 ATTENTION, MLP = 0, 1  # as a topology's steps name them
+AFTER_GATHER, BEFORE_SCATTER = ("query, key, value", "gate, up"), ("out", "down")  # kernels, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Block:
     """
 
     rows: int
-    tokens: int
+    tokens: float
     attended: float
     cached: float
 
@@ -78,21 +79,27 @@ class Model:
         """Bytes of a sublayer's all-reduce: B T D elements."""
         return block.size * self.config.d_model * self.element_bytes
 
-    def step(self, sublayers: tuple[int, ...], block: Block, *, shared_norm: bool) -> tuple[Kernel, ...]:
-        """The kernels of a step: of one sublayer, or of attention and MLP whose outputs share one all-reduce."""
+    def step(
+        self, sublayers: tuple[int, ...], block: Block, *, shared_norm: bool, split: int = 1
+    ) -> tuple[Kernel, ...]:
+        """The kernels of a step: of one sublayer, or of attention and MLP whose outputs share one all-reduce.
+
+        split: ranks over which sequence parallelism splits the stream, and so the norms' positions.
+        """
+        own = dataclasses.replace(block, tokens=block.tokens / split) if split > 1 else block
         launches, joint = self._launches(block), len(sublayers) > 1
         one_product = joint and self.implementation.fused
         one_norm = one_product or (joint and shared_norm)
         kernels: list[Kernel] = []
         for index, sublayer in enumerate(sublayers):
             if index == 0 or not one_norm:
-                kernels.append(self._norm(block, launches, gains=len(sublayers) if one_norm else 1))
+                kernels.append(self._norm(own, launches, gains=len(sublayers) if one_norm else 1))
             if sublayer == ATTENTION:
                 kernels += self._attention(block, launches)
             else:
                 kernels += self._mlp(block, launches, first=0 if one_product else launches.matmul)
         if joint:
-            moved = 3 * block.size * self.config.d_model * self.element_bytes
+            moved = 3 * own.size * self.config.d_model * self.element_bytes
             kernels.append(Kernel("join", activations=moved, launches=launches.join))
         return tuple(kernels)
 

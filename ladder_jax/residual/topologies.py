@@ -78,7 +78,7 @@ class Topology:
         phase: what the program does: "train", "prefill" (a forward pass over many tokens) or "decode" (one token a
             row). loop: "scan" or "unrolled". A mesh with an axis "fsdp" of more than one rank splits weights over it.
         """
-        if not isinstance(mesh, Mesh):
+        if not hasattr(mesh, "devices"):
             raise wrong_type("mesh", mesh, Mesh)
         phase, loop = member(Phase, "phase", phase), member(Loop, "loop", loop)
         splits = {Split.WEIGHTS: mesh.shape.get("fsdp", 1) > 1, Split.SEQUENCE: sequence_parallel}

@@ -66,7 +66,7 @@ def check(config: RunConfig, folder: AnyPath) -> None:
 def _check(config: RunConfig, folder: AnyPath) -> None:
     file = folder / CONFIG
     if not file.is_file():
-        if folder.exists() and (not folder.is_dir() or any(map(_foreign, folder.iterdir()))):
+        if folder.exists() and (not folder.is_dir() or any(_foreign(file, folder) for file in folder.iterdir())):
             raise UserError(f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder")
         return
     try:
@@ -87,8 +87,9 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
         )
 
 
-def _foreign(file: AnyPath) -> bool:
-    return file.name not in _EARLIER and not file.name.endswith(_PARTIAL)
+def _foreign(file: AnyPath, folder: AnyPath) -> bool:
+    """Whether it is no run's file. Consoles of object stores show an empty folder as an object of the folder's name."""
+    return file != folder and file.name not in _EARLIER and not file.name.endswith(_PARTIAL)
 
 
 def describe(config: RunConfig) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -63,6 +64,8 @@ def test_text_without_converting_first(name, files, tmp_path, capsys):
     capsys.readouterr()
     assert printed(capsys, "generate", tmp_path / "new" / "converted", *WORDS) == text
 
+    if name == "small.gguf":  # several prompts are an engine's; the k-th has the seed + k
+        assert printed(capsys, "generate", files / name, *WORDS, "--prompt", TEXT).startswith(text)
     model = lj.from_pretrained(files / name)
     assert TEXT + model.generate(TEXT, **NEW) + "\n" == text
     again = lj.load(tmp_path / "new" / "converted")
@@ -360,3 +363,10 @@ def test_what_a_model_refuses(model):
     with pytest.raises(UserError, match="decoding needs a Transformer, or a ModelDef and its params"):
         decode.Generator(model.definition)
     assert isinstance(other, nn.Transformer) and "tiny" in lj.presets
+
+
+def test_without_the_hubs_library(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    said = mistake(capsys, "generate", "someone/small", "--prompt", "x")
+    assert "need huggingface_hub: pip install 'ladder-jax[hf]'" in said

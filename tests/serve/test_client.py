@@ -20,7 +20,7 @@ def running(start):
     """A server in a process of its own; it must end well, too, and have nothing to tell."""
     process = start()
     yield process
-    assert process.end() == 0 and process.log().count("\n") == 1, process.log()
+    assert process.end() == 0 and process.log().count("\n") == 2, process.log()
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def test_malformed_requests(running, strategy, examples, malformed):
 
     check()
     assert seen[4] >= malformed, seen
-    assert running.log().count("\n") == 1, running.log()
+    assert running.log().count("\n") == 2, running.log()
     status, _, answer = ask(running.url, body=dict(model=MODEL, prompt="a", max_tokens=3))
     assert status == 200 and answer["usage"]["completion_tokens"] == 3
 
@@ -147,4 +147,4 @@ def test_what_is_not_http(running):
             except ConnectionResetError:
                 pass
             assert answer[:10] in (b"", b"HTTP/1.1 4"), answer
-    assert running.log().count("\n") == 1, running.log()
+    assert running.log().count("\n") == 2, running.log()

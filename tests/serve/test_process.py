@@ -83,7 +83,7 @@ def test_draining_has_an_end(start):
     assert process.end() == 0
     client.join()
     assert "the server ended before the answer did" in str(client.error)
-    assert process.log().count("\n") == 3
+    assert process.log().count("\n") == 4
 
 
 def test_a_second_signal_ends_it_at_once(start):

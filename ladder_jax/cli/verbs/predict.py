@@ -10,11 +10,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--residual", metavar="NAME[,NAME]", help="standard, ladder, ... (default: all)")
     parser.add_argument("--ladder-layers", metavar="WHICH", help="hybrids: N (the last N layers), i,j or all")
     parser.add_argument("--implementation", metavar="NAME", help="ours (the default), or authors: the paper's")
+    parser.add_argument("--phase", metavar="NAME", help="generate (the default), prefill or train")
+    parser.add_argument(
+        "--launch", metavar="NAME", help="how hidden all-reduces are launched: chained, explicit (default: the faster)"
+    )
     for option, letter, text in (
         ("tensor", "N", "tensor-parallel devices (default: all of the hardware's)"),
         ("batch", "B", "rows at once (default 1)"),
         ("prompt-length", "P", "tokens a row in the prompt (default 1024)"),
         ("new-tokens", "G", "tokens a row to generate (default 512)"),
+        ("sequence", "T", "tokens a row with --phase train (default 2048)"),
         ("layers", "N", "layers (default: the preset's)"),
     ):
         parser.add_argument(f"--{option}", type=int, metavar=letter, help=text)

@@ -53,9 +53,13 @@ def _yaml(sections: dict, device) -> str:
         "value": float(f"{pair[0]:.4g}") if isinstance(pair[0], float) else pair[0],
         "source": pair[1],
     }
-    tree = {name: entry(value) if isinstance(value, tuple) else value for name, value in sections.items()}
-    if tree["link"]:
-        tree["link"] = {name: entry(v) if isinstance(v, tuple) else v for name, v in tree["link"].items()}
+
+    def entries(value):
+        if isinstance(value, dict):
+            return {name: entries(one) for name, one in value.items()}
+        return entry(value) if isinstance(value, tuple) else value
+
+    tree = entries(sections)
     head = f"# {kind}, measured by ladder-jax calibrate on {today} with jax {jax.__version__}.\n"
     if device.platform == "cpu":
         head += f"# {SIMULATED}\n"
@@ -68,10 +72,14 @@ def _write_checked(path: str, text: str) -> None:
     machine.load(path)
 
 
-def _flat(sections: dict) -> dict[str, float]:
-    constants = {name: value[0] for name, value in sections.items() if isinstance(value, tuple)}
-    link = sections["link"] or {}
-    return constants | {f"link.{name}": value[0] for name, value in link.items() if isinstance(value, tuple)}
+def _flat(sections: dict, prefix: str = "") -> dict[str, float]:
+    constants = {}
+    for name, value in sections.items():
+        if isinstance(value, tuple):
+            constants[f"{prefix}{name}"] = value[0]
+        elif isinstance(value, dict):
+            constants |= _flat(value, f"{prefix}{name}.")
+    return constants
 
 
 def _print(calibrated: machine.Machine, out: str, samples: list[dict], *, simulated: bool) -> None:
@@ -88,6 +96,8 @@ def _print(calibrated: machine.Machine, out: str, samples: list[dict], *, simula
             f"  all-reduce        {link['latency'] * 1e6:.1f} µs, {link['step'] * 1e6:.2f} µs a step,"
             f" {link['bandwidth'] / 1e9:,.2f} GB/s"
         )
+        if kernel := calibrated.link.one_shot:
+            print(f"  in one kernel     {kernel.latency * 1e6:.1f} µs, {kernel.bandwidth / 1e9:,.2f} GB/s (one-shot)")
         for one in samples:
             fitted = calibrated.link.all_reduce(one["bytes"], ranks=one["ranks"])
             print(

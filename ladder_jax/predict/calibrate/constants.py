@@ -2,18 +2,22 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import jax
 
 from ladder_jax.decode import memory
 from ladder_jax.errors import UserError
+from ladder_jax.parallel import Overlap
 from ladder_jax.predict import machine
 from ladder_jax.predict.calibrate import fit, measure
+from ladder_jax.predict.calibrate.measure import Reduced
 from ladder_jax.predict.link import Link, Ring
 from ladder_jax.progress import progress
 from ladder_jax.schedule import roofline
 
 ASSUMED = "h100-nvlink"  # the machine whose contention is taken if none can be measured
+MOST_READ = 8  # ranks: XLA's all-reduce kernels read the memory of so many
 
 
 def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dict]]:
@@ -28,7 +32,8 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
     timing = dict(warmup=warmup, repeats=repeats)
     room = memory.room(device, devices=jax.device_count())
     done = itertools.count()  # the number of finished measurements
-    with progress(4 + len(ranks) * len(sizes)) as update:
+    kernel_ranks = [count for count in ranks if count <= MOST_READ] if device.platform == "gpu" else []
+    with progress(4 + len(ranks) * len(sizes) + len(kernel_ranks) * len(measure.KERNELS)) as update:
         advance = lambda what: update(next(done), what)
         advance("copying")
         copy = roofline.copy_bandwidth(device, room=room, samples=repeats)
@@ -36,7 +41,11 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
         matmul = roofline.matmul_peak(device, dtype="bfloat16", samples=repeats)
         advance("starting kernels")
         launch = measure.launch(**timing)
-        reduced = measure.all_reduces(ranks=ranks, sizes=sizes, advance=advance, **timing)
+        hides = Overlap.HIDES if device.platform == "gpu" else None  # NCCL's; XLA's own kernels are measured next
+        reduced = measure.all_reduces(ranks=ranks, sizes=sizes, advance=advance, overlap=hides, **timing)
+        kernels = measure.all_reduces(
+            ranks=kernel_ranks, sizes=measure.KERNELS, advance=advance, overlap=Overlap.WAITS, **timing
+        )
         advance("computing beside an all-reduce")
         # A CPU's collectives never run beside compute, so there is nothing to measure.
         beside = None if simulated or tensor == 1 else measure.contention(ranks=tensor, **timing)
@@ -63,7 +72,7 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
         f" {', '.join(map(str, ranks))} devices, medians {of}, spread up to {worst:.0%},"
         f" off by {fit.error(reduced, fitted):.0%} in the median"
     )
-    sections["link"] = _link(fitted, source)
+    sections["link"] = {**_link(fitted, source), **_one_shot(kernels, of)}
     samples = [
         {"ranks": one.ranks, "bytes": one.size, "seconds": one.timing.median, "spread": one.timing.spread}
         for one in reduced
@@ -83,6 +92,15 @@ def _contention(beside: tuple[float, float] | None, tensor: int, of: str) -> tup
 def _link(fitted: Link, source: str) -> dict:
     values = {name: (getattr(fitted, name), source) for name in ("latency", "step", "bandwidth")}
     return {**values, "ring": fitted.ring.value}
+
+
+def _one_shot(kernels: Sequence[Reduced], of: str) -> dict:
+    """The link's section of that name; empty where XLA has no such kernels."""
+    if not kernels:
+        return {}
+    fitted = fit.one_shot(kernels)
+    source = f"fitted to {len(kernels)} all-reduces by XLA's kernel of 4 KiB to 256 KiB, medians {of}"
+    return {"one_shot": {name: (getattr(fitted, name), source) for name in ("latency", "bandwidth")}}
 
 
 def _spread(rates: tuple[float, ...]) -> str:

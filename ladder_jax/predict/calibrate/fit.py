@@ -6,7 +6,7 @@ import numpy as np
 
 from ladder_jax.errors import UserError
 from ladder_jax.predict.calibrate.measure import KIB, Reduced
-from ladder_jax.predict.link import Link, Ring
+from ladder_jax.predict.link import Kernel, Link, Ring
 
 GROWS = 1.1  # least ratio of a large all-reduce's time to a small one's; below it the bandwidth cannot be fitted
 
@@ -40,6 +40,19 @@ def link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
             " something else keeps this machine busy; wait, or ask for more --repeats"
         )
     return Link(latency=float(latency), step=float(step), bandwidth=float(1 / per_byte), ring=ring)
+
+
+def one_shot(measured: Sequence[Reduced]) -> Kernel:
+    """Least squares of relative errors of `latency + (n - 1) bytes / bandwidth`. Raises UserError as `link` does."""
+    from scipy.optimize import nnls
+
+    seconds = np.array([one.timing.median for one in measured])
+    sent = np.array([(one.ranks - 1) * one.size for one in measured]) / KIB
+    solved, _ = nnls(np.stack([np.ones_like(sent), sent], axis=1) / seconds[:, None], np.ones(len(measured)))
+    latency, per_kib = solved
+    if per_kib == 0:
+        raise UserError("one-kernel all-reduces do not take longer with more bytes: wait, or ask for more --repeats")
+    return Kernel(latency=float(latency), bandwidth=float(KIB / per_kib))
 
 
 def error(measured: Sequence[Reduced], fitted: Link) -> float:

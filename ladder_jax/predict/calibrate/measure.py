@@ -22,6 +22,7 @@ CHAIN = 32
 KIB, MIB = 2**10, 2**20
 SIZES = (4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB)
 SIMULATED = (4 * KIB, 64 * KIB, MIB)  # smaller: all simulated devices share one memory's bandwidth
+KERNELS = (4 * KIB, 32 * KIB, 256 * KIB)  # up to these XLA's all-reduce on NVIDIA GPUs is one-shot
 AXIS = "tensor"
 
 
@@ -54,15 +55,25 @@ class Reduced:
 
 
 def all_reduces(
-    *, ranks: Sequence[int], sizes: Sequence[int], warmup: int, repeats: int, advance: Callable[[str], None]
+    *,
+    ranks: Sequence[int],
+    sizes: Sequence[int],
+    warmup: int,
+    repeats: int,
+    advance: Callable[[str], None],
+    overlap: parallel.Overlap | None = None,
 ) -> list[Reduced]:
-    """Time an all-reduce of each size over each number of ranks. `advance(label)` is called before each."""
+    """Time an all-reduce of each size over each number of ranks. `advance(label)` is called before each.
+
+    overlap: with the compiler options of a decode step that hides its all-reduces (on NVIDIA GPUs: NCCL's) or waits for
+    them (one kernel); None for none.
+    """
     reduced = []
     for count in ranks:
         mesh = parallel.make_mesh(tensor=count, devices=jax.devices()[:count])
         for size in sizes:
             advance(f"an all-reduce of {size // KIB} KiB over {count} devices")
-            run = _chain_of_all_reduces(mesh, size)
+            run = _chain_of_all_reduces(mesh, size, overlap=overlap)
             reduced.append(Reduced(count, size, timed(run, of=CHAIN, warmup=warmup, repeats=repeats)))
     return reduced
 
@@ -113,7 +124,7 @@ def timed(run: Callable[[], object], *, of: int, warmup: int, repeats: int) -> T
     return Timing(tuple(samples))
 
 
-def _chain_of_all_reduces(mesh: Mesh, size: int) -> Callable[[], jax.Array]:
+def _chain_of_all_reduces(mesh: Mesh, size: int, *, overlap: parallel.Overlap | None = None) -> Callable[[], jax.Array]:
     """A chain of all-reduces. A scale that differs by rank follows each: XLA replaces a sum of equal arrays by a
     product."""
     count = mesh.shape[AXIS]
@@ -123,7 +134,10 @@ def _chain_of_all_reduces(mesh: Mesh, size: int) -> Callable[[], jax.Array]:
             x = lax.psum(x, AXIS) * scale
         return x
 
-    chain = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=P(AXIS)))
+    traits = overlap and parallel.Traits(overlap, Phase.DECODE, Loop.UNROLLED)
+    options = parallel.compile_options(mesh, traits=traits) if traits else None
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=P(AXIS))
+    chain = jax.jit(mapped, compiler_options=options)
     place = NamedSharding(mesh, P(AXIS))
     x = jax.device_put(jnp.ones((count, size // 2), jnp.bfloat16), place)
     scale = jax.device_put((jnp.arange(count, dtype=jnp.bfloat16)[:, None] + 1) / count**2, place)

@@ -1,0 +1,147 @@
+"""The timeline of a model's layers, in each tensor-parallel form."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+from ladder_jax.config import ModelConfig
+from ladder_jax.predict.implementation import Implementation
+from ladder_jax.predict.link import Algorithm, Ring
+from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.program import Form, Program
+from ladder_jax.predict.timeline import NAMES, Bar, Timeline, Work, beside, play
+from ladder_jax.predict.work import AFTER_GATHER, BEFORE_SCATTER, Block, Kernel, Model
+from ladder_jax.residual import Step, of_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """timeline: of all layers. algorithm, all_reduce: of the sublayers' reductions, and its seconds."""
+
+    timeline: Timeline
+    algorithm: Algorithm | None
+    all_reduce: float
+
+
+def layers(
+    model: Model,
+    machine: Machine,
+    block: Block,
+    *,
+    program: Program,
+    steps: Sequence[Step] | None = None,
+    times: int = 1,
+) -> Layers:
+    """The layers of `block`. steps: by default the topology's. times: how often each kernel runs (backward: 2)."""
+    plan, ranks, split = _plan(model.config), model.ranks, _split(program, model.ranks)
+    steps = plan.steps if steps is None else steps
+    algorithm, all_reduce = reduction(model, machine, block, program=program)
+
+    @functools.cache
+    def kernels(sublayers: tuple[int, ...]) -> tuple[Kernel, ...]:
+        return model.step(sublayers, block, shared_norm=plan.shared_norm, split=split)
+
+    work = functools.cache(lambda sublayers: work_of(kernels(sublayers), machine, model.implementation, times=times))
+    if program.form is Form.COLLECTIVE_MATMUL:
+        ring = RingProduct(machine, ranks, payload=model.payload(block), times=times)
+        timeline = _in_rings(steps, work=work, kernels=kernels, ring=ring)
+    else:
+        of_step = lambda step: work(step.sublayers)
+        timeline = play(steps, work=of_step, all_reduce=all_reduce, contention=machine.contention)
+    return Layers(timeline, algorithm if timeline.all_reduces else None, all_reduce)
+
+
+def reduction(model: Model, machine: Machine, block: Block, *, program: Program) -> tuple[Algorithm | None, float]:
+    """How a sublayer's output is reduced, and its seconds: an all-reduce, or a reduce-scatter and an all-gather."""
+    payload, ranks = model.payload(block), model.ranks
+    algorithm, seconds = machine.fastest_all_reduce(payload, ranks=ranks, among=program.algorithms)
+    if program.form is not Form.ALL_REDUCE and machine.link:
+        seconds = 2 * machine.link.half(payload, ranks=ranks)
+    return algorithm, seconds
+
+
+def work_of(kernels: Sequence[Kernel], machine: Machine, implementation: Implementation, *, times: int = 1) -> Work:
+    """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of another."""
+    size = lambda kernel: kernel.weights + kernel.activations + kernel.cache / implementation.cache_speed
+    busy = sum(machine.seconds(flops=kernel.flops, size=size(kernel)) for kernel in kernels)
+    return Work(busy=times * busy, idle=times * machine.launch * sum(kernel.launches for kernel in kernels))
+
+
+@dataclasses.dataclass(frozen=True)
+class RingProduct:
+    """A matrix product in n chunks of its positions: each is multiplied while the next one is on its way.
+
+        chunk + rounds x (a round's chunks beside its message)
+        ring     n - 1 rounds of one chunk; both directions of a torus: half as many, of two
+
+    A chunk reads all of the product's weights again, and starts a kernel of its own. Gather-matmul and matmul-scatter
+    take as long. Backward, the gathering of the input again for the weights' gradient is left out, which favours this.
+    """
+
+    machine: Machine
+    ranks: int
+    payload: float
+    times: int
+
+    @property
+    def rounds(self) -> int:
+        return self.ranks - 1 if self.machine.link.ring is Ring.ONE_WAY else self.ranks // 2
+
+    @property
+    def message(self) -> float:
+        """Seconds of a round's message; from node to node at the network's pace."""
+        link = self.machine.link
+        step, bandwidth = link.step, link.bandwidth
+        if link.nodes(self.ranks) > 1:
+            step, bandwidth = max(step, link.network.step), min(bandwidth, link.network.bandwidth)
+        return step + (self.ranks - 1) / self.rounds * self.payload / self.ranks / bandwidth
+
+    def seconds(self, kernel: Kernel) -> float:
+        size = kernel.weights + kernel.activations / self.ranks
+        busy = self.times * self.machine.seconds(flops=kernel.flops / self.ranks, size=size)
+        chunk = Work(busy=busy, idle=self.times * self.machine.launch * kernel.launches)
+        in_round = (self.ranks - 1) / self.rounds
+        several = Work(in_round * chunk.busy, in_round * chunk.idle)
+        round_ = max(self.message, beside(several, wire=self.message, contention=self.machine.contention))
+        return chunk.seconds + self.rounds * round_
+
+
+def _in_rings(
+    steps: Sequence[Step], *, work: Callable[[tuple], Work], kernels: Callable[[tuple], tuple], ring: RingProduct
+) -> Timeline:
+    """Every product that follows a gather or precedes a scatter in a ring; the other kernels as they are."""
+
+    @functools.cache
+    def seconds(sublayers: tuple[int, ...]) -> float:
+        plain, total = 0.0, work(sublayers).seconds
+        for kernel in kernels(sublayers):
+            if kernel.name in (*AFTER_GATHER, *BEFORE_SCATTER):
+                one = ring.times * ring.machine.seconds(flops=kernel.flops, size=kernel.weights + kernel.activations)
+                plain += ring.seconds(kernel) - one - ring.times * ring.machine.launch * kernel.launches
+        return total + plain
+
+    now, bars = 0.0, []
+    for step in steps:
+        bars.append(Bar(NAMES[step.sublayers], now, now + seconds(step.sublayers), wire=False))
+        now = bars[-1].stop
+    compute = sum(work(step.sublayers).seconds for step in steps)
+    wire = 2 * ring.rounds * ring.message * len(steps)
+    return Timeline(seconds=now, compute=compute, wire=wire, all_reduces=len(steps), bars=tuple(bars))
+
+
+def _split(program: Program, ranks: int) -> int:
+    return ranks if program.form in (Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL) else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    steps: tuple[Step, ...]
+    shared_norm: bool
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(config: ModelConfig) -> _Plan:
+    """The topology's steps. Cached, because a sweep predicts the same configuration many times."""
+    topology = of_model(config)
+    return _Plan(tuple(itertools.chain.from_iterable(topology.layers)), topology.shared_norm)

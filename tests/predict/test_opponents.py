@@ -1,0 +1,332 @@
+"""The opponents: all-reduce algorithms, the programs that may use them, sequence parallelism, other meshes."""
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import pytest
+
+from ladder_jax.config import Launch, Phase, preset
+from ladder_jax.predict import advice, compiled, layers, link, machine, model, phases, request, result, training, work
+from ladder_jax.predict.implementation import AUTHORS, OURS
+from ladder_jax.predict.link import Algorithm, Kernel, Kernels, Link, Network
+from ladder_jax.predict.program import Form, Opponents, Program, programs
+from ladder_jax.predict.work import Model
+from ladder_jax.schedule import hlo
+from tests.predict.asked import H100, NOTHING, OFF, run
+
+EIGHT = Link(
+    latency=10e-6,
+    step=1e-6,
+    bandwidth=1e9,
+    one_shot=Kernel(3e-6, 2e9),
+    two_shot=Kernel(5e-6, 4e9),
+    in_network=Kernel(6e-6, 8e9),
+    nccl_in_network=Kernel(40e-6, 16e9),
+)
+V5P = machine.load("v5p")
+HLO = pathlib.Path(__file__).parent.parent / "hlo"
+
+
+def ask(residual="standard,ladder", **words):
+    return request.make(
+        **{"model": "llama-3-70b", "hardware": "h100-nvlink", "tensor": 8, "residual": residual, **words}
+    )
+
+
+def rows(answer):
+    return {row.residual: row for row in answer.rows}
+
+
+def test_each_algorithm_has_its_formula():
+    assert EIGHT.times(4e6, ranks=1) == {} and EIGHT.fastest(4e6, ranks=1) == (None, 0.0)
+    assert EIGHT.times(4e6, ranks=8) == {
+        Algorithm.RING: pytest.approx(10e-6 + 14e-6 + 7e-3),
+        Algorithm.ONE_SHOT: pytest.approx(3e-6 + 7 * 4e6 / 2e9),
+        Algorithm.TWO_SHOT: pytest.approx(5e-6 + 7e6 / 4e9),
+        Algorithm.IN_NETWORK: pytest.approx(6e-6 + 4.5e6 / 8e9),
+        Algorithm.NCCL_IN_NETWORK: pytest.approx(40e-6 + 4.5e6 / 16e9),
+    }
+    fastest = lambda size, among: EIGHT.fastest(size, ranks=8, among=among)[0]
+    assert fastest(100, link.ANY) is Algorithm.ONE_SHOT and fastest(4e6, link.ANY) is Algorithm.NCCL_IN_NETWORK
+    assert fastest(1e3, link.NCCL) is fastest(1e3, link.FITTED) is fastest(4e6, link.FITTED) is Algorithm.RING
+    # A reduce-scatter and an all-gather move as much as an all-reduce, with one latency more.
+    assert 2 * EIGHT.half(4e6, ranks=8) == pytest.approx(EIGHT.all_reduce(4e6, ranks=8) + 10e-6)
+    assert EIGHT.faster(2).times(4e6, ranks=8) == {
+        name: pytest.approx(seconds / 2) for name, seconds in EIGHT.times(4e6, ranks=8).items()
+    }
+
+
+def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
+    nodes = dataclasses.replace(EIGHT, network=Network(size=4, step=5e-6, bandwidth=1e8))
+    assert (
+        nodes.times(4e6, ranks=8).keys() == {Algorithm.TREE}
+        and nodes.times(4e6, ranks=4).keys() == EIGHT.times(4e6, ranks=4).keys()
+    )
+    direct = dataclasses.replace(nodes, network=dataclasses.replace(nodes.network, one_shot=7e-6))
+    assert direct.faster(4).times(4e6, ranks=8) == {
+        name: pytest.approx(seconds / 4) for name, seconds in direct.times(4e6, ranks=8).items()
+    }
+    inside = EIGHT.two_shot.seconds(2 * 3 / 4 * 4e6)
+    assert direct.times(4e6, ranks=8)[Algorithm.TWO_SHOT] == pytest.approx(inside + 7e-6 + 1e6 / 1e8)
+
+
+def test_a_ladder_uses_what_its_launch_overlaps():
+    at = dict(machine=H100, ranks=8, phase=Phase.DECODE, tokens=1, implementation=OURS)
+    of = lambda name, **more: programs(preset("llama-3-8b", residual=name), **{**at, **more})
+    (standard,) = of("standard")
+    assert standard == Program(algorithms=link.ANY)
+    chained, explicit = of("ladder")
+    assert (chained.launch, chained.algorithms) == (Launch.CHAINED, link.NCCL)
+    assert (explicit.launch, explicit.algorithms) == (Launch.EXPLICIT, link.ANY)
+    assert of("ladder", launches=(Launch.EXPLICIT,)) == (explicit,)
+    # No kernel that is XLA's: without peers' memory, between nodes, on TPUs, and where only others have one.
+    others = dataclasses.replace(H100, link=dataclasses.replace(H100.link, kernels=Kernels.OTHERS))
+    for where in (OFF, V5P, others, machine.load("a800-pcie")):
+        assert of("ladder", machine=where, launches=(Launch.EXPLICIT,)) == (chained,), where.name
+    assert of("ladder", machine=machine.load("h100-2-nodes"), ranks=16) == (chained,)
+    assert all(one.launch is not Launch.EXPLICIT for one in of("ladder", phase=Phase.PREFILL, tokens=1024))
+    assert of("ladder", implementation=AUTHORS) == of("standard", opponents=Opponents.FITTED) == (Program(),)
+
+
+def test_forms_of_many_tokens():
+    at = dict(machine=H100, ranks=8, phase=Phase.PREFILL, implementation=OURS)
+    forms = lambda name, tokens: {
+        one.form for one in programs(preset("llama-3-8b", residual=name), tokens=tokens, **at)
+    }
+    whole, split, ring = Form.ALL_REDUCE, Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL
+    assert forms("standard", 1024) == {whole, split, ring} and forms("standard", 1023) == {whole}
+    assert forms("ladder", 1024) == forms("parallel", 1024) == {whole, split}
+    desync = preset("llama-3-8b", residual="desync-2", ranks=8)
+    assert len(programs(desync, tokens=1024, **at)) == 1
+
+
+def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
+    """The row says which launch it assumes; the ratios say over whom."""
+    words = ("--model", "llama-3-70b", "--hardware", "h100-nvlink", "--tensor", 8, "--residual", "standard,ladder")
+    status, out, _ = run(capsys, *words, "--json")
+    answer = json.loads(out)
+    found = {row["residual"]: row for row in answer["rows"]}
+    baseline, standard, ladder = answer["baseline"], found["standard"], found["ladder"]
+    assert status == 0 and set(baseline) == {"residual", "form", "all_reduce", "tokens_per_second"}
+    assert (baseline["residual"], baseline["all_reduce"]) == ("standard", "one-shot")
+    assert 83 < baseline["tokens_per_second"] < 95
+    assert standard["launch"] is None and standard["all_reduce"] == "one-shot"
+    assert (ladder["launch"], ladder["all_reduce"]) == ("explicit", "one-shot")
+    for row in found.values():
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / baseline["tokens_per_second"])
+    nccl = model.speed(
+        preset("llama-3-70b", residual="standard"), machine=H100, tensor=8, rows=1, opponents=Opponents.NCCL
+    )
+    assert ladder["speedup_over_nccl"] == pytest.approx(ladder["tokens_per_second"] / nccl.tokens_per_second)
+    assert 1.0 < ladder["speedup"] < ladder["speedup_over_nccl"] and answer["recommendation"]["residual"] == "ladder"
+    status, out, _ = run(capsys, *words)
+    assert "speed-up: over Standard (one-shot all-reduce)" in out and "explicit" in out and "…" not in out
+    assert "figures of threads, not verified" in out and "have never run" in out
+    status, out, _ = run(capsys, *words, "--launch", "chained", "--json")
+    chained = json.loads(out)["rows"][1]
+    assert (chained["launch"], chained["all_reduce"]) == ("chained", "ring")
+    assert 1.0 < chained["speedup"] < ladder["speedup"]
+
+
+def test_the_authors_programs_have_ring_all_reduces():
+    answer = result.predict(ask(implementation="authors"))
+    assert answer.baseline.all_reduce == "ring" and answer.baseline.form == "all-reduce"
+    for row in answer.rows:
+        assert row.speedup == row.speedup_over_nccl and row.speed.step.program == Program()
+
+
+@pytest.mark.parametrize("name", machine.NAMES)
+def test_nobody_loses_by_a_choice(name):
+    """The strongest program is at least as fast as NCCL's, and that at least as fast as the fitted one."""
+    on, tensor = machine.load(name), machine.load(name).devices
+    for residual in ("standard", "ladder", "parallel"):
+        config = preset("llama-3-8b", residual=residual, num_layers=4, num_kv_heads=16 if tensor == 16 else 8)
+        speed = lambda opponents: model.speed(config, machine=on, tensor=tensor, rows=4, opponents=opponents)
+        times = [seconds(speed(one)) for one in (Opponents.FITTED, Opponents.NCCL, Opponents.STRONGEST)]
+        assert times == sorted(times, reverse=True), residual
+
+
+def seconds(speed):
+    return speed.prefill_seconds + speed.decode_seconds
+
+
+def split_layers(form, *, on=V5P, rows=4, tokens=2048, residual="standard"):
+    shard = Model(preset("llama-3-8b", residual=residual, num_layers=4), 8, OURS)
+    block = work.prefill(rows=rows, prompt_length=tokens, new_tokens=0, implementation=OURS)
+    return layers.layers(shard, on, block, program=Program(form))
+
+
+def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
+    plain, ring = (split_layers(form) for form in (Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL))
+    assert 0 < ring.timeline.exposed < 0.5 * plain.timeline.exposed
+    assert ring.timeline.compute == pytest.approx(plain.timeline.compute)
+    # The same bytes; a ring has no latency of its own. 8 ranks both ways: 4 rounds a gather and a scatter.
+    latency = 8 * 2 * V5P.link.latency
+    assert ring.timeline.wire == pytest.approx(plain.timeline.wire - latency)
+    free = split_layers(Form.COLLECTIVE_MATMUL, on=dataclasses.replace(V5P, link=NOTHING, launch=0.0))
+    assert free.timeline.seconds >= free.timeline.compute and free.timeline.exposed < 0.02 * free.timeline.compute
+    # Where products read weights rather than compute, each chunk reads them again: a ring loses.
+    short, whole = (split_layers(form, rows=1, tokens=8) for form in (Form.COLLECTIVE_MATMUL, Form.SEQUENCE_PARALLEL))
+    assert short.timeline.seconds > whole.timeline.seconds
+
+
+def test_a_ring_step_by_hand():
+    """One way, 4 ranks: the first chunk bare, then three beside a message each, which outlasts them or does not."""
+    on = dataclasses.replace(H100, link=Link(latency=1.0, step=0.5, bandwidth=8.0), contention=0.0, launch=0.0)
+    kernel = work.Kernel("out", flops=4 * on.flops * on.flops_share)  # a second a chunk
+    for payload, expected in ((64.0, 1 + 3 * 2.5), (8.0, 1 + 3 * 1.0)):
+        ring = layers.RingProduct(on, 4, payload=payload, times=1)
+        assert ring.seconds(kernel) == pytest.approx(expected)
+
+
+def test_norms_of_a_split_stream_read_their_own_positions():
+    shard = Model(preset("llama-3-8b"), 8, OURS)
+    block = work.prefill(rows=1, prompt_length=1024, new_tokens=0, implementation=OURS)
+    whole, split = (shard.step((0,), block, shared_norm=False, split=ranks) for ranks in (1, 8))
+    assert [k.name for k in whole] == [k.name for k in split] and whole[1:] == split[1:]
+    assert split[0].activations == whole[0].activations / 8 and split[0].weights == whole[0].weights
+
+
+def test_a_prefill_and_its_opponents(capsys):
+    words = ("--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--phase", "prefill", "--batch", 1)
+    status, out, _ = run(capsys, *words, "--prompt-length", 4096, "--json")
+    found = json.loads(out)
+    assert status == 0 and (found["phase"], found["tokens"]) == ("prefill", 4096)
+    assert found["baseline"] == found["opponents"][0] and found["baseline"]["form"] == "ring collective matmul"
+    assert {one["form"] for one in found["opponents"]} == {"all-reduce", "sequence-parallel", "ring collective matmul"}
+    speeds = [one["tokens_per_second"] for one in found["opponents"]]
+    assert speeds == sorted(speeds, reverse=True)
+    of = {row["residual"]: row for row in found["rows"]}
+    for row in of.values():
+        assert row["tokens_per_second"] == pytest.approx(4096 / row["seconds"])
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / speeds[0])
+    plain = next(one for one in found["opponents"] if one["form"] == "all-reduce")["tokens_per_second"]
+    assert of["ladder"]["speedup_over_nccl"] == pytest.approx(of["ladder"]["tokens_per_second"] / plain)
+    assert of["ladder"]["launch"] == "chained" and of["no-communication"]["all_reduce"] is None
+    assert of["ladder"]["seconds"] < of["standard"]["seconds"] and of["no-communication"]["seconds"] < min(
+        row["seconds"] for name, row in of.items() if name not in ("no-communication", "parallel-ladder")
+    )
+    status, out, _ = run(capsys, *words)
+    assert status == 0 and "Standard's forms, tokens/s: ring collective matmul" in out
+
+
+def test_a_training_step_and_meshes_without_tensor_parallelism():
+    few, many = (phases.predict(ask(hardware="v5p", phase="train", batch=batch)) for batch in (4, 32))
+    forms = lambda answer: [one.form for one in answer.opponents]
+    assert "fsdp" not in forms(few)  # fewer sequences than devices: tensor parallelism is forced
+    assert forms(many)[0] == many.baseline.form == "fsdp" and many.baseline.all_reduce is None
+    assert many.advice.residual == "standard" and many.advice.reason.startswith("no: ")
+    assert many.advice.ladder_helps is False and "Standard (fsdp)" in many.advice.reason
+    # llama-3-70b's 16 bytes a parameter are more than a device has; a small model needs no collective at all.
+    assert "data-parallel" not in forms(many)
+    small = phases.predict(ask(model="smollm2-135m", tensor=3, hardware="v5p", phase="train", batch=3))
+    assert small.baseline.form == "data-parallel" and rows(small)["ladder"].speedup < 1
+    # The plain form is the study's.
+    standard = next(one for one in few.opponents if one.form == "all-reduce")
+    shape = dict(machine=V5P, tensor=8, rows=4, sequence=2048)
+    seconds = training.step(preset("llama-3-70b", residual="standard"), **shape).seconds
+    assert standard.tokens_per_second == pytest.approx(4 * 2048 / seconds)
+
+
+def test_fsdp_by_hand():
+    """Whatever is computed, transfers that outlast it are what the step takes: two gathers and a scatter a layer."""
+    slow = dataclasses.replace(V5P, flops=1e60, bandwidth=1e60, launch=0.0)
+    asked = dataclasses.replace(ask(model="llama-3-8b", hardware="v5p", phase="train", batch=8, layers=4), machine=slow)
+    (fsdp,) = (one for one in phases.predict(asked).opponents if one.form == "fsdp")
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+    tables = 2 * 4096 * 128256
+    half = lambda size: V5P.link.half(size, ranks=8)
+    expected = 4 * (2 * half(2 * layer) + half(4 * layer)) + 2 * half(2 * tables) + half(4 * tables)
+    assert 8 * 2048 / fsdp.tokens_per_second == pytest.approx(expected)
+
+
+def test_schedules_are_played_with_the_all_reduces_of_their_programs(monkeypatch):
+    """A compiled Standard may use any, a chained Ladder NCCL's; each is compiled once a phase."""
+    calls = []
+
+    def compile_(request_, target, residual, phase, layers):
+        calls.append((residual, phase, layers))
+        fixture = {"standard": "h100-standard", "ladder": "h100-unrolled"}[residual]
+        return hlo.parse((HLO / f"{fixture}.hlo").read_text()), "h100"
+
+    monkeypatch.setattr(compiled, "_compiled", compile_)
+    options = dict(model="llama-3-70b", hardware=None, tensor=None, residual="standard,ladder", implementation=None)
+    asked = request.make(**compiled.with_defaults({**options, "layers": 2, "launch": None}, "h100:8"))
+    answer = compiled.predict(asked, target="h100:8")
+    standard, ladder = answer.rows
+    both = {(name, phase, 2) for name in ("standard", "ladder") for phase in (Phase.PREFILL, Phase.DECODE)}
+    assert set(calls) == both and len(calls) == 4
+    assert (standard.speedup, answer.baseline.form) == (1.0, "all-reduce") and answer.fidelity.endswith("for h100:8")
+    assert standard.speedup_over_nccl > 1 and ladder.speedup_over_nccl > ladder.speedup
+    launched = ladder.as_dict(memory=1e12)
+    assert launched["launch"] == "chained" and launched["all_reduce"] in ("ring", "NCCL in-network")
+    assert answer.baseline.all_reduce in ("one-shot", "two-shot", "in-network")
+
+
+def test_no_is_said_plainly(capsys):
+    words = ("--model", "llama-3-70b", "--hardware", "h100-nvlink", "--phase", "prefill", "--batch", 4)
+    _, out, _ = run(capsys, *words, "--residual", "standard,ladder")
+    assert out.startswith(
+        "no: take standard\nreason    no topology is 3% faster than Standard (ring collective matmul); "
+    )
+    answer = result.predict(ask(tensor=1, model="llama-3-8b"))
+    assert answer.advice.reason.startswith("no: one device") and answer.baseline.all_reduce is None
+
+    @dataclasses.dataclass
+    class Row:
+        residual: str
+        speedup: float
+
+    opponent = advice.Opponent("Standard (ring all-reduce)", 0.1)
+    for speedup, said in ((advice.WORTH - 0.001, "standard"), (advice.WORTH, "ladder")):
+        found = advice.read(rows=[Row("standard", 1.0), Row("ladder", speedup)], opponent=opponent, tensor=8)
+        assert (found.residual, found.ladder_helps) == (said, said == "ladder")
+    assert math.isclose(advice.WORTH, 1.03)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--phase trian", "unknown phase 'trian'; did you mean 'train'?"),
+        ("--phase train --prompt-length 9", "--prompt-length belongs to --phase generate and prefill, not train"),
+        ("--phase prefill --new-tokens 9", "--new-tokens belongs to --phase generate, not prefill"),
+        ("--sequence 9", "--sequence belongs to --phase train, not generate"),
+        ("--phase train --sequence 0", "--sequence must be positive, not 0"),
+        ("--phase train --sweep batch=1", "--sweep belongs to --phase generate, not train"),
+        ("--phase prefill --plot a.png", "--plot belongs to --phase generate, not prefill"),
+        ("--phase train --implementation authors", "--implementation must be ours"),
+        ("--phase train --ladder-layers 2", "leave out --ladder-layers"),
+        ("--phase train --residual desync-2", "models whose layers are all alike, not desync-2"),
+        ("--launch explicitly", "unknown launch 'explicitly'; did you mean 'explicit'?"),
+        ("--launch explicit --from-schedule h100:8", "--launch explicit is analytic"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, capsys):
+    status, out, err = run(capsys, "--model", "llama-3-70b", "--hardware", "h100-nvlink", *words.split())
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ("link: {one_shot: {bandwidth: null}}", "lacks the constant link.one_shot.bandwidth"),
+        ("link: {one_shot: {speed: 1}}", "unknown constant of hardware"),
+        ("link: {kernels: theirs}", "unknown value for link.kernels of hardware"),
+        ("link: {two_shot: {latency: -1e-6}}", "link.two_shot.latency of hardware"),
+    ],
+)
+def test_a_wrong_kernel_in_a_file_is_one_line(over, said, tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"based_on: h100-nvlink\n{over}\n")
+    status, out, err = run(capsys, "--model", "tiny", "--hardware", file)
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
+
+
+def test_a_file_may_take_a_kernel_away(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("based_on: h100-nvlink\nlink: {one_shot: null, two_shot: {latency: 9e-6}}\n")
+    found = machine.load(str(file)).link
+    assert found.one_shot is None and found.in_network == H100.link.in_network
+    assert found.two_shot == dataclasses.replace(H100.link.two_shot, latency=9e-6)
