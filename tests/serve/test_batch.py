@@ -106,7 +106,7 @@ MISTAKES = [
     ([1], "each line must be an object such as "),
     (LINES[3] | {"custom_id": "one"}, "custom_id 'one' is that of an earlier line"),
     (request("x", COMPLETIONS, prompt="a", max_tokens=0), "max_tokens: Input should be greater than or equal to 1"),
-    (request("x", COMPLETIONS, prompt="a", top=0), "unknown parameter 'top'; did you mean 'top_p'?"),
+    (request("x", COMPLETIONS, prompt="a", top=0), "unknown parameter 'top'; did you mean "),
     (request("x", COMPLETIONS, prompt="a", stream=True), "stream: a batch has no streams; leave it out"),
     (request("x", COMPLETIONS, prompt=""), "the prompt is empty"),
     (request("x", COMPLETIONS, prompt=[256]), "the prompt holds the token 256, outside the model's vocabulary of 256"),
