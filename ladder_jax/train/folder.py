@@ -108,7 +108,7 @@ def notices(config: RunConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def owned(folder: AnyPath, *, say: Callable[[str], None]) -> Iterator[None]:
+def owned(folder: AnyPath, *, say: Callable[[str], None] = print) -> Iterator[None]:
     """Makes the folder and locks it. Raises UserError where another process trains in it.
 
     The lock ends with the process, however that ends; its file stays. It is a regular file open for writing because
