@@ -1,0 +1,84 @@
+"""Every command of README and docs is run, on files of the same names, or has a reason why it is not."""
+
+import json
+import os
+import shlex
+
+import pytest
+
+from ladder_jax import cli
+from tests import tokenizers
+from tests.pretrained import gguf_files, models
+from tests.test_docs import PAGES, commands
+
+NOT_RUN = {
+    "overlap ": "needs the compilers for TPUs: `make audit`; for cpu:8, tests/test_overlap.py",
+    "generate HuggingFaceTB/": "downloads: from a hub on this machine, tests/pretrained/test_names.py",
+    "predict --model HuggingFaceTB/": "downloads: as the last",
+    "serve ": "does not end by itself: tests/serve/test_process.py",
+    "train tiny --cpu-devices 1 ": "two processes: tests/processes/test_training.py",
+    "train experiments/retrain/distil.yaml": "needs another run and hours: tests/test_retrain.py, test_objective.py",
+    "bench --model llama": "needs an accelerator: of tiny, tests/test_bench.py",
+    "calibrate ": "takes minutes: tests/test_calibrate.py",
+    "doctor": "tests/test_cli.py",
+}
+SMALL = (
+    "model.num_layers=2 model.d_model=32 model.d_ff=32 train.steps=2 train.batch=4 train.sequence=32 data.path=book.txt"
+)
+ADDED = {
+    "train tiny --cpu-devices 8 ": SMALL,
+    "generate runs/": "--max-new-tokens 4",
+    "generate SmolLM2": "--max-new-tokens 4",
+    "plan ": "--confirm 0",
+    "convert SmolLM2-135M runs/smollm2-auto": "--calibration-tokens 64 --search ranked",
+    "convert SmolLM2-135M runs/smollm2-ladder": "--calibration-tokens 64",
+    "convert SmolLM2-135M-Instruct": "--calibration-tokens 64",
+}
+"""Words that make a command quicker."""
+
+
+def beginning(words: str, known: dict) -> str | None:
+    return next((start for start in known if f"{words} ".startswith(start)), None)
+
+
+COMMANDS = list(dict.fromkeys(" ".join(words.split()) for path in PAGES for words in commands(path)))
+# Runs and converted models come before what reads them.
+RUN = sorted((words for words in COMMANDS if not beginning(words, NOT_RUN)), key=lambda words: words[:5] != "train")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with every file that a command names."""
+    folder = tmp_path_factory.mktemp("place")
+    text = "".join(f"line {i} of a little book about {i % 7} things\n" for i in range(400))
+    for name in ("book.txt", "held-out.txt", "text.txt"):
+        (folder / name).write_text(text)
+    choice = json.dumps({"question": "the cat", "choices": [" sat", " ran"], "answer": 0}) + "\n"
+    for name in ("arc.jsonl", "arc-train.jsonl"):
+        (folder / name).write_text(choice * 6)
+    (folder / "gsm8k.jsonl").write_text(json.dumps({"question": "2 + 2 =", "answer": "It is 4.\n#### 4"}) + "\n")
+    for name in ("fast.yaml", "mine.yaml"):
+        (folder / name).write_text("based_on: h100-nvlink\nlink: {latency: 5.5e-6}\n")
+    shape = dict(vocab_size=100, num_hidden_layers=16)
+    for name in ("SmolLM2-135M.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"):
+        gguf_files.write(folder / name, "llama-2", **shape)
+    model = models.write(folder / "SmolLM2-135M", "llama-2", **shape)
+    gguf_files.small().save(str(model / "tokenizer.json"))
+    (folder / "web").mkdir()
+    (folder / "web" / "a.txt").write_text(text)
+    for name in ("experiments/predict", "docs/pictures"):
+        (folder / name).mkdir(parents=True)
+    tokenizers.folder(folder / "FOLDER")
+    return folder
+
+
+def test_no_reason_has_outlived_its_command():
+    assert all(any(f"{words} ".startswith(start) for words in COMMANDS) for start in (*NOT_RUN, *ADDED))
+
+
+@pytest.mark.parametrize("words", RUN)
+def test_a_documented_command(words, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    added = ADDED.get(beginning(words, ADDED), "")
+    assert cli.main(shlex.split(f"{words} {added}")) == 0, capsys.readouterr().err
