@@ -13,18 +13,13 @@ ARRAYS = {
     "forward": (test_numerics.FORWARD, (cases.TOPOLOGIES, (1, 2, 4, 8), Loop), [SECOND_THIRD]),
     "gradients": (
         test_numerics.GRADIENTS,
-        (cases.TOPOLOGIES, test_numerics.MESHES, Loop, [Remat.NONE]),
-        [SECOND_THIRD],
+        (cases.TOPOLOGIES, [test_numerics.ONE_DEVICE, *test_numerics.MESHES], Loop, Remat),
+        [*THREE, FIRST_FOURTH],
     ),
-    "recomputed": (
+    "gradients that communicate": (
         test_numerics.GRADIENTS,
         (cases.RECURRENCES, test_numerics.MESHES, Loop, Remat),
         [*THREE, FIRST_FOURTH, THIRD_FOURTH],
-    ),
-    "on one device": (
-        test_numerics.GRADIENTS,
-        (test_numerics.UNCOMMUNICATED, [test_numerics.ONE_DEVICE], Loop, [Remat.NONE]),
-        [SECOND_THIRD],
     ),
     "sharded": (
         test_meshes.CASES,

@@ -17,18 +17,16 @@ FORWARD = covering.marked(
     chosen=covering.array(cases.TOPOLOGIES, (1, 2, 4, 8), Loop, pairs=[(1, 2)], even=[1, 2]),
 )
 ONE_DEVICE, MESHES = (1, 1), ((1, 4), (2, 4))  # data x tensor
-RECOMPUTED = [remat for remat in Remat if remat is not Remat.NONE]
-UNCOMMUNICATED = "standard", "ladder", "parallel-ladder", "hybrid-delay-2"
 GRADIENTS = covering.marked(
     [
         *itertools.product(cases.TOPOLOGIES, [ONE_DEVICE, *MESHES], Loop, [Remat.NONE]),
         *itertools.product(cases.TOPOLOGIES, [(2, 4)], Loop, Remat),
     ],
     chosen=[
-        *covering.array(cases.RECURRENCES, MESHES, Loop, [Remat.NONE], pairs=[(0, 1), (0, 2), (1, 2)]),
-        *covering.array(cases.OTHERS, MESHES, Loop, [Remat.NONE], pairs=[(1, 2)], even=[1, 2]),
-        *covering.array(cases.RECURRENCES, MESHES, Loop, RECOMPUTED, pairs=[(0, 3), (1, 2), (2, 3)], even=[1]),
-        *covering.array(UNCOMMUNICATED, [ONE_DEVICE], Loop, [Remat.NONE], pairs=[(1, 2)]),
+        # Programs that communicate are counted, too: of each recurrence, with every recomputation.
+        *covering.array(cases.RECURRENCES, MESHES, Loop, Remat, pairs=[(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]),
+        *covering.array(cases.RECURRENCES, [ONE_DEVICE], Loop, [Remat.NONE], pairs=[(1, 2)]),
+        *covering.array(cases.OTHERS, [ONE_DEVICE, *MESHES], Loop, Remat, pairs=[(0, 1), (0, 2), (0, 3), (1, 2)]),
     ],
 )
 
