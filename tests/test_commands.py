@@ -29,6 +29,8 @@ ADDED = {
     "train tiny --cpu-devices 8 ": SMALL,
     "generate runs/": "--max-new-tokens 4",
     "generate SmolLM2": "--max-new-tokens 4",
+    "evaluate runs/book --text": "--window 64 --stride 32",
+    "evaluate runs/book --generation": "--max-new-tokens 4",
     "plan ": "--confirm 0",
     "convert SmolLM2-135M runs/smollm2-auto": "--calibration-tokens 64 --search ranked",
     "convert SmolLM2-135M runs/smollm2-ladder": "--calibration-tokens 64",
@@ -53,9 +55,9 @@ def place(tmp_path_factory):
     text = "".join(f"line {i} of a little book about {i % 7} things\n" for i in range(400))
     for name in ("book.txt", "held-out.txt", "text.txt"):
         (folder / name).write_text(text)
-    choice = json.dumps({"question": "the cat", "choices": [" sat", " ran"], "answer": 0}) + "\n"
-    for name in ("arc.jsonl", "arc-train.jsonl"):
-        (folder / name).write_text(choice * 6)
+    for name, animal in (("arc.jsonl", "cat"), ("arc-train.jsonl", "rat")):
+        told = [{"question": f"{animal} {i}", "choices": [" sat", " ran"], "answer": 0} for i in range(6)]
+        (folder / name).write_text("".join(json.dumps(one) + "\n" for one in told))
     (folder / "gsm8k.jsonl").write_text(json.dumps({"question": "2 + 2 =", "answer": "It is 4.\n#### 4"}) + "\n")
     for name in ("fast.yaml", "mine.yaml"):
         (folder / name).write_text("based_on: h100-nvlink\nlink: {latency: 5.5e-6}\n")
