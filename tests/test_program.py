@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from ladder_jax import decode, train
-from ladder_jax.config import Loop
+from ladder_jax.config import Loop, Remat
 from ladder_jax.decode import cache, weights
 from ladder_jax.parallel.collectives import LAUNCH
 from tests import cases, communication
@@ -87,3 +87,19 @@ def test_every_process_makes_the_same_program():
         for seed in "12"
     }  # fmt: skip
     assert len(said) == 1 and len(said.pop().split()) == 2
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tensor=4)], ids=["one device", "fsdp x tensor"])
+@pytest.mark.parametrize("name", ["standard", "ladder"])
+def test_what_the_backward_pass_multiplies_again(name, mesh):
+    """Of a layer: query, key, value, gate, up and attention's two products; with the matmuls kept, those two alone."""
+    definition = cases.define(name, **mesh)
+    tokens = jax.ShapeDtypeStruct((4, 13), jnp.int32)
+
+    def matmuls(remat):
+        step = train.loss_and_gradients(definition, loop=Loop.UNROLLED, remat=remat)
+        return jax.jit(step).lower(definition.abstract, tokens).as_text().count("dot_general")
+
+    plain, layers = matmuls(Remat.NONE), definition.config.num_layers
+    assert matmuls(Remat.FULL) == plain + 7 * layers
+    assert matmuls(Remat.SAVE_MATMULS) == plain + 2 * layers

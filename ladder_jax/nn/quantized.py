@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.parallel import pvary, varying
+from ladder_jax.residual import MATMUL
 
 CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D"}
 """The contracted dimensions of each matrix. Parameters that are not listed (gains, biases) are never quantized.
@@ -81,7 +83,7 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
         return weight.einsum(spec, x, dtype=dtype)
     if not isinstance(weight, Int8):
         axes = varying(x) | varying(weight)
-        return _product(pvary(x, axes), pvary(weight, axes), spec, dtype)
+        return checkpoint_name(_product(pvary(x, axes), pvary(weight, axes), spec, dtype), MATMUL)
     sums = jnp.einsum(spec, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
     scale = weight.scale.reshape((1,) * (sums.ndim - weight.scale.ndim) + weight.scale.shape)
     return (sums * scale).astype(dtype or x.dtype)

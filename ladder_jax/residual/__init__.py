@@ -65,6 +65,7 @@ for layers of your own; sequence.py, the recurrence on a stream that is split al
 their way from standard to ladder.
 """
 
+from ladder_jax.residual.layers import MATMUL as MATMUL
 from ladder_jax.residual.stack import Stack as Stack
 from ladder_jax.residual.stack import on_one_rank as on_one_rank
 from ladder_jax.residual.stack import run as run

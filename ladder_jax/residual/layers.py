@@ -15,6 +15,8 @@ from ladder_jax.residual.steps import REDUCED, State, Step
 
 LAYER_INPUT = "entered"
 """The checkpoint name of the state that enters a layer."""
+MATMUL = "matmul"
+"""The checkpoint name of a matmul's result: a policy for dots does not see one that has a gradient rule of its own."""
 
 MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
 
@@ -107,7 +109,8 @@ def rematerialised(body: Callable, *, steps: tuple[Step, ...], remat: Remat, loo
         return body
     policy = policies.save_only_these_names(REDUCED)
     if remat is Remat.SAVE_MATMULS:
-        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
+        named = policies.save_only_these_names(REDUCED, MATMUL)
+        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
     elif remat is Remat.OFFLOAD:
         body = _with_named_input(body)
         policy = policies.save_and_offload_only_these_names(
