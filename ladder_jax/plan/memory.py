@@ -91,7 +91,9 @@ def _weights(layer: int, table: int, tables: int, candidate: Candidate, config: 
     size = size_of(config.dtype)
     if candidate.mesh.fsdp == 1:
         return layer * (size + FLOAT32) + tables * table * size
-    return 2 * layer * (size + FLOAT32) + table * (tables * size + 2 * FLOAT32)
+    # Of several microbatches, the whole tables' float32 gradients: this one's, and the sum.
+    gradients = 2 * tables * FLOAT32 if candidate.accumulate > 1 else 0
+    return 2 * layer * (size + FLOAT32) + table * (tables * size + gradients)
 
 
 def _working(candidate: Candidate, *, request: Request) -> int:
