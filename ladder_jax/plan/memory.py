@@ -91,7 +91,7 @@ def _weights(layer: int, table: int, tables: int, candidate: Candidate, config: 
     size = size_of(config.dtype)
     if candidate.mesh.fsdp == 1:
         return layer * (size + FLOAT32) + tables * table * size
-    # Of several microbatches, the whole tables' float32 gradients: this one's, and the sum.
+    # With several microbatches, float32 gradients of the whole tables: the current one's and their sum.
     gradients = 2 * tables * FLOAT32 if candidate.accumulate > 1 else 0
     return 2 * layer * (size + FLOAT32) + table * (tables * size + gradients)
 
