@@ -29,9 +29,8 @@ def run(args: dict) -> None:
     """Convert, and print a summary. Raises UserError and RunFailed; then nothing has been written."""
     source = formats.open_source(args["source"])
     request = parse(args, source.model)
-    definition = nn.define(
-        request.model, mesh=parallel.make_mesh()
-    )  # raises if the model cannot be split over its ranks
+    # Raises UserError if the model cannot be split over its ranks.
+    definition = nn.define(request.model, mesh=parallel.make_mesh())
     staging.check_free(request.destination)
     copies = 1 if request.refit is None else 2  # the fitted arrays are kept until all is written
     staging.check_room(request.destination, size=copies * native.size(source))
