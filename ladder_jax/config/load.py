@@ -161,7 +161,7 @@ def parse_yaml(text: str, *, what: str) -> typing.Any:
     except Exception as error:  # PyYAML raises errors of many kinds for dates, numbers and tags
         raise UserError(f"{what} is not YAML: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
     if count > MAX_VALUES:
-        raise UserError(f"{what} is not YAML of ours: it has more than {MAX_VALUES:,} values")
+        raise UserError(f"{what} has more than {MAX_VALUES:,} values")
     return value
 
 
