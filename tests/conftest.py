@@ -1,6 +1,7 @@
 """Eight simulated devices, strict jax settings, and compilations shared between tests and runs."""
 
 import collections
+import gc
 import itertools
 import os
 import pathlib
@@ -26,6 +27,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tracing makes millions of objects that live on: looking for cycles among them as often as usual costs a tenth.
+gc.set_threshold(100_000, 50, 100)
 
 
 # What takes longest comes first, in this order: a file is one worker's, and at the end the others would be idle.

@@ -37,6 +37,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time; each needs about 4 GB")
+    parser.add_argument(
+        "--within", type=float, metavar="SECONDS", help="a mutant gets only the quickest tests, in all so long"
+    )
     parser.add_argument("--tests", nargs="+", metavar="FILE[::TEST]", help="only these (default: all of make test)")
     parser.add_argument(
         "--out", type=pathlib.Path, default=FOLDER, help="where results are kept (default: %(default)s)"
@@ -53,7 +56,7 @@ def main() -> None:
         for job in range(args.jobs):
             free.put(Scratch.copy(pathlib.Path(folder, str(job))))
         executed = executed_lines(tests, free, args.out / "lines.json", args.jobs, progress)
-        results = run(chosen, executed, free, args.out / "results.jsonl", args.jobs, progress)
+        results = run(chosen, executed, free, args.out / "results.jsonl", args.jobs, progress, within=args.within)
     report(chosen, results)
 
 
@@ -105,10 +108,13 @@ def executed_lines(tests, free, file: pathlib.Path, jobs: int, progress: Progres
     return {test: kept[test] for test in tests}
 
 
-def run(chosen, executed, free, file: pathlib.Path, jobs: int, progress: Progress) -> dict[Mutant, dict]:
+def run(
+    chosen, executed, free, file: pathlib.Path, jobs: int, progress: Progress, *, within: float | None
+) -> dict[Mutant, dict]:
     """What became of each mutant, a line of JSON each.
 
     One that is in the file is not run again, but for a survivor whose tests, or the package, have changed.
+    within: seconds of tests that a mutant gets, the quickest; what they do not kill counts as a survivor.
     """
     done = {}
     if file.exists():
@@ -120,6 +126,9 @@ def run(chosen, executed, free, file: pathlib.Path, jobs: int, progress: Progres
         source = (ROOT / mutant.file).read_text(encoding="utf-8")
         tests = [t for t in executed if any(f"{mutant.file}:{line}" in lines[t] for line in mutant.lines)]
         tests.sort(key=lambda test: executed[test]["seconds"])
+        if within is not None:
+            totals = itertools.accumulate(executed[test]["seconds"] for test in tests)
+            tests = [test for test, total in zip(tests, totals) if total <= within]
         name, given = key(mutant.of(source), mutant.file), key(*sorted(executed[test]["key"] for test in tests))
         if name not in done or (done[name]["survived"] and done[name]["given"] != given):
             scratch = free.get()

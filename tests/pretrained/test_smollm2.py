@@ -149,6 +149,7 @@ class TestLive:
         assert live == pytest.approx(float(recorded()[name]), abs=1e-3)
 
 
+@pytest.mark.full
 def test_the_first_token_comes_soon():
     """One command, without a compilation cache; on 2 cores the wall's seconds are at most the processors'."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
