@@ -1,10 +1,11 @@
 """Notes which lines of the package this process executes: found on the PYTHONPATH by it and all that it starts.
 
-LADDER_MUTANTS_LINES: the folder for a file of "name:line" lines, written at the end. A process that is killed writes
-none.
+LADDER_MUTANTS_LINES: the folder for a file of "name:line" lines, written at the end. A process that is killed, or that a
+test lets write no files, leaves none.
 """
 
 import atexit
+import contextlib
 import os
 import pathlib
 import sys
@@ -19,7 +20,8 @@ def _note(folder: str, package: str) -> None:
         return monitoring.DISABLE  # once is enough
 
     def write():
-        pathlib.Path(folder, f"{os.getpid()}.lines").write_text("\n".join(sorted(seen)))
+        with contextlib.suppress(OSError):
+            pathlib.Path(folder, f"{os.getpid()}.lines").write_text("\n".join(sorted(seen)))
 
     monitoring.use_tool_id(monitoring.COVERAGE_ID, "mutants")
     monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.LINE, line)
