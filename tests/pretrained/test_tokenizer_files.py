@@ -109,3 +109,14 @@ def test_links_of_a_hub_cache_and_others(tmp_path):
         (folder / "vocab.json").symlink_to(target)
         with pytest.raises(UserError, match="vocab.json' leads out of its folder"):
             pretrained.open(folder)
+
+
+def test_more_tokens_than_the_model(tmp_path):
+    """One message, of the function that configurations are checked with."""
+    folder = models.write(tmp_path / "in", "llama-2", vocab_size=64)
+    gguf_files.small().save(str(folder / "tokenizer.json"))
+    with pytest.raises(UserError) as error:
+        pretrained.open(folder).tokenizer
+    size = gguf_files.small().get_vocab_size()
+    assert str(error.value).startswith(f"{str(folder)!r}: model.vocab_size=64 is too small for tokenizer-")
+    assert str(error.value).endswith(f"(at least {size})")
