@@ -40,9 +40,7 @@ def is_remote(path: str | os.PathLike) -> bool:
 def kvstore(folder: AnyPath) -> dict[str, Any]:
     """Tensorstore's specification of a folder."""
     if is_remote(folder):
-        import tensorstore
-
-        return tensorstore.KvStore.Spec(f"{os.fspath(folder)}/").to_json()
+        return remote.kvstore(folder)
     return {"driver": "file", "path": f"{folder}/"}
 
 
