@@ -40,11 +40,6 @@ def path(text: str) -> "epath.Path":
     return opened
 
 
-def by_orbax(folder: str | os.PathLike) -> bool:
-    """Whether Orbax writes and reads arrays there: in local folders and gs://."""
-    return not os.fspath(folder).startswith("s3://")
-
-
 def kvstore(folder: "epath.Path") -> dict[str, Any]:
     """Tensorstore's specification of a remote folder.
 
@@ -77,8 +72,9 @@ def files_of(path: "epath.Path") -> "fsspec.AbstractFileSystem":
 
 def check_bucket(folder: "epath.Path") -> None:
     """Raises UserError if S3 has no such bucket: tensorstore would take that for an object that is missing."""
-    bucket = os.fspath(folder).partition("://")[2].partition("/")[0]
-    if not by_orbax(folder) and not files_of(folder).exists(f"s3://{bucket}"):
+    scheme, _, path = os.fspath(folder).partition("://")
+    bucket = path.partition("/")[0]
+    if scheme == "s3" and not files_of(folder).exists(f"s3://{bucket}"):
         raise UserError(f"{os.fspath(folder)!r}: there is no bucket {bucket!r}, or these credentials may not list it")
 
 

@@ -17,13 +17,12 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore
 
-from ladder_jax import remote
 from ladder_jax.checkpoint import manifest
 from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, explained, is_remote, kvstore
+from ladder_jax.files import AnyPath, absolute, by_orbax, explained, is_remote, kvstore
 from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
@@ -89,7 +88,7 @@ class Checkpoint:
     def _restore(self, item: str, like: Any) -> Any:
         self.compare(item, like)
         try:
-            if not remote.by_orbax(self.path):
+            if not by_orbax(self.path):
                 from ladder_jax.checkpoint import s3
 
                 return s3.read(self.path / item, like)
@@ -135,7 +134,7 @@ def check_shapes(stored: Any, like: Any, *, folder: AnyPath) -> None:
 
 def _stored(folder: AnyPath) -> Any:
     """A tree of an item's arrays, of which only the shapes are read."""
-    if remote.by_orbax(folder):
+    if by_orbax(folder):
         return ocp.PyTreeCheckpointHandler().metadata(folder).tree
     from ladder_jax.checkpoint import s3
 

@@ -15,10 +15,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # the paths that Orbax's handlers take
 
-from ladder_jax import remote
 from ladder_jax.checkpoint import manifest
 from ladder_jax.checkpoint.saved import check_listed, named
-from ladder_jax.files import AnyPath, absolute
+from ladder_jax.files import AnyPath, absolute, by_orbax
 from ladder_jax.nn import Params
 
 
@@ -47,7 +46,7 @@ class Writing:
     def finish(self, texts: Mapping[str, Any]) -> None:
         """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded on all processes."""
         for item, shapes in self._shapes.items():
-            if remote.by_orbax(self._folder):
+            if by_orbax(self._folder):
                 self._handler.finalize(self._folder / item)
             else:
                 from ladder_jax.checkpoint import s3
@@ -60,7 +59,7 @@ class Writing:
         manifest.write(absolute(self._folder))
 
     def _start(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
-        if not remote.by_orbax(self._folder):
+        if not by_orbax(self._folder):
             from ladder_jax.checkpoint import s3
 
             return [write for item, tree in items.items() for write in s3.begin(self._folder / item, named(tree))]
