@@ -30,7 +30,7 @@ class Files(gcs_files.Files):
         tree, found = xml.fromstring(_ask("GET", f"/{bucket}?{query}")[0]), []
         for one in tree.iter("Contents"):
             about = {"ETag": one.findtext("ETag"), "size": int(one.findtext("Size")), "type": "file"}
-            found.append({"name": f"{bucket}/{one.findtext('Key')}", **about})
+            found.append({"name": f"{bucket}/{one.findtext('Key')}".rstrip("/"), **about})
         for one in tree.iter("CommonPrefixes"):
             found.append({"name": f"{bucket}/{one.findtext('Prefix').rstrip('/')}", "size": 0, "type": "directory"})
         found = found or [self._object(path)]

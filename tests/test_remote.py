@@ -337,13 +337,17 @@ def test_a_store_that_refuses(bucket, monkeypatch):
 
 
 def test_folders_of_something_else(bucket):
-    """An empty folder, as the console of Cloud Storage makes it, is free for a run."""
+    only_of_runs(bucket, "gs://bucket")
+
+
+def only_of_runs(bucket, where):
+    """An empty folder, as the stores' consoles make it, is free for a run."""
     check = lambda folder: runs.check(config := load("tiny", overrides=[f"run.dir={folder}"]), runs.path_of(config))
     bucket.put("empty/", b"", match=None)
-    check("gs://bucket/empty")
-    bucket.put("full/thesis.txt", b"", match=None)
-    with pytest.raises(UserError, match="run.dir='gs://bucket/full' is not empty and holds no config.json"):
-        check("gs://bucket/full")
+    check(f"{where}/empty")
+    bucket.put("full/full", b"", match=None)
+    with pytest.raises(UserError, match=f"run.dir='{where}/full' is not empty and holds no config.json"):
+        check(f"{where}/full")
 
 
 def test_tensorstore_knows_the_same_objects(bucket):

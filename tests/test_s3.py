@@ -145,3 +145,7 @@ def test_mistakes(bucket, capsys):
     )
     with pytest.raises(UserError, match="there is no checkpoint at 's3://bucket/none'"):
         open_checkpoint("s3://bucket/none")
+
+
+def test_folders_of_something_else(bucket):
+    test_remote.only_of_runs(bucket, "s3://bucket")

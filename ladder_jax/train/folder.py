@@ -88,8 +88,13 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
 
 
 def _foreign(file: AnyPath, folder: AnyPath) -> bool:
-    """Whether it is no run's file. Consoles of object stores show an empty folder as an object of the folder's name."""
-    return file != folder and file.name not in _EARLIER and not file.name.endswith(_PARTIAL)
+    """Whether it is no run's file. Consoles of object stores show an empty folder as an object of the folder's name.
+
+    Such an object is listed as `folder/`, or by newer versions of gcsfs as `folder`, and so again below itself.
+    """
+    if file == folder or (is_remote(folder) and file.name == folder.name and not file.exists()):
+        return False
+    return file.name not in _EARLIER and not file.name.endswith(_PARTIAL)
 
 
 def describe(config: RunConfig) -> str:
