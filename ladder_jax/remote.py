@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}
 """The packages that implement the schemes for fsspec. They are not among our dependencies."""
 
-CHECKSUMS = ("crc32c", "md5Hash", "ETag", "etag")  # of an object, computed by the store, the best first
+CHECKSUMS = ("md5Hash", "crc32c", "ETag", "etag")  # of an object, computed by the store, the best first
+
+
+_S3_SETTINGS = {
+    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "aws_region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+}
 
 
 def path(text: str) -> "epath.Path":
@@ -34,6 +40,25 @@ def path(text: str) -> "epath.Path":
     return opened
 
 
+def kvstore(folder: "epath.Path") -> dict[str, Any]:
+    """Tensorstore's specification of a remote folder.
+
+    s3fs reads the address of another store with S3's interface from AWS_ENDPOINT_URL; tensorstore has to be given it.
+    Without `use_conditional_write` it asks such a store first and writes then, so two runs could take one lock.
+    """
+    import tensorstore
+
+    spec = tensorstore.KvStore.Spec(f"{os.fspath(folder)}/").to_json()
+    if spec["driver"] == "s3":
+        spec["use_conditional_write"] = True
+        for field, names in _S3_SETTINGS.items():
+            if value := next((os.environ[name] for name in names if os.environ.get(name)), None):
+                spec[field] = value
+        if os.environ.get("AWS_ACCESS_KEY_ID"):  # else it searches files first, and prints that there are none
+            spec["aws_credentials"] = {"type": "environment"}
+    return spec
+
+
 def files_of(path: "epath.Path") -> "fsspec.AbstractFileSystem":
     """fsspec's file system of a remote path, the one that epath uses. Raises UserError if its library is missing."""
     from etils.epath import backend
@@ -45,6 +70,14 @@ def files_of(path: "epath.Path") -> "fsspec.AbstractFileSystem":
         raise UserError(f"{scheme}:// needs {LIBRARIES[scheme]}: pip install {LIBRARIES[scheme]}") from None
 
 
+def check_bucket(folder: "epath.Path") -> None:
+    """Raises UserError if S3 has no such bucket: tensorstore would take that for an object that is missing."""
+    scheme, _, path = os.fspath(folder).partition("://")
+    bucket = path.partition("/")[0]
+    if scheme == "s3" and not files_of(folder).exists(f"s3://{bucket}"):
+        raise UserError(f"{os.fspath(folder)!r}: there is no bucket {bucket!r}, or these credentials may not list it")
+
+
 def listed(folder: "epath.Path") -> dict[str, dict[str, Any]]:
     """All objects below a folder by their relative names, with what the store says about them, such as `size`."""
     prefix = os.fspath(folder).partition("://")[2].rstrip("/") + "/"
@@ -52,9 +85,9 @@ def listed(folder: "epath.Path") -> dict[str, dict[str, Any]]:
     return {name.partition(prefix)[2]: info for name, info in found.items()}
 
 
-def checksum(info: dict[str, Any]) -> str:
-    """The store's own checksum of an object, such as "md5Hash:..."; empty if it has none. info: as in `listed`."""
-    return next((f"{name}:{info[name]}" for name in CHECKSUMS if info.get(name)), "")
+def checksums(info: dict[str, Any]) -> list[str]:
+    """The store's own checksums of an object, such as "md5Hash:...", the best first. info: as in `listed`."""
+    return [f"{name}:{info[name]}" for name in CHECKSUMS if info.get(name)]
 
 
 def remove(folder: "epath.Path", *, first: str) -> None:

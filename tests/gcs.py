@@ -51,10 +51,11 @@ class Bucket:
                 "generation": str(generation), "metageneration": "1", "md5Hash": md5, "etag": f"e{generation}",
                 "storageClass": "STANDARD"}  # fmt: skip
 
-    def list(self, query: dict[str, str]) -> dict:
+    def names(self, query: dict[str, str]) -> tuple[dict[str, tuple[int, bytes]], list[str]]:
+        """The objects that a list shows, and the prefixes that it groups others under."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
         begin, end = query.get("startOffset", ""), query.get("endOffset")
-        items, prefixes = [], set()
+        found, prefixes = {}, set()
         with self.lock:
             for name in sorted(self.objects):
                 if not name.startswith(prefix) or name < begin or (end and name >= end):
@@ -63,14 +64,13 @@ class Bucket:
                 if delimiter and delimiter in rest:
                     prefixes.add(prefix + rest.partition(delimiter)[0] + delimiter)
                 else:
-                    items.append(self.resource(name))
-        return {"kind": "storage#objects", "items": items, "prefixes": sorted(prefixes)}
+                    found[name] = self.objects[name]
+        return found, sorted(prefixes)
 
 
 @contextlib.contextmanager
-def served():
-    """Yields the Bucket called "bucket" and the environment in which tensorstore and gcsfs find it."""
-    bucket = Bucket()
+def listening(bucket: Bucket, answer):
+    """Yields the address of an HTTP server that `answer(method, path, query, headers, body, address)` answers for."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -86,8 +86,8 @@ def served():
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             bucket.requests.append(f"{self.command} {self.path}")
             split = urllib.parse.urlsplit(self.path)
-            query = dict(urllib.parse.parse_qsl(split.query))
-            status, content, headers = _answer(bucket, self.command, split.path, query, self.headers, body, address)
+            query = dict(urllib.parse.parse_qsl(split.query, keep_blank_values=True))
+            status, content, headers = answer(self.command, split.path, query, self.headers, body, address)
             content = json.dumps(content).encode() if isinstance(content, dict) else content
             self.send_response(status)
             kind = headers.pop("Content-Type", "application/json")
@@ -103,18 +103,28 @@ def served():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     address = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    environment = {
-        "TENSORSTORE_GCS_HTTP_URL": address,
-        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "anybody",
-        "STORAGE_EMULATOR_HOST": address,
-        "FSSPEC_GCS_TOKEN": "anon",
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-    }
     try:
-        yield bucket, environment
+        yield address
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextlib.contextmanager
+def served():
+    """Yields the Bucket called "bucket" and the environment in which tensorstore and gcsfs find it."""
+    bucket = Bucket()
+    with listening(bucket, lambda *request: _answer(bucket, *request)) as address:
+        yield (
+            bucket,
+            {
+                "TENSORSTORE_GCS_HTTP_URL": address,
+                "GOOGLE_AUTH_TOKEN_FOR_TESTING": "anybody",
+                "STORAGE_EMULATOR_HOST": address,
+                "FSSPEC_GCS_TOKEN": "anon",
+                "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+            },
+        )
 
 
 def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: bytes, address: str):
@@ -128,7 +138,9 @@ def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: 
     if not found:
         return (200, {"name": "bucket"}, {}) if path == "/storage/v1/b/bucket" else error(404)
     if found[1] is None:
-        return 200, bucket.list(query), {}
+        found, prefixes = bucket.names(query)
+        items = [bucket.resource(name) for name in found]
+        return 200, {"kind": "storage#objects", "items": items, "prefixes": prefixes}, {}
     name = urllib.parse.unquote(found[1])
     if method == "DELETE":
         status = bucket.delete(name, match=query.get("ifGenerationMatch"))

@@ -22,7 +22,7 @@ from ladder_jax.config import RunConfig, from_dict
 from ladder_jax.config.fields import shown
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
-from ladder_jax.files import AnyPath, absolute, explained, is_remote, kvstore
+from ladder_jax.files import AnyPath, absolute, by_orbax, explained, is_remote, kvstore
 from ladder_jax.nn import ModelDef, Params
 
 FORMAT = "ladder_jax"
@@ -88,6 +88,10 @@ class Checkpoint:
     def _restore(self, item: str, like: Any) -> Any:
         self.compare(item, like)
         try:
+            if not by_orbax(self.path):
+                from ladder_jax.checkpoint import s3
+
+                return s3.read(self.path / item, like)
             # Not strict: the vocabulary's zero padding depends on the mesh. All other shapes were compared above.
             restore_args = lambda a: ocp.ArrayRestoreArgs(
                 sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False
@@ -104,28 +108,37 @@ class Checkpoint:
             _check_files(self.path, part=item)
         try:
             if not self.has_manifest:
-                _check_readable(folder, set(array_shapes(like)))
-            check_shapes(ocp.PyTreeCheckpointHandler().metadata(folder).tree, like, folder=folder)
+                _check_readable(folder, set(named(like)))
+            check_shapes(_stored(folder), like, folder=folder)
         except UserError:
             raise
         except Exception as error:
             raise damaged(self.path, error) from error
 
 
-def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of a nested dict's arrays by name, such as "layers/mlp/up"."""
+def named(tree: Any) -> dict[str, Any]:
+    """A nested dict's arrays by name, such as "layers/mlp/up"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    return {"/".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape) for path, leaf in leaves}
+    return {"/".join(str(getattr(key, "key", key)) for key in path): leaf for path, leaf in leaves}
 
 
 def check_shapes(stored: Any, like: Any, *, folder: AnyPath) -> None:
     """Raises UserError if an array is missing, extra or of another shape. The padded vocabulary may differ."""
-    actual, expected = array_shapes(stored), array_shapes(like)
+    actual, expected = ({name: tuple(leaf.shape) for name, leaf in named(tree).items()} for tree in (stored, like))
     for name in sorted(actual.keys() | expected.keys()):
         a, b = actual.get(name), expected.get(name)
         padded = name.endswith("table") and a is not None and b is not None and a[1:] == b[1:]
         if a != b and not padded:
             raise UserError(f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}")
+
+
+def _stored(folder: AnyPath) -> Any:
+    """A tree of an item's arrays, of which only the shapes are read."""
+    if by_orbax(folder):
+        return ocp.PyTreeCheckpointHandler().metadata(folder).tree
+    from ladder_jax.checkpoint import s3
+
+    return s3.stored(folder)
 
 
 def check_listed(folder: AnyPath, names: set[str]) -> None:

@@ -69,10 +69,8 @@ class Stream:
 
     def finish(self) -> None:
         """Write Orbax's description of the arrays."""
-        tree = {str(tuple(name.split("/"))): _described(name, array) for name, array in self.arrays.items()}
-        metadata = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "custom_metadata": None}
-        metadata |= {"store_array_data_equal_to_fill_value": True}
-        (self.folder / METADATA).write_text(json.dumps(metadata), encoding="utf-8")
+        shapes = {name: array.shape for name, array in self.arrays.items()}
+        (self.folder / METADATA).write_text(described(shapes), encoding="utf-8")
 
     def differences(self) -> Iterator[str | None]:
         """Reads every piece back. Yields None for each that equals what was written, else the array's name."""
@@ -119,8 +117,15 @@ def _pieces(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
-def _described(name: str, array: jax.ShapeDtypeStruct) -> dict:
-    value = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(array.shape)}
+def described(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Orbax's description of arrays, by name: the content of METADATA."""
+    tree = {str(tuple(name.split("/"))): _described(name, shape) for name, shape in shapes.items()}
+    metadata = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "custom_metadata": None}
+    return json.dumps(metadata | {"store_array_data_equal_to_fill_value": True})
+
+
+def _described(name: str, shape: tuple[int, ...]) -> dict:
+    value = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(shape)}
     return {"key_metadata": [{"key": key, "key_type": DICT_KEY} for key in name.split("/")], "value_metadata": value}
 
 

@@ -1,7 +1,8 @@
 """Write one step: each process writes its own shards, and process 0 completes the checkpoint.
 
-Orbax's handlers write the arrays. Its checkpointers are not used: they wait for other processes in barriers, which a
-process whose disk failed never reaches. Here no process waits for another; `store` does, with a time-out.
+Orbax's handlers write the arrays, and where they cannot, s3.py. Orbax's checkpointers are not used: they wait for
+other processes in barriers, which a process whose disk failed never reaches. Here no process waits for another; `store`
+does, with a time-out.
 """
 
 import asyncio
@@ -15,8 +16,8 @@ import orbax.checkpoint as ocp
 from etils import epath  # the paths that Orbax's handlers take
 
 from ladder_jax.checkpoint import manifest
-from ladder_jax.checkpoint.saved import array_shapes, check_listed
-from ladder_jax.files import AnyPath, absolute
+from ladder_jax.checkpoint.saved import check_listed, named
+from ladder_jax.files import AnyPath, absolute, by_orbax
 from ladder_jax.nn import Params
 
 
@@ -28,7 +29,7 @@ class Writing:
 
     def __init__(self, folder: AnyPath, items: Mapping[str, Params]):
         self._folder = epath.Path(folder)
-        self._names = {item: set(array_shapes(tree)) for item, tree in items.items()}
+        self._shapes = {item: {name: leaf.shape for name, leaf in named(tree).items()} for item, tree in items.items()}
         self._handler = ocp.PyTreeCheckpointHandler()
         # In a thread: the caller's own may have an event loop already, as in notebooks.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -44,15 +45,25 @@ class Writing:
 
     def finish(self, texts: Mapping[str, Any]) -> None:
         """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded on all processes."""
-        for item, names in self._names.items():
-            self._handler.finalize(self._folder / item)
-            check_listed(self._folder / item, names)
+        for item, shapes in self._shapes.items():
+            if by_orbax(self._folder):
+                self._handler.finalize(self._folder / item)
+            else:
+                from ladder_jax.checkpoint import s3
+
+                s3.finish(self._folder / item, shapes)
+            check_listed(self._folder / item, set(shapes))
         for item, value in texts.items():
             (self._folder / item).mkdir(exist_ok=True)
             (self._folder / item / "metadata").write_text(json.dumps(value))
         manifest.write(absolute(self._folder))
 
     def _start(self, items: Mapping[str, Params]) -> list[ocp.future.Future]:
+        if not by_orbax(self._folder):
+            from ladder_jax.checkpoint import s3
+
+            return [write for item, tree in items.items() for write in s3.begin(self._folder / item, named(tree))]
+
         async def start() -> list[ocp.future.Future]:
             commits = []
             for item, tree in items.items():

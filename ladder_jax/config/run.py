@@ -182,7 +182,7 @@ class OnDamaged(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class FolderConfig:
-    """`dir`: the run's folder, which may be gs://bucket/folder; empty for `runs/<name>`.
+    """`dir`: the run's folder, which may be gs://bucket/folder or s3://bucket/folder; empty for `runs/<name>`.
 
     `wandb`: a project of Weights & Biases to log to. `profiler_port`: process i offers jax's profiler on this port + i.
     """

@@ -61,8 +61,7 @@ def write(
         tokenizer = tokenizers.load(folder)
     except UserError as error:
         raise UserError(str(error).replace(str(folder), path)) from None
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(f"{path!r}: its tokenizer has {tokenizer.vocab_size} tokens, its model {vocab_size}")
+    tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size, path=path)
     return tokenizer
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from ladder_jax import remote
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError, one_line
 from ladder_jax.files import AnyPath, absolute, explained, is_remote
@@ -50,11 +51,8 @@ class RunContext:
 
 
 def path_of(config: RunConfig) -> AnyPath:
-    """Raises UserError for an object store that checkpoints cannot be written to, or whose library is missing."""
-    folder = config.run.dir or pathlib.Path("runs") / config.run.name
-    if is_remote(folder) and not str(folder).startswith("gs://"):
-        raise UserError(f"run.dir={str(folder)!r}: Orbax writes checkpoints to gs:// and local folders only")
-    return absolute(folder)
+    """Raises UserError for an unknown scheme, and for an object store whose library is missing."""
+    return absolute(config.run.dir or pathlib.Path("runs") / config.run.name)
 
 
 def check(config: RunConfig, folder: AnyPath) -> None:
@@ -66,6 +64,8 @@ def check(config: RunConfig, folder: AnyPath) -> None:
 def _check(config: RunConfig, folder: AnyPath) -> None:
     file = folder / CONFIG
     if not file.is_file():
+        if is_remote(folder):
+            remote.check_bucket(folder)
         if folder.exists() and (not folder.is_dir() or any(_foreign(file, folder) for file in folder.iterdir())):
             raise UserError(f"run.dir={str(folder)!r} is not empty and holds no config.json: not a run's folder")
         return
@@ -88,8 +88,13 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
 
 
 def _foreign(file: AnyPath, folder: AnyPath) -> bool:
-    """Whether it is no run's file. Consoles of object stores show an empty folder as an object of the folder's name."""
-    return file != folder and file.name not in _EARLIER and not file.name.endswith(_PARTIAL)
+    """Whether it is no run's file. Consoles of object stores show an empty folder as an object of the folder's name.
+
+    Such an object is listed as `folder/`, or by newer versions of gcsfs as `folder`, and so again below itself.
+    """
+    if file == folder or (is_remote(folder) and file.name == folder.name and not file.exists()):
+        return False
+    return file.name not in _EARLIER and not file.name.endswith(_PARTIAL)
 
 
 def describe(config: RunConfig) -> str:

@@ -65,13 +65,14 @@ def _taken(store: tensorstore.KvStore, folder: AnyPath, owner: str, say: Callabl
     before, until = None, 0.0
     while True:
         found = store.read(_NAME).result()
-        if found.state != "missing" and before is None:
+        locked = found.state != "missing" and found.value  # a local run's lock that was copied here is empty
+        if locked and before is None:
             before, until = found.stamp.generation, time.monotonic() + EXPIRES
             say(f"{str(folder)!r} is locked: waiting {EXPIRES:g} s, in case its owner has been killed")
-        if found.state != "missing" and found.stamp.generation != before:
+        if locked and found.stamp.generation != before:
             host = _owner(found.value).partition(" ")[0]
             raise UserError(f"another process is training in {str(folder)!r}, on host {host}")
-        if found.state == "missing" or time.monotonic() >= until:
+        if not locked or time.monotonic() >= until:
             after = store.write(_NAME, _content(owner, 0), if_equal=found.stamp.generation).result().generation
             if after:
                 return after

@@ -13,6 +13,7 @@ from flax import nnx
 import ladder_jax as lj
 from ladder_jax import checkpoint, decode, nn, pretrained
 from ladder_jax.bench import request as benches
+from ladder_jax.bench import work
 from ladder_jax.cli import main
 from ladder_jax.config import Phase
 from ladder_jax.errors import UserError
@@ -22,6 +23,7 @@ from ladder_jax.pretrained import hub as hubs
 from ladder_jax.retrain import sources
 from tests import hub
 from tests.pretrained import gguf_files, models
+from tests.serve.conftest import Process, ask
 
 TEXT = "the"
 NEW = dict(max_new_tokens=16, temperature=1.5, seed=1)
@@ -282,6 +284,33 @@ def test_the_hub_by_one_command(files, tmp_path, run_cli, capsys):
     with hub.served(files / "qwen3", name="someone/small", kind="models") as (url, _):
         done = run_cli("generate", "someone/small", *WORDS, check_status=0, HF_ENDPOINT=url, **place)
     assert done.stdout == text
+
+
+def test_serve_by_one_command(files, tmp_path, capsys):
+    """A server of a GGUF file, in a process of its own: its answer is the text of `generate`."""
+    text = printed(capsys, "generate", files / "small.gguf", *WORDS)
+    process = Process(files / "small.gguf", "--slots", "1", "--tensor", "1", log=tmp_path / "stderr")
+    try:
+        wanted = dict(model="small", prompt=TEXT, max_tokens=16, temperature=1.5, seed=1)
+        status, _, answer = ask(process.url, body=wanted)
+        assert status == 200, answer
+        assert TEXT + answer["choices"][0]["text"] + "\n" == text and answer["usage"]["completion_tokens"] == 16
+        assert process.end() == 0
+    finally:
+        process.kill()
+
+
+def test_bench_by_one_command(files, run_cli):
+    """Of a Hugging Face folder, in a process of its own: the figures of its shape."""
+    words = ["--residual", "ladder", "--batch", 2, "--prompt-length", 8, "--new-tokens", 3, "--warmup", 1]
+    words += ["--repeats", 1, "--tensor", 1, "--json"]
+    found = json.loads(run_cli("bench", "--model", files / "llama-2", *words, check_status=0).stdout)
+    assert (found["model"], found["layers"], found["tensor"]) == (str(files / "llama-2"), 2, 1)
+    (row,) = found["rows"]
+    assert row["prefill_seconds"] > 0 and row["decode_seconds"] > 0 and row["tokens_per_second"] > 0
+    config = benches.make(model=str(files / "llama-2"), residual="ladder").config("ladder")
+    definition = nn.define(config, mesh=lj.make_mesh(tensor=1))
+    assert row["bytes_per_step"] == work.decode_bytes(definition, rows=2, prompt_length=8, new_tokens=3)
 
 
 def test_push_to_the_hub(files, served, tmp_path, monkeypatch):

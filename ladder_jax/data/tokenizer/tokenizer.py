@@ -140,9 +140,13 @@ def save(tokenizer: Tokenizer, folder: AnyPath) -> None:
         raise
 
 
-def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int) -> None:
-    """Raises UserError where the model has fewer tokens than the tokenizer. More is fine: tables are often padded."""
+def check_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, path: str | None = None) -> None:
+    """Raises UserError where the model has fewer tokens than the tokenizer. More is fine: tables are often padded.
+
+    path: of the files that both are from; None where a configuration says vocab_size.
+    """
     if vocab_size < tokenizer.vocab_size:
+        where = "" if path is None else f"{path!r}: "
         raise UserError(
-            f"model.vocab_size={vocab_size} is too small for {tokenizer.name} (at least {tokenizer.vocab_size})"
+            f"{where}model.vocab_size={vocab_size} is too small for {tokenizer.name} (at least {tokenizer.vocab_size})"
         )

@@ -1,0 +1,130 @@
+"""A stand-in for S3: its REST API over HTTP, as far as tensorstore, s3fs and tests/s3_files.py use it, in memory.
+
+Writes of objects are atomic, have ETags and conditions (If-Match, If-None-Match), and lists see them at once, as S3's
+are documented. Signatures are not checked; there are no permissions, and no network that fails.
+"""
+
+import contextlib
+import hashlib
+import re
+import urllib.parse
+import xml.etree.ElementTree as xml
+from xml.sax.saxutils import escape
+
+from tests.gcs import Bucket, listening
+
+
+@contextlib.contextmanager
+def served():
+    """Yields the Bucket called "bucket" and the environment in which tensorstore, s3fs and the library find it."""
+    bucket = Bucket()
+    with listening(bucket, lambda *request: _answer(bucket, *request[:-1])) as address:
+        yield (
+            bucket,
+            {
+                "AWS_ENDPOINT_URL": address,
+                "AWS_REGION": "us-east-1",
+                "AWS_ACCESS_KEY_ID": "anybody",
+                "AWS_SECRET_ACCESS_KEY": "none",
+                "AWS_EC2_METADATA_DISABLED": "true",
+            },
+        )
+
+
+def etag(content: bytes) -> str:
+    return f'"{hashlib.md5(content).hexdigest()}"'
+
+
+def _answer(bucket: Bucket, method: str, path: str, query: dict, headers, body: bytes):
+    """(status, content, headers)."""
+    name, _, key = urllib.parse.unquote(path.lstrip("/")).partition("/")
+    if name != "bucket":
+        return _error(404, "NoSuchBucket", "The specified bucket does not exist")
+    if not key:
+        if method == "POST" and "delete" in query:
+            for one in xml.fromstring(body).iter():
+                if one.tag.endswith("Key"):
+                    bucket.delete(one.text, match=None)
+            return _xml("<DeleteResult/>")
+        return (200, b"", {"x-amz-bucket-region": "us-east-1"}) if method == "HEAD" else _xml(_list(bucket, query))
+    with bucket.lock:
+        content = bucket.objects.get(key, (0, None))[1]
+    now = None if content is None else etag(content)
+    wanted, unwanted = headers.get("If-Match"), headers.get("If-None-Match")
+    if wanted is not None and now is None:  # documented so, even for PUT
+        return _error(404, "NoSuchKey", "The specified key does not exist.")
+    if wanted is not None and wanted != now:
+        return _error(412, "PreconditionFailed", "At least one of the conditions does not hold")
+    if unwanted is not None and now is not None and unwanted in ("*", now):
+        return _error(412, "PreconditionFailed", "it exists") if method == "PUT" else (304, b"", {})
+    if method == "PUT":
+        return _put(bucket, key, query, headers, body, now)
+    if method == "POST":
+        return _multipart(bucket, key, query)
+    if method == "DELETE":
+        bucket.delete(key, match=None)
+        return 204, b"", {}
+    if content is None:
+        return _error(404, "NoSuchKey", "The specified key does not exist.")
+    about = {"ETag": now, "Content-Type": "application/octet-stream", "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+    if method == "HEAD":
+        return 200, b"", {**about, "Content-Length": str(len(content))}
+    if part := re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range") or ""):
+        size = len(content)
+        begin = int(part[1]) if part[1] else max(0, size - int(part[2]))
+        end = min(size, int(part[2]) + 1) if part[1] and part[2] else size
+        if begin >= size:
+            return _error(416, "InvalidRange", "The requested range is not satisfiable")
+        return 206, content[begin:end], {**about, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}
+    return 200, content, about
+
+
+def _put(bucket: Bucket, key: str, query: dict, headers, body: bytes, now: str | None):
+    """Conditional on the object's still having the ETag `now` where the request is conditional."""
+    if "uploadId" in query:
+        bucket.uploads[query["uploadId"]][1][int(query["partNumber"])] = body
+        return 200, b"", {"ETag": etag(body)}
+    if source := headers.get("x-amz-copy-source"):
+        body = bucket.objects[urllib.parse.unquote(source).lstrip("/").partition("/")[2]][1]
+    conditional = headers.get("If-Match") is not None or headers.get("If-None-Match") is not None
+    with bucket.lock:
+        changed = bucket.objects.get(key)
+        if conditional and (None if changed is None else etag(changed[1])) != now:
+            return _error(412, "PreconditionFailed", "At least one of the conditions does not hold")
+        bucket.generation += 1
+        bucket.objects[key] = bucket.generation, bytes(body)
+    if source:
+        return _xml(f"<CopyObjectResult><ETag>{escape(etag(body))}</ETag></CopyObjectResult>")
+    return 200, b"", {"ETag": etag(body)}
+
+
+def _multipart(bucket: Bucket, key: str, query: dict):
+    if "uploads" in query:
+        number = str(len(bucket.uploads))
+        bucket.uploads[number] = key, {}
+        return _xml(f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>")
+    parts = bucket.uploads[query["uploadId"]][1]
+    bucket.put(key, b"".join(parts[number] for number in sorted(parts)), match=None)
+    tag = escape(etag(bucket.objects[key][1]))
+    return _xml(f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>")
+
+
+def _list(bucket: Bucket, query: dict) -> str:
+    """All at once: no page has an end here."""
+    found, prefixes = bucket.names(query)
+    said = [
+        f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+        f"<ETag>{escape(etag(content))}</ETag><Size>{len(content)}</Size></Contents>"
+        for key, (_, content) in found.items()
+    ]
+    said += [f"<CommonPrefixes><Prefix>{escape(prefix)}</Prefix></CommonPrefixes>" for prefix in prefixes]
+    about = f"<Name>bucket</Name><IsTruncated>false</IsTruncated><KeyCount>{len(said)}</KeyCount>"
+    return f"<ListBucketResult>{about}{''.join(said)}</ListBucketResult>"
+
+
+def _xml(text: str):
+    return 200, f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode(), {"Content-Type": "application/xml"}
+
+
+def _error(status: int, code: str, message: str):
+    return status, _xml(f"<Error><Code>{code}</Code><Message>{message}</Message></Error>")[1], {}
