@@ -1,5 +1,6 @@
 """Runs and token stores in an object store: a stand-in for Google Cloud Storage on this machine (tests/gcs.py)."""
 
+import itertools
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -227,6 +229,44 @@ def taken_over(bucket, name):
             time.sleep(0.01)
     assert lost == [f"another process has taken {name!r} over"]
     assert b"another" in bucket.objects["leases/two/.lock"][1]
+
+
+class Unreachable:
+    """A store that has taken the lock, and fails from then on; counts the attempts to renew it."""
+
+    def __init__(self):
+        self.attempts = -1
+
+    def read(self, name):
+        return SimpleNamespace(result=lambda: SimpleNamespace(state="missing", stamp=SimpleNamespace(generation=b"")))
+
+    def write(self, name, content, *, if_equal):
+        self.attempts += content is not None
+        if self.attempts:
+            raise ValueError("UNAVAILABLE")
+        return SimpleNamespace(result=lambda: SimpleNamespace(generation=b"1"))
+
+
+def test_an_owner_that_cannot_renew_gives_up_in_time(tmp_path, monkeypatch):
+    """Half of the time after which another process takes over, however often it tries."""
+    store, lost, clock = Unreachable(), [], itertools.count(0, 7)
+    opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: store))
+    monkeypatch.setattr(lease, "tensorstore", SimpleNamespace(KvStore=opened))
+    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(lease, "RENEWED", 0.001)
+    with lease.held(tmp_path, say=pytest.fail, lost=lost.append):
+        began = time.monotonic()
+        while not lost and time.monotonic() - began < 30:
+            time.sleep(0.001)
+    assert lost == [f"the lock of {str(tmp_path)!r} could not be renewed for 30 s"]
+    assert store.attempts == 5  # after 7, 14, 21 and 28 s it still tries, after 35 s no more
+
+
+def test_who_has_lost_the_folder_ends(monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    runs._end("another process has taken it over")
+    assert ended == [RunFailed.status] and capfd.readouterr().err == "ladder-jax: another process has taken it over\n"
 
 
 def test_of_several_that_take_over_one_does(bucket, quick):
