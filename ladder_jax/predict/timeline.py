@@ -60,13 +60,15 @@ def beside(work: Work, *, wire: float, contention: float) -> float:
 NAMES = {(0,): "attention", (1,): "mlp", (0, 1): "joint"}
 
 
-def play(steps: Iterable[Step], *, work: Callable[[Step], Work], all_reduce: float, contention: float) -> Timeline:
+def play(
+    steps: Iterable[Step], *, work: Callable[[Step], Work], all_reduce: float, contention: float, window: float = 1.0
+) -> Timeline:
     """The timeline of a topology's steps, of all layers.
 
     work(step): the step's time without communication. all_reduce: seconds of one all-reduce.
-    contention: as in `Machine`.
+    contention: as in `Machine`. window: the share of a step's time, its last, that a hidden all-reduce has.
     """
-    player = _Player(all_reduce, contention)
+    player = _Player(all_reduce, contention, window)
     for step in steps:
         player.take(step, work(step))
     return player.finish()
@@ -78,18 +80,19 @@ class _Player:
     residual, sums: when they are reduced. partial: when it has been computed; None if it is zero.
     """
 
-    def __init__(self, all_reduce: float, contention: float):
-        self.all_reduce, self.contention = all_reduce, contention
+    def __init__(self, all_reduce: float, contention: float, window: float):
+        self.all_reduce, self.contention, self.window = all_reduce, contention, window
         self.now = self.wire_free = self.residual = self.compute = 0.0
         self.sums: list[float] = []
         self.partial: float | None = None
         self.bars: list[Bar] = []
 
     def take(self, step: Step, work: Work) -> None:
-        launched = self._launch_pending(step)
+        alone = (1 - self.window) * work.seconds if step.delay else 0.0  # until a hidden all-reduce is issued
+        launched = self._launch_pending(step, alone)
         # Before the first layers some sums are zero. `sums` omits them, so it may be shorter than `pending_before`.
         needed = launched[: max(0, len(launched) - step.delay)]
-        self._compute(step, work, ready=max([self.residual, *needed]))
+        self._compute(step, work, ready=max([self.residual, *needed]), alone=alone)
         if isinstance(step, Delayed):
             self._update_state(step, launched)
         elif isinstance(step, Desynced) and step.sync:
@@ -108,10 +111,14 @@ class _Player:
             bars=tuple(sorted(self.bars, key=lambda bar: bar.start)),
         )
 
-    def _launch_pending(self, step: Step) -> list[float]:
+    def _launch_pending(self, step: Step, alone: float) -> list[float]:
         if not isinstance(step, Delayed) or self.partial is None:
             return self.sums
-        return [*self.sums, self._reduce("all-reduce", self.partial)]
+        ready = self.partial
+        if alone:
+            older = self.sums[: max(0, len(self.sums) + 1 - step.delay)]
+            ready = max([ready, self.residual, *older]) + alone
+        return [*self.sums, self._reduce("all-reduce", ready)]
 
     def _update_state(self, step: Delayed, launched: list[float]) -> None:
         if step.pending_after == 0:
@@ -129,9 +136,12 @@ class _Player:
         self.bars.append(Bar(name, start, self.wire_free, wire=True))
         return self.wire_free
 
-    def _compute(self, step: Step, work: Work, *, ready: float) -> None:
-        """Every all-reduce in flight was launched before this step, so the link is busy until `wire_free`."""
+    def _compute(self, step: Step, work: Work, *, ready: float, alone: float) -> None:
+        """The link is busy until `wire_free`: every all-reduce in flight was launched before this step, or after the
+        first `alone` seconds of it."""
         start = max(self.now, ready)
-        self.now = start + beside(work, wire=max(0.0, self.wire_free - start), contention=self.contention)
+        share = 1 - alone / work.seconds if alone else 1.0
+        rest, wire = Work(share * work.busy, share * work.idle), max(0.0, self.wire_free - start - alone)
+        self.now = start + alone + beside(rest, wire=wire, contention=self.contention)
         self.compute += work.seconds
         self.bars.append(Bar(NAMES[step.sublayers], start, self.now, wire=False))

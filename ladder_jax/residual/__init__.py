@@ -72,6 +72,7 @@ from ladder_jax.residual.stack import run as run
 from ladder_jax.residual.steps import REDUCED as REDUCED
 from ladder_jax.residual.steps import Delayed as Delayed
 from ladder_jax.residual.steps import Desynced as Desynced
+from ladder_jax.residual.steps import Normed as Normed
 from ladder_jax.residual.steps import Silent as Silent
 from ladder_jax.residual.steps import State as State
 from ladder_jax.residual.steps import Step as Step
