@@ -23,6 +23,9 @@ class Work:
     def seconds(self) -> float:
         return self.busy + self.idle
 
+    def share(self, share: float) -> "Work":
+        return Work(share * self.busy, share * self.idle)
+
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
@@ -88,11 +91,11 @@ class _Player:
         self.bars: list[Bar] = []
 
     def take(self, step: Step, work: Work) -> None:
-        alone = (1 - self.window) * work.seconds if step.delay else 0.0  # until a hidden all-reduce is issued
-        launched = self._launch_pending(step, alone)
+        issued = self._issued(step, work)
+        launched = self._launch_pending(step, issued)
         # Before the first layers some sums are zero. `sums` omits them, so it may be shorter than `pending_before`.
         needed = launched[: max(0, len(launched) - step.delay)]
-        self._compute(step, work, ready=max([self.residual, *needed]), alone=alone)
+        self._compute(step, work, ready=max([self.residual, *needed]), issued=issued)
         if isinstance(step, Delayed):
             self._update_state(step, launched)
         elif isinstance(step, Desynced) and step.sync:
@@ -111,14 +114,19 @@ class _Player:
             bars=tuple(sorted(self.bars, key=lambda bar: bar.start)),
         )
 
-    def _launch_pending(self, step: Step, alone: float) -> list[float]:
+    def _issued(self, step: Step, work: Work) -> float | None:
+        """When a hidden all-reduce is issued that has not the whole step for a window; None: before the step."""
+        if self.window == 1 or not step.delay or self.partial is None:
+            return None
+        older = self.sums[: max(0, len(self.sums) + 1 - step.delay)]
+        start = max([self.now, self.residual, *older])
+        before = work.share(1 - self.window)
+        return start + beside(before, wire=max(0.0, self.wire_free - start), contention=self.contention)
+
+    def _launch_pending(self, step: Step, issued: float | None) -> list[float]:
         if not isinstance(step, Delayed) or self.partial is None:
             return self.sums
-        ready = self.partial
-        if alone:
-            older = self.sums[: max(0, len(self.sums) + 1 - step.delay)]
-            ready = max([ready, self.residual, *older]) + alone
-        return [*self.sums, self._reduce("all-reduce", ready)]
+        return [*self.sums, self._reduce("all-reduce", self.partial if issued is None else issued)]
 
     def _update_state(self, step: Delayed, launched: list[float]) -> None:
         if step.pending_after == 0:
@@ -136,12 +144,11 @@ class _Player:
         self.bars.append(Bar(name, start, self.wire_free, wire=True))
         return self.wire_free
 
-    def _compute(self, step: Step, work: Work, *, ready: float, alone: float) -> None:
-        """The link is busy until `wire_free`: every all-reduce in flight was launched before this step, or after the
-        first `alone` seconds of it."""
+    def _compute(self, step: Step, work: Work, *, ready: float, issued: float | None) -> None:
+        """Every all-reduce in flight was launched before this step, or in it at `issued`: from then on the link is busy
+        until `wire_free`."""
         start = max(self.now, ready)
-        share = 1 - alone / work.seconds if alone else 1.0
-        rest, wire = Work(share * work.busy, share * work.idle), max(0.0, self.wire_free - start - alone)
-        self.now = start + alone + beside(rest, wire=wire, contention=self.contention)
+        since, rest = (start, work) if issued is None else (issued, work.share(self.window))
+        self.now = since + beside(rest, wire=max(0.0, self.wire_free - since), contention=self.contention)
         self.compute += work.seconds
         self.bars.append(Bar(NAMES[step.sublayers], start, self.now, wire=False))
