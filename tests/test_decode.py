@@ -13,7 +13,7 @@ from ladder_jax.config import DecodeConfig, Launch, Loop
 from ladder_jax.decode import generate, sampling, steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import collectives
-from tests import cases, covering, one_step
+from tests import cases, communication, covering, one_step
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 NEW = 3
@@ -142,26 +142,6 @@ def test_impossible_prompts(prompts, message):
         generator().tokens(prompts, config=DecodeConfig())
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Started:
-    """A started all-reduce, on which XLA aborts for a CPU: here it is made when it is awaited."""
-
-    x: jax.Array
-    axes: tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
-
-    def done(self):
-        return parallel.all_reduce(self.x, self.axes)
-
-
-def start_on_a_cpu(monkeypatch):
-    """The all-reduces that are started from now on, as they are traced."""
-    started = []
-    monkeypatch.setattr(collectives, "HALVES", ("cpu",))
-    monkeypatch.setattr(collectives, "_psum_start", lambda: lambda x, axes: started.append(x) or Started(x, axes))
-    return started
-
-
 HALVED = {"ladder": 7, "ladder-2": 7, "ladder-fresh": 7, "parallel-ladder": 3, "hybrid-delay-2": 3}  # of 4 layers
 
 
@@ -171,7 +151,7 @@ HALVED = {"ladder": 7, "ladder-2": 7, "ladder-fresh": 7, "parallel-ladder": 3, "
 def test_all_reduces_in_halves_compute_the_same(name, loop, monkeypatch):
     """What the topologies make of them, against the reference. `make audit` compiles it for TPUs and GPUs, where its
     values have not been seen yet."""
-    started = start_on_a_cpu(monkeypatch)
+    started = communication.start_on_a_cpu(monkeypatch)
     definition = cases.define(name, tensor=8)
     params = cases.place(cases.parameters(definition), definition)
     stored = weights.prepare(definition, params, loop=loop)
@@ -192,7 +172,7 @@ def test_all_reduces_in_halves_compute_the_same(name, loop, monkeypatch):
 
 
 def test_chained_and_waiting_programs_start_nothing(monkeypatch):
-    started = start_on_a_cpu(monkeypatch)
+    started = communication.start_on_a_cpu(monkeypatch)
     for name, launch in (("ladder", Launch.CHAINED), ("standard", Launch.EXPLICIT)):
         program = decode.prefill.__wrapped__(cases.define(name, tensor=8), capacity=12, launch=launch)
         assert program.traits.launch is Launch.CHAINED and not started
@@ -225,7 +205,7 @@ def test_halves_where_they_are(kind, monkeypatch):
 
 
 def test_sequence_parallelism_has_no_all_reduces_to_halve(monkeypatch):
-    start_on_a_cpu(monkeypatch)
+    communication.start_on_a_cpu(monkeypatch)
     definition = cases.define("ladder", tensor=2)
     split = functools.partial(decode.prefill.__wrapped__, definition, capacity=12, sequence_parallel=True)
     assert split().traits.launch is Launch.CHAINED

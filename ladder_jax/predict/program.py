@@ -86,8 +86,8 @@ def programs(
         candidates = [Program(algorithms=allowed)]
     if strongest and phase is not Phase.DECODE and ranks > 1 and tokens % ranks == 0:
         if topology.communication is not Communication.DESYNC:
-            launch = candidates[0].launch and Launch.CHAINED
-            candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=launch))
+            hides = topology.overlap is Overlap.HIDES
+            candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED if hides else None))
         if parse_residual(config.residual).kind == "standard":
             candidates.append(Program(Form.COLLECTIVE_MATMUL))
     return tuple(candidates)

@@ -98,6 +98,21 @@ def test_a_ladder_uses_what_its_launch_overlaps():
     assert of("ladder", implementation=AUTHORS) == of("standard", opponents=Opponents.FITTED) == (Program(),)
 
 
+def test_windows_are_those_of_compiled_programs():
+    rows = json.loads((HLO.parents[1] / "experiments" / "overlap" / "results.json").read_text())["rows"]
+    rows = [row for row in rows if (row["phase"], row["loop"]) in (("prefill", "unrolled"), ("decode", "unrolled"))]
+    assert len(rows) == 12
+    names = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x", "h100": "h100-nvlink", "b200": "b200-nvlink"}
+    for row in rows:
+        on = machine.load(names[row["target"].partition(":")[0]])
+        config, at = preset("llama-3-70b", residual="ladder"), dict(machine=on, ranks=8, implementation=OURS)
+        of = {one.launch: one.window for one in programs(config, phase=Phase(row["phase"]), tokens=1, **at)}
+        least = round(row["chained"]["window_flops_fraction"]["least"], 2)
+        assert of.pop(Launch.CHAINED) == min(least, 1.0) and row["hidden"] == row["chained"]["hidden"] == 7
+        assert of == ({} if row["launch"] == "chained" else {Launch.EXPLICIT: 1.0})
+        assert row["launch"] == "chained" or row["window_flops_fraction"]["least"] >= 1
+
+
 def test_forms_of_many_tokens():
     at = dict(machine=H100, ranks=8, phase=Phase.PREFILL, implementation=OURS)
     forms = lambda name, tokens: {
