@@ -142,7 +142,7 @@ def test_impossible_prompts(prompts, message):
         generator().tokens(prompts, config=DecodeConfig())
 
 
-HALVED = {"ladder": 7, "ladder-2": 7, "ladder-fresh": 7, "parallel-ladder": 3, "hybrid-delay-2": 3}  # of 4 layers
+HALVED = {"ladder": 7, "ladder-2": 7, "ladder-fresh": 7, "parallel-ladder": 3, "hybrid-delay-2": 4}  # of 4 layers
 
 
 @pytest.mark.parametrize(

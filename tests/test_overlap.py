@@ -261,6 +261,7 @@ def test_what_a_user_reads():
     lines = "\n".join(part for part in words.lines(answer) if isinstance(part, str))
     assert answer.verdict == "5 of 6 all-reduces hidden; the last one comes after all compute, so it is always exposed"
     assert "of 16: it fits" in lines and "1.50 times its weights and cache" in lines and "notice    n" in lines
+    assert "launch    explicit" in lines
     assert answer.as_dict()["bytes_per_device"] == 10 * 2**30 + 5 - 4 + 3 + 2
     assert answer.as_dict()["fits"] is True and answer.as_dict()["launch"] == "explicit"
 
