@@ -1,8 +1,13 @@
 """What an optimised program communicates: how many all-reduces, of how many operands, in which loop."""
 
+import dataclasses
 import re
 
+import jax
+
+from ladder_jax import parallel
 from ladder_jax.config import Loop
+from ladder_jax.parallel import collectives
 from ladder_jax.parallel.collectives import ENTER, LAUNCH
 
 NUM_LAYERS = 4
@@ -51,3 +56,23 @@ def check(text: str, *, name: str, loop: Loop, directions: tuple[str, ...] = (LA
             assert len(inside) == A_LAYER[name] and len(set(inside)) <= 1
     # The last sublayer's may stand after the loop.
     assert loop is Loop.UNROLLED or name not in A_LAYER or len([c for _, c, *_ in found if c == "entry"]) <= 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A started all-reduce, on which XLA aborts for a CPU: here it is made when it is awaited."""
+
+    x: jax.Array
+    axes: tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
+
+    def done(self):
+        return parallel.all_reduce(self.x, self.axes)
+
+
+def start_on_a_cpu(monkeypatch):
+    """The all-reduces that are started from now on, as they are traced."""
+    started = []
+    monkeypatch.setattr(collectives, "HALVES", ("cpu",))
+    monkeypatch.setattr(collectives, "_psum_start", lambda: lambda x, axes: started.append(x) or Started(x, axes))
+    return started

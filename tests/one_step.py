@@ -10,10 +10,10 @@ from ladder_jax.parallel import on_mesh, over_ranks
 
 
 @functools.cache
-def decode(definition, *, loop=Loop.UNROLLED, launch=Launch.CHAINED, quantize=Quantize.NONE):
+def decode(definition, *, loop=Loop.UNROLLED, launch=Launch.AUTO, quantize=Quantize.NONE):
     """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches). The caches stay."""
     dims = cache.dims(definition, loop=loop)
     in_dims = (weights.dims(definition, loop=loop, quantize=quantize), dims, "B", "B")
-    step = steps.step(definition, loop=loop, launch=launch, quantize=quantize)
+    step = steps.step(definition, loop=loop, launch=launch)
     ranked = over_ranks(step, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims))
     return jax.jit(on_mesh(ranked, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims)))

@@ -194,7 +194,7 @@ WRONG = {
     "Engine(quantize=)": (lambda: decode.Engine(DEFINITION, params_of(), quantize="int4"), "did you mean 'int8'?"),
     "Engine(launch=)": (
         lambda: decode.Engine(DEFINITION, params_of(), launch="x"),
-        "unknown launch 'x' (allowed: chai",
+        "unknown launch 'x' (allowed: auto",
     ),
     "Engine(decoder=)": (
         lambda: decode.Engine(DEFINITION, params_of(), decoder="bytes"),

@@ -1,6 +1,7 @@
 """Prefill, decode, sampling and generation against the reference, the full forward pass and NumPy."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -11,8 +12,8 @@ from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Launch, Loop
 from ladder_jax.decode import generate, sampling, steps, weights
 from ladder_jax.errors import UserError
-from ladder_jax.parallel import explicit
-from tests import cases, covering, one_step
+from ladder_jax.parallel import collectives
+from tests import cases, communication, covering, one_step
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 NEW = 3
@@ -141,41 +142,75 @@ def test_impossible_prompts(prompts, message):
         generator().tokens(prompts, config=DecodeConfig())
 
 
-class Started:
-    """A collective launched by name, as XLA has them for GPUs only: here it is made when it is awaited."""
-
-    def __init__(self, x, axes):
-        self._made = lambda: parallel.all_reduce(x, axes)
-
-    def done(self):
-        return self._made()
+HALVED = {"ladder": 7, "ladder-2": 7, "ladder-fresh": 7, "parallel-ladder": 3, "hybrid-delay-2": 4}  # of 4 layers
 
 
 @pytest.mark.parametrize(
-    "name", ["ladder", "ladder-2", "ladder-fresh", "parallel-ladder", "hybrid-delay-2", "standard"]
+    "name, loop", covering.marked(itertools.product(HALVED, Loop), chosen=[*zip(HALVED, itertools.cycle(Loop))])
 )
-def test_launching_by_name_computes_the_same(name, monkeypatch):
-    """What the topologies do with it; `make audit` compiles it for a GPU, where its values have not been seen yet."""
-    monkeypatch.setattr(explicit, "check", lambda mesh: None)
-    monkeypatch.setattr(explicit, "_parts", lambda: (Started, lambda fn, enforce: fn))
+def test_all_reduces_in_halves_compute_the_same(name, loop, monkeypatch):
+    """What the topologies make of them, against the reference. `make audit` compiles it for TPUs and GPUs, where its
+    values have not been seen yet."""
+    started = communication.start_on_a_cpu(monkeypatch)
     definition = cases.define(name, tensor=8)
     params = cases.place(cases.parameters(definition), definition)
-    stored = weights.prepare(definition, params, loop=Loop.UNROLLED)
-    tokens, rows = cases.tokens(), np.arange(4)
-    first = {}
-    for launch in Launch:
-        _, caches = decode.prefill(definition, capacity=12)(stored, tokens[:, :8], LENGTHS)
-        step = one_step.decode.__wrapped__(definition, launch=launch)
-        logits, _ = step(stored, caches, tokens[rows, LENGTHS], LENGTHS)
-        first[launch] = np.asarray(logits)[:, :251]
-    assert cases.error(first[Launch.EXPLICIT], first[Launch.CHAINED]) < cases.bound(definition.config)
+    stored = weights.prepare(definition, params, loop=loop)
+    tokens, rows, full = cases.tokens(), np.arange(4), cases.dense_logits(name, 8)
+    limit = 2 * cases.bound(definition.config)
+    prefill = decode.prefill.__wrapped__(definition, capacity=12, loop=loop)
+    assert prefill.traits.launch is Launch.EXPLICIT  # by default, where it is supported
+    logits, caches = prefill(stored, tokens[:, :8], LENGTHS)
+    assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS - 1]) < limit
+    if loop is Loop.UNROLLED:
+        assert len(started) == HALVED[name]
+    assert started
+    started.clear()
+    step = one_step.decode.__wrapped__(definition, loop=loop)
+    logits, _ = step(stored, caches, tokens[rows, LENGTHS], LENGTHS)
+    assert cases.error(np.asarray(logits)[:, :251], full[rows, LENGTHS]) < limit
+    assert started
 
 
-@pytest.mark.parametrize("tensor", [2, 8])
-def test_launching_by_name_where_it_cannot_be(tensor):
-    definition = cases.define("ladder", tensor=tensor)
-    with pytest.raises(UserError, match="launch 'explicit' is for NVIDIA GPUs, and this mesh is of cpu"):
-        decode.decode_many(definition, launch=Launch.EXPLICIT)
+def test_chained_and_waiting_programs_start_nothing(monkeypatch):
+    started = communication.start_on_a_cpu(monkeypatch)
+    for name, launch in (("ladder", Launch.CHAINED), ("standard", Launch.EXPLICIT)):
+        program = decode.prefill.__wrapped__(cases.define(name, tensor=8), capacity=12, launch=launch)
+        assert program.traits.launch is Launch.CHAINED and not started
+
+
+@pytest.mark.parametrize("kind", ["cpu", "TPU v5 lite", "TPU v4", "AMD Instinct MI300X"])
+def test_halves_where_they_are_not_supported(kind, monkeypatch):
+    definition = cases.define("ladder", tensor=2)
+    monkeypatch.setattr(type(jax.devices()[0]), "device_kind", kind)
+    for program in (decode.decode_many, functools.partial(decode.prefill, capacity=12), steps.extend):
+        with pytest.raises(UserError) as refused:
+            program(definition, launch=Launch.EXPLICIT)
+        assert str(refused.value) == (
+            f"launch 'explicit' is for NVIDIA GPUs and for TPUs from v5p on, not for {kind}: use 'auto'"
+        )
+    assert parallel.resolve_launch(Launch.AUTO, mesh=definition.layout.mesh) is Launch.CHAINED
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "TPU v5", "TPU v5p", "TPU v6e", "TPU7x"])
+def test_halves_where_they_are(kind, monkeypatch):
+    mesh = cases.define("ladder", tensor=2).layout.mesh
+    monkeypatch.setattr(type(jax.devices()[0]), "device_kind", kind)
+    supported = collectives._psum_start() is not None
+    assert parallel.resolve_launch(Launch.AUTO, mesh=mesh) is (Launch.EXPLICIT if supported else Launch.CHAINED)
+    assert parallel.resolve_launch(Launch.CHAINED, mesh=mesh) is Launch.CHAINED
+    monkeypatch.setattr(collectives, "_psum_start", lambda: None)
+    assert parallel.resolve_launch(Launch.AUTO, mesh=mesh) is Launch.CHAINED
+    with pytest.raises(UserError, match="needs a jax with started collectives, and .* has none: use 'auto'"):
+        parallel.resolve_launch(Launch.EXPLICIT, mesh=mesh)
+
+
+def test_sequence_parallelism_has_no_all_reduces_to_halve(monkeypatch):
+    communication.start_on_a_cpu(monkeypatch)
+    definition = cases.define("ladder", tensor=2)
+    split = functools.partial(decode.prefill.__wrapped__, definition, capacity=12, sequence_parallel=True)
+    assert split().traits.launch is Launch.CHAINED
+    with pytest.raises(UserError, match="launch 'explicit' halves all-reduces, and sequence parallelism has none"):
+        split(launch=Launch.EXPLICIT)
 
 
 @pytest.mark.parametrize("ranks", [None, 4])

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from ladder_jax import decode, nn
-from ladder_jax.config import Biases, DecodeConfig, Dtype, Launch, Loop, Quantize
+from ladder_jax.config import Biases, DecodeConfig, Dtype, Loop, Quantize
 from ladder_jax.decode import cache, steps, weights
-from ladder_jax.errors import UserError
 from ladder_jax.nn import quantized
 from ladder_jax.nn.quantized import Int8
 from tests import cases, one_step, reference
@@ -254,12 +253,6 @@ def test_the_command_line_says_what_there_is(capsys):
     status = cli.main("overlap --model tiny --target cpu:8 --phase train --residual ladder --quantize int8".split())
     assert status == 2
     assert capsys.readouterr().err == "ladder-jax: --quantize int8 is for prefill and decode, not for train\n"
-
-
-def test_launching_by_name_is_refused():
-    """It would fuse nothing, and so write dense copies of the matrices."""
-    with pytest.raises(UserError, match="launch 'explicit' would undo quantize='int8': use 'chained'"):
-        decode.decode_many(cases.define("ladder", tensor=8), launch=Launch.EXPLICIT, quantize=INT8)
 
 
 def test_the_audit_knows_of_it():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.one_gpu import exposed
-from experiments.one_gpu.wire import host_wire
+from experiments.one_gpu.wire import as_long_as, copies, host_wire
 from ladder_jax import decode, nn, parallel
 from ladder_jax.bench import programs
 from ladder_jax.bench import request as requests
@@ -53,6 +53,28 @@ def test_the_wire_brings_back_what_it_was_given(name):
     assert run()[0] == 0  # and nothing of it is left
 
 
+def test_a_wire_of_other_bytes_brings_back_the_same():
+    """Less than the array, of which the rest stays, and more, for which it is repeated."""
+    loop, args = program("ladder")
+    expected = np.asarray(loop(*args)[0])
+    for size in (100, 1 << 12):
+        with host_wire(lambda whole, size=size: size):
+            loop, args = program("ladder")
+            moved = str(jax.make_jaxpr(loop.__wrapped__)(*args))
+            assert moved.count("device_put[") == 8 and f"[{size // 2}]" in moved  # of bfloat16
+            assert np.array_equal(np.asarray(loop(*args)[0]), expected)
+
+
+def test_wires_as_long_as_all_reduces():
+    measured = copies((1 << 10, 1 << 20), count=2, repeats=1)
+    assert [size for size, _ in measured] == [1 << 10, 1 << 20] and 0 < measured[0][1] <= measured[1][1]
+    copied = as_long_as(lambda size: size * 1e-9, measured=[(1000, 1e-6), (3000, 3e-6)])
+    assert [copied(size) for size in (1, 1000, 2000, 9000)] == [1000, 1000, 2000, 3000]
+    found = exposed.wires("h100-nvlink", ranks=8, measured=[(1 << 10, 0.0), (1 << 20, 1e-3)])
+    assert list(found) == ["payload", "nccl", "one-kernel"] and found["payload"](7) == 7
+    assert found["one-kernel"](1 << 14) < found["nccl"](1 << 14)  # 11 and 23 microseconds
+
+
 def test_exposed():
     request = requests.make(model="tiny", residual="standard,ladder", share=4, layers=3, new_tokens=11)
     sample = lambda name, prefill, decode: Samples(name, 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0)
@@ -81,7 +103,7 @@ def test_a_run_goes_on_where_it_stood(tmp_path):
     first = run("--parts", "share", "torch", "--torch-python", "false", out=out)
     assert first.returncode == 1 and first.stderr.endswith("not measured, for the reasons above: torch\n")
     kept = out.read_text()
-    second = run("--parts", "share", "wire-no-graphs", out=out)
+    second = run("--parts", "share", "wire-no-graphs", "--wires", "one-kernel", out=out)
     assert second.returncode == 0 and f"share: stands in {out}" in second.stderr
     found = json.loads(out.read_text())
     assert found["share"] == json.loads(kept)["share"] and found["share"]["share"] == 4
@@ -90,7 +112,9 @@ def test_a_run_goes_on_where_it_stood(tmp_path):
         "XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m experiments.one_gpu.exposed"
     )
     assert wire["xla_flags"].endswith("--xla_gpu_enable_command_buffer=")
-    assert [row["residual"] for row in wire["rows"]] == ["standard", "ladder", "parallel"]
+    kinds = [(row["wire"], row["residual"]) for row in wire["rows"]]
+    assert kinds == [("one-kernel", name) for name in ("standard", "ladder", "parallel")]
+    assert wire["hardware"] == "h100-nvlink" and all(one["seconds"] > 0 for one in wire["copies"])
     other = run("--parts", "share", "--repeats", "0", out=out)  # other settings are measured, here in vain
     assert other.returncode == 1 and "--repeats must be positive" in other.stderr
     assert json.loads(out.read_text()) == found and [path.name for path in tmp_path.iterdir()] == ["results.json"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from ladder_jax import decode, nn, parallel, train
-from ladder_jax.config import Loop, Phase, TrainConfig
+from ladder_jax.config import Launch, Loop, Phase, TrainConfig
 from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled
 from ladder_jax.parallel.compiled import options_for
 from ladder_jax.parallel.compiler_options import TABLE, Option, When
@@ -16,7 +16,8 @@ from ladder_jax.train import gradients
 from tests import cases
 
 SPLITS = [frozenset(some) for count in range(3) for some in itertools.combinations(Split, count)]
-ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Phase, Loop, SPLITS)]
+LAUNCHES = (Launch.CHAINED, Launch.EXPLICIT)
+ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Phase, Loop, SPLITS, LAUNCHES)]
 V5E, V5P, TPU7X, H100 = "TPU v5 lite", "TPU v5", "TPU7x", "NVIDIA H100 80GB HBM3"
 
 
@@ -38,6 +39,7 @@ def test_each_kind_of_program_has_its_own():
     kernels = "xla_gpu_experimental_use_collective_kernels"
     assert options_for(H100, hides(Phase.DECODE))[kernels] == ""
     assert kernels not in options_for(H100, hides(Phase.PREFILL)) and kernels not in options_for(H100, waits)
+    assert kernels not in options_for(H100, dataclasses.replace(hides(Phase.DECODE), launch=Launch.EXPLICIT))
     assert options_for(H100, waits) == {"xla_gpu_enable_latency_hiding_scheduler": True}
     # Small ones are fastest on the TensorCore; matrices are streamed in either topology.
     assert list(options_for(V5P, waits)) == ["xla_tpu_scoped_vmem_limit_kib"]

@@ -110,8 +110,8 @@ MISTAKES = {
     "--phase dekode": "unknown --phase 'dekode'; did you mean 'decode'? (allowed: prefill, decode, train)",
     "--residual lader": "unknown residual 'lader'; did you mean 'ladder'?",
     "--loop scn": "unknown --loop 'scn'; did you mean 'scan'? (allowed: scan, unrolled)",
-    "--launch by-name": "unknown --launch 'by-name' (allowed: chained, explicit)",
-    "--phase train --launch explicit": "--launch explicit is for decode (it has no gradient), not for train",
+    "--launch by-name": "unknown --launch 'by-name' (allowed: auto, chained, explicit)",
+    "--phase train --launch explicit": "--launch explicit is for prefill and decode, not for train: it has no gradient",
     "--tensor 3": "model.num_heads=8 is not divisible by mesh.tensor=3",
     "--tensor 16": "--tensor 16 is more than the 8 devices of cpu:8",
     "--tensor 4 --fsdp 4 --phase train": "--tensor 4 x --fsdp 4 is more than the 8 devices of cpu:8",
@@ -145,7 +145,7 @@ def test_mistakes_are_one_line_and_compile_nothing(words, monkeypatch, capsys, t
 
 def test_mistakes_found_by_the_compiler_process(run_cli, kept, tmp_path):
     done = run_cli("overlap", *ASKED, "--launch", "explicit", LADDER_JAX_CACHE=str(kept), check_status=2, cwd=tmp_path)
-    assert done.stderr.splitlines()[-1].startswith("ladder-jax: launch 'explicit' is for NVIDIA GPUs")
+    assert done.stderr.splitlines()[-1].startswith("ladder-jax: launch 'explicit' is for NVIDIA GPUs and")
     assert "Traceback" not in done.stderr and os.listdir(tmp_path) == []
     split = "--phase prefill --residual desync-4 --sequence-parallel".split()
     done = run_cli("overlap", *ASKED, *split, LADDER_JAX_CACHE=str(kept), check_status=2, cwd=tmp_path)
@@ -251,7 +251,7 @@ def test_a_damaged_record_is_compiled_again(damage, tmp_path):
 RECORD = record.Record(
     hlo=text("tpu7x-unrolled"), jax="1", compiler="c", options={"a": True}, notices=("n",), seconds=1.0,
     bytes_accessed=30.0, argument_bytes=10 * 2**30, output_bytes=5, alias_bytes=4, temporary_bytes=3, code_bytes=2,
-    bytes_minimum=20,
+    bytes_minimum=20, launch="explicit",
 )  # fmt: skip
 
 
@@ -261,8 +261,9 @@ def test_what_a_user_reads():
     lines = "\n".join(part for part in words.lines(answer) if isinstance(part, str))
     assert answer.verdict == "5 of 6 all-reduces hidden; the last one comes after all compute, so it is always exposed"
     assert "of 16: it fits" in lines and "1.50 times its weights and cache" in lines and "notice    n" in lines
+    assert "launch    explicit" in lines
     assert answer.as_dict()["bytes_per_device"] == 10 * 2**30 + 5 - 4 + 3 + 2
-    assert answer.as_dict()["fits"] is True
+    assert answer.as_dict()["fits"] is True and answer.as_dict()["launch"] == "explicit"
 
 
 def verdict_of(name):

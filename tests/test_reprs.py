@@ -103,7 +103,7 @@ def report(tmp_path):
 
 def overlapped(tmp_path):
     asked = request.make(target="v5e:2x4", model="llama-3-70b", residual="ladder", phase=config.Phase.DECODE)
-    kept = record.Record(text("tpu7x-unrolled"), "1", "c", {}, ("n",), 1.0, *[1] * 7)
+    kept = record.Record(text("tpu7x-unrolled"), "1", "c", {}, "chained", ("n",), 1.0, *[1] * 7)
     return overlap.read(asked, kept)
 
 

@@ -8,10 +8,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import nn, parallel, residual
-from ladder_jax.config import Loop
+from ladder_jax.config import Launch, Loop
 from ladder_jax.errors import UserError
 from ladder_jax.residual.layers import runs_of
-from tests import cases
+from tests import cases, communication
 
 
 def topology(name, layers=None):
@@ -153,6 +153,30 @@ class Block(nnx.Module):
 
 
 UNROLLED = residual.__doc__.split("in a loop of your own:\n\n")[1].split("\nA `lax.scan`")[0]
+
+
+def test_plain_functions_in_halves(monkeypatch):
+    """In a loop of one's own, with sublayers that have no gain apart: they wait by their input. In whole numbers."""
+    started = communication.start_on_a_cpu(monkeypatch)
+    sublayers = (lambda x: x + parallel.rank(("tensor",)), lambda x: 2 * x)
+    axes, plan = ("tensor",), residual.topology("ladder", num_layers=2)
+
+    def run(launch):
+        def local(x):
+            state = residual.begin(x, topology=plan, axes=axes)
+            for step in (step for steps in plan.layers for step in steps):
+                state = step(state, sublayers, axes=axes, launch=launch)
+            return residual.flush(state, axes=axes)
+
+        meshed = jax.shard_map(local, mesh=parallel.make_mesh(tensor=8), in_specs=P(), out_specs=P())
+        return np.asarray(jax.jit(meshed)(jnp.ones((1, 2, 4))))
+
+    x, partial = 1, 0  # by hand: 8 ranks
+    for sublayer in (lambda x: 8 * x + 28, lambda x: 16 * x) * 2:
+        x, partial = x + partial, sublayer(x)
+    for launch, count in ((Launch.CHAINED, 0), (Launch.EXPLICIT, 3)):
+        np.testing.assert_array_equal(run(launch), np.full((1, 2, 4), x + partial))
+        assert len(started) == count
 
 
 def example(code, **scope):

@@ -27,7 +27,7 @@ def parsed(name):
     return hlo.parse(text(name))
 
 
-UNROLLED = ["h100-unrolled", "tpu7x-unrolled", "v5p-unrolled", "v5e-unrolled"]
+UNROLLED = ["h100-unrolled", "h100-halves", "tpu7x-unrolled", "v5p-unrolled", "v5e-unrolled"]
 
 
 @pytest.mark.parametrize("name", UNROLLED)
@@ -44,7 +44,15 @@ def test_an_unrolled_ladder_hides_all_but_the_last(name):
     assert schedule.assert_hidden(text(name)).hidden == found.hidden
 
 
-@pytest.mark.parametrize("name", ["h100-scan", "tpu7x-scan"])
+def test_halves_stand_around_a_whole_sublayer():
+    """Of plain functions, without a gain. The compiler leaves half of a sublayer beside a whole all-reduce."""
+    assert schedule.audit(text("h100-halves")).window_flops_fraction["least"] >= 1
+    assert schedule.audit(text("h100-unrolled")).window_flops_fraction["median"] < 0.6
+    names = {r.collective.op_name.rpartition("/")[2] for r in schedule.audit(text("h100-halves")).reductions[:-1]}
+    assert names == {"psum_invariant_start"}
+
+
+@pytest.mark.parametrize("name", ["h100-scan", "tpu7x-scan", "tpu7x-halves"])
 def test_a_scan_counts_by_its_turns(name):
     found = schedule.audit(text(name))
     inside = [r for r in found.reductions if r.collective.executions > 1]

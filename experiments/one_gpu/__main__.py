@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--batch", default="1,64", metavar="B[,B]")
     for name in NUMBERS:
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="N", help="as of ladder-jax bench")
+    parser.add_argument("--wires", metavar="NAME[,NAME]", help="payload, nccl, one-kernel (default: all)")
     parser.add_argument("--torch-python", default=sys.executable, metavar="FILE", help="a Python with transformers")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--again", action="store_true", help="also what stands in the results")
@@ -68,7 +69,8 @@ def command(part: str, args: argparse.Namespace) -> list[str]:
         case "torch":
             return [args.torch_python, "-m", "experiments.one_gpu.torch_generation", "--model", args.dense, *words]
         case _:
-            return [sys.executable, "-m", "experiments.one_gpu.exposed", *split, *words]
+            wires = ["--wires", args.wires] if args.wires else []
+            return [sys.executable, "-m", "experiments.one_gpu.exposed", *split, *wires, *words]
 
 
 PARTS = ("dense", "share", "torch", "wire", "wire-no-graphs")

@@ -1,6 +1,6 @@
 """How much of the communication is hidden: every target, phase and loop; Ladder, Standard and none at all.
 
-    python -m experiments.overlap             # writes results.json and the README's table; --table: the table alone
+    python -m experiments.overlap             # writes results.json and the README's tables; --table: the tables alone
 
 Compiles ahead of time (jax[tpu] and the CUDA plugin, no accelerator), two programs at once; what was
 compiled before is read from the cache, so an interrupted run goes on where it stood. Programs have 4
@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Sequence
 
 from experiments import readme
-from ladder_jax.config import Loop, Phase
+from ladder_jax.config import Launch, Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
@@ -37,10 +37,11 @@ def main() -> None:
     args = parser.parse_args()
     if not args.table:
         compile_all(args.targets, args.phases, args.out)
-    found = table(json.loads(args.out.read_text())["rows"])
-    print(found)
+    rows = json.loads(args.out.read_text())["rows"]
+    tables = {"programs": table(rows), "launches": launches(rows)}
+    print("\n\n".join(tables.values()))
     if args.out == HERE / "results.json":
-        readme.write(HERE, {"programs": found})
+        readme.write(HERE, tables)
 
 
 def compile_all(names: Sequence[str], phases: Sequence[str], out: pathlib.Path) -> None:
@@ -57,13 +58,15 @@ def compile_all(names: Sequence[str], phases: Sequence[str], out: pathlib.Path) 
 
 def measure(request: Request) -> dict:
     """The Ladder's counts, and each topology's estimated compute."""
-    found = {}
-    for residual in RESIDUALS:
-        one = dataclasses.replace(request, residual=residual)
+    found, serving = {}, request.phase is not Phase.TRAIN
+    asked = {residual: dataclasses.replace(request, residual=residual) for residual in RESIDUALS}
+    if serving:
+        asked["chained"] = dataclasses.replace(request, launch=Launch.CHAINED)
+    for name, one in asked.items():
         try:
             # An unrolled training step's machine code takes minutes; without it there are no estimated cycles.
             until = Until.SCHEDULE if one.phase is Phase.TRAIN and one.loop is Loop.UNROLLED else Until.CODE
-            found[residual] = result.read(one, compiling.compiled(one, until=until))
+            found[name] = result.read(one, compiling.compiled(one, until=until))
         except UserError as error:
             return {"target": request.target.name, "phase": request.phase.value, "error": str(error)}
     ladder = found["ladder"].as_dict()
@@ -73,13 +76,40 @@ def measure(request: Request) -> dict:
         others[one["for"]] += one["count"]
     cycles = {name: answer.report.step_cycles for name, answer in found.items()}
     standard = {f"standard_{name}": found["standard"].as_dict()[name] for name in ("all_reduces", "hidden")}
-    return {**counts, "others": others, **standard, "cycles": cycles}
+    row = {**counts, "others": others, **standard, "cycles": cycles}
+    if serving:
+        chained = found["chained"].as_dict()
+        row |= {"launch": ladder["launch"], "chained": {name: chained[name] for name in WINDOW}}
+    return row
 
 
 KEYS = (
     "target phase loop all_reduces asynchronous hidden merged other_hidden window_flops_fraction hidden_time_fraction"
     " bytes_per_device compiler jax compiler_options notices"
 ).split()
+
+
+WINDOW = ("hidden", "window_flops_fraction", "hidden_time_fraction")
+
+
+def launches(rows: list[dict]) -> str:
+    """Markdown, a row a serving program where all-reduces have halves."""
+    lines = [
+        "| target | phase, loop | chained: least, median window | hidden time | explicit: least, median window"
+        " | hidden time | cycles over chained |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.get("launch") != "explicit":
+            continue
+        cells = [row["target"], f"{row['phase']}, {row['loop']}"]
+        for one in (row["chained"], row):
+            window, share = one["window_flops_fraction"], one["hidden_time_fraction"]
+            cells += [f"{window['least']:.2f}, {window['median']:.2f}", f"{share:.0%}" if share is not None else "-"]
+        cycles = row["cycles"]
+        cells.append(f"{cycles['ladder'] / cycles['chained']:.3f}" if cycles["chained"] else "-")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table(rows: list[dict]) -> str:

@@ -25,7 +25,7 @@ class DecodeConfig:
     seed: int = 0
     prefill_chunk: int = 2048  # longer prompts are read in blocks of this many tokens, to bound memory
     loop: Loop = Loop.UNROLLED
-    launch: Launch = Launch.CHAINED
+    launch: Launch = Launch.AUTO  # of all-reduces, in prefill and decode
     quantize: Quantize = Quantize.NONE
 
     __repr__ = shown

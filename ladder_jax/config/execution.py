@@ -34,5 +34,6 @@ class Phase(enum.Enum):
 class Launch(enum.Enum):
     """How a reduction is launched beside compute and awaited after it."""
 
-    CHAINED = "chained"  # by barriers that the compiler must respect; differentiable, everywhere
-    EXPLICIT = "explicit"  # by name (see parallel/explicit.py); decoding on GPUs
+    AUTO = "auto"  # explicit where it is supported, otherwise chained
+    CHAINED = "chained"  # whole, chained by barriers: the compiler chooses when; differentiable, everywhere
+    EXPLICIT = "explicit"  # in two halves, around a whole sublayer: residual/steps.py

@@ -44,7 +44,7 @@ class Generator:
         request: Request,
         *,
         decoder: Decoder | None = None,
-        launch: Launch = Launch.CHAINED,
+        launch: Launch = Launch.AUTO,
         prefill_chunk: int = DecodeConfig.prefill_chunk,
     ) -> GeneratorOf[Piece, None, Result]:
         """Yields the request's text as it grows, and returns its Result: what `Engine` gives the same request.
@@ -111,7 +111,7 @@ class Generator:
         The first token does not wait until the decode program is compiled. Each later chunk is sent to the devices
         before the one before it is yielded: they need not wait for the host.
         """
-        definition, form = self.definition, dict(loop=self.loop, quantize=self.quantize)
+        definition, form = self.definition, dict(loop=self.loop, launch=launch, quantize=self.quantize)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         positions = cache.positions_for(int(lengths.max()) + new, chunk=CHUNK)
         padded = np.zeros((len(prompts), cache.padded_length(int(lengths.max()), positions=positions)), np.int32)
@@ -124,7 +124,7 @@ class Generator:
         seen = steps.seen_in(definition)(padded, lengths)
         token, logprob = steps.sample_first(definition, choice=choice)(logits, settings, ends, seen)
         yield token, logprob
-        decode, chunk = steps.decode_many(definition, choice=choice, launch=launch, **form), None
+        decode, chunk = steps.decode_many(definition, choice=choice, **form), None
         for _ in range(1, new, CHUNK):
             if chunk:
                 token, ends = _advance(definition)(chunk[0], ends)

@@ -3,7 +3,6 @@
 Each is one shard_map over the whole mesh; key/value caches are updated in place.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Generator
 from typing import Any
@@ -18,7 +17,7 @@ from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.parallel import Compiled, Overlap, Traits, explicit, on_mesh, over_ranks, pvary
+from ladder_jax.parallel import Compiled, Overlap, Traits, on_mesh, over_ranks, pvary, resolve_launch
 from ladder_jax.parallel.collectives import TOKEN_LOOP
 
 CHUNK = 16  # tokens that a call of `decode_many` makes by default, without a round trip to the host between them
@@ -30,6 +29,7 @@ def prefill(
     *,
     capacity: int,
     loop: Loop = Loop.UNROLLED,
+    launch: Launch = Launch.AUTO,
     quantize: Quantize = Quantize.NONE,
     sequence_parallel: bool = False,
 ) -> Compiled:
@@ -37,40 +37,49 @@ def prefill(
 
     Rows are right-padded; tokens beyond a row's length have no effect. The caches hold `capacity` positions a row.
     `params` are `weights.prepare`d, for the same loop and quantize. With `sequence_parallel`, T is divisible by the
-    tensor ranks: see residual/sequence.py.
+    tensor ranks: see residual/sequence.py. Raises UserError where `launch` is explicit and is not supported.
     """
+    if sequence_parallel and launch is Launch.EXPLICIT:
+        raise UserError("launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'")
+    launch = Launch.CHAINED if sequence_parallel else _launch(definition, launch)
 
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
         caches = jax.tree.map(lambda c: pvary(c, definition.layout.all_axes), caches)
-        settings = dict(loop_form=loop, caches=caches, sequence_parallel=sequence_parallel)
+        settings = dict(loop_form=loop, caches=caches, launch=launch, sequence_parallel=sequence_parallel)
         x, caches = nn.hidden(definition, params, tokens, **settings)
         logits = nn.logits(definition, params, sampling.pick_last(x, lengths))
         return logits[:, 0], caches
 
     out_dims = ("BV", cache.dims(definition, loop=loop))
-    traits = definition.traits(phase=Phase.PREFILL, loop=loop, sequence_parallel=sequence_parallel)
+    traits = definition.traits(phase=Phase.PREFILL, loop=loop, launch=launch, sequence_parallel=sequence_parallel)
     return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
 
 
 @functools.cache
-def extend(definition: ModelDef, *, loop: Loop = Loop.UNROLLED, quantize: Quantize = Quantize.NONE) -> Compiled:
+def extend(
+    definition: ModelDef,
+    *,
+    loop: Loop = Loop.UNROLLED,
+    launch: Launch = Launch.AUTO,
+    quantize: Quantize = Quantize.NONE,
+) -> Compiled:
     """A compiled (params, caches, tokens [B, T], start, lengths [B]) -> (logits [B, V], caches): one chunk of prompts.
 
     The tokens are at positions start..start+T-1 of every row, `start` an int32 scalar. The caches, which are donated,
     hold the positions before `start` and have room for all T. A row's logits are those after its last token if this
-    chunk holds it, otherwise meaningless. Tokens beyond a row's length have no effect.
+    chunk holds it, otherwise meaningless. Tokens beyond a row's length have no effect. Raises UserError as `prefill`.
     """
+    launch = _launch(definition, launch)
 
     def local(params, caches, tokens, start, lengths):
-        x, caches = nn.hidden(
-            definition, params, tokens, loop_form=loop, caches=caches, positions=nn.ChunkedPrefill(start)
-        )
+        settings = dict(loop_form=loop, caches=caches, positions=nn.ChunkedPrefill(start), launch=launch)
+        x, caches = nn.hidden(definition, params, tokens, **settings)
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
         return nn.logits(definition, params, sampling.pick_last(x, inside))[:, 0], caches
 
     dims = cache.dims(definition, loop=loop)
-    traits = definition.traits(phase=Phase.PREFILL, loop=loop)
+    traits = definition.traits(phase=Phase.PREFILL, loop=loop, launch=launch)
     in_dims, out_dims = (dims, "BT", "", "B"), ("BV", dims)
     return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
 
@@ -89,6 +98,7 @@ def prefill_chunks(
     capacity: int,
     chunk: int,
     loop: Loop = Loop.UNROLLED,
+    launch: Launch = Launch.AUTO,
     quantize: Quantize = Quantize.NONE,
 ) -> Generator[None, None, tuple[jax.Array, Any]]:
     """`prefill` of at most `chunk` tokens a row per `next`, so that others can compute in between; it returns the same.
@@ -97,7 +107,7 @@ def prefill_chunks(
     program of `chunk` tokens repeatedly: neither its compilation, nor its activations and attention scores grow with
     the prompt. Raises ValueError where the caches have no room for the tokens.
     """
-    form, sharding = dict(loop=loop, quantize=quantize), definition.layout.sharding
+    form, sharding = dict(loop=loop, launch=launch, quantize=quantize), definition.layout.sharding
     ends = jax.device_put(lengths, sharding("B"))
     if tokens.shape[1] <= chunk:
         whole = prefill(definition, capacity=capacity, **form)
@@ -171,7 +181,7 @@ def decode_many(
     count: int = CHUNK,
     choice: Choice = Choice.SAMPLED,
     loop: Loop = Loop.UNROLLED,
-    launch: Launch = Launch.CHAINED,
+    launch: Launch = Launch.AUTO,
     quantize: Quantize = Quantize.NONE,
 ) -> Compiled:
     """A compiled (params, caches, seen [B, V], tokens [B], lengths [B], settings)
@@ -183,9 +193,9 @@ def decode_many(
     token takes the layers' collectives, the embedding's and one to choose. With SAMPLED, a token for which a row uses
     a filter takes one more (see `logit_filters`).
 
-    Raises UserError where `launch` is explicit and this jax cannot do that, or the weights are quantised.
+    Raises UserError where `launch` is explicit and is not supported.
     """
-    axes = definition.layout.tensor
+    axes, launch = definition.layout.tensor, _launch(definition, launch)
 
     def local(params, caches, seen, tokens, lengths, settings):
         any_row = None if choice is Choice.GREEDY else sampling.AnyRow.of(settings)
@@ -209,11 +219,11 @@ def decode_many(
             (caches, seen, _, _), new = jax.lax.scan(turn, (caches, seen, tokens, lengths), length=count)
         return *jax.tree.map(jnp.transpose, new), caches, seen
 
-    one, dims = step(definition, loop=loop, launch=launch, quantize=quantize), cache.dims(definition, loop=loop)
+    one, dims = step(definition, loop=loop, launch=launch), cache.dims(definition, loop=loop)
     sample = _sampler(definition)
     in_dims = (dims, "BV", "B", "B", sampling.DIMS)
     out_dims = ("BT", None if choice is Choice.GREEDY else "BT", dims, "BV")
-    traits = _decode_traits(definition, loop=loop, launch=launch)
+    traits = definition.traits(phase=Phase.DECODE, loop=loop, launch=launch)
     return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1, 2))
 
 
@@ -236,21 +246,13 @@ def step(
     definition: ModelDef,
     *,
     loop: Loop = Loop.UNROLLED,
-    launch: Launch = Launch.CHAINED,
-    quantize: Quantize = Quantize.NONE,
+    launch: Launch = Launch.AUTO,
 ) -> Callable:
     """On one rank: (params, caches, tokens [B], lengths [B]) -> (logits [B, V/ranks], caches), one position a row.
 
     Raises UserError as `decode_many`.
     """
-    if definition.layout.ranks == 1 or definition.layout.emulated:
-        launch = Launch.CHAINED  # there is no collective to launch
-    if launch is Launch.EXPLICIT:
-        if quantize is not Quantize.NONE:  # ordered code is not fused: bfloat16 copies of matrices, 14 % more bytes
-            raise UserError(
-                f"launch 'explicit' would undo quantize={quantize.value!r}: use 'chained', or quantize='none'"
-            )
-        explicit.check(definition.layout.mesh)
+    launch = _launch(definition, launch)
 
     def one(params, caches, tokens, lengths):
         settings = dict(loop_form=loop, caches=caches, positions=nn.DecodeStep(lengths), launch=launch)
@@ -265,10 +267,11 @@ def _sampler(definition: ModelDef) -> Callable:
     return functools.partial(sampling.sample, vocab_size=definition.config.vocab_size, axes=definition.layout.tensor)
 
 
-def _decode_traits(definition: ModelDef, *, loop: Loop, launch: Launch) -> Traits:
-    """Explicit launches overlap without compiler options: only the options for the fastest reduction are left."""
-    traits = definition.traits(phase=Phase.DECODE, loop=loop)
-    return dataclasses.replace(traits, overlap=Overlap.WAITS) if launch is Launch.EXPLICIT else traits
+def _launch(definition: ModelDef, launch: Launch) -> Launch:
+    """CHAINED or EXPLICIT; where no all-reduce can be hidden, CHAINED."""
+    layout = definition.layout
+    hides = definition.topology.overlap is Overlap.HIDES and layout.ranks > 1 and not layout.emulated
+    return resolve_launch(launch, mesh=layout.mesh) if hides else Launch.CHAINED
 
 
 def _jit(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any) -> jax.stages.Wrapped:

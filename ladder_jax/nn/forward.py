@@ -11,7 +11,7 @@ from ladder_jax.nn import loss, modules, prefetch
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
-from ladder_jax.parallel import all_reduce, explicit, fsdp, pvary
+from ladder_jax.parallel import all_reduce, fsdp, pvary
 from ladder_jax.parallel.collectives import HEAD
 from ladder_jax.residual import State, anneal, sequence
 from ladder_jax.residual.layers import run_layers
@@ -35,7 +35,7 @@ class ForwardPass:
         sequence_parallel: bool = False,
     ):
         config, layout = definition.config, definition.layout
-        self._definition, self._loop, self._remat, self._launch = definition, loop_form, remat, launch
+        self._definition, self._loop, self._remat = definition, loop_form, remat
         self._dtype, self._axes = jnp.dtype(config.dtype.value), layout.tensor
         self._split = sequence_parallel and layout.ranks > 1 and not layout.emulated
         normalise = lambda x: modules.normalise(x, eps=config.norm_eps).astype(self._dtype)
@@ -89,10 +89,7 @@ class ForwardPass:
             if caches is None:
                 return prefetch.run_layers(body, state, params=stack, fsdp_layer=fsdp_layer, **settings), None
             body = lambda state, layer, cache, steps: self._layer(state, fsdp_layer.gather(layer), cache, steps)
-        run = lambda state, stack, caches: run_layers(body, state, params=stack, caches=caches, **settings)
-        # Only the layers: XLA's common-subexpression pass aborts on ordered code around them (jax 0.12.0.1).
-        run = explicit.ordered(run) if self._launch is Launch.EXPLICIT else run
-        return run(state, stack, caches)
+        return run_layers(body, state, params=stack, caches=caches, **settings)
 
     def stream(self, state: State) -> jax.Array:
         """The stream [B, T, D] (of a split one this rank's positions), to which all that is pending was added."""

@@ -13,7 +13,7 @@ from ladder_jax.nn.modules import MLP, Attention, RMSNorm
 from ladder_jax.nn.parameter import Module, Sizes, sizes_of
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables
 from ladder_jax.parallel import rank
-from ladder_jax.residual import State, Step
+from ladder_jax.residual import Normed, State, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +72,13 @@ class Layer(Module):
         self, state: State, cache: Cache | None, *, steps: tuple[Step, ...], context: LayerContext
     ) -> tuple[State, Cache | None]:
         """The state after this layer's `steps`, and its cache with the block's keys and values."""
-        attention_norm, mlp_norm = self.attention_norm, getattr(self, "mlp_norm", self.attention_norm)
-        if context.normalised:
-            attention_norm, mlp_norm = attention_norm.gain, mlp_norm.gain
+        norms = self.attention_norm, getattr(self, "mlp_norm", self.attention_norm)
+        attention_norm, mlp_norm = (norm.gain for norm in norms) if context.normalised else norms
 
-        def attention(x):
+        def attention(x, gain):
             nonlocal cache
             partial, cache = self.attention.with_cache(
-                attention_norm(x, dtype=context.dtype),
+                attention_norm(x, dtype=context.dtype, scale=gain),
                 cache,
                 table=context.table,
                 kernel=context.kernel,
@@ -88,12 +87,13 @@ class Layer(Module):
             )
             return partial
 
-        def mlp(x):
-            return self.mlp(mlp_norm(x, dtype=context.dtype), first_rank=context.first_rank)
+        def mlp(x, gain):
+            return self.mlp(mlp_norm(x, dtype=context.dtype, scale=gain), first_rank=context.first_rank)
 
+        sublayers = [Normed(one, norm.scale[...]) for one, norm in zip((attention, mlp), norms)]
         for step in steps:
             with jax.named_scope(
                 "attention" if step.sublayers == (0,) else "mlp" if step.sublayers == (1,) else "joint"
             ):
-                state = step(state, (attention, mlp), axes=context.axes, launch=context.launch)
+                state = step(state, sublayers, axes=context.axes, launch=context.launch)
         return state, cache

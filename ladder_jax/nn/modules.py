@@ -25,15 +25,15 @@ class RMSNorm(Module):
         self.eps = sizes.config.norm_eps
         self.scale = declare(dim, sizes=sizes, init=ones, rngs=rngs)
 
-    def __call__(self, x: jax.Array, *, dtype: jnp.dtype | None = None) -> jax.Array:
-        """x [..., D] in any dtype to [..., D] in `dtype`, by default x's."""
+    def __call__(self, x: jax.Array, *, dtype: jnp.dtype | None = None, scale: jax.Array | None = None) -> jax.Array:
+        """x [..., D] in any dtype to [..., D] in `dtype`, by default x's. scale: [D], by default the norm's own."""
         dtype = x.dtype if dtype is None else dtype
-        return self.gain(normalise(x, eps=self.eps), dtype=dtype)
+        return self.gain(normalise(x, eps=self.eps), dtype=dtype, scale=scale)
 
-    def gain(self, x: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+    def gain(self, x: jax.Array, *, dtype: jnp.dtype, scale: jax.Array | None = None) -> jax.Array:
         """`x`, normalised before, times the gain."""
-        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        return (x.astype(jnp.float32) * scale).astype(dtype)
+        scale = self.scale[...] if scale is None else scale
+        return (x.astype(jnp.float32) * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(dtype)
 
 
 class Attention(Module):

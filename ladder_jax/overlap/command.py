@@ -22,7 +22,7 @@ def run(args: dict) -> None:
         ladder_layers=args["ladder_layers"],
         loop=member(Loop, "--loop", args["loop"]) if args["loop"] else None,
         remat=member(Remat, "--remat", args["remat"]) if args["remat"] else Remat.NONE,
-        launch=member(Launch, "--launch", args["launch"]) if args["launch"] else Launch.CHAINED,
+        launch=member(Launch, "--launch", args["launch"]) if args["launch"] else Launch.AUTO,
         quantize=member(Quantize, "--quantize", args["quantize"]) if args["quantize"] else Quantize.NONE,
         sequence_parallel=args["sequence_parallel"],
         **{name: args[name] for name in ("layers", "tensor", "fsdp", "batch", "prompt_length", "context")},

@@ -36,8 +36,8 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
         return train.train_step(definition, config=config), arguments
     settings = dict(loop=loop, quantize=request.quantize)
     if request.phase is Phase.PREFILL:
-        params = weights.abstract(definition, **settings)
-        step = decode.prefill(definition, capacity=request.context, sequence_parallel=split, **settings)
+        params, sizes = weights.abstract(definition, **settings), dict(capacity=request.context)
+        step = decode.prefill(definition, launch=request.launch, sequence_parallel=split, **sizes, **settings)
         return step, (params, tokens(rows, request.prompt_length), tokens(rows))
     decode_loop = decode.decode_many(definition, choice=decode.Choice.GREEDY, launch=request.launch, **settings)
     return decode_loop, steps.abstract(definition, rows=rows, positions=request.context, **settings)

@@ -26,7 +26,8 @@ class Record:
     """A compiler's results for one program; bytes are those of one device.
 
     hlo: text of the scheduled program.
-    options: compiler options in force. notices: warnings about options or settings that were dropped, with reasons.
+    options: compiler options in force. launch: of the all-reduces that it hides, "chained" or "explicit".
+    notices: warnings about options or settings that were dropped, with reasons.
     bytes_accessed: the compiler's count; None if it gives none.
     argument_bytes, output_bytes, alias_bytes, temporary_bytes, code_bytes: None if compiled until SCHEDULE.
     bytes_minimum: weights and cache, each read once (decode); None for other phases.
@@ -36,6 +37,7 @@ class Record:
     jax: str
     compiler: str
     options: dict
+    launch: str
     notices: tuple[str, ...]
     seconds: float
     bytes_accessed: float | None
@@ -69,7 +71,7 @@ def read(path: str | os.PathLike) -> Record | None:
 def _has_declared_types(record: Record) -> bool:
     """Whether the fields have their declared types: a damaged file may still be valid JSON."""
     sizes = [value for name, value in vars(record).items() if name.startswith("bytes_") or name.endswith("_bytes")]
-    texts = [record.hlo, record.jax, record.compiler, *record.notices]
+    texts = [record.hlo, record.jax, record.compiler, record.launch, *record.notices]
     numbers = [record.seconds, *(size for size in sizes if size is not None)]
     return (
         isinstance(record.options, dict)

@@ -45,7 +45,7 @@ class Request:
     prompt_length: int
     context: int
     remat: Remat = Remat.NONE
-    launch: Launch = Launch.CHAINED
+    launch: Launch = Launch.AUTO
     quantize: Quantize = Quantize.NONE
     fsdp: int = 1
     sequence_parallel: bool = False
@@ -90,7 +90,7 @@ def make(
     prompt_length: int | None = None,
     context: int | None = None,
     remat: Remat = Remat.NONE,
-    launch: Launch = Launch.CHAINED,
+    launch: Launch = Launch.AUTO,
     quantize: Quantize = Quantize.NONE,
     fsdp: int | None = None,
     sequence_parallel: bool = False,
@@ -133,8 +133,8 @@ def make(
         raise UserError("--sequence-parallel is for train and prefill: a decode step has one position a row")
     if sequence_parallel and request.prompt_length % tensor:
         raise UserError(f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}")
-    if launch is Launch.EXPLICIT and phase is not Phase.DECODE:
-        raise UserError(f"--launch explicit is for decode (it has no gradient), not for {phase.value}")
+    if launch is Launch.EXPLICIT and phase is Phase.TRAIN:
+        raise UserError("--launch explicit is for prefill and decode, not for train: it has no gradient")
     if quantize is not Quantize.NONE and phase is Phase.TRAIN:
         raise UserError(f"--quantize {quantize.value} is for prefill and decode, not for train")
     check_fits_mesh(request.config, MeshConfig(fsdp=fsdp, tensor=tensor))

@@ -33,6 +33,8 @@ class Result:
         """
         settings = {name: value for name, value in self.request.as_dict().items() if _is_used(name, self.request)}
         report = self.report
+        if "launch" in settings:
+            settings["launch"] = self.record.launch
         return {
             **settings,
             **{name: getattr(report, name) for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")},
@@ -126,7 +128,7 @@ def _is_used(name: str, request: Request) -> bool:
     used = {
         "prompt_length": request.phase is not Phase.DECODE,
         "context": request.phase is Phase.DECODE,
-        "launch": request.phase is Phase.DECODE,
+        "launch": request.phase is not Phase.TRAIN,
         "quantize": request.phase is not Phase.TRAIN,
         "remat": request.phase is Phase.TRAIN,
         "fsdp": request.phase is Phase.TRAIN,

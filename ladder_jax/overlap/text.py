@@ -40,6 +40,8 @@ def lines(answer: Result) -> list:
         kinds = ", ".join(dict.fromkeys(part for one in others for part in one.purpose.split(", ")))
         count, hidden_count = sum(one.count for one in others), answer.report.other_hidden
         tail.append(f"other collectives: {count} ({kinds}), {hidden_count} hidden")
+    if request.phase is not Phase.TRAIN:
+        tail.append(f"launch    {record.launch}")
     tail.append(f"compiler  {record.compiler}, jax {record.jax}, {record.seconds:.0f} s")
     tail.append("options   " + (", ".join(f"{k}={v}" for k, v in record.options.items()) or "none"))
     tail += [f"notice    {notice}" for notice in record.notices]

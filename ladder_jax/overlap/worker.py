@@ -46,6 +46,7 @@ def main(source: str, destination: str, dump: str | None = None) -> int:
             jax=jax.__version__,
             compiler=programs.compiler(request.target),
             options=function.options,
+            launch=function.traits.launch.value,
             notices=tuple(notices),
             seconds=time.perf_counter() - started,
             bytes_minimum=programs.bytes_minimum(request, arguments),

@@ -12,6 +12,8 @@ from ladder_jax.parallel.collectives import pvary as pvary
 from ladder_jax.parallel.collectives import rank as rank
 from ladder_jax.parallel.collectives import ranks as ranks
 from ladder_jax.parallel.collectives import reduce_scatter as reduce_scatter
+from ladder_jax.parallel.collectives import resolve_launch as resolve_launch
+from ladder_jax.parallel.collectives import start_all_reduce as start_all_reduce
 from ladder_jax.parallel.collectives import varying as varying
 from ladder_jax.parallel.compiled import Compiled as Compiled
 from ladder_jax.parallel.compiled import compile_options as compile_options

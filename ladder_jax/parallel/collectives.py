@@ -1,10 +1,16 @@
 """The few collectives that the library uses, by name. Valid inside `on_mesh` and `over_ranks`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+
+from ladder_jax.config import Launch
+from ladder_jax.errors import UserError, unknown
+from ladder_jax.parallel.compiled import kind_of
 
 EMULATED = "emulated_rank"
 """The axis of emulated ranks, all on one device: a `vmap`'s, not the mesh's (see `over_ranks`)."""
@@ -46,6 +52,43 @@ def all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, axes)
 
 
+HALVES = ("NVIDIA", "TPU v5", "TPU v6 lite", "TPU7x")
+"""Kinds of devices whose compilers have all-reduces in two halves: not a CPU's, which aborts, nor a v5e's.
+
+Of a whole all-reduce the compiler makes such halves, too, but it leaves only as much compute between them as its own
+estimate of the transfer demands: of a sublayer of a decode step a third. In halves residual/steps.py says what is
+between them: all of it. On NVIDIA GPUs that hides XLA's one-kernel all-reduce, which the compiler never hides.
+"""
+
+
+def resolve_launch(launch: Launch, *, mesh: Mesh) -> Launch:
+    """CHAINED or EXPLICIT for programs on `mesh`. Raises UserError for EXPLICIT where it is not supported."""
+    kind, missing = mesh.devices.flat[0].device_kind, None
+    if kind_of(kind) not in HALVES:
+        missing = f"launch 'explicit' is for NVIDIA GPUs and for TPUs from v5p on, not for {kind}: use 'auto'"
+    elif _psum_start() is None:
+        missing = f"launch 'explicit' needs a jax with started collectives, and {jax.__version__} has none: use 'auto'"
+    if launch is Launch.AUTO:
+        return Launch.CHAINED if missing else Launch.EXPLICIT
+    if launch is Launch.EXPLICIT and missing:
+        raise UserError(missing)
+    return launch
+
+
+def start_all_reduce(x: jax.Array, axes: tuple[str, ...]) -> Any:
+    """The first half of `all_reduce`; its `.done()` is the second. No gradient: for prefill and decode."""
+    return _psum_start()(x, axes)
+
+
+def _psum_start() -> Callable | None:
+    """jax 0.12's, which is not public."""
+    try:
+        from jax._src.lax.parallel import psum_start
+    except ImportError:
+        return None
+    return psum_start
+
+
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Array:
     """The sum of every rank's `x`, of which each rank gets its share of `dimension`."""
     return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
@@ -84,3 +127,17 @@ def rank(axes: tuple[str, ...]) -> jax.Array:
 
 def ranks(axes: tuple[str, ...]) -> int:
     return lax.axis_size(axes)
+
+
+def check_axes(axes: tuple[str, ...]) -> None:
+    """Raises UserError for a name in place of a tuple, and for axes that the enclosing shard_map does not have."""
+    if isinstance(axes, str):
+        raise UserError(f"axes must be a tuple of the mesh's axes, as in ({axes!r},), not {axes!r}")
+    for axis in axes:
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            known = sorted(jax.sharding.get_abstract_mesh().manual_axes)
+            if known:
+                raise unknown("mesh axis", axis, known) from None
+            raise UserError(f"there are no ranks of {axis!r} here: call it inside jax.shard_map") from None

@@ -20,15 +20,20 @@ logger = logging.getLogger("ladder_jax")
 ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}  # what some versions call them
 
 
+def kind_of(device_kind: str) -> str:
+    """The table's name for a kind of device (`jax.Device.device_kind`)."""
+    return "NVIDIA" if device_kind.startswith("NVIDIA") else ALIASES.get(device_kind, device_kind)
+
+
 def is_v5e(device_kind: str) -> bool:
     """v5e is the one TPU that overlaps reductions by fusing them with matmuls, in its vector memory."""
-    return ALIASES.get(device_kind, device_kind) == "TPU v5 lite"
+    return kind_of(device_kind) == "TPU v5 lite"
 
 
 def options_for(device_kind: str, traits: Traits, *, when: When = When.ALWAYS) -> dict[str, Any]:
-    """The table's options for a kind of device (`jax.Device.device_kind`); none for a CPU, which hides nothing."""
-    kind = "NVIDIA" if device_kind.startswith("NVIDIA") else ALIASES.get(device_kind, device_kind)
-    return {row.name: row.value for row in TABLE.get(kind, ()) if row.when is when and row.serves(traits)}
+    """The table's options for a kind of device; none for a CPU, which hides nothing."""
+    rows = TABLE.get(kind_of(device_kind), ())
+    return {row.name: row.value for row in rows if row.when is when and row.serves(traits)}
 
 
 def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> dict[str, Any]:
@@ -69,7 +74,7 @@ class Compiled:
     """`jax.jit(fn)` with compiler options for its mesh; if the compiler fails on them, with fewer and a notice.
 
     v5e's options are fragile: its fusions of reductions and matmuls may not fit the vector memory.
-    `options` are those in force.
+    `options` are those in force, for a program of these `traits`.
 
     Inside a trace it is `jax.jit(fn)` without options, which jax refuses there, and without donation: both belong to
     the outermost program.
@@ -90,7 +95,7 @@ class Compiled:
         self._placed = functools.partial(jax.jit, fn, out_shardings=out_shardings)
         self._jit = functools.partial(self._placed, donate_argnums=donate_argnums)
         self._left = [*([{**best, **rescue}] if rescue else []), *([{}] if best else [])]
-        self.options = best
+        self.options, self.traits = best, traits
         self._jitted = self._jit(compiler_options=best)
 
     def __repr__(self) -> str:

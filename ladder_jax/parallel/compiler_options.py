@@ -7,7 +7,7 @@ compiles them again, and `make audit` fails when a new compiler behaves otherwis
 import dataclasses
 import enum
 
-from ladder_jax.config import Loop, Phase
+from ladder_jax.config import Launch, Loop, Phase
 from ladder_jax.parallel.traits import Overlap, Split, Traits
 
 
@@ -31,12 +31,14 @@ class Option:
     loops: tuple[Loop, ...] = tuple(Loop)
     when: When = When.ALWAYS
     split: tuple[Split, ...] = ()
+    launches: tuple[Launch, ...] = (Launch.CHAINED, Launch.EXPLICIT)
 
     def serves(self, traits: Traits) -> bool:
         return (
             traits.overlap in self.overlap
             and traits.phase in self.phases
             and traits.loop in self.loops
+            and traits.launch in self.launches
             and (not self.split or not traits.split.isdisjoint(self.split))
         )
 
@@ -168,8 +170,10 @@ TABLE: dict[str, tuple[Option, ...]] = {
         Option(
             "xla_gpu_experimental_use_collective_kernels",
             "",
-            "an all-reduce of at most 4 MiB is a Triton kernel by default: fast, and never overlapped; this gives NCCL",
+            "an all-reduce of at most 4 MiB is a Triton kernel by default: fast, and never overlapped but in two"
+            " halves; this gives NCCL",
             phases=(Phase.DECODE,),
+            launches=(Launch.CHAINED,),
         ),
         Option(
             "xla_gpu_experimental_parallel_collective_overlap_limit",

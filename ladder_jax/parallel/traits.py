@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ladder_jax.config import Loop, Phase
+from ladder_jax.config import Launch, Loop, Phase
 
 
 class Overlap(enum.Enum):
@@ -22,9 +22,10 @@ class Split(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What a program's compiler options depend on, beside the device."""
+    """What a program's compiler options depend on, beside the device. launch: CHAINED or EXPLICIT."""
 
     overlap: Overlap
     phase: Phase
     loop: Loop
     split: frozenset[Split] = frozenset()
+    launch: Launch = Launch.CHAINED

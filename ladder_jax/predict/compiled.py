@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 
-from ladder_jax.config import Phase
+from ladder_jax.config import Launch, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE, Hardware
 from ladder_jax.overlap import compile as compiling
@@ -38,8 +38,6 @@ def with_defaults(options: dict, target: str) -> dict:
         raise UserError(f"--from-schedule {target}: {parsed.kind} hides nothing: choose a TPU or GPU target")
     if options["implementation"] not in (None, "ours"):
         raise UserError("--from-schedule compiles this library's programs: --implementation must be ours")
-    if options.get("launch") not in (None, "chained"):
-        raise UserError("--from-schedule compiles chained launches: --launch explicit is analytic")
     return {
         **options,
         "hardware": options["hardware"] or MACHINES.get(parsed.kind, parsed.kind),
@@ -49,7 +47,7 @@ def with_defaults(options: dict, target: str) -> dict:
 
 
 def predict(request: Request, *, target: str, opponents: Opponents = Opponents.STRONGEST) -> result.Result:
-    """Programs as the library compiles them by default: chained launches, the whole stream on every rank."""
+    """Programs as the library compiles them: with the whole stream on every rank."""
     compile_ = functools.cache(functools.partial(_compiled, request, target))
     speeds = {
         name: _speed(request, name, compile_, opponents) for name in dict.fromkeys((*request.residuals, BASELINE))
@@ -77,7 +75,7 @@ def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, oppo
     layers = request.layers or request.shape.num_layers
     # A hybrid's layers differ, so all of them are compiled.
     depths = DEPTHS if layers > DEPTHS[1] and request.ladder_layers is None else (layers,)
-    # The first program has the whole stream on every rank, and chained launches where it launches at all.
+    # The first program has the whole stream on every rank, and the launch that is compiled.
     program = programs(
         request.config(residual),
         machine=request.machine,
@@ -86,6 +84,7 @@ def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, oppo
         tokens=request.prompt_length,
         implementation=request.implementation,
         opponents=opponents,
+        launches=request.launches,
     )[0]
     compiled = [compile_(residual, phase, depth) for depth in depths]
     settings = dict(machine=request.machine, ranks=request.tensor, among=program.algorithms)
@@ -110,6 +109,7 @@ def _compiled(request: Request, target: str, residual: str, phase: Phase, layers
         residual=residual,
         ladder_layers=request.config(residual).ladder_layers,
         phase=phase,
+        launch=request.launches[0] if len(request.launches) == 1 else Launch.AUTO,
         layers=layers,
         tensor=request.tensor,
         batch=request.batch,

@@ -48,7 +48,8 @@ def layers(
         timeline = _in_rings(steps, work=work, kernels=kernels, ring=ring)
     else:
         of_step = lambda step: work(step.sublayers)
-        timeline = play(steps, work=of_step, all_reduce=all_reduce, contention=machine.contention)
+        settings = dict(all_reduce=all_reduce, contention=machine.contention, window=program.window)
+        timeline = play(steps, work=of_step, **settings)
     return Layers(timeline, algorithm if timeline.all_reduces else None, all_reduce)
 
 

@@ -46,6 +46,13 @@ class Kernels(enum.Enum):
     OTHERS = "others"  # other frameworks only: no launch of ours overlaps them
 
 
+class Halves(enum.Enum):
+    """Whether programs can start and await an all-reduce apart: the launch `explicit`."""
+
+    SUPPORTED = "supported"
+    NONE = "none"  # v5e
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """An all-reduce of one kernel. latency: seconds. bandwidth: bytes a second that a device sends."""
@@ -89,6 +96,7 @@ class Link:
     in_network: Kernel | None = None
     nccl_in_network: Kernel | None = None
     kernels: Kernels = Kernels.XLA
+    halves: Halves = Halves.SUPPORTED
 
     def nodes(self, ranks: int) -> int:
         return 1 if self.network is None else math.ceil(ranks / self.network.size)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from ladder_jax.config.load import parse_yaml
 from ladder_jax.errors import UserError, member, unknown
-from ladder_jax.predict.link import FITTED, Algorithm, Kernel, Kernels, Link, Network, Ring
+from ladder_jax.predict.link import FITTED, Algorithm, Halves, Kernel, Kernels, Link, Network, Ring
 
 TABLE = pathlib.Path(__file__).parent / "hardware"
 NAMES = (
@@ -67,7 +67,7 @@ SECTIONS = {  # optional ones, by dotted name: all of a section's constants or n
     "link.network": Network,
     **{f"link.{name}": Kernel for name in ("one_shot", "two_shot", "in_network", "nccl_in_network")},
 }
-CHOICES = {"link.ring": Ring, "link.kernels": Kernels}
+CHOICES = {"link.ring": Ring, "link.kernels": Kernels, "link.halves": Halves}
 WHOLE = ("devices", "size")
 
 

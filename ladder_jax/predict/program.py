@@ -7,7 +7,7 @@ from collections.abc import Collection
 from ladder_jax.config import Launch, ModelConfig, Phase, parse_residual
 from ladder_jax.parallel.traits import Overlap
 from ladder_jax.predict.implementation import Implementation
-from ladder_jax.predict.link import FITTED, NCCL, Algorithm, Kernels
+from ladder_jax.predict.link import FITTED, NCCL, Algorithm, Halves, Kernels, Ring
 from ladder_jax.predict.machine import Machine
 from ladder_jax.residual import of_model
 from ladder_jax.residual.topologies import Communication
@@ -33,14 +33,25 @@ class Opponents(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """launch: how all-reduces are launched beside compute; None for topologies that wait for them."""
+    """launch: how all-reduces are launched beside compute; None for topologies that wait for them.
+
+    window: the share of a sublayer's compute that its launch leaves beside an all-reduce.
+    """
 
     form: Form = Form.ALL_REDUCE
     algorithms: tuple[Algorithm, ...] = FITTED
     launch: Launch | None = None
+    window: float = 1.0
 
 
 PLAIN = Program()
+
+WINDOWS = {  # least of the chained launch, of unrolled layers: `python -m experiments.overlap`; elsewhere whole
+    ("NVIDIA", Phase.DECODE): 0.33,
+    ("NVIDIA", Phase.PREFILL): 0.56,
+    ("v5e", Phase.DECODE): 0.44,
+    ("v5e", Phase.PREFILL): 0.33,
+}
 
 
 def programs(
@@ -57,8 +68,8 @@ def programs(
     """The tensor-parallel programs for a topology, at least one. tokens: positions a row.
 
     A topology that waits for its all-reduces may use any. One that hides them may use those that its launch overlaps:
-    `chained` overlaps what NCCL and XLA's TPU compiler do; `explicit` is for decoding on NVIDIA GPUs, and overlaps the
-    one-kernel algorithms too, where XLA has them: within a node.
+    `chained` and `explicit` what NCCL and XLA's TPU compiler do, `explicit` in a decode step the one-kernel algorithms
+    too, where XLA has them: within a node. The default launch comes first.
     """
     topology = of_model(config)
     if opponents is Opponents.FITTED or implementation.algorithms == FITTED:
@@ -66,18 +77,27 @@ def programs(
     strongest = opponents is Opponents.STRONGEST
     allowed = implementation.algorithms if strongest else NCCL
     if topology.overlap is Overlap.HIDES:
-        candidates = [Program(algorithms=NCCL, launch=Launch.CHAINED)]
-        if strongest and phase is Phase.DECODE and _has_kernels(machine, ranks=ranks):
-            candidates.append(Program(algorithms=allowed, launch=Launch.EXPLICIT))
+        candidates = [Program(algorithms=NCCL, launch=Launch.CHAINED, window=_chained_window(machine, phase))]
+        if phase is not Phase.TRAIN and machine.link is not None and machine.link.halves is Halves.SUPPORTED:
+            kernels = strongest and phase is Phase.DECODE and _has_kernels(machine, ranks=ranks)
+            candidates.insert(0, Program(algorithms=allowed if kernels else NCCL, launch=Launch.EXPLICIT))
         candidates = [one for one in candidates if one.launch in launches] or candidates[:1]
     else:
         candidates = [Program(algorithms=allowed)]
     if strongest and phase is not Phase.DECODE and ranks > 1 and tokens % ranks == 0:
         if topology.communication is not Communication.DESYNC:
-            candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=candidates[0].launch))
+            hides = topology.overlap is Overlap.HIDES
+            candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED if hides else None))
         if parse_residual(config.residual).kind == "standard":
             candidates.append(Program(Form.COLLECTIVE_MATMUL))
     return tuple(candidates)
+
+
+def _chained_window(machine: Machine, phase: Phase) -> float:
+    if machine.link is None:
+        return 1.0
+    kind = "NVIDIA" if machine.link.ring is Ring.ONE_WAY else "v5e" if machine.link.halves is Halves.NONE else "TPU"
+    return WINDOWS.get((kind, phase), 1.0)
 
 
 def _has_kernels(machine: Machine, *, ranks: int) -> bool:

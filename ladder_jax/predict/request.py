@@ -97,8 +97,8 @@ def make(
     settings = {name: value for name, value in numbers.items() if value is not None}
     if residual is not None:
         settings["residuals"] = words("residual", residual)
-    if launch is not None:
-        settings["launches"] = (member(Launch, "launch", launch),)
+    if launch is not None and member(Launch, "launch", launch) is not Launch.AUTO:
+        settings["launches"] = (Launch(launch),)
     if phase != GENERATE:
         settings["phase"] = Phase(phase)
     if phase == Phase.TRAIN.value:

@@ -33,9 +33,7 @@ def lines(answer: Result) -> list:
         tail.append(f"note      weights and cache need more than a device's {machine.memory / 2**30:.0f} GiB")
     tail += _assumed(machine)
     if any(executed(row.speed.step)["launch"] == Launch.EXPLICIT.value for row in answer.rows):
-        tail.append(
-            "note      explicit launches (decode.launch=explicit) have never run; --launch chained for the default"
-        )
+        tail.append("note      explicit launches, the default here, have never run; --launch chained: without them")
     return [
         *verdict(answer),
         title,

@@ -23,6 +23,9 @@ class Work:
     def seconds(self) -> float:
         return self.busy + self.idle
 
+    def share(self, share: float) -> "Work":
+        return Work(share * self.busy, share * self.idle)
+
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
@@ -60,13 +63,15 @@ def beside(work: Work, *, wire: float, contention: float) -> float:
 NAMES = {(0,): "attention", (1,): "mlp", (0, 1): "joint"}
 
 
-def play(steps: Iterable[Step], *, work: Callable[[Step], Work], all_reduce: float, contention: float) -> Timeline:
+def play(
+    steps: Iterable[Step], *, work: Callable[[Step], Work], all_reduce: float, contention: float, window: float = 1.0
+) -> Timeline:
     """The timeline of a topology's steps, of all layers.
 
     work(step): the step's time without communication. all_reduce: seconds of one all-reduce.
-    contention: as in `Machine`.
+    contention: as in `Machine`. window: the share of a step's time, its last, that a hidden all-reduce has.
     """
-    player = _Player(all_reduce, contention)
+    player = _Player(all_reduce, contention, window)
     for step in steps:
         player.take(step, work(step))
     return player.finish()
@@ -78,18 +83,19 @@ class _Player:
     residual, sums: when they are reduced. partial: when it has been computed; None if it is zero.
     """
 
-    def __init__(self, all_reduce: float, contention: float):
-        self.all_reduce, self.contention = all_reduce, contention
+    def __init__(self, all_reduce: float, contention: float, window: float):
+        self.all_reduce, self.contention, self.window = all_reduce, contention, window
         self.now = self.wire_free = self.residual = self.compute = 0.0
         self.sums: list[float] = []
         self.partial: float | None = None
         self.bars: list[Bar] = []
 
     def take(self, step: Step, work: Work) -> None:
-        launched = self._launch_pending(step)
+        issued = self._issued(step, work)
+        launched = self._launch_pending(step, issued)
         # Before the first layers some sums are zero. `sums` omits them, so it may be shorter than `pending_before`.
         needed = launched[: max(0, len(launched) - step.delay)]
-        self._compute(step, work, ready=max([self.residual, *needed]))
+        self._compute(step, work, ready=max([self.residual, *needed]), issued=issued)
         if isinstance(step, Delayed):
             self._update_state(step, launched)
         elif isinstance(step, Desynced) and step.sync:
@@ -108,10 +114,19 @@ class _Player:
             bars=tuple(sorted(self.bars, key=lambda bar: bar.start)),
         )
 
-    def _launch_pending(self, step: Step) -> list[float]:
+    def _issued(self, step: Step, work: Work) -> float | None:
+        """When a hidden all-reduce is issued that has not the whole step for a window; None: before the step."""
+        if self.window == 1 or not step.delay or self.partial is None:
+            return None
+        older = self.sums[: max(0, len(self.sums) + 1 - step.delay)]
+        start = max([self.now, self.residual, *older])
+        before = work.share(1 - self.window)
+        return start + beside(before, wire=max(0.0, self.wire_free - start), contention=self.contention)
+
+    def _launch_pending(self, step: Step, issued: float | None) -> list[float]:
         if not isinstance(step, Delayed) or self.partial is None:
             return self.sums
-        return [*self.sums, self._reduce("all-reduce", self.partial)]
+        return [*self.sums, self._reduce("all-reduce", self.partial if issued is None else issued)]
 
     def _update_state(self, step: Delayed, launched: list[float]) -> None:
         if step.pending_after == 0:
@@ -129,9 +144,11 @@ class _Player:
         self.bars.append(Bar(name, start, self.wire_free, wire=True))
         return self.wire_free
 
-    def _compute(self, step: Step, work: Work, *, ready: float) -> None:
-        """Every all-reduce in flight was launched before this step, so the link is busy until `wire_free`."""
+    def _compute(self, step: Step, work: Work, *, ready: float, issued: float | None) -> None:
+        """Every all-reduce in flight was launched before this step, or in it at `issued`: from then on the link is busy
+        until `wire_free`."""
         start = max(self.now, ready)
-        self.now = start + beside(work, wire=max(0.0, self.wire_free - start), contention=self.contention)
+        since, rest = (start, work) if issued is None else (issued, work.share(self.window))
+        self.now = since + beside(rest, wire=max(0.0, self.wire_free - since), contention=self.contention)
         self.compute += work.seconds
         self.bars.append(Bar(NAMES[step.sublayers], start, self.now, wire=False))

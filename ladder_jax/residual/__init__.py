@@ -35,6 +35,15 @@ each direction does was chosen by compiled schedules (`ladder-jax overlap`, expe
                                         under weight
                                         gradients
 
+Prefill and decode need no backward pass, and where the compiler has all-reduces in two halves a step holds both in
+their place (`Launch.EXPLICIT`; see `start` and `done` in steps.py), so that a whole sublayer is between them:
+
+    launch   started = start(partial)
+             gain, started = optimization_barrier((gain, started))        the sublayer's norm's, which is small
+    compute  fresh = sublayer(residual, gain)
+    await    fresh, started = optimization_barrier((fresh, started))
+             fresh, summed = optimization_barrier((fresh, started.done()))
+
 Both loop forms use the same steps. Carrying the backward's gradient un-reduced too was not needed:
 in a scan's body both of its all-reduces are hidden on every target.
 
@@ -72,6 +81,7 @@ from ladder_jax.residual.stack import run as run
 from ladder_jax.residual.steps import REDUCED as REDUCED
 from ladder_jax.residual.steps import Delayed as Delayed
 from ladder_jax.residual.steps import Desynced as Desynced
+from ladder_jax.residual.steps import Normed as Normed
 from ladder_jax.residual.steps import Silent as Silent
 from ladder_jax.residual.steps import State as State
 from ladder_jax.residual.steps import Step as Step

@@ -10,15 +10,26 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import Launch
-from ladder_jax.errors import UserError, unknown
-from ladder_jax.parallel import explicit
-from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, all_reduce, pvary, ranks, varying
+from ladder_jax.errors import UserError
+from ladder_jax.parallel import start_all_reduce
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, all_reduce, check_axes, pvary, ranks, varying
 
 Sublayer = Callable[[jax.Array], jax.Array]
 Sums = tuple[jax.Array | None, ...]  # oldest first; None is zero
 
 REDUCED = "reduced"
 """The checkpoint name of every reduced sum: under a remat policy that does not save it, backward all-reduces again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Normed:
+    """A sublayer by its function of the input and of its norm's gain [D], by which it can be made to wait."""
+
+    function: Callable[[jax.Array, jax.Array], jax.Array]
+    gain: jax.Array
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.function(x, self.gain)
 
 
 @jax.tree_util.register_dataclass
@@ -66,20 +77,22 @@ class Delayed:
         launch: Launch = Launch.CHAINED,
     ) -> State:
         check_axes(axes)
-        by_name = launch is Launch.EXPLICIT and self.delay > 0
+        in_halves = launch is Launch.EXPLICIT and self.delay > 0 and state.partial is not None
         pending = opaque_copy(state.partial, axes) if self.fresh else state.partial
-        launched = (
-            (*state.sums, (start if by_name else reduced)(pending, axes, PREVIOUS)) if self.pending_before else ()
-        )
+        newest = None if in_halves else reduced(pending, axes, PREVIOUS)
+        launched = (*state.sums, newest) if self.pending_before else ()
         stream = add(state.residual, launched[: self.pending_before - self.delay])
         entered, residual = to_sublayer_input(stream, axes), state.residual
-        if self.pending_after and not by_name:
+        if self.pending_after:
             entered, residual, launched = await_backward(entered, residual, launched, axes)
         if self.fresh:
             entered = add(entered, (state.partial,))
+        if in_halves:
+            entered, sublayers, started = start(pending, axes, entered, self.sublayers, sublayers)
         partial = compute(entered, self.sublayers, sublayers, axes=axes)
-        if by_name and launched[-1] is not None:
-            launched = (*launched[:-1], launched[-1].done())
+        if in_halves:
+            partial, newest = done(partial, started)
+            launched = (*launched[:-1], newest)
         elif self.delay:
             partial, launched = await_forward(partial, launched, axes)
         if self.pending_after == 0:
@@ -170,20 +183,6 @@ def compute(x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer],
     return sum(rest, first)
 
 
-def check_axes(axes: tuple[str, ...]) -> None:
-    """Raises UserError for a name in place of a tuple, and for axes that the enclosing shard_map does not have."""
-    if isinstance(axes, str):
-        raise UserError(f"axes must be a tuple of the mesh's axes, as in ({axes!r},), not {axes!r}")
-    for axis in axes:
-        try:
-            lax.axis_size(axis)
-        except NameError:
-            known = sorted(jax.sharding.get_abstract_mesh().manual_axes)
-            if known:
-                raise unknown("mesh axis", axis, known) from None
-            raise UserError(f"there are no ranks of {axis!r} here: call it inside jax.shard_map") from None
-
-
 def _partial(sublayer: Sublayer, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     out = sublayer(x)
     if out.shape != x.shape:
@@ -225,12 +224,29 @@ def opaque_copy(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array |
     return jnp.where(lax.axis_index(axes) >= 0, partial, 0)
 
 
-def start(partial: jax.Array | None, axes: tuple[str, ...], scope: str) -> Any:
-    """`reduced` as an explicit asynchronous pair: this starts the all-reduce, and its `done()` is the sum."""
-    if partial is None:
-        return None
-    with jax.named_scope(f"{LAUNCH}/{scope}"):
-        return explicit.start(partial, axes)
+def start(
+    pending: jax.Array, axes: tuple[str, ...], x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer]
+) -> tuple[jax.Array, Sequence[Sublayer], Any]:
+    """The all-reduce of `pending`, started, and the sublayers with their input `x`, computed after that.
+
+    They wait by their gains, which are small; plain functions by `x`, which then cannot be fused with what precedes it.
+    """
+    with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):
+        started = start_all_reduce(pending, axes)
+    if not all(isinstance(sublayers[index], Normed) for index in which):
+        x, started = lax.optimization_barrier((x, started))
+        return x, sublayers, started
+    gains, started = lax.optimization_barrier(({index: sublayers[index].gain for index in which}, started))
+    held = [Normed(one.function, gains[i]) if i in gains else one for i, one in enumerate(sublayers)]
+    return x, held, started
+
+
+def done(partial: jax.Array, started: Any) -> tuple[jax.Array, jax.Array]:
+    """`partial`, and the sum of what was started, awaited after it. The next one starts later: one is in flight."""
+    partial, started = lax.optimization_barrier((partial, started))
+    with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):  # a TPU's compiler keeps this name for both halves
+        summed = started.done()
+    return lax.optimization_barrier((partial, summed))
 
 
 def to_sublayer_input(stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:

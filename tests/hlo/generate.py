@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from ladder_jax import parallel, residual, schedule  # noqa: E402
-from ladder_jax.config import Loop, Phase  # noqa: E402
+from ladder_jax.config import Launch, Loop, Phase  # noqa: E402
 from ladder_jax.nn import prefetch  # noqa: E402
 from ladder_jax.nn.modules import normalise  # noqa: E402
 from ladder_jax.parallel import Overlap, Split, Traits, fsdp  # noqa: E402
@@ -38,18 +38,18 @@ def sublayer(w_in, w_out):
     return lambda x: jax.nn.relu(x @ w_in) @ w_out
 
 
-def layers(x, weights, *, name):
+def layers(x, weights, *, name, launch=Launch.CHAINED):
     """Two sublayers a layer, wired by the topology, unrolled."""
     topology = residual.topology(name, num_layers=LAYERS)
     state = residual.begin(x, topology=topology, axes=TENSOR)
     for layer, steps in enumerate(topology.layers):
         pair = [sublayer(w_in[layer], w_out[layer]) for w_in, w_out in weights]
         for step in steps:
-            state = step(state, pair, axes=TENSOR)
+            state = step(state, pair, axes=TENSOR, launch=launch)
     return residual.flush(state, axes=TENSOR)
 
 
-def scanned(x, weights):
+def scanned(x, weights, *, launch=Launch.CHAINED):
     """The same Ladder in one `lax.scan`."""
     topology = residual.topology("ladder", num_layers=LAYERS)
     state = residual.begin(x, topology=topology, axes=TENSOR)
@@ -57,7 +57,7 @@ def scanned(x, weights):
 
     def turn(state, layer):
         for step in topology.layers[0]:
-            state = step(state, [sublayer(*pair) for pair in layer], axes=TENSOR)
+            state = step(state, [sublayer(*pair) for pair in layer], axes=TENSOR, launch=launch)
         return state, None
 
     return residual.flush(jax.lax.scan(turn, state, weights)[0], axes=TENSOR)
@@ -127,6 +127,8 @@ def tiny(x, weights):
 
 STANDARD = lambda x, weights: layers(x, weights, name="standard")
 LADDER = lambda x, weights: layers(x, weights, name="ladder")
+HALVES = lambda x, weights: layers(x, weights, name="ladder", launch=Launch.EXPLICIT)
+HALVES_SCANNED = lambda x, weights: scanned(x, weights, launch=Launch.EXPLICIT)
 SPLIT = lambda x, weights: split(x, weights, name="ladder")
 SPLIT_STANDARD = lambda x, weights: split(x, weights, name="standard")
 FIXTURES = {
@@ -137,6 +139,8 @@ FIXTURES = {
     "h100-small": (LADDER, "h100:8", 16, Loop.UNROLLED, False),
     "h100-naive": (naive, "h100:8", T, Loop.UNROLLED, True),
     "h100-tiny": (tiny, "h100:8", T, Loop.UNROLLED, True),
+    "h100-halves": (HALVES, "h100:8", T, Loop.UNROLLED, True),
+    "tpu7x-halves": (HALVES_SCANNED, "tpu7x:2x2x1", T, Loop.SCAN, True),
     "tpu7x-unrolled": (LADDER, "tpu7x:2x2x1", T, Loop.UNROLLED, True),
     "tpu7x-scan": (scanned, "tpu7x:2x2x1", T, Loop.SCAN, True),
     "tpu7x-standard": (STANDARD, "tpu7x:2x2x1", T, Loop.UNROLLED, True),

@@ -99,22 +99,27 @@ def test_compute_slows_while_an_all_reduce_is_in_flight():
     + [("ladder-3", "1,2,4"), ("ladder-fresh", "3")],
 )
 def test_events_follow_the_recurrence(name, which):
-    """Sublayer i reads x_{i-1-d_i}: it starts when the one before has ended and that sum is whole."""
+    """Sublayer i reads x_{i-1-d_i}: it starts when the one before has ended and that sum is whole. With a window, the
+    all-reduce that it hides is issued when so much of it is left."""
     topology = residual.topology(name, num_layers=6, ladder_layers=which)
     rng = random.Random(0)
-    for _ in range(20):
+    for window in [1.0] * 20 + [0.6] * 10 + [0.1] * 10:
         lengths, wire = [rng.uniform(0.2, 2) for _ in topology.delays], rng.choice((0.1, 0.7, 1.3, 3))
-        ended, whole, free = [], [], 0.0
+        ended, whole = [], []
+        reduce = lambda ready: whole.append(max([ready, *whole[-1:]]) + wire)  # noqa: B023
         for index, (delay, length) in enumerate(zip(topology.delays, lengths)):
+            if index and not delay:
+                reduce(ended[-1])
             reads = index - 1 - delay
             # A whole sum means that all before it are.
             start = max(ended[-1] if ended else 0.0, whole[reads] if reads >= 0 else 0.0)
+            if index and delay:
+                reduce(ended[-1] if window == 1 else start + (1 - window) * length)
             ended.append(start + length)
-            free = max(free, ended[-1]) + wire
-            whole.append(free)
+        reduce(ended[-1])
         order = iter(lengths)
         steps = itertools.chain.from_iterable(topology.layers)
-        found = play(steps, work=lambda step: Work(next(order), 0.0), all_reduce=wire, contention=0.0)
+        found = play(steps, work=lambda step: Work(next(order), 0.0), all_reduce=wire, contention=0.0, window=window)
         assert found.seconds == pytest.approx(whole[-1])
         assert [bar.stop for bar in found.bars if not bar.wire] == pytest.approx(ended)
 

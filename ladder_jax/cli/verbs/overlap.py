@@ -12,7 +12,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ladder-layers", metavar="WHICH", help="a hybrid: N (the last N layers), i,j or all")
     parser.add_argument("--loop", help="scan or unrolled (default: unrolled; scan for train)")
     parser.add_argument("--remat", help="for train: none (the default), full or save-matmuls")
-    parser.add_argument("--launch", help="for decode: chained (the default), or explicit: by name, with jax 0.12")
+    parser.add_argument("--launch", help="for prefill and decode: explicit, chained, or auto (the default)")
     parser.add_argument("--quantize", help="for prefill and decode: int8, the weights in 8 bits; none (the default)")
     for option, letter, text in (
         ("layers", "N", "layers (default: the preset's)"),

@@ -12,7 +12,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", metavar="NAME", help="ours (the default), or authors: the paper's")
     parser.add_argument("--phase", metavar="NAME", help="generate (the default), prefill or train")
     parser.add_argument(
-        "--launch", metavar="NAME", help="how hidden all-reduces are launched: chained, explicit (default: the faster)"
+        "--launch", metavar="NAME", help="how hidden all-reduces are launched: explicit, chained, or auto (the default)"
     )
     for option, letter, text in (
         ("tensor", "N", "tensor-parallel devices (default: all of the hardware's)"),

@@ -40,7 +40,7 @@ class Engine:
         chunk: int = CHUNK,
         decoder: Decoder | None = None,
         loop: Loop = Loop.UNROLLED,
-        launch: Launch = Launch.CHAINED,
+        launch: Launch = Launch.AUTO,
         quantize: Quantize = Quantize.NONE,
         prefill_chunk: int = DecodeConfig.prefill_chunk,
     ):

@@ -64,10 +64,10 @@ class Slots:
         quantize: Quantize,
     ):
         self._definition, self._params, self._prefill_chunk = definition, params, prefill_chunk
-        self._form = dict(loop=loop, quantize=quantize)
+        self._form = dict(loop=loop, launch=launch, quantize=quantize)
         self._positions = cache.positions_for(capacity, chunk=chunk)
         self.buckets = buckets(longest=capacity - 1, positions=self._positions)
-        programs = functools.partial(steps.decode_many, definition, count=chunk, launch=launch, **self._form)
+        programs = functools.partial(steps.decode_many, definition, count=chunk, **self._form)
         self._decode = {choice: programs(choice=choice) for choice in Choice}
         self._state = _empty(definition, slots=slots, positions=self._positions, loop=loop)()
 

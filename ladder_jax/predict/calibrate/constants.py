@@ -8,11 +8,11 @@ import jax
 
 from ladder_jax.decode import memory
 from ladder_jax.errors import UserError
-from ladder_jax.parallel import Overlap
+from ladder_jax.parallel import Overlap, is_v5e
 from ladder_jax.predict import machine
 from ladder_jax.predict.calibrate import fit, measure
 from ladder_jax.predict.calibrate.measure import Reduced
-from ladder_jax.predict.link import Link, Ring
+from ladder_jax.predict.link import Halves, Link, Ring
 from ladder_jax.progress import progress
 from ladder_jax.schedule import roofline
 
@@ -73,6 +73,8 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
         f" off by {fit.error(reduced, fitted):.0%} in the median"
     )
     sections["link"] = {**_link(fitted, source), **_one_shot(kernels, of)}
+    if is_v5e(device.device_kind):
+        sections["link"]["halves"] = Halves.NONE.value
     samples = [
         {"ranks": one.ranks, "bytes": one.size, "seconds": one.timing.median, "spread": one.timing.spread}
         for one in reduced
