@@ -14,6 +14,7 @@ from ladder_jax.nn.parameter import Module, Sizes, sizes_of
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables
 from ladder_jax.parallel import rank
 from ladder_jax.residual import State, Step
+from ladder_jax.residual.sequence import LOCAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Layer(Module):
         if context.normalised:
             attention_norm, mlp_norm = attention_norm.gain, mlp_norm.gain
 
-        def attention(x):
+        def attention(x, projections=LOCAL):
             nonlocal cache
             partial, cache = self.attention.with_cache(
                 attention_norm(x, dtype=context.dtype),
@@ -85,11 +86,13 @@ class Layer(Module):
                 kernel=context.kernel,
                 first_rank=context.first_rank,
                 positions=context.positions,
+                projections=projections,
             )
             return partial
 
-        def mlp(x):
-            return self.mlp(mlp_norm(x, dtype=context.dtype), first_rank=context.first_rank)
+        def mlp(x, projections=LOCAL):
+            normed = mlp_norm(x, dtype=context.dtype)
+            return self.mlp(normed, first_rank=context.first_rank, projections=projections)
 
         for step in steps:
             with jax.named_scope(

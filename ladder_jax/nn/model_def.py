@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ladder_jax import residual
-from ladder_jax.config import Loop, ModelConfig, Phase
+from ladder_jax.config import CollectiveMatmul, Loop, ModelConfig, Phase
 from ladder_jax.errors import wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
@@ -41,12 +41,18 @@ class ModelDef:
         """The attention kernel for this mesh's devices, which also decides the order of a cache's dimensions."""
         return kernels.choose(self.config, mesh=self.layout.mesh)
 
-    def traits(self, *, phase: Phase, loop: Loop, sequence_parallel: bool = False) -> Traits:
+    def traits(
+        self,
+        *,
+        phase: Phase,
+        loop: Loop,
+        sequence_parallel: bool = False,
+        collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
+    ) -> Traits:
         """The traits of a program of this model, by which compiler options are chosen."""
         split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
-        return Traits(
-            self.topology.overlap, phase, loop, frozenset(what for what, is_split in split.items() if is_split)
-        )
+        of_program = frozenset(what for what, is_split in split.items() if is_split)
+        return Traits(self.topology.overlap, phase, loop, of_program, collective_matmul)
 
     @functools.cached_property
     def dims(self) -> Params:

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ladder_jax.config import Loop, Phase
+from ladder_jax.config import CollectiveMatmul, Loop, Phase
 
 
 class Overlap(enum.Enum):
@@ -28,3 +28,4 @@ class Traits:
     phase: Phase
     loop: Loop
     split: frozenset[Split] = frozenset()
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
