@@ -107,7 +107,6 @@ def _scattered(partial_of: Callable[[jax.Array], jax.Array], axes: tuple[str, ..
         moving = {step: permute(sums_, axes, step=step) for step, sums_ in sums.items()}
         steps = (1, -1) if 0 < distance <= (count - 1) // 2 else (1,)
         computed = {step: partial_of(here + step * distance) for step in steps}
-        moving, computed = lax.optimization_barrier((moving, computed)) if moving else (moving, computed)
         sums = {step: moving[step] + one if step in moving else one for step, one in computed.items()}
     return sums[1] + moving[-1] if -1 in moving else sums[1]
 
@@ -118,7 +117,7 @@ def _write(whole: Any, chunks: Any, owner: jax.Array, axes: tuple[str, ...]) -> 
     def write(chunk: jax.Array, into: jax.Array | None) -> jax.Array:
         rows, length, *rest = chunk.shape
         if into is None:
-            into = pvary(jnp.zeros((rows, length * ranks(axes), *rest), chunk.dtype), varying(chunk))
+            into = pvary(lax.empty((rows, length * ranks(axes), *rest), chunk.dtype), varying(chunk))
         return lax.dynamic_update_slice_in_dim(into, chunk, owner % ranks(axes) * length, LENGTH)
 
     return jax.tree.map(write, chunks, whole) if whole is not None else jax.tree.map(lambda a: write(a, None), chunks)

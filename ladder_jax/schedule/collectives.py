@@ -52,6 +52,11 @@ class Collective:
     def synchronous(self) -> bool:
         return self.issued == self.awaited
 
+    @property
+    def parts(self) -> tuple["Collective", ...]:
+        """The messages whose windows are its own: itself, or a ring's permutes."""
+        return (self,)
+
 
 def find(program: Program, *, costs: Costs) -> list[Collective]:
     """All collectives that run: computation by computation, each in issue order."""
