@@ -7,8 +7,9 @@ travels:
     scatter_product   in flight   sums for the ranks r + k, r - k        beside   partials of chunks r +- (k - 1)
 
 Both directions of the ring are used at once, so n ranks take n // 2 rounds; of an even n, the round that is furthest
-from r has one direction. A barrier ends each round: XLA would fuse the addition of what arrives with the matmul that
-should hide the arrival.
+from r has one direction. Barriers keep the order, without which compilers merge the chunks' matmuls or bunch them. A
+gather's ends each round. A scatter's ties each chunk's position, a scalar, to the sums that were made before: so one
+direction's matmul runs beside the other direction's permute, and XLA can fuse it with the addition of what arrived.
 
 The transpose of either is the other, so the backward pass is rings too: of a gathered product the gradient of x is a
 scattered one, and of a scattered product a gathered one. A weight's gradient, a sum over all positions, is one matmul
@@ -20,6 +21,7 @@ in x; `weights` is any pytree. Several matrices in one product share the ring th
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -102,13 +104,29 @@ def _gathered(visit: Callable[[jax.Array], Any], x: jax.Array, axes: tuple[str, 
 def _scattered(partial_of: Callable[[jax.Array], jax.Array], axes: tuple[str, ...]) -> jax.Array:
     """The sum of every rank's `partial_of` this rank's chunk, [B, T/ranks, ...]."""
     count, here = ranks(axes), rank(axes)
-    sums = {}  # by their direction
-    for distance in reversed(range(count // 2 + 1)):  # to the rank whose chunk is computed
-        moving = {step: permute(sums_, axes, step=step) for step, sums_ in sums.items()}
-        steps = (1, -1) if 0 < distance <= (count - 1) // 2 else (1,)
-        computed = {step: partial_of(here + step * distance) for step in steps}
-        sums = {step: moving[step] + one if step in moving else one for step, one in computed.items()}
-    return sums[1] + moving[-1] if -1 in moving else sums[1]
+    forth, back = (
+        [(step, far) for far in range(most, 0, -1)] for step, most in ((1, count // 2), (-1, (count - 1) // 2))
+    )
+    turns = [turn for pair in itertools.zip_longest(forth, back) for turn in pair if turn]
+    arriving, sent = {}, None  # by direction; (the direction, the newest sums)
+    for step, far in turns:
+        owner = here + step * far
+        if sent is not None:
+            arriving[sent[0]], owner = _send(*sent, owner, axes)
+        partial = partial_of(owner)
+        sent = step, partial + arriving.pop(step) if step in arriving else partial
+    if sent is None:
+        return partial_of(here)
+    last, owner = _send(*sent, here, axes)
+    own = sum(arriving.values(), partial_of(owner))
+    own, last = lax.optimization_barrier((own, last))
+    return own + last
+
+
+def _send(step: int, sums: jax.Array, owner: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """What arrives from the rank before, and `owner`, which depends on `sums`."""
+    sums, owner = lax.optimization_barrier((sums, owner))
+    return permute(sums, axes, step=step), owner
 
 
 def _write(whole: Any, chunks: Any, owner: jax.Array, axes: tuple[str, ...]) -> Any:
