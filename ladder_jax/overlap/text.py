@@ -8,7 +8,6 @@ from ladder_jax.overlap.result import Result
 from ladder_jax.schedule import text as report_text
 from ladder_jax.schedule.report import Status, Transfer, hidden, hidden_bytes
 
-
 FORMS = {
     CollectiveMatmul.NONE: "",
     CollectiveMatmul.COMPILER: ", the compiler's collective matmul",

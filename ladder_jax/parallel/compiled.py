@@ -41,9 +41,8 @@ def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> 
     """
     device = mesh.devices.flat[0]
     if traits.collective_matmul is CollectiveMatmul.COMPILER and device.platform != "tpu":
-        raise UserError(
-            f"collective_matmul 'compiler' is an option of XLA for TPUs, and this mesh is of {device.platform}: use 'ring'"
-        )
+        what = "collective_matmul 'compiler' is an option of XLA for TPUs"
+        raise UserError(f"{what}, and this mesh is of {device.platform}: use 'ring'")
     wanted = options_for(device.device_kind, traits, when=when)
     return {name: value for name, value in wanted.items() if _known(name, value, device)}
 

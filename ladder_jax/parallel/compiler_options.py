@@ -85,10 +85,14 @@ _COLLECTIVE_MATMUL = tuple(
         collective_matmul=CollectiveMatmul.COMPILER,
     )
     for kind, why in (
-        ("all_gather", "a gather becomes a loop of permutes under its matmul's parts; by default it stands before it"),
-        ("reduce_scatter", "the same for a scatter, where the compiler has kept it one (v5p has made it an all-reduce)"),
+        ("all_gather", "a gather becomes a loop of permutes under its matmul's parts; without it, it stands before it"),
+        (
+            "reduce_scatter",
+            "asks the same of scatters, of which none became one: v5p rewrites them, tpu7x offloads",
+        ),
     )
 )
+_HALVES = (*_OFFLOAD_HALVES, *_COLLECTIVE_MATMUL)
 _SEVERAL = Option(
     "xla_tpu_enable_concurrent_sparse_core_offloading",
     True,
@@ -156,8 +160,8 @@ TABLE: dict[str, tuple[Option, ...]] = {
             when=When.RESCUE,
         ),
     ),
-    "TPU v5": (_OFFLOAD, *_OFFLOAD_HALVES, *_COLLECTIVE_MATMUL, _SEVERAL, _SEVERAL_SIDES, _OFFLOAD_SMALL, _stream(65536, "8 % fewer")),
-    "TPU v6 lite": (_OFFLOAD, *_OFFLOAD_HALVES, *_COLLECTIVE_MATMUL, _SEVERAL, _SEVERAL_SIDES, _OFFLOAD_SMALL, _EARLIER),
+    "TPU v5": (*_HALVES, _OFFLOAD, _SEVERAL, _SEVERAL_SIDES, _OFFLOAD_SMALL, _stream(65536, "8 % fewer")),
+    "TPU v6 lite": (*_HALVES, _OFFLOAD, _SEVERAL, _SEVERAL_SIDES, _OFFLOAD_SMALL, _EARLIER),
     # Collectives run on the SparseCore by default.
     "TPU7x": (
         *_COLLECTIVE_MATMUL,
