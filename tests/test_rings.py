@@ -171,7 +171,9 @@ def test_a_prefill_in_rings_is_the_plain_one(quantize):
         program = decode.prefill(definition, capacity=8, quantize=quantize, **split)
         found.append(program(params, TOKENS[:, :8], np.full(4, 8, np.int32)))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        assert cases.error(b, a) < cases.bound(definition.config)
+        finite = lambda array: np.where(np.isneginf(array), 0, array)  # but for the vocabulary's padding
+        assert np.array_equal(np.isneginf(a), np.isneginf(b))
+        assert cases.error(finite(b), finite(a)) < cases.bound(definition.config)
 
 
 def test_forms_that_cannot_be():
