@@ -72,6 +72,8 @@ def _measure(form: Form, computation: Computation, program: Program, costs: Cost
     collective, holder = form.collective, form.holder
     group = groups.parse(collective, mesh=mesh)
     payload = tuple(a for name in collective.operands for a in holder.by_name[name].arrays)
+    if collective.opcode.startswith("collective-permute"):  # an operand may be one array of a fusion's several
+        payload = collective.arrays[: len(collective.operands)]
     window = computation.instructions[form.issued + 1 : form.awaited]
     cycles = [costs.cycles(i, within=computation) for i in window]
     estimates = [c for c in cycles if c is not None]
