@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from ladder_jax import decode, nn, parallel, train
-from ladder_jax.config import Launch, Loop, Phase, TrainConfig
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase, TrainConfig
 from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled
 from ladder_jax.parallel.compiled import options_for
 from ladder_jax.parallel.compiler_options import TABLE, Option, When
@@ -17,7 +17,7 @@ from tests import cases
 
 SPLITS = [frozenset(some) for count in range(3) for some in itertools.combinations(Split, count)]
 LAUNCHES = (Launch.CHAINED, Launch.EXPLICIT)
-ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Phase, Loop, SPLITS, LAUNCHES)]
+ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Phase, Loop, SPLITS, CollectiveMatmul, LAUNCHES)]
 V5E, V5P, TPU7X, H100 = "TPU v5 lite", "TPU v5", "TPU7x", "NVIDIA H100 80GB HBM3"
 
 
@@ -66,9 +66,21 @@ def test_what_is_split_has_its_own():
         limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
         assert [limit in options_for(H100, one(*split)) for split in SPLITS] == [Split.WEIGHTS in s for s in SPLITS]
     split = cases.define("ladder", fsdp=2, tensor=2, num_kv_heads=2).traits(
-        phase=Phase.TRAIN, loop=Loop.SCAN, sequence_parallel=True
+        phase=Phase.TRAIN, loop=Loop.SCAN, sequence_parallel=True, collective_matmul=CollectiveMatmul.RING
     )
-    assert split.split == frozenset(Split)
+    assert split.split == frozenset(Split) and split.collective_matmul is CollectiveMatmul.RING
+
+
+def test_each_form_of_collective_matmul_has_its_own():
+    one = lambda form: Traits(Overlap.WAITS, Phase.PREFILL, Loop.UNROLLED, frozenset({Split.SEQUENCE}), form)
+    modes = {f"xla_tpu_{kind}_collective_matmul_mode" for kind in ("all_gather", "reduce_scatter")}
+    for kind in (V5E, V5P, TPU7X, "TPU v6e"):
+        found = {form: set(options_for(kind, one(form))) for form in CollectiveMatmul}
+        assert found[CollectiveMatmul.COMPILER] - found[CollectiveMatmul.NONE] == modes
+        assert found[CollectiveMatmul.RING] == found[CollectiveMatmul.NONE]
+    both_ways = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    assert both_ways in options_for(H100, one(CollectiveMatmul.RING))
+    assert both_ways not in options_for(H100, one(CollectiveMatmul.NONE))
 
 
 def test_what_a_topology_needs():

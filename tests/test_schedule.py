@@ -1,5 +1,6 @@
 """The schedule's reader against what real compilers wrote (tests/hlo), and against its own possible mistakes."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -91,6 +92,51 @@ def test_both_halves_of_a_reduction_hide(name, ff):
 def test_a_standard_stream_that_is_split_hides_nothing():
     found = read("h100-split-standard", ranks=RANKS)
     assert (found.all_reduces, found.hidden) == (2 * SUBLAYERS, 0)
+
+
+RING_BYTES = 7 * T // 8 * D * 2  # of 8 ranks, 7 chunks
+
+
+@pytest.mark.parametrize("name, ff", [("h100-ring", F), ("tpu7x-ring", 4 * F)])
+def test_a_ring_is_one_collective(name, ff):
+    """A Standard layer's two gathers and two scatters, of 7 permutes each."""
+    found = read(name, ranks=RANKS, ff=ff)
+    kinds = [(r.layer, r.sublayer, r.count, r.collective.bytes, r.status) for r in found.reductions]
+    assert kinds == [("0", part, 1, RING_BYTES, Status.HIDDEN) for part in ("attention", "attention", "mlp", "mlp")]
+    assert (found.all_reduces, found.asynchronous, found.merged) == (4, 4, 0)
+    half = 2 * T * D * ff / RANKS  # FLOPs of one of a sublayer's two matmuls
+    for ring in (r.collective for r in found.reductions):
+        assert (ring.axes, ring.ranks, len(ring.parts), ring.matmul) == (("tensor",), RANKS, 7, half)
+        assert all(sum(part.flops.values()) >= half / RANKS for part in ring.parts)
+    assert (found.hidden_time_fraction is None) == name.startswith("h100")
+
+
+def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
+    ring = read("h100-ring", ranks=RANKS).reductions[1].collective
+    parts = lambda *changed: dataclasses.replace(ring, permutes=(*changed, *ring.permutes[len(changed) :]))
+    with_flops = lambda share: dataclasses.replace(
+        ring.permutes[0], flops=cost.Flops(attention=share * ring.matmul / RANKS)
+    )
+    assert ring.covered and parts(with_flops(0.5)).covered and not parts(with_flops(0.49)).covered
+    bare = dataclasses.replace(ring.permutes[0], flops=cost.Flops())
+    assert not parts(bare).covered and not dataclasses.replace(ring, matmul=0.0).covered
+    # XLA's own begin with a message that stands before the loop: one of its nine.
+    nine = dataclasses.replace(ring.permutes[1], executions=8)
+    assert dataclasses.replace(ring, permutes=(bare, nine)).covered
+    assert not dataclasses.replace(ring, permutes=(bare, dataclasses.replace(nine, executions=6))).covered
+
+
+def test_a_compilers_ring_is_a_loop():
+    """Two turns of four permutes, after one; of small messages v5p starts half of them with nothing beside them."""
+    found = read("v5p-compiler", ranks=RANKS, ff=4 * F)
+    assert [(r.sublayer, r.collective.kind) for r in found.reductions] == [
+        (sublayer, kind) for sublayer in ("attention", "mlp") for kind in ("collective-permute", "all-reduce")
+    ]
+    for ring in (r.collective for r in found.reductions if r.collective.kind == "collective-permute"):
+        assert [part.executions for part in ring.parts] == [1, 2, 2, 2, 2] and ring.executions == 1
+        assert (ring.bytes, ring.matmul) == (9 * T // 8 * D * 2, 2 * T * D * 4 * F / RANKS)
+        assert not ring.synchronous and not ring.covered
+    assert found.hidden == 0 and found.step_cycles > 0
 
 
 @pytest.mark.parametrize("name", ["h100-sharded", "tpu7x-sharded"])

@@ -6,7 +6,7 @@ import numbers
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.execution import Dtype
+from ladder_jax.config.execution import CollectiveMatmul, Dtype
 from ladder_jax.config.fields import build, check, check_positive, fit, shown
 from ladder_jax.errors import UserError, unknown, wrong_type
 
@@ -53,6 +53,21 @@ def parse_residual(name: str) -> ResidualName:
     if name in RESIDUALS:
         return ResidualName(name)
     raise unknown("residual", name, (*RESIDUALS, "ladder-K", "desync-N"))
+
+
+def check_collective_matmul(
+    form: CollectiveMatmul, *, residual: str, sequence_parallel: bool, names: tuple[str, str]
+) -> None:
+    """Raises UserError where no gather or scatter belongs to one sublayer's matmuls.
+
+    names: the user's words for the two settings, such as ("train.collective_matmul", "train.sequence_parallel=true").
+    """
+    if form is CollectiveMatmul.NONE:
+        return
+    setting, needed = names
+    check(sequence_parallel, f"{setting} {form.value} needs {needed}: without it no gather stands before a matmul")
+    shared = parse_residual(residual).kind.startswith("parallel")
+    check(not shared, f"{setting} {form.value}: attention and MLP of {residual} share one gather, so it has no matmul")
 
 
 def _as_text(which: object) -> object:

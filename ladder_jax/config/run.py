@@ -4,9 +4,9 @@ import dataclasses
 import enum
 
 from ladder_jax.config.decode import DecodeConfig
-from ladder_jax.config.execution import Loop
+from ladder_jax.config.execution import CollectiveMatmul, Loop
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import ModelConfig, layer_indices, parse_residual
+from ladder_jax.config.model import ModelConfig, check_collective_matmul, layer_indices, parse_residual
 from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig
 
 
@@ -127,6 +127,7 @@ class TrainConfig:
     remat: Remat = Remat.NONE
     accumulate: int = 1  # parts of a batch, computed one after another to save memory
     sequence_parallel: bool = False  # split the stream between sublayers along the sequence, over mesh.tensor
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE  # of sequence_parallel's exposed gathers and scatters
     z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
     loss_chunk: int = 2048  # tokens whose logits a device holds at once
     log_every: int = 10
@@ -232,6 +233,12 @@ class RunConfig:
             not self.train.sequence_parallel or self.train.sequence % self.mesh.tensor == 0,
             f"train.sequence_parallel splits train.sequence={self.train.sequence} positions over mesh.tensor="
             f"{self.mesh.tensor} ranks, which does not divide them",
+        )
+        check_collective_matmul(
+            self.train.collective_matmul,
+            residual=self.model.residual,
+            sequence_parallel=self.train.sequence_parallel,
+            names=("train.collective_matmul", "train.sequence_parallel=true"),
         )
         check(
             self.train.batch // rows % self.train.accumulate == 0,

@@ -14,6 +14,7 @@ from ladder_jax.nn.parameter import Module, Sizes, sizes_of
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables
 from ladder_jax.parallel import rank
 from ladder_jax.residual import Normed, State, Step
+from ladder_jax.residual.sequence import LOCAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Layer(Module):
         norms = self.attention_norm, getattr(self, "mlp_norm", self.attention_norm)
         attention_norm, mlp_norm = (norm.gain for norm in norms) if context.normalised else norms
 
-        def attention(x, gain):
+        def attention(x, gain, projections=LOCAL):
             nonlocal cache
             partial, cache = self.attention.with_cache(
                 attention_norm(x, dtype=context.dtype, scale=gain),
@@ -84,11 +85,13 @@ class Layer(Module):
                 kernel=context.kernel,
                 first_rank=context.first_rank,
                 positions=context.positions,
+                projections=projections,
             )
             return partial
 
-        def mlp(x, gain):
-            return self.mlp(mlp_norm(x, dtype=context.dtype, scale=gain), first_rank=context.first_rank)
+        def mlp(x, gain, projections=LOCAL):
+            normed = mlp_norm(x, dtype=context.dtype, scale=gain)
+            return self.mlp(normed, first_rank=context.first_rank, projections=projections)
 
         sublayers = [Normed(one, norm.scale[...]) for one, norm in zip((attention, mlp), norms)]
         for step in steps:

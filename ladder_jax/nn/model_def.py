@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ladder_jax import residual
-from ladder_jax.config import Launch, Loop, ModelConfig, Phase
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, ModelConfig, Phase
 from ladder_jax.errors import wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
@@ -42,12 +42,18 @@ class ModelDef:
         return kernels.choose(self.config, mesh=self.layout.mesh)
 
     def traits(
-        self, *, phase: Phase, loop: Loop, sequence_parallel: bool = False, launch: Launch = Launch.CHAINED
+        self,
+        *,
+        phase: Phase,
+        loop: Loop,
+        sequence_parallel: bool = False,
+        collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
+        launch: Launch = Launch.CHAINED,
     ) -> Traits:
         """The traits of a program of this model, by which compiler options are chosen."""
         split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
-        split = frozenset(what for what, is_split in split.items() if is_split)
-        return Traits(self.topology.overlap, phase, loop, split, launch)
+        of_program = frozenset(what for what, is_split in split.items() if is_split)
+        return Traits(self.topology.overlap, phase, loop, of_program, collective_matmul, launch)
 
     @functools.cached_property
     def dims(self) -> Params:

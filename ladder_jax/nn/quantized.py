@@ -89,6 +89,26 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
     return (sums * scale).astype(dtype or x.dtype)
 
 
+def products(specs: tuple[str, ...], x: jax.Array, weights: tuple) -> tuple[jax.Array, ...]:
+    """`einsum` of one input and several matrices."""
+    return tuple(einsum(spec, x, weight) for spec, weight in zip(specs, weights, strict=True))
+
+
+def biased(spec: str, x: jax.Array, weights: tuple) -> jax.Array:
+    """`einsum` of x and a matrix, plus a bias. weights: (the matrix, the bias or None)."""
+    weight, bias = weights
+    out = einsum(spec, x, weight)
+    return out if bias is None else add_bias(out, bias)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x [B, T, ...] plus a float32 bias [...], in x's dtype.
+
+    Added in float32, for the gradient's sake: the bias's is a sum over all positions, in the dtype of the addition.
+    """
+    return (x.astype(jnp.float32) + bias[None, None]).astype(x.dtype)
+
+
 def rows(table: jax.Array | Int8, indices: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
     """Rows [..., D] of a table [V, D], in `dtype`; no more is read and converted than what is looked up.
 

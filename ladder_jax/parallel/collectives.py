@@ -21,6 +21,10 @@ EMULATED = "emulated_rank"
 # inside ENTER where the input is that of the sublayer after it (or, after the last, the head's).
 LAUNCH, ENTER, PREVIOUS, FOLLOWING = "launch_sublayer_output", "enter_sublayer_input", "previous", "following"
 
+# Where a ring of permutes stands in place of one of these, beside the chunks of its matmul (see ring.py): what its
+# permutes carry is gathered, or scattered.
+RING_GATHER, RING_SCATTER = "ring_gather", "ring_scatter"
+
 # And the two of parameters that are split over the fsdp axis (see fsdp.py).
 GATHER, SCATTER = "gather_weights", "scatter_gradients"
 
@@ -97,6 +101,12 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> ja
 def all_gather(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Array:
     """Every rank's `x`, joined along `dimension`. Its transpose is `reduce_scatter`."""
     return lax.all_gather(x, axes, axis=dimension, tiled=True)
+
+
+def permute(x: jax.Array, axes: tuple[str, ...], *, step: int) -> jax.Array:
+    """The `x` of the rank that is `step` before this one, around the ring of ranks."""
+    count = ranks(axes)
+    return lax.ppermute(x, axes, [(source, (source + step) % count) for source in range(count)])
 
 
 def all_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

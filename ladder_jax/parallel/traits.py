@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ladder_jax.config import Launch, Loop, Phase
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase
 
 
 class Overlap(enum.Enum):
@@ -28,4 +28,5 @@ class Traits:
     phase: Phase
     loop: Loop
     split: frozenset[Split] = frozenset()
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
     launch: Launch = Launch.CHAINED

@@ -23,13 +23,16 @@ REDUCED = "reduced"
 
 @dataclasses.dataclass(frozen=True)
 class Normed:
-    """A sublayer by its function of the input and of its norm's gain [D], by which it can be made to wait."""
+    """A sublayer by its function of the input and of its norm's gain [D], by which it can be made to wait.
 
-    function: Callable[[jax.Array, jax.Array], jax.Array]
+    What else a step gives it (`sequence.Projections`) is passed on.
+    """
+
+    function: Callable[..., jax.Array]
     gain: jax.Array
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.function(x, self.gain)
+    def __call__(self, x: jax.Array, *more: Any) -> jax.Array:
+        return self.function(x, self.gain, *more)
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,7 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
-from ladder_jax.config import Loop, Phase, Remat, TrainConfig
+from ladder_jax.config import CollectiveMatmul, Loop, Phase, Remat, TrainConfig
 from ladder_jax.data.batch import Batch, Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
@@ -91,6 +91,7 @@ class Pretraining:
             loop_form=config.loop,
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,
+            collective_matmul=config.collective_matmul,
         )
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
         return nn.loss_sum(self.definition, trained, x, batch.targets, **settings), {}
@@ -118,6 +119,7 @@ def loss_and_gradients(
     remat: Remat = Remat.NONE,
     accumulate: int = 1,
     sequence_parallel: bool = False,
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
     z_loss: float = 0.0,
     loss_chunk: int = TrainConfig.loss_chunk,
 ) -> Callable[[Params, jax.Array | Batch], tuple[jax.Array, Params]]:
@@ -130,6 +132,7 @@ def loss_and_gradients(
         remat=remat,
         accumulate=accumulate,
         sequence_parallel=sequence_parallel,
+        collective_matmul=collective_matmul,
         z_loss=z_loss,
         loss_chunk=loss_chunk,
     )
