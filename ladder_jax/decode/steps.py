@@ -43,19 +43,17 @@ def prefill(
     if sequence_parallel and launch is Launch.EXPLICIT:
         raise UserError("launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'")
     launch = Launch.CHAINED if sequence_parallel else _launch(definition, launch)
-
     split = dict(sequence_parallel=sequence_parallel, collective_matmul=collective_matmul)
 
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
         caches = jax.tree.map(lambda c: pvary(c, definition.layout.all_axes), caches)
         x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches, launch=launch, **split)
-        logits = nn.logits(definition, params, sampling.pick_last(x, lengths))
-        return logits[:, 0], caches
+        return nn.logits(definition, params, sampling.pick_last(x, lengths))[:, 0], caches
 
-    out_dims = ("BV", cache.dims(definition, loop=loop))
     traits = definition.traits(phase=Phase.PREFILL, loop=loop, launch=launch, **split)
-    return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
+    dims = dict(in_dims=("BT", "B"), out_dims=("BV", cache.dims(definition, loop=loop)))
+    return _compile(definition, local, quantize, traits=traits, **dims)
 
 
 @functools.cache

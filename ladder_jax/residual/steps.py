@@ -23,10 +23,7 @@ REDUCED = "reduced"
 
 @dataclasses.dataclass(frozen=True)
 class Normed:
-    """A sublayer by its function of the input and of its norm's gain [D], by which it can be made to wait.
-
-    What else a step gives it (`sequence.Projections`) is passed on.
-    """
+    """A sublayer by its function of the input, its norm's gain [D] (it can wait for that), and `Projections`."""
 
     function: Callable[..., jax.Array]
     gain: jax.Array
