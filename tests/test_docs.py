@@ -300,8 +300,23 @@ def test_the_advice_is_what_predict_prints(capsys):
     assert " ".join(capsys.readouterr().out.split()).startswith(" ".join(quoted.split()) + " llama-3-70b")
 
 
+def test_the_speeds_of_conversions_are_what_predict_says(capsys):
+    """The table of the guide to models, a row a conversion; a command for each machine, of a half and of all layers."""
+    text = (DOCS / "guides" / "models.md").read_text()
+    (words,) = re.findall(r"^    ladder-jax (predict .*) \\\n        (--residual .*)$", text, re.M)
+    rows = re.findall(r"^\| (half|all), `([\w-]+)` \| .* \| (\d\.\d+) \| (\d\.\d+) \|$", text, re.M)
+    assert len(rows) == 7
+    for column, machine in ((2, "h100-nvlink"), (3, "h100-no-nvlink")):
+        for which, left_out in (("half", ""), ("all", " --ladder-layers 40")):
+            command = " ".join(words).replace("h100-no-nvlink", machine).replace(left_out, "")
+            assert cli.main([*command.split(), "--json"]) == 0
+            found = {row["residual"]: f"{row['speedup']:.2f}" for row in json.loads(capsys.readouterr().out)["rows"]}
+            shown = {row[1]: row[column] for row in rows if row[0] == which}
+            assert shown and shown.items() <= found.items(), (machine, which)
+
+
 def test_notebooks_have_the_outputs_of_a_run_without_errors():
-    assert len(NOTEBOOKS) == 5
+    assert len(NOTEBOOKS) == 6
     for path in NOTEBOOKS:
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
         assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), path.name
