@@ -18,6 +18,7 @@ import yaml
 from flax import nnx
 
 import ladder_jax
+from experiments.refit import tables as refit_tables
 from ladder_jax import cli
 from tests import cases
 
@@ -236,6 +237,29 @@ def test_the_refits_are_what_was_measured():
         ("the last 15, ladder-2: two sublayers to hide under", dict(layers="15", residual="ladder-2")),
     ):
         assert f"| {words} | {at(**kind, way='plain')} | {at(**kind, **fitted)} |" in README
+
+
+def test_the_costs_of_conversions_are_what_was_measured():
+    """The guide to models: what each costs when it is refitted, and what tasks say."""
+    text = (DOCS / "guides" / "models.md").read_text()
+    folder = DOCS.parent / "experiments" / "refit"
+    (costs, *_) = re.findall(r"\| converted \| plain \| refitted \|.*?\n\n", text, re.S)
+    measured = refit_tables.kinds(json.loads((folder / "results.json").read_text())["rows"])
+    for kind, residual in (
+        ("half", "ladder-fresh"),
+        ("half", "ladder-2"),
+        ("half", "parallel-ladder"),
+        ("all", "ladder"),
+    ):
+        layers = "last 15" if kind == "half" else "all 30"
+        named = layers if residual == "ladder" else f"{layers}, {residual}"
+        (plain, refitted, cost) = re.search(rf"\| {named} \| (\S+) \| (\S+) \| \S+ \| (\S+) \|", measured).groups()
+        assert f"| {kind}, `{residual}` | {cost} |" in text and f"| {plain} | {refitted} |" in costs
+    on_tasks = refit_tables.on_tasks(json.loads((folder / "tasks.json").read_text())["models"])
+    for name, normalised, over in re.findall(r"\| (\w+) \| [^|]* \| ([^|]*) \| [^|]* \| ([^|]*) \|$", on_tasks, re.M):
+        shown = re.search(rf"^\| {name} \| ([^|]*?)\s*\| ([^|]*) \|$", text, re.M)
+        assert shown[2].replace(" %", "%") == normalised
+        assert shown[1] == ("" if name == "original" else over)
 
 
 def shown_predictions() -> list[tuple]:
