@@ -256,7 +256,9 @@ def test_the_costs_of_conversions_are_what_was_measured():
         (plain, refitted, cost) = re.search(rf"\| {named} \| (\S+) \| (\S+) \| \S+ \| (\S+) \|", measured).groups()
         assert f"| {kind}, `{residual}` | {cost} |" in text and f"| {plain} | {refitted} |" in costs
     on_tasks = refit_tables.on_tasks(json.loads((folder / "tasks.json").read_text())["models"])
-    for name, normalised, over in re.findall(r"\| (\w+) \| [^|]* \| ([^|]*) \| [^|]* \| ([^|]*) \|$", on_tasks, re.M):
+    rows = re.findall(r"^\| (\w+) \| [^|]* \| ([^|]*) \| [^|]* \| ([^|]*) \|$", on_tasks, re.M)[1:]
+    assert [name for name, *_ in rows] == ["original", "plain", "refitted"]
+    for name, normalised, over in rows:
         shown = re.search(rf"^\| {name} \| ([^|]*?)\s*\| ([^|]*) \|$", text, re.M)
         assert shown[2].replace(" %", "%") == normalised
         assert shown[1] == ("" if name == "original" else over)
