@@ -42,7 +42,10 @@ ROW = P("tensor")  # one array a rank
 MATRICES = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+RANKS = [2, 3, 8, *(pytest.param(more, marks=pytest.mark.full) for more in (1, 5))]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_ring_is_a_gather_and_a_product(ranks):
     """And backward a product and a scatter; with any number of ranks. By hand, in NumPy."""
     x, w, g = draw(ROWS, ranks * CHUNK, D), draw(2, ranks, D, F, seed=1), draw(2, ranks, ROWS, ranks * CHUNK, F, seed=2)
@@ -59,7 +62,7 @@ def test_a_ring_is_a_gather_and_a_product(ranks):
     close(of_w, np.einsum("btd,mrbtf->mrdf", x, g), terms=ROWS * ranks * CHUNK)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_ring_is_a_product_and_a_scatter(ranks):
     x, w, g = draw(ranks, ROWS, ranks * CHUNK, F), draw(ranks, F, D, seed=1), draw(ROWS, ranks * CHUNK, D, seed=2)
     bias = draw(ranks, D, seed=3)
@@ -137,16 +140,21 @@ CHOSEN = [
 ]
 
 
+def define(name: str, *, tensor: int) -> nn.ModelDef:
+    layers = 4 if name.startswith("hybrid") else 2
+    return cases.define(name, tensor=tensor, num_layers=layers, biases=Biases.ALL)
+
+
 @functools.cache
 def dense(name: str, ranks: int):
-    definition = cases.define(name, tensor=ranks, biases=Biases.ALL)
+    definition = define(name, tensor=ranks)
     shape = cases.shape(name, definition.config, ranks=ranks)
     return reference.evaluate(reference.loss, cases.parameters(definition), TOKENS, shape, gradient=True)
 
 
 @pytest.mark.parametrize("name, tensor, loop, remat, form", covering.marked(SETTINGS, chosen=CHOSEN))
 def test_gradients_are_the_references(name, tensor, loop, remat, form):
-    definition = cases.define(name, tensor=tensor, biases=Biases.ALL)
+    definition = define(name, tensor=tensor)
     params = cases.place(cases.parameters(definition), definition)
     settings = dict(sequence_parallel=True, collective_matmul=form)
     step = jax.jit(train.loss_and_gradients(definition, loop=loop, remat=remat, **settings))

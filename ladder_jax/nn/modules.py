@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residu
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables, rotate
 from ladder_jax.parallel import all_reduce, rank
 from ladder_jax.parallel.collectives import EMBEDDING
-from ladder_jax.residual.sequence import LOCAL, Projections
+from ladder_jax.residual.sequence import LOCAL, Product, Project, Projections
 
 # What a sublayer computes of its input, and last: by `Projections`, because a topology may communicate meanwhile.
 _QUERY_KEY_VALUE = functools.partial(quantized.products, ("BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTD,DKH->BTKH"))
@@ -100,7 +101,7 @@ class Attention(Module):
         query, key, value = self._project(x_BTD, table, projections)
         attended, cache = positions.attend(query, key, value, cache=cache, kernel=kernel)
         bias = jnp.where(first_rank, self.out_bias[...], 0) if hasattr(self, "out_bias") else None
-        return projections.out(_OUT, attended, (self.out.get_value(), bias)), cache
+        return _multiply(projections.out, _OUT, attended, (self.out.get_value(), bias)), cache
 
     def _project(self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array], projections: Projections):
         dtype = x_BTD.dtype
@@ -116,11 +117,11 @@ class Attention(Module):
 
     def _matmuls(self, x_BTD: jax.Array, projections: Projections) -> Sequence[jax.Array]:
         if hasattr(self, "query_key_value"):
-            (fused,) = projections.into(_QUERY_KEY_VALUE_FUSED, x_BTD, (self.query_key_value.get_value(),))
+            (fused,) = _multiply(projections.into, _QUERY_KEY_VALUE_FUSED, x_BTD, (self.query_key_value.get_value(),))
             heads = self.out.get_value().shape[0]
             return jnp.split(fused, [heads, (heads + fused.shape[2]) // 2], axis=2)
         matrices = self.query.get_value(), self.key.get_value(), self.value.get_value()
-        return projections.into(_QUERY_KEY_VALUE, x_BTD, matrices)
+        return _multiply(projections.into, _QUERY_KEY_VALUE, x_BTD, matrices)
 
 
 class MLP(Module):
@@ -154,14 +155,14 @@ class MLP(Module):
         projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
         """
         if hasattr(self, "gate_up"):
-            (fused,) = projections.into(_GATE_UP_FUSED, x_BTD, (self.gate_up.get_value(),))
+            (fused,) = _multiply(projections.into, _GATE_UP_FUSED, x_BTD, (self.gate_up.get_value(),))
             gate, up = jnp.split(fused, 2, axis=-1)
         else:
-            gate, up = projections.into(_GATE_UP, x_BTD, (self.gate.get_value(), self.up.get_value()))
+            gate, up = _multiply(projections.into, _GATE_UP, x_BTD, (self.gate.get_value(), self.up.get_value()))
         if hasattr(self, "gate_bias"):
             gate, up = quantized.add_bias(gate, self.gate_bias[...]), quantized.add_bias(up, self.up_bias[...])
         bias = jnp.where(first_rank, self.down_bias[...], 0) if hasattr(self, "down_bias") else None
-        return projections.out(_DOWN, jax.nn.silu(gate) * up, (self.down.get_value(), bias))
+        return _multiply(projections.out, _DOWN, jax.nn.silu(gate) * up, (self.down.get_value(), bias))
 
 
 class Embedding(Module):
@@ -196,6 +197,10 @@ class Embedding(Module):
         logits = quantized.einsum("BTD,VD->BTV", x_BTD, table, dtype=jnp.float32)
         token = rank(axes) * table.shape[0] + jnp.arange(table.shape[0])
         return jnp.where((token < self.vocab_size)[None, None, :], logits, -jnp.inf)
+
+
+def _multiply(project: Project | None, product: Product, x: jax.Array, weights: Any) -> Any:
+    return product(x, weights) if project is None else project(product, x, weights)
 
 
 def normalise(x: jax.Array, *, eps: float) -> jax.Array:

@@ -214,7 +214,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "xla_gpu_collective_permute_combine_threshold_bytes",
             0,
             "permutes of two rings merged without it, in the backward pass, where an input is gathered again beside the"
-            " scatter of its gradient: a scanned training step of 2 layers hid 15 of 21 collectives, 18 of 22 with it",
+            " scatter of its gradient: 2 scanned layers of training hid 15 of 21 collectives, and 18 of 22 with it",
             overlap=tuple(Overlap),
             collective_matmul=CollectiveMatmul.RING,
         ),

@@ -39,20 +39,16 @@ Product = Callable[[jax.Array, Any], Any]  # (x [B, T, ...], weights) -> arrays 
 Project = Callable[[Product, jax.Array, Any], Any]  # (product, x, weights) -> what `product` makes of them
 
 
-def locally(product: Product, x: jax.Array, weights: Any) -> Any:
-    """Nothing moves: `product` of this rank's x."""
-    return product(x, weights)
-
-
 @dataclasses.dataclass(frozen=True)
 class Projections:
     """How a sublayer computes its first products, of its input, and its last one, which makes its output.
 
-    into: also gathers the input, [B, T/ranks, D]. out: also sums over the ranks, and keeps [B, T/ranks, D].
+    into: also gathers the input, [B, T/ranks, D]. out: also sums over the ranks, and keeps [B, T/ranks, D]. None: the
+        product of what this rank has.
     """
 
-    into: Project = locally
-    out: Project = locally
+    into: Project | None = None
+    out: Project | None = None
 
 
 LOCAL = Projections()
@@ -87,7 +83,7 @@ class SequenceParallelStep:
             entered = state.entered
         else:
             read = add(stream, launched[: step.pending_before - step.delay])
-            entered = self._enter(read, axes) if projections.into is locally else self.normalise(read)
+            entered = self._enter(read, axes) if projections.into is None else self.normalise(read)
         if step.fresh:
             entered = self.normalise(add(entered, (state.partial,)))
         if projections == LOCAL:
@@ -96,7 +92,7 @@ class SequenceParallelStep:
             (which,) = step.sublayers
             partial = sublayers[which](entered, projections)
         if step.pending_after == 0:
-            summed = scatter(partial, axes) if projections.out is locally else partial
+            summed = scatter(partial, axes) if projections.out is None else partial
             return State(add(stream, (*launched, summed)))
         added = step.pending_before + 1 - step.pending_after
         stream, sums = add(stream, launched[:added]), launched[added:]
@@ -131,8 +127,8 @@ class SequenceParallelStep:
         into, out = _gathered_product, _scattered_product
         if self.collective_matmul is CollectiveMatmul.RING:
             into, out = _ring_in, _ring_out
-        into = functools.partial(into, axes=axes) if gathers and not self.step.fresh else locally
-        return Projections(into, functools.partial(out, axes=axes) if self.step.pending_after == 0 else locally)
+        into = functools.partial(into, axes=axes) if gathers and not self.step.fresh else None
+        return Projections(into, functools.partial(out, axes=axes) if self.step.pending_after == 0 else None)
 
     def _enter(self, stream: jax.Array, axes: tuple[str, ...], scope: str = "") -> jax.Array:
         """A sublayer's input [B, T, D], gathered. A fresh ladder adds its partial before it is normalised."""

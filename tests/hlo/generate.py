@@ -37,7 +37,8 @@ def sublayer(w_in, w_out):
     """[1, T, D] to a rank's partial sum; a matmul pair whose hidden dimension is split."""
 
     def compute(x, projections=sequence.LOCAL):
-        return projections.out(jnp.matmul, jax.nn.relu(projections.into(jnp.matmul, x, w_in)), w_out)
+        into, out = (one or (lambda product, *of: product(*of)) for one in (projections.into, projections.out))
+        return out(jnp.matmul, jax.nn.relu(into(jnp.matmul, x, w_in)), w_out)
 
     return compute
 
