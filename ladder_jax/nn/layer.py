@@ -1,6 +1,7 @@
 """One Transformer layer: two sublayers, (norm, attention) and (norm, MLP), wired by the topology's steps."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,12 @@ class Layer(Module):
         self.attention = Attention(sizes, rngs=rngs)
         if not residual.of_model(sizes.config).shared_norm:
             self.mlp_norm = RMSNorm(sizes, rngs=rngs)
-        self.mlp = MLP(sizes, rngs=rngs)
+        if sizes.config.moe is None:
+            self.mlp = MLP(sizes, rngs=rngs)
+        else:
+            from ladder_jax.nn.experts import MoE
+
+            self.mlp = MoE(sizes, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
         """The stream [B, T, D] of a model with only this layer, by the steps of its topology's first layer.
@@ -91,9 +97,25 @@ class Layer(Module):
         def mlp(x):
             return self.mlp(mlp_norm(x, dtype=context.dtype), first_rank=context.first_rank)
 
+        sublayers, routing = (attention, mlp), state.routing
+        if self.config.moe is not None:
+            of_layer = []  # the router's statistics
+            sublayers = attention, *self._experts(mlp_norm, context, None if routing is None else of_layer.append)
         for step in steps:
-            with jax.named_scope(
-                "attention" if step.sublayers == (0,) else "mlp" if step.sublayers == (1,) else "joint"
-            ):
-                state = step(state, (attention, mlp), axes=context.axes, launch=context.launch)
+            scope = "attention" if step.sublayers == (0,) else "joint" if 0 in step.sublayers else "mlp"
+            with jax.named_scope(scope):
+                state = step(state, sublayers, axes=context.axes, launch=context.launch)
+        if routing is not None:
+            state = dataclasses.replace(state, routing=routing.with_layer(*of_layer))
         return state, cache
+
+    def _experts(
+        self, norm: Callable, context: LayerContext, on_routing: Callable | None
+    ) -> tuple[residual.Sublayer, ...]:
+        """The sublayer of all experts, or (of farskip) those of the routed ones and of the shared one."""
+        settings = dict(axes=context.axes, on_routing=on_routing)
+        routed = lambda x: self.mlp.routed(norm(x, dtype=context.dtype), **settings)
+        shared = lambda x: self.mlp.shared(norm(x, dtype=context.dtype))
+        if residual.of_model(self.config).farskip:
+            return routed, shared
+        return (lambda x: self.mlp(norm(x, dtype=context.dtype), **settings),)

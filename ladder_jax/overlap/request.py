@@ -98,6 +98,7 @@ def make(
     """A checked request. Raises UserError for an invalid one."""
     parsed = targets.parse(target)
     config = models.by_name(model)
+    models.check_dense(config, verb="overlap")
     count = parsed.count
     numbers = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
     for name, value in numbers.items():

@@ -31,6 +31,7 @@ class State:
     partial: this rank's newest output, not reduced yet. None, here and in `sums`, is zero.
     local: in "desync" between two all-reduces, this rank's own stream.
     entered: with sequence parallelism, the next step's input (see sequence.py).
+    routing: of a model with experts in training, what its routers have chosen (nn/routing.py), which layers add to.
     """
 
     residual: jax.Array
@@ -38,6 +39,7 @@ class State:
     partial: jax.Array | None = None
     local: jax.Array | None = None
     entered: jax.Array | None = None
+    routing: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Delayed:
     delay: int
     pending_after: int
     fresh: bool = False
+    early: ClassVar[tuple[int, ...]] = ()  # sublayers that are reduced with the output before it (see farskip.py)
 
     def __call__(
         self,
