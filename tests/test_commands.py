@@ -20,6 +20,7 @@ NOT_RUN = {
     "train experiments/retrain/distil.yaml": "needs another run and hours: tests/test_retrain.py, test_objective.py",
     "bench --model llama": "needs an accelerator: of tiny, tests/test_bench.py",
     "calibrate ": "takes minutes: tests/test_calibrate.py",
+    "train tiny-moe ": "takes minutes: smaller, tests/test_expert_training.py",
     "doctor": "tests/test_cli.py",
 }
 SMALL = (
