@@ -155,6 +155,24 @@ def test_chunks_of_tokens(monkeypatch):
     assert max(jax.tree.leaves(errors)) < cases.bound(experts.model(), passes=2)
 
 
+def test_rows_that_a_kernel_leaves_undefined_reach_nobody(monkeypatch):
+    """Those behind the last group are zeros on a CPU; a kernel may leave anything there."""
+    call, params, _, x = sublayer(as_drawn)
+
+    def outcome(call):
+        compute = lambda params, x: jnp.sum(jnp.sin(call(params, x)))
+        return jax.device_get(jax.value_and_grad(compute, (0, 1))(params, x))
+
+    expected, plain = outcome(call), jax.lax.ragged_dot
+
+    def undefined(rows, weight, sizes, **settings):
+        out = plain(rows, weight, sizes, **settings)
+        return jnp.where((jnp.arange(len(out)) < jnp.sum(sizes))[:, None], out, jnp.nan)
+
+    monkeypatch.setattr(jax.lax, "ragged_dot", undefined)
+    jax.tree.map(np.testing.assert_array_equal, outcome(sublayer(as_drawn)[0]), expected)
+
+
 def test_a_token_does_not_depend_on_the_others():
     call, params, _, x = sublayer(as_drawn, "shared")
     whole, alone = np.asarray(call(params, x)), np.concatenate([call(params, row[None]) for row in x])

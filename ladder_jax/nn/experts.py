@@ -45,7 +45,8 @@ class ExpertMLPs(Module):
 
     def __call__(self, x_ND: jax.Array, routed: Route, *, axes: tuple[str, ...]) -> jax.Array:
         """This rank's partial sum [N, D] of the chosen experts' weighted outputs."""
-        groups = _groups(routed.choice, first=rank(axes) * self.count, count=self.count)
+        first = rank(axes) * self.count
+        groups = _groups(routed.choice, first=first, count=self.count)
         rows = _sorted_rows(pvary(x_ND, varying(groups.order)), groups, routed.choice.shape[1])
         if hasattr(self, "gate_up"):
             gate, up = jnp.split(grouped_matmul(rows, self.gate_up.get_value(), groups), 2, axis=-1)
@@ -53,7 +54,8 @@ class ExpertMLPs(Module):
             gate = grouped_matmul(rows, self.gate.get_value(), groups)
             up = grouped_matmul(rows, self.up.get_value(), groups)
         out = _in_token_order(grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), groups), groups)
-        of_tokens = out.reshape(*routed.choice.shape, -1).astype(jnp.float32)
+        mine = (routed.choice >= first) & (routed.choice < first + self.count)  # the other rows are undefined
+        of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, -1), 0).astype(jnp.float32)
         return jnp.sum(of_tokens * routed.weights[:, :, None], axis=1).astype(x_ND.dtype)
 
     @property
@@ -173,7 +175,7 @@ def _in_chunks(compute: Callable, x_ND: jax.Array, routed: Route) -> jax.Array:
 
 
 def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Groups) -> jax.Array:
-    """[R, O]: each row times its expert's matrix, in its dtype; zeros in the rows of other ranks' experts.
+    """[R, O]: each row times its expert's matrix, in its dtype; undefined in the rows of other ranks' experts.
 
     As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once.
     """
@@ -181,15 +183,14 @@ def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Gro
         sums = lax.ragged_dot(
             rows_RI, weight_EIO.values.astype(rows_RI.dtype), groups.sizes, preferred_element_type=jnp.float32
         )
-        scaled = sums * jnp.take(weight_EIO.scale, groups.experts, axis=0)
-        return jnp.where(groups.mine, scaled, 0).astype(rows_RI.dtype)
+        return (sums * jnp.take(weight_EIO.scale, groups.experts, axis=0)).astype(rows_RI.dtype)
     axes = varying(rows_RI) | varying(weight_EIO)
     return checkpoint_name(_grouped(pvary(rows_RI, axes), pvary(weight_EIO, axes), groups), MATMUL)
 
 
 @jax.custom_vjp
 def _grouped(rows: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
-    return jnp.where(groups.mine, lax.ragged_dot(rows, weight.astype(rows.dtype), groups.sizes), 0)
+    return lax.ragged_dot(rows, weight.astype(rows.dtype), groups.sizes)
 
 
 def _grouped_forward(rows: jax.Array, weight: jax.Array, groups: Groups) -> tuple:
@@ -205,7 +206,7 @@ _OVER_ROWS = lax.RaggedDotDimensionNumbers(
 
 def _grouped_backward(residuals: tuple, gradient: jax.Array) -> tuple:
     rows, weight, groups, like = residuals
-    gradient = jnp.where(groups.mine, gradient, 0)
+    rows, gradient = jnp.where(groups.mine, rows, 0), jnp.where(groups.mine, gradient, 0)
     of_rows = jnp.where(groups.mine, lax.ragged_dot(gradient, weight.swapaxes(1, 2), groups.sizes), 0)
     summed = lax.ragged_dot_general(rows, gradient, groups.sizes, _OVER_ROWS, preferred_element_type=jnp.float32)
     return of_rows.astype(rows.dtype), summed.astype(rows.dtype).astype(like.dtype), None
@@ -217,12 +218,12 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _sorted_rows(x_ND: jax.Array, groups: Groups, choices: int) -> jax.Array:
     """[R, D]: for each sorted row its token. Backward a token's rows are added in float32."""
-    return jnp.where(groups.mine, jnp.take(x_ND, groups.order // choices, axis=0, mode="clip"), 0)
+    return jnp.take(x_ND, groups.order // choices, axis=0, mode="clip")
 
 
 def _sorted_rows_backward(choices: int, residuals: tuple[Groups, Any], gradient: jax.Array) -> tuple:
     groups, like = residuals
-    gradient = jnp.take(jnp.where(groups.mine, gradient, 0), groups.place, axis=0, mode="clip")
+    gradient = jnp.take(gradient, groups.place, axis=0, mode="clip")
     summed = jnp.sum(gradient.reshape(-1, choices, gradient.shape[1]), axis=1, dtype=jnp.float32)
     return summed.astype(like.dtype), None
 
