@@ -260,7 +260,9 @@ def test_initial_values_are_the_same_everywhere():
 
 @pytest.mark.full
 def test_bfloat16_gradients_are_within_what_rounding_may_do():
-    """By tests/rounding.py: near ties turn out otherwise in its samples, too."""
+    """By tests/rounding.py, of whole arrays. Near ties turn out otherwise in its samples, too; in a table's row, of a few
+    tokens, whether one of them passes another expert would be no sum of roundings.
+    """
     bfloat16 = dict(dtype="bfloat16", residual_dtype="bfloat16", num_layers=2, num_heads=4, num_kv_heads=2)
     moe = dict(experts=4, top_k=2, expert_width=16, shared_width=16, shared_gate=True)
     definition = experts.define("farskip", moe=moe, **bfloat16)
@@ -270,6 +272,7 @@ def test_bfloat16_gradients_are_within_what_rounding_may_do():
     compute = train.loss_and_gradients(definition, load_balance=0.0, router_z_loss=0.0)
     _, found = jax.jit(compute)(cases.place(params, definition), batch)
     measured = test_gradients_bfloat16.ratios(jax.tree.map(np.asarray, found), exact, samples)
+    measured = {name: value for name, value in measured.items() if " row " not in name}
     beyond = {name: value for name, value in measured.items() if not value < rounding.STUDENT}
     assert not beyond and len(measured) > 14, beyond
 
