@@ -260,7 +260,7 @@ def test_initial_values_are_the_same_everywhere():
 
 @pytest.mark.full
 def test_bfloat16_gradients_are_within_what_rounding_may_do():
-    """By tests/rounding.py, of whole arrays. Near ties turn out otherwise in its samples, too; in a table's row, of a few
+    """By tests/rounding.py, of whole arrays. Near ties turn out otherwise in its samples, too; in a table's row, of few
     tokens, whether one of them passes another expert would be no sum of roundings.
     """
     bfloat16 = dict(dtype="bfloat16", residual_dtype="bfloat16", num_layers=2, num_heads=4, num_kv_heads=2)
