@@ -44,6 +44,7 @@ class ModelDef:
     def traits(self, *, phase: Phase, loop: Loop, sequence_parallel: bool = False) -> Traits:
         """The traits of a program of this model, by which compiler options are chosen."""
         split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
+        split[Split.EXPERTS] = self.config.moe is not None
         return Traits(
             self.topology.overlap, phase, loop, frozenset(what for what, is_split in split.items() if is_split)
         )
