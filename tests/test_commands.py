@@ -21,6 +21,7 @@ NOT_RUN = {
     "train experiments/retrain/refitted.yaml": "needs hours: tests/test_distil_study.py has it of a tiny model",
     "bench --model llama": "needs an accelerator: of tiny, tests/test_bench.py",
     "calibrate ": "takes minutes: tests/test_calibrate.py",
+    "train tiny-moe ": "takes minutes: smaller, tests/test_expert_training.py",
     "doctor": "tests/test_cli.py",
 }
 SMALL = (

@@ -38,7 +38,7 @@ class ForwardPass:
         config, layout = definition.config, definition.layout
         check_collective_matmul(
             collective_matmul,
-            residual=config.residual,
+            model=config,
             sequence_parallel=sequence_parallel,
             names=("collective_matmul", "sequence_parallel=True"),
         )

@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ladder_jax.parallel import pvary, varying
 from ladder_jax.residual import MATMUL
 
-CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D"}
+CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D",
+              "EDM": "D", "EDX": "D", "EMD": "M", "DW": "D", "DU": "D", "WD": "W"}  # fmt: skip
 """The contracted dimensions of each matrix. Parameters that are not listed (gains, biases) are never quantized.
 
 A table's rows are summed over D by the head, and a looked-up row is a channel of its own: tied, one serves both.

@@ -104,6 +104,7 @@ def make(
     """A checked request. Raises UserError for an invalid one."""
     parsed = targets.parse(target)
     config = models.by_name(model)
+    models.check_dense(config, verb="overlap")
     count = parsed.count
     numbers = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
     for name, value in numbers.items():
@@ -142,7 +143,7 @@ def make(
         raise UserError(f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}")
     check_collective_matmul(
         collective_matmul,
-        residual=residual,
+        model=request.config,
         sequence_parallel=sequence_parallel,
         names=("--collective-matmul", "--sequence-parallel"),
     )

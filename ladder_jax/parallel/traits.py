@@ -18,6 +18,7 @@ class Split(enum.Enum):
 
     WEIGHTS = "weights"  # over the fsdp axis
     SEQUENCE = "sequence"  # of the stream, over the tensor ranks
+    EXPERTS = "experts"  # over the tensor ranks; each gathers the rows of its own by their places
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,8 +75,12 @@ class SequenceParallelStep:
         launch: Launch = Launch.CHAINED,
     ) -> State:
         check_axes(axes)
-        step, stream = self.step, state.residual
-        launched = (*state.sums, scatter(state.partial, axes, PREVIOUS)) if step.pending_before else ()
+        step, stream, pending = self.step, state.residual, state.partial
+        if step.early:
+            prepared = self._enter(stream, axes) if state.entered is None else state.entered
+            state = dataclasses.replace(state, entered=prepared)
+            pending = pending + compute(prepared, step.early, sublayers, axes=axes)
+        launched = (*state.sums, scatter(pending, axes, PREVIOUS)) if step.pending_before else ()
         gathers = not (self._prepared and state.entered is not None)
         projections = self._projections(axes, gathers=gathers)
         if not gathers:

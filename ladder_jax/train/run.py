@@ -17,6 +17,7 @@ from ladder_jax.data.dataset import Dataset
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, is_remote
 from ladder_jax.nn import ModelDef
+from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import PATIENCE, Agreement, make_mesh, with_ranks
 from ladder_jax.train import checkpoints, folder, out_of_memory, signals, timing
 from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
@@ -197,9 +198,10 @@ def _memory_explained(config: RunConfig, mesh: Mesh) -> Iterator[None]:
 
 
 def _count(definition: ModelDef) -> int:
-    """Parameters, without the vocabulary's padding."""
-    padding = 0
+    """Parameters, without the padding of vocabulary and experts."""
+    count = 0
     for leaf, dims in zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True):
-        if dims.startswith("V"):
-            padding += (leaf.shape[0] - definition.config.vocab_size) * leaf.shape[1]
-    return sum(leaf.size for leaf in jax.tree.leaves(definition.abstract)) - padding
+        letters = dims.removeprefix("L")
+        padded, real = leaf.shape[len(dims) - len(letters)], real_size(letters, definition.config)
+        count += leaf.size if real is None else leaf.size // padded * real
+    return count

@@ -69,7 +69,7 @@ def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask 
         updates, moments = optimizer.update(grads, old.optimizer, old.params)
         rate = schedule(old.step)
         params = jax.tree.map(lambda p, u: p - rate * u, old.params, updates)
-        metrics = {"loss": loss, **terms, "gradient_norm": gradient_norm(grads), "learning_rate": rate}
+        metrics = {"loss": loss, **task.measured(terms), "gradient_norm": gradient_norm(grads), "learning_rate": rate}
         metrics |= task.metrics(scheduled)
         new = dataclasses.replace(old, params=params, optimizer=moments, step=old.step + 1)
         return _keep_if_good(new, old, metrics, config=config)
