@@ -45,11 +45,17 @@ def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> 
     collective matmuls are to be made by a compiler that makes none.
     """
     device = mesh.devices.flat[0]
-    if traits.collective_matmul is CollectiveMatmul.COMPILER and device.platform != "tpu":
-        what = "collective_matmul 'compiler' is an option of XLA for TPUs"
-        raise UserError(f"{what}, and this mesh is of {device.platform}: use 'ring'")
+    check_compiler_makes(traits.collective_matmul, mesh=mesh)
     wanted = options_for(device.device_kind, traits, when=when)
     return {name: value for name, value in wanted.items() if _known(name, value, device)}
+
+
+def check_compiler_makes(form: CollectiveMatmul, *, mesh: Mesh) -> None:
+    """Raises UserError for collective matmuls by the compiler where it makes none: on other devices than TPUs."""
+    platform = mesh.devices.flat[0].platform
+    if form is CollectiveMatmul.COMPILER and platform != "tpu":
+        what = "collective_matmul 'compiler' is an option of XLA for TPUs"
+        raise UserError(f"{what}, and this mesh is of {platform}: use 'ring'")
 
 
 @functools.cache

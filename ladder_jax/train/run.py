@@ -18,7 +18,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, is_remote
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
-from ladder_jax.parallel import PATIENCE, Agreement, make_mesh, with_ranks
+from ladder_jax.parallel import PATIENCE, Agreement, check_compiler_makes, make_mesh, with_ranks
 from ladder_jax.train import checkpoints, folder, out_of_memory, signals, timing
 from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
 from ladder_jax.train.checkpoints import CheckpointSaver
@@ -66,6 +66,7 @@ def run(
     agreement.decided("whose folder this is", lambda: folder.check(config, where))
     parallel.use_compilation_cache()
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    check_compiler_makes(config.train.collective_matmul, mesh=mesh)
     if profile and profile[-1] > config.train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
     data = _load_data(config, where=where, agreement=agreement)
