@@ -13,6 +13,7 @@ from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule import collectives, cost, groups, hlo, judge, targets, timeline, traffic
+from ladder_jax.schedule import text as texts
 from ladder_jax.schedule.report import Status
 
 FOLDER = pathlib.Path(__file__).parent / "hlo"
@@ -350,6 +351,11 @@ LINES
         # a kernel's operands and results count, whatever its author declared
         'ROOT %k = f32[64,256]{1,0} custom-call(%a), custom_call_target="tpu_custom_call"': 2 * 65536,
         "ROOT %t = (f32[64,256]{1,0}, f32[1,256]{1,0}) tuple(%a, %b)": 0,
+        # a collective's operand, and its result
+        "%s = f32[64,256]{1,0} all-reduce-start(%a), replica_groups={}, to_apply=%update|"
+        "ROOT %d = f32[64,256]{1,0} all-reduce-done(%s)": 2 * 65536,
+        "%s = (f32[1,256]{1,0}, f32[8,256]{1,0}) all-gather-start(%b), replica_groups={}, dimensions={0}|"
+        "ROOT %d = f32[8,256]{1,0} all-gather-done(%s)": 2 * 1024,
     }.items(),
 )
 def test_bytes_moved(lines, moved):
@@ -410,6 +416,21 @@ def test_garbage_estimates_are_skipped():
 )
 def test_owner(op_name, owner):
     assert judge.owner(op_name) == owner
+
+
+@pytest.mark.parametrize(
+    "layers, words",
+    [
+        ("3", "3"),
+        ("31", "3, 1"),
+        ("3201", "0-3"),
+        ("420", "3 layers of 0-4"),
+        ("1123", "1-3"),
+        (["0-1", "2"], "0-1, 2"),
+    ],
+)
+def test_names_of_layers(layers, words):
+    assert texts._layers(list(layers)) == words
 
 
 def test_a_timeline_waits_only_for_what_is_exposed():
