@@ -17,7 +17,6 @@ NOT_RUN = {
     "predict --model HuggingFaceTB/": "downloads: as the last",
     "serve ": "does not end by itself: tests/serve/test_process.py",
     "train tiny --cpu-devices 1 ": "two processes: tests/processes/test_training.py",
-    "train experiments/retrain/distil.yaml": "needs another run and hours: tests/test_retrain.py, test_objective.py",
     "train experiments/retrain/refitted.yaml": "needs hours: tests/test_distil_study.py has it of a tiny model",
     "bench --model llama": "needs an accelerator: of tiny, tests/test_bench.py",
     "calibrate ": "takes minutes: tests/test_calibrate.py",
