@@ -84,13 +84,19 @@ def parameters(definition: nn.ModelDef, *, seed: int = 0):
         kind = dims.removeprefix("L")
         if kind in ("D", "H"):
             return (1 + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
-        fan_in = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "VD": 1}.get(kind)
+        fan_in = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "VD": 1,
+                  "DC": 0, "EDM": 1, "EMD": 1, "DW": 0, "WD": 0}.get(kind)  # fmt: skip
         sizes = leaf.shape[len(dims) - len(kind) :]
         scale = 0.3 if fan_in is None else 1.3 / np.sqrt(np.prod([sizes[i] for i in np.atleast_1d(fan_in)]))
         if kind == "VD":  # drawn without the padding, which depends on the mesh
             real = definition.config.vocab_size
             rows = scale * rng.standard_normal((real, leaf.shape[1]))
             return np.pad(rows, ((0, leaf.shape[0] - real), (0, 0))).astype(np.float32)
+        if kind.startswith("E"):  # likewise
+            layers, padded, *rest = leaf.shape
+            real = definition.config.moe.experts
+            values = scale * rng.standard_normal((layers, real, *rest))
+            return np.pad(values, ((0, 0), (0, padded - real), (0, 0), (0, 0))).astype(np.float32)
         return (scale * rng.standard_normal(leaf.shape)).astype(np.float32)
 
     return jax.tree.map(value, definition.abstract, definition.dims)

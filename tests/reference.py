@@ -28,7 +28,7 @@ class Shape:
     heads: int
     kv_heads: int
     vocab: int
-    kind: str  # standard, ladder, fresh, parallel, parallel-ladder, desync, none
+    kind: str  # standard, ladder, fresh, parallel, parallel-ladder, desync, none, farskip
     number: int = 1  # the delay, or the desync's period
     ladder: tuple[int, ...] | None = None  # None: all layers
     ranks: int = 1
@@ -36,6 +36,7 @@ class Shape:
     eps: float = 1e-5
     llama3: tuple[float, float, float, float] | None = None  # factor, low, high, context
     lora: float | None = None  # the factors' scale; they are p["adapters"][name]
+    experts: tuple[int, str] | None = None  # how many a token passes, and over which logits the softmax is
     rounds: Callable = exactly
 
 
@@ -131,6 +132,33 @@ def mlp(p, x, shape):
     return on_first(matmul(p, "down", hidden, "rbtf", "rbtd", split, shape), p.get("down_bias"), shape)
 
 
+def routed(p, x, shape):
+    """Every expert on every token, of which each token's chosen ones count: [R, B, T, D], all of it on the one rank."""
+    (top_k, over), r = shape.experts, shape.rounds
+    scores = jnp.einsum("rbtd,dc->rbtc", r(x, forward=False), p["router"])
+    best = jnp.argsort(-scores, axis=-1, stable=True)[..., :top_k]
+    chosen = (best[..., None] == np.arange(scores.shape[-1])).any(-2)
+    powers = jnp.exp(scores - scores.max(-1, keepdims=True))
+    total = (powers if over == "all" else jnp.where(chosen, powers, 0)).sum(-1, keepdims=True)
+    out = 0
+    for e in range(scores.shape[-1]):
+        project = lambda name: r(jnp.einsum("rbtd,dm->rbtm", r(x, forward=False), r(p["experts"][name])[e]))
+        g, u = project("gate"), project("up")
+        hidden = r(r(g * r(1 / (1 + jnp.exp(-g)))) * u)
+        y = r(jnp.einsum("rbtm,md->rbtd", hidden, r(p["experts"]["down"])[e]))
+        out = out + y * jnp.where(chosen, powers / total, 0)[..., e, None]
+    return r(out)
+
+
+def shared(p, x, shape):
+    """The shared expert's output, [R, B, T, D]."""
+    p, r = p["shared"], shape.rounds
+    project = lambda name: r(jnp.einsum("rbtd,dw->rbtw", r(x, forward=False), r(p[name])))
+    g, u = project("gate"), project("up")
+    out = r(jnp.einsum("rbtw,wd->rbtd", r(r(g * r(1 / (1 + jnp.exp(-g)))) * u), r(p["down"])))
+    return r(out / (1 + jnp.exp(-(x * p["share"]).sum(-1, keepdims=True)))) if "share" in p else out
+
+
 def on_first(partials, bias, shape):
     """A bias of the sum is added by one rank."""
     return partials if bias is None else partials.at[0].set(shape.rounds(partials[0] + bias))
@@ -142,20 +170,33 @@ def sublayer(layers, l, inputs, *, attends, shape):
     name = "attention_norm" if attends or "mlp_norm" not in p else "mlp_norm"
     # With sequence parallelism what is normalised crosses the wire before its gain.
     normed = r(r(rms(r(inputs, forward=False), 1.0, shape.eps)) * p[name]["scale"])
-    return attention(p["attention"], normed, shape) if attends else mlp(p["mlp"], normed, shape)
+    if attends:
+        return attention(p["attention"], normed, shape)
+    if shape.experts is None:
+        return mlp(p["mlp"], normed, shape)
+    if shape.kind == "farskip":  # the two parts, one after the other
+        return jnp.stack([routed(p["mlp"], normed, shape), shared(p["mlp"], normed, shape)])
+    out = routed(p["mlp"], normed, shape)
+    return r(out + shared(p["mlp"], normed, shape)) if "shared" in p["mlp"] else out
 
 
 # All layers of all topologies call these two programs (attends or not), which compile once.
 COMPILED_SUBLAYER = jax.jit(sublayer, static_argnames=("attends", "shape"))
 
 
-def streams(params, tokens, shape):
-    """The final residual stream of every rank, [R, B, T, D] (all equal where ranks communicate)."""
+def streams(params, tokens, shape, seen=None):
+    """The final residual stream of every rank, [R, B, T, D] (all equal where ranks communicate).
+
+    seen: a list, to which each layer's input of the MLP is appended.
+    """
     r, call = shape.rounds, sublayer if shape.rounds is not exactly else COMPILED_SUBLAYER
-    one_for_all = dataclasses.replace(shape, layers=0, vocab=0, kind="", number=1, ladder=None)
+    kind = "farskip" if shape.kind == "farskip" else ""
+    one_for_all = dataclasses.replace(shape, layers=0, vocab=0, kind=kind, number=1, ladder=None)
 
     def partials(i, inputs):
         """h_i (1-based) on each rank's own input."""
+        if seen is not None and i % 2 == 0:
+            seen.append(inputs)
         return call(params["layers"], (i - 1) // 2, inputs, attends=bool(i % 2), shape=one_for_all)
 
     x0 = r(r(params["embedding"]["table"], forward=False)[tokens])
@@ -178,6 +219,9 @@ def streams(params, tokens, shape):
                 local = local + p
         return local
 
+    if shape.kind == "farskip":
+        return same(farskip(partials, x0, shape))
+
     xs, newest = [x0], None  # xs[i] is x_i; newest: the ranks' partials of h_{i-1}
     for l in range(shape.layers):
         chosen = shape.ladder is None or l in shape.ladder
@@ -197,20 +241,38 @@ def streams(params, tokens, shape):
     return same(r(xs[-1], forward=False))
 
 
-def logits(params, tokens, shape):
+def farskip(partials, x, shape):
+    """a_k = Attn(x_{k-1} - r_{k-1}); s_k, r_k = Shared(x_{k-1}), Routed(x_{k-1}); x_k = x_{k-1} + a_k + s_k + r_k."""
+    r = shape.rounds
+    late = 0.0  # r_{k-1}
+    for l in range(shape.layers):
+        ladder = shape.ladder is None or l in shape.ladder
+        a = partials(2 * l + 1, (x - late if ladder else x)[None])[0]
+        if ladder:
+            routed, shared = partials(2 * l + 2, x[None])[:, 0]
+            x = r(x + r(a + shared))
+        else:
+            x = r(x + a)
+            routed, shared = partials(2 * l + 2, x[None])[:, 0]
+            routed = routed + shared
+        x, late = r(x + routed), routed
+    return x
+
+
+def logits(params, tokens, shape, seen=None):
     """[B, T, vocab]; each rank scores its share of the (padded) table with its own stream."""
     r = shape.rounds
     table = r(params["head"]["table"] if "head" in params else params["embedding"]["table"])
-    x = r(streams(params, tokens, shape), forward=False)
+    x = r(streams(params, tokens, shape, seen), forward=False)
     normed = r(r(rms(x, params["final_norm"]["scale"], shape.eps)), forward=False)  # a mean's gradient: once more
     table = r(table, forward=False).reshape(shape.ranks, -1, table.shape[-1])
     parts = r(jnp.einsum("rbtd,rvd->btrv", normed, table), forward=False)
     return parts.reshape(*parts.shape[:2], -1)[..., : shape.vocab]
 
 
-def loss(params, tokens, shape):
+def loss(params, tokens, shape, seen=None):
     """Mean nats a token of tokens[:, 1:] given tokens[:, :-1]."""
-    scores = logits(params, tokens[:, :-1], shape)
+    scores = logits(params, tokens[:, :-1], shape, seen)
     scores = scores - scores.max(-1, keepdims=True)
     picked = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
     return (jnp.log(jnp.exp(scores).sum(-1)) - picked).mean()

@@ -172,6 +172,8 @@ MISTAKES = {
     ("train", "tiny", "--profile", "5:2"): "--profile 5:2: not FIRST:LAST",
     ("train", "tiny", "--profile", "999"): "step 999 is past train.steps=300",
     ("train", "tiny", "run.wandb=project"): "pip install 'ladder-jax[wandb]'",
+    ("train", "tiny", "train.collective_matmul=ring"): "ring needs train.sequence_parallel=true",
+    ("train", "tiny", "train.collective_matmul=compiler", "train.sequence_parallel=true"): "mesh is of cpu: use 'ring'",
     ("checkpoints", "nowhere"): "there is no checkpoint below",
     ("train",): "required: CONFIG",
     ("generate", "nowhere", "--prompt", "x"): "there is no model at",

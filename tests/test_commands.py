@@ -17,9 +17,10 @@ NOT_RUN = {
     "predict --model HuggingFaceTB/": "downloads: as the last",
     "serve ": "does not end by itself: tests/serve/test_process.py",
     "train tiny --cpu-devices 1 ": "two processes: tests/processes/test_training.py",
-    "train experiments/retrain/distil.yaml": "needs another run and hours: tests/test_retrain.py, test_objective.py",
+    "train experiments/retrain/refitted.yaml": "needs hours: tests/test_distil_study.py has it of a tiny model",
     "bench --model llama": "needs an accelerator: of tiny, tests/test_bench.py",
     "calibrate ": "takes minutes: tests/test_calibrate.py",
+    "train tiny-moe ": "takes minutes: smaller, tests/test_expert_training.py",
     "doctor": "tests/test_cli.py",
 }
 SMALL = (
@@ -30,6 +31,7 @@ ADDED = {
     "generate runs/": "--max-new-tokens 4",
     "generate SmolLM2": "--max-new-tokens 4",
     "evaluate runs/book --text": "--window 64 --stride 32",
+    "evaluate runs/smollm2-ladder": "--window 64",
     "evaluate runs/book --generation": "--max-new-tokens 4",
     "plan ": "--confirm 0",
     "convert SmolLM2-135M runs/smollm2-auto": "--calibration-tokens 64 --search ranked",

@@ -203,3 +203,21 @@ def test_a_sequence_that_does_not_split_over_the_ranks():
     with pytest.raises(UserError, match="train.sequence=100 positions over mesh.tensor=8 ranks"):
         config.load("tiny", overrides=settings)
     assert config.load("tiny", overrides=[*settings, "train.sequence=104"]).train.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (["train.collective_matmul=ring"], "ring needs train.sequence_parallel=true"),
+        (
+            ["train.collective_matmul=ring", "train.sequence_parallel=true", "model.residual=parallel"],
+            "attention and MLP of parallel share one gather",
+        ),
+        (["train.collective_matmul=rings", "train.sequence_parallel=true"], "did you mean 'ring'"),
+    ],
+)
+def test_collective_matmuls_that_cannot_be(settings, said):
+    with pytest.raises(UserError, match=said):
+        config.load("tiny", overrides=settings)
+    found = config.load("tiny", overrides=["train.collective_matmul=ring", "train.sequence_parallel=true"])
+    assert found.train.collective_matmul is config.CollectiveMatmul.RING

@@ -18,6 +18,7 @@ import yaml
 from flax import nnx
 
 import ladder_jax
+from experiments.refit import tables as refit_tables
 from ladder_jax import cli
 from tests import cases
 
@@ -238,6 +239,31 @@ def test_the_refits_are_what_was_measured():
         assert f"| {words} | {at(**kind, way='plain')} | {at(**kind, **fitted)} |" in README
 
 
+def test_the_costs_of_conversions_are_what_was_measured():
+    """The guide to models: what each costs when it is refitted, and what tasks say."""
+    text = (DOCS / "guides" / "models.md").read_text()
+    folder = DOCS.parent / "experiments" / "refit"
+    (costs, *_) = re.findall(r"\| converted \| plain \| refitted \|.*?\n\n", text, re.S)
+    measured = refit_tables.kinds(json.loads((folder / "results.json").read_text())["rows"])
+    for kind, residual in (
+        ("half", "ladder-fresh"),
+        ("half", "ladder-2"),
+        ("half", "parallel-ladder"),
+        ("all", "ladder"),
+    ):
+        layers = "last 15" if kind == "half" else "all 30"
+        named = layers if residual == "ladder" else f"{layers}, {residual}"
+        (plain, refitted, cost) = re.search(rf"\| {named} \| (\S+) \| (\S+) \| \S+ \| (\S+) \|", measured).groups()
+        assert f"| {kind}, `{residual}` | {cost} |" in text and f"| {plain} | {refitted} |" in costs
+    on_tasks = refit_tables.on_tasks(json.loads((folder / "tasks.json").read_text())["models"])
+    rows = re.findall(r"^\| (\w+) \| [^|]* \| ([^|]*) \| [^|]* \| ([^|]*) \|$", on_tasks, re.M)[1:]
+    assert [name for name, *_ in rows] == ["original", "plain", "refitted"]
+    for name, normalised, over in rows:
+        shown = re.search(rf"^\| {name} \| ([^|]*?)\s*\| ([^|]*) \|$", text, re.M)
+        assert shown[2].replace(" %", "%") == normalised
+        assert shown[1] == ("" if name == "original" else over)
+
+
 def shown_predictions() -> list[tuple]:
     rows = re.findall(
         r"^\|[^|]*\| ([^|]+) \| (\d\.\d\d)(: no)? \| (\d\.\d\d) \| `ladder-jax (predict [^`]+)` \|$", README, re.M
@@ -300,8 +326,23 @@ def test_the_advice_is_what_predict_prints(capsys):
     assert " ".join(capsys.readouterr().out.split()).startswith(" ".join(quoted.split()) + " llama-3-70b")
 
 
+def test_the_speeds_of_conversions_are_what_predict_says(capsys):
+    """The table of the guide to models, a row a conversion; a command for each machine, of a half and of all layers."""
+    text = (DOCS / "guides" / "models.md").read_text()
+    (words,) = re.findall(r"^    ladder-jax (predict .*) \\\n        (--residual .*)$", text, re.M)
+    rows = re.findall(r"^\| (half|all), `([\w-]+)` \| .* \| (\d\.\d+) \| (\d\.\d+) \|$", text, re.M)
+    assert len(rows) == 7
+    for column, machine in ((2, "h100-nvlink"), (3, "h100-no-nvlink")):
+        for which, left_out in (("half", ""), ("all", " --ladder-layers 40")):
+            command = " ".join(words).replace("h100-no-nvlink", machine).replace(left_out, "")
+            assert cli.main([*command.split(), "--json"]) == 0
+            found = {row["residual"]: f"{row['speedup']:.2f}" for row in json.loads(capsys.readouterr().out)["rows"]}
+            shown = {row[1]: row[column] for row in rows if row[0] == which}
+            assert shown and shown.items() <= found.items(), (machine, which)
+
+
 def test_notebooks_have_the_outputs_of_a_run_without_errors():
-    assert len(NOTEBOOKS) == 5
+    assert len(NOTEBOOKS) == 6
     for path in NOTEBOOKS:
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
         assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), path.name

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from ladder_jax.config import Biases, Dtype, Loop, LoraConfig, Remat, TrainConfig
+from ladder_jax.config import Biases, CollectiveMatmul, Dtype, Loop, LoraConfig, Remat, TrainConfig
 from ladder_jax.nn import quantized
 from ladder_jax.retrain import ADAPTERS, Retraining
 from ladder_jax.train.gradients import task_gradients
@@ -23,10 +23,12 @@ ROWS, FEWER = 256, 64  # 16,384 positions, and 4,096 where `make test` has other
 LORA = LoraConfig(rank=6, alpha=16.0)  # 8 / 3 is no bfloat16
 SMALL = dict(num_layers=2, num_heads=4, num_kv_heads=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
 MODELS = {
-    "all": (dict(biases=Biases.ALL, qk_norm=True), LoraConfig()),
-    "tied": (dict(tie_embeddings=True), LoraConfig()),
-    "lora": (dict(tie_embeddings=True), LORA),
+    "all": ("ladder", dict(biases=Biases.ALL, qk_norm=True), LoraConfig()),
+    "tied": ("ladder", dict(tie_embeddings=True), LoraConfig()),
+    "lora": ("ladder", dict(tie_embeddings=True), LORA),
+    "standard": ("standard", dict(biases=Biases.ALL, qk_norm=True), LoraConfig()),
 }
+RINGS = dict(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
 # model, mesh, further settings; in how many parts a batch is computed, for itself each, and on how many ranks a part
 CASES = {
     "one device": ("all", {}, {}, 1, 1),
@@ -35,6 +37,7 @@ CASES = {
     "fsdp x tensor": ("all", dict(fsdp=2, tensor=4), {}, 2, 4),
     "accumulate": ("tied", {}, dict(accumulate=4), 4, 1),
     "lora": ("lora", dict(fsdp=2, tensor=4), {}, 2, 4),
+    "rings": ("standard", dict(data=2, tensor=4), RINGS, 2, 4),
     "fsdp x tensor, tied": ("tied", dict(fsdp=2, tensor=4), {}, 2, 4),
 }
 # The same rows and ranks: one reference serves the three.
@@ -54,8 +57,8 @@ def batch(rows: int) -> np.ndarray:
 
 
 def plan_of(model: str, mesh: dict) -> Retraining:
-    changes, lora = MODELS[model]
-    return Retraining(cases.define("ladder", **mesh, **SMALL, **changes), lora=lora)
+    residual, changes, lora = MODELS[model]
+    return Retraining(cases.define(residual, **mesh, **SMALL, **changes), lora=lora)
 
 
 def values(plan: Retraining):
@@ -81,7 +84,7 @@ def found(plan: Retraining, settings: dict, rows: int):
 def expected(model: str, parts: int, ranks: int, rows: int):
     """(the exact gradient, samples with rounding) of what trains."""
     plan = plan_of(model, dict(tensor=ranks))
-    shape = cases.shape("ladder", plan.definition.config, ranks=1)
+    shape = cases.shape(MODELS[model][0], plan.definition.config, ranks=1)
     shape = dataclasses.replace(shape, ranks=ranks, lora=plan.lora.scale if plan.lora.rank else None)
     trained, fixed = values(plan)
     if not plan.lora.rank:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax.config import Loop, Remat
+from ladder_jax.config import CollectiveMatmul, Loop, Remat
 from ladder_jax.train.gradients import loss_and_gradients
 from tests import cases, covering
 
@@ -91,3 +91,11 @@ HELD_BY_OTHERS = PAIRS[2], PAIRS[3], PAIRS[7]  # each two of their settings are 
 )
 def test_departures_together(settings):
     check("ladder", mesh=dict(data=2, fsdp=2, tensor=2), **settings)
+
+
+@pytest.mark.parametrize("loop", [Loop.SCAN, pytest.param(Loop.UNROLLED, marks=pytest.mark.full)])
+def test_rings_beside_the_other_axes(loop):
+    """Weights that are gathered a layer ahead, and a batch in parts."""
+    rings = dict(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
+    mesh = dict(data=2, fsdp=2, tensor=2)
+    check("standard", mesh=mesh, **rings, loop=loop, remat=Remat.SAVE_MATMULS, accumulate=2)

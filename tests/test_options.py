@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 from ladder_jax import decode, nn, parallel, train
-from ladder_jax.config import Launch, Loop, Phase, TrainConfig
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase, TrainConfig
 from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled
 from ladder_jax.parallel.compiled import options_for
 from ladder_jax.parallel.compiler_options import TABLE, Option, When
 from ladder_jax.train import gradients
-from tests import cases
+from tests import cases, experts
 
 SPLITS = [frozenset(some) for count in range(3) for some in itertools.combinations(Split, count)]
 LAUNCHES = (Launch.CHAINED, Launch.EXPLICIT)
-ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Phase, Loop, SPLITS, LAUNCHES)]
+ALL_TRAITS = [Traits(*one) for one in itertools.product(Overlap, Phase, Loop, SPLITS, CollectiveMatmul, LAUNCHES)]
 V5E, V5P, TPU7X, H100 = "TPU v5 lite", "TPU v5", "TPU7x", "NVIDIA H100 80GB HBM3"
 
 
@@ -61,14 +61,35 @@ def test_what_is_split_has_its_own():
     offload = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
     for overlap, phase in itertools.product(Overlap, (Phase.PREFILL, Phase.TRAIN)):
         one = lambda *split: Traits(overlap, phase, Loop.UNROLLED, frozenset(split))
-        assert all(offload in options_for("TPU v6e", one(split)) for split in Split)
+        assert all(offload in options_for("TPU v6e", one(split)) for split in (Split.WEIGHTS, Split.SEQUENCE))
         assert offload not in options_for("TPU v6e", one())
         limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
         assert [limit in options_for(H100, one(*split)) for split in SPLITS] == [Split.WEIGHTS in s for s in SPLITS]
     split = cases.define("ladder", fsdp=2, tensor=2, num_kv_heads=2).traits(
-        phase=Phase.TRAIN, loop=Loop.SCAN, sequence_parallel=True
+        phase=Phase.TRAIN, loop=Loop.SCAN, sequence_parallel=True, collective_matmul=CollectiveMatmul.RING
     )
-    assert split.split == frozenset(Split)
+    assert split.split == {Split.WEIGHTS, Split.SEQUENCE} and split.collective_matmul is CollectiveMatmul.RING
+
+
+def test_each_form_of_collective_matmul_has_its_own():
+    one = lambda form: Traits(Overlap.WAITS, Phase.PREFILL, Loop.UNROLLED, frozenset({Split.SEQUENCE}), form)
+    modes = {f"xla_tpu_{kind}_collective_matmul_mode" for kind in ("all_gather", "reduce_scatter")}
+    for kind in (V5E, V5P, TPU7X, "TPU v6e"):
+        found = {form: set(options_for(kind, one(form))) for form in CollectiveMatmul}
+        assert found[CollectiveMatmul.COMPILER] - found[CollectiveMatmul.NONE] == modes
+        assert found[CollectiveMatmul.RING] == found[CollectiveMatmul.NONE]
+    both_ways = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    assert both_ways in options_for(H100, one(CollectiveMatmul.RING))
+    assert both_ways not in options_for(H100, one(CollectiveMatmul.NONE))
+
+
+def test_experts_rows_are_not_gathered_where_sums_are_reduced():
+    gather, settings = "xla_tpu_offload_gather_to_sparsecore", dict(phase=Phase.PREFILL, loop=Loop.UNROLLED)
+    traits = {name: experts.define(name, tensor=2).traits(**settings) for name in ("farskip", "standard")}
+    dense = cases.define("ladder", tensor=2).traits(**settings)
+    for kind in (V5P, "TPU v6e", TPU7X):
+        assert options_for(kind, traits["farskip"])[gather] is False
+        assert gather not in options_for(kind, dense) and gather not in options_for(kind, traits["standard"])
 
 
 def test_what_a_topology_needs():

@@ -102,6 +102,21 @@ def test_weights_and_a_stream_that_are_split(run_cli, kept):
     )
 
 
+def test_rings(run_cli, kept):
+    """Standard's 8 gathers and scatters are rings, of 7 permutes; the head's input is gathered as ever."""
+    args = (
+        "--model tiny --target cpu:8 --phase prefill --residual standard --prompt-length 16 --sequence-parallel".split()
+    )
+    args += ["--collective-matmul", "ring", "--layers", "2"]
+    found = json.loads(run_cli("overlap", *args, "--json", LADDER_JAX_CACHE=str(kept), check_status=0).stdout)
+    assert (found["collective_matmul"], found["all_reduces"], found["hidden"]) == ("ring", 9, 0)
+    kinds = [(one["kind"], one["status"], one["bytes"]) for one in found["reductions"]]
+    chunk = 2 * 128 * 4  # two positions; a CPU moves bfloat16 in float32
+    assert kinds.count(("collective-permute", "synchronous", 7 * chunk)) == 8
+    text = run_cli("overlap", *args, LADDER_JAX_CACHE=str(kept), check_status=0).stdout
+    assert "tensor 8, sequence-parallel, ring collective matmul, unrolled, on cpu:8" in text
+
+
 MISTAKES = {
     "--target v5q:2x2": "unknown target 'v5q:2x2'; did you mean 'v5p:2x2x2'? (allowed: v5e:2x4,",
     "--target v5p:8": "target 'v5p:8' has no valid size for v5p: write it as in v5p:2x2x2",
@@ -120,6 +135,10 @@ MISTAKES = {
     "--fsdp 3 --phase train": "model.d_model=128 is not divisible by mesh.fsdp=3",
     "--sequence-parallel": "--sequence-parallel is for train and prefill: a decode step has one position a row",
     "--sequence-parallel --phase train --prompt-length 12": "splits --prompt-length 12 over --tensor 8",
+    "--collective-matmul ring": "--collective-matmul ring needs --sequence-parallel: without it no gather",
+    "--collective-matmul rings": "unknown --collective-matmul 'rings'; did you mean 'ring'?",
+    "--phase prefill --sequence-parallel --collective-matmul compiler": "for TPUs, not for cpu:8: use ring",
+    "--phase prefill --residual parallel --sequence-parallel --collective-matmul ring": "share one gather",
     "--layers 0": "--layers must be positive, not 0",
     "--batch -1": "--batch must be positive, not -1",
     "--ladder-layers 9": "ladder_layers='9' is not a number of layers",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.refit import __main__ as command
-from experiments.refit import measured, plan, texts
+from experiments.refit import measured, plan, tables, tasks, texts
 from experiments.refit.plan import Row, Way
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.errors import UserError
@@ -112,3 +112,42 @@ def test_tables(tmp_path, capsys):
 
 
 FITS = [{"layer": 15, "sublayer": name, "before": 0.5, "after": 0.1} for name in ("attention", "mlp")]
+
+
+def test_scores_have_their_errors():
+    """A difference on the same answers has a smaller error than the loss itself."""
+    tokens = [10, 20, 30, 40]
+    first = {"tokens": tokens, "loglikelihoods": [-10.0, -60.0, -60.0, -160.0]}
+    other = {"tokens": tokens, "loglikelihoods": [-15.0, -70.0, -75.0, -180.0]}  # half a nat a token more
+    value, error = tasks.loss(first)
+    assert value == 2.9 and error == pytest.approx(
+        np.std([10 - 29, 60 - 58, 60 - 87, 160 - 116], ddof=1) / 2 / 25, rel=1e-9
+    )
+    assert tasks.loss(other, less=first) == (0.5, 0.0)
+    chosen = {"accuracy": 0.5, "accuracy_stderr": 0.07, "accuracy_normalised": 0.6, "accuracy_normalised_stderr": 0.06}
+    models = [
+        {"name": "a", "continuation": chosen, "worked": first},
+        {"name": "b", "continuation": chosen, "worked": other},
+    ]
+    table = tables.on_tasks(models)
+    assert f"| a | 50% ± 7% | 60% ± 6% | 2.900 ± {error:.3f} | - |" in table
+    assert "| 3.400 ± " in table and "| +0.500 ± 0.000 |" in table
+
+
+@pytest.mark.full
+def test_a_model_is_scored_once(tmp_path, capsys):
+    file = gguf_files.write(tmp_path / "small.gguf", "llama-2")
+    words = "the cat sat on a mat and then it ran off to see the rat".split()
+    lines = [" ".join(words[number % 7 :] + words[: number % 7] + words) for number in range(400)]
+    (tmp_path / "wiki.txt").write_text("\n".join(lines))
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(json.dumps({"question": "a?", "answer": "the cat"}) + "\n" for _ in "123")
+    )
+    asked = ["--wikitext", str(tmp_path / "wiki.txt"), "--gsm8k", str(tmp_path / "sums.jsonl"), "--out", str(tmp_path)]
+    few = ["--continuations", "4", "--answers", "2"]
+    assert tasks.main([*asked, *few, f"original={file}"]) == 0
+    (row,) = json.loads((tmp_path / "tasks.json").read_text())["models"]
+    assert len(row["worked"]["tokens"]) == 2 and row["continuation"]["examples"] == 4
+    assert tasks.main([*asked, *few, "original=nowhere"]) == 0  # it is there
+    assert tasks.main([*asked, "original"]) == 2
+    assert "name each model, NAME=MODEL" in capsys.readouterr().err

@@ -359,7 +359,7 @@ def test_the_lock_is_a_regular_file(tmp_path):
     with folder.owned(tmp_path / "run", say=print):
         pass
     lock = tmp_path / "run" / ".lock"
-    assert lock.is_file()
+    assert lock.is_file() and not lock.stat().st_mode & 0o111
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(UserError, match="another process is training in"), folder.owned(tmp_path / "run", say=print):

@@ -14,6 +14,7 @@ import pytest
 from ladder_jax import checkpoint, config, nn, parallel, train
 from ladder_jax.checkpoint import manifest
 from ladder_jax.errors import UserError
+from ladder_jax.pretrained.convert.command import REFIT
 from ladder_jax.train import metrics
 from tests import tokenizers
 
@@ -148,6 +149,15 @@ def test_a_start_that_has_changed_is_refused(everything, place, tmp_path):
     manifest.write(tmp_path / "copy" / "checkpoints" / "4")
     with pytest.raises(UserError, match="train.start: .* is not the checkpoint any more"):
         run(place, tmp_path / "copy", *EVERYTHING)
+
+
+def test_a_refitted_start_is_not_its_own_teacher(place, tmp_path):
+    shutil.copytree(place / "base", tmp_path / "half")
+    (tmp_path / "half" / f"{REFIT}.json").write_text("{}")
+    start = [*LADDER, f"train.start={tmp_path / 'half'}", "distill.residual=standard"]
+    with pytest.raises(UserError, match="half' were refitted, so they cannot teach as the original; name the model"):
+        run(place, tmp_path / "run", *start, "distill.teacher=start")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("more, said", [

@@ -1,5 +1,6 @@
 """The schedule's reader against what real compilers wrote (tests/hlo), and against its own possible mistakes."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -12,6 +13,7 @@ from ladder_jax.config import Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule import collectives, cost, groups, hlo, judge, targets, timeline, traffic
+from ladder_jax.schedule import text as texts
 from ladder_jax.schedule.report import Status
 
 FOLDER = pathlib.Path(__file__).parent / "hlo"
@@ -91,6 +93,51 @@ def test_both_halves_of_a_reduction_hide(name, ff):
 def test_a_standard_stream_that_is_split_hides_nothing():
     found = read("h100-split-standard", ranks=RANKS)
     assert (found.all_reduces, found.hidden) == (2 * SUBLAYERS, 0)
+
+
+RING_BYTES = 7 * T // 8 * D * 2  # of 8 ranks, 7 chunks
+
+
+@pytest.mark.parametrize("name, ff", [("h100-ring", F), ("tpu7x-ring", 4 * F)])
+def test_a_ring_is_one_collective(name, ff):
+    """A Standard layer's two gathers and two scatters, of 7 permutes each."""
+    found = read(name, ranks=RANKS, ff=ff)
+    kinds = [(r.layer, r.sublayer, r.count, r.collective.bytes, r.status) for r in found.reductions]
+    assert kinds == [("0", part, 1, RING_BYTES, Status.HIDDEN) for part in ("attention", "attention", "mlp", "mlp")]
+    assert (found.all_reduces, found.asynchronous, found.merged) == (4, 4, 0)
+    half = 2 * T * D * ff / RANKS  # FLOPs of one of a sublayer's two matmuls
+    for ring in (r.collective for r in found.reductions):
+        assert (ring.axes, ring.ranks, len(ring.parts), ring.matmul) == (("tensor",), RANKS, 7, half)
+        assert all(sum(part.flops.values()) >= half / RANKS for part in ring.parts)
+    assert (found.hidden_time_fraction is None) == name.startswith("h100")
+
+
+def test_a_ring_is_hidden_only_if_each_of_its_messages_is():
+    ring = read("h100-ring", ranks=RANKS).reductions[1].collective
+    parts = lambda *changed: dataclasses.replace(ring, permutes=(*changed, *ring.permutes[len(changed) :]))
+    with_flops = lambda share: dataclasses.replace(
+        ring.permutes[0], flops=cost.Flops(attention=share * ring.matmul / RANKS)
+    )
+    assert ring.covered and parts(with_flops(0.5)).covered and not parts(with_flops(0.49)).covered
+    bare = dataclasses.replace(ring.permutes[0], flops=cost.Flops())
+    assert not parts(bare).covered and not dataclasses.replace(ring, matmul=0.0).covered
+    # XLA's own begin with a message that stands before the loop: one of its nine.
+    nine = dataclasses.replace(ring.permutes[1], executions=8)
+    assert dataclasses.replace(ring, permutes=(bare, nine)).covered
+    assert not dataclasses.replace(ring, permutes=(bare, dataclasses.replace(nine, executions=6))).covered
+
+
+def test_a_compilers_ring_is_a_loop():
+    """Two turns of four permutes, after one; of small messages v5p starts half of them with nothing beside them."""
+    found = read("v5p-compiler", ranks=RANKS, ff=4 * F)
+    assert [(r.sublayer, r.collective.kind) for r in found.reductions] == [
+        (sublayer, kind) for sublayer in ("attention", "mlp") for kind in ("collective-permute", "all-reduce")
+    ]
+    for ring in (r.collective for r in found.reductions if r.collective.kind == "collective-permute"):
+        assert [part.executions for part in ring.parts] == [1, 2, 2, 2, 2] and ring.executions == 1
+        assert (ring.bytes, ring.matmul) == (9 * T // 8 * D * 2, 2 * T * D * 4 * F / RANKS)
+        assert not ring.synchronous and not ring.covered
+    assert found.hidden == 0 and found.step_cycles > 0
 
 
 @pytest.mark.parametrize("name", ["h100-sharded", "tpu7x-sharded"])
@@ -304,6 +351,11 @@ LINES
         # a kernel's operands and results count, whatever its author declared
         'ROOT %k = f32[64,256]{1,0} custom-call(%a), custom_call_target="tpu_custom_call"': 2 * 65536,
         "ROOT %t = (f32[64,256]{1,0}, f32[1,256]{1,0}) tuple(%a, %b)": 0,
+        # a collective's operand, and its result
+        "%s = f32[64,256]{1,0} all-reduce-start(%a), replica_groups={}, to_apply=%update|"
+        "ROOT %d = f32[64,256]{1,0} all-reduce-done(%s)": 2 * 65536,
+        "%s = (f32[1,256]{1,0}, f32[8,256]{1,0}) all-gather-start(%b), replica_groups={}, dimensions={0}|"
+        "ROOT %d = f32[8,256]{1,0} all-gather-done(%s)": 2 * 1024,
     }.items(),
 )
 def test_bytes_moved(lines, moved):
@@ -366,6 +418,21 @@ def test_owner(op_name, owner):
     assert judge.owner(op_name) == owner
 
 
+@pytest.mark.parametrize(
+    "layers, words",
+    [
+        ("3", "3"),
+        ("31", "3, 1"),
+        ("3201", "0-3"),
+        ("420", "3 layers of 0-4"),
+        ("1123", "1-3"),
+        (["0-1", "2"], "0-1, 2"),
+    ],
+)
+def test_names_of_layers(layers, words):
+    assert texts._layers(list(layers)) == words
+
+
 def test_a_timeline_waits_only_for_what_is_exposed():
     """Standard waits for every reduction; Ladder for the last, where the wire is fast enough."""
     waits = {}
@@ -426,3 +493,12 @@ def test_meshes_of_targets():
         targets._hosts(12)
     assert [targets._hosts(n) for n in (1, 4, 8, 16)] == ["1x1x1", "1x1x4", "1x1x8", "1x2x8"]
     assert [targets.parse(name).count for name in ("tpu7x:2x2x1", "v5p:4x4x4", "h100:8")] == [8, 64, 8]
+
+
+def test_the_head_has_no_sublayer_after_it():
+    """Where only the gather of its input is left, a report says so."""
+    found = read("tpu7x-split", ranks=RANKS, ff=4 * F)
+    gather = next(r for r in found.reductions if r.status is not Status.HIDDEN and r.collective.kind == "all-gather")
+    others = tuple(r for r in found.reductions if r.status is Status.HIDDEN)
+    last = dataclasses.replace(found, reductions=(*others, dataclasses.replace(gather, layer="last", sublayer="")))
+    assert last.verdict.endswith("; the gather of the head's input is left, which no sublayer can hide")

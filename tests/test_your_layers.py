@@ -65,6 +65,14 @@ def float64(function):
         return np.asarray(jax.jit(function)(*(jnp.asarray(a, jnp.float64) for a in (X, STACKED))))
 
 
+def test_a_scan_is_named_by_its_layers():
+    """By which a schedule's report finds them."""
+    mesh, topology = parallel.make_mesh(tensor=2), residual.topology("ladder", num_layers=3)
+    local = lambda x, w: residual.run(topology, pair, x, params=w)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, None, None, "tensor", None)), out_specs=EQUAL)
+    assert "layers_0_to_2/" in jax.jit(mapped).lower(X, STACKED).as_text(debug_info=True)
+
+
 pair = lambda weights: (Block(weights).attention, Block(weights).mlp)
 
 

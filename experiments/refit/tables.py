@@ -6,6 +6,7 @@ import statistics
 
 from experiments.pretrain.tables import table
 from experiments.readme import fill
+from experiments.refit import tasks
 from experiments.refit.plan import SENSITIVE, Row, Way
 from ladder_jax import files
 from ladder_jax.errors import UserError
@@ -29,6 +30,9 @@ def write(folder: pathlib.Path) -> None:
         raise UserError(f"there is no {str(file)!r}: run the study first, without --tables")
     rows = json.loads(file.read_text())["rows"]
     sections = {"kinds": kinds(rows), "settings": settings(rows), "domains": domains(rows)}
+    measured = folder / tasks.NAME
+    if measured.is_file():
+        sections["tasks"] = on_tasks(json.loads(measured.read_text())["models"])
     print("\n\n".join(sections.values()))
     readme = folder / "README.md"
     if readme.is_file():
@@ -108,3 +112,15 @@ def domains(rows: list[dict]) -> str:
             about = "" if row["layers"] == "0" and is_plain else about
             lines.append([title(row), about, *(f"{value:.3f}" for value in row["losses"].values())])
     return table(" | ".join(["converted", "", *names]), lines)
+
+
+def on_tasks(models: list[dict]) -> str:
+    """Each model's scores with their standard errors; the answers' also less the first model's, on the same answers."""
+    lines, first = [], models[0]
+    for model in models:
+        found = model["continuation"]
+        cells = [f"{found[name]:.0%} ± {found[f'{name}_stderr']:.0%}" for name in ("accuracy", "accuracy_normalised")]
+        less = "-" if model is first else "{:+.3f} ± {:.3f}".format(*tasks.loss(model["worked"], less=first["worked"]))
+        lines.append([model["name"], *cells, "{:.3f} ± {:.3f}".format(*tasks.loss(model["worked"])), less])
+    head = "model | continuation | normalised | worked answers, nats a token | over the first"
+    return table(head, lines)

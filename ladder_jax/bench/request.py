@@ -50,6 +50,7 @@ class Request:
 def make(*, model: str, residual: str, batch: str | None = None, **numbers: int | None) -> Request:
     """A checked request. None gives a default. Raises UserError for an invalid request."""
     shape = models.by_name(model)
+    models.check_dense(shape, verb="bench")
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")

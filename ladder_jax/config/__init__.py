@@ -2,19 +2,24 @@
 
 from ladder_jax.config.decode import DecodeConfig as DecodeConfig
 from ladder_jax.config.decode import Quantize as Quantize
+from ladder_jax.config.execution import CollectiveMatmul as CollectiveMatmul
 from ladder_jax.config.execution import Dtype as Dtype
 from ladder_jax.config.execution import Launch as Launch
 from ladder_jax.config.execution import Loop as Loop
 from ladder_jax.config.execution import Phase as Phase
+from ladder_jax.config.experts import MoEConfig as MoEConfig
+from ladder_jax.config.experts import RouterSoftmax as RouterSoftmax
 from ladder_jax.config.load import from_dict as from_dict
 from ladder_jax.config.load import load as load
 from ladder_jax.config.load import model_from_dict as model_from_dict
 from ladder_jax.config.load import to_dict as to_dict
+from ladder_jax.config.model import EXPERT_RESIDUALS as EXPERT_RESIDUALS
 from ladder_jax.config.model import PRESETS as PRESETS
 from ladder_jax.config.model import RESIDUALS as RESIDUALS
 from ladder_jax.config.model import Biases as Biases
 from ladder_jax.config.model import ModelConfig as ModelConfig
 from ladder_jax.config.model import RopeScaling as RopeScaling
+from ladder_jax.config.model import check_collective_matmul as check_collective_matmul
 from ladder_jax.config.model import layer_indices as layer_indices
 from ladder_jax.config.model import parse_residual as parse_residual
 from ladder_jax.config.model import preset as preset

@@ -23,6 +23,14 @@ class Loop(enum.Enum):
     UNROLLED = "unrolled"
 
 
+class CollectiveMatmul(enum.Enum):
+    """How sequence parallelism's gathers and scatters that no other sublayer hides stand beside their own matmuls."""
+
+    NONE = "none"  # before and after them
+    COMPILER = "compiler"  # as XLA for TPUs turns them into loops of permutes, by its own options
+    RING = "ring"  # rings of permutes under the matmul's chunks (see parallel/ring.py)
+
+
 class Phase(enum.Enum):
     """What a program is for."""
 

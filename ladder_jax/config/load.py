@@ -8,7 +8,7 @@ import pathlib
 import typing
 
 from ladder_jax.config.fields import build
-from ladder_jax.config.model import PRESETS, ModelConfig, preset_fields, recipe
+from ladder_jax.config.model import PRESETS, ModelConfig, changed, preset_fields, recipe
 from ladder_jax.config.run import RunConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import absolute, is_remote
@@ -58,7 +58,7 @@ def from_dict(tree: dict) -> RunConfig:
     if isinstance(model, dict):
         rest = {key: value for key, value in model.items() if key != "preset"}
         base = preset_fields(str(model["preset"])) if "preset" in model else {}
-        tree = {**tree, "model": build(ModelConfig, {**base, **rest}, "model.", more=("preset",))}
+        tree = {**tree, "model": build(ModelConfig, changed(base, rest), "model.", more=("preset",))}
     return build(RunConfig, tree, "")
 
 
@@ -91,7 +91,7 @@ def _with_model_of_start(tree: dict[str, typing.Any], model_of: ModelOf | None) 
         base = {name: value for name, value in base.items() if name not in TOPOLOGY}
     if any(name in model for name in ("d_model", "num_heads")):
         base.pop("head_dim", None)
-    return {**tree, "model": {**base, **model}}
+    return {**tree, "model": changed(base, model)}
 
 
 def _stored_model(path: str, model_of: ModelOf | None) -> dict[str, typing.Any]:

@@ -1,4 +1,4 @@
-"""The section `model`: a dense decoder, the names of its residual topologies, and the presets, shapes by name."""
+"""The section `model`: a decoder, the names of its residual topologies, and the presets, shapes by name."""
 
 import dataclasses
 import enum
@@ -6,7 +6,8 @@ import numbers
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.execution import Dtype
+from ladder_jax.config.execution import CollectiveMatmul, Dtype
+from ladder_jax.config.experts import EXPERT_SHAPES, MoEConfig
 from ladder_jax.config.fields import build, check, check_positive, fit, shown
 from ladder_jax.errors import UserError, unknown, wrong_type
 
@@ -21,6 +22,9 @@ RESIDUALS = (
     "desync-2",
     "no-communication",
 )
+"""Of every model."""
+EXPERT_RESIDUALS = ("farskip",)
+"""Of models with experts only."""
 
 SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocab_size", "residual")
 """What a repr of a model's configuration always shows."""
@@ -35,7 +39,7 @@ class ResidualName:
 
     @property
     def is_ladder(self) -> bool:
-        return self.kind in ("ladder", "ladder-fresh", "parallel-ladder")
+        return self.kind in ("ladder", "ladder-fresh", "parallel-ladder", "farskip")
 
     @property
     def depends_on_ranks(self) -> bool:
@@ -44,15 +48,34 @@ class ResidualName:
 
 
 def parse_residual(name: str) -> ResidualName:
-    """Of any name in RESIDUALS, `ladder-K` and `desync-N`, numbers from 1. Raises UserError for any other."""
+    """Of any name in RESIDUALS and EXPERT_RESIDUALS, `ladder-K` and `desync-N`, numbers from 1.
+
+    Raises UserError for any other.
+    """
     if not isinstance(name, str):
         raise wrong_type("residual", name, str)
     numbered = re.fullmatch(r"(ladder|desync)-([1-9]\d*)", name)
     if numbered:
         return ResidualName(numbered[1], int(numbered[2]))
-    if name in RESIDUALS:
+    if name in (*RESIDUALS, *EXPERT_RESIDUALS):
         return ResidualName(name)
-    raise unknown("residual", name, (*RESIDUALS, "ladder-K", "desync-N"))
+    raise unknown("residual", name, (*RESIDUALS, *EXPERT_RESIDUALS, "ladder-K", "desync-N"))
+
+
+def check_collective_matmul(
+    form: CollectiveMatmul, *, model: "ModelConfig", sequence_parallel: bool, names: tuple[str, str]
+) -> None:
+    """Raises UserError where no gather or scatter belongs to one sublayer's matmuls.
+
+    names: the user's words for the two settings, such as ("train.collective_matmul", "train.sequence_parallel=true").
+    """
+    if form is CollectiveMatmul.NONE:
+        return
+    setting, needed = names
+    check(sequence_parallel, f"{setting} {form.value} needs {needed}: without it no gather stands before a matmul")
+    shared = parse_residual(model.residual).kind.startswith("parallel")
+    check(not shared, f"{setting} {form.value}: attention and MLP of {model.residual} share one gather")
+    check(model.moe is None, f"{setting} {form.value}: experts (model.moe) sort their rows, which no ring brings")
 
 
 def _as_text(which: object) -> object:
@@ -112,7 +135,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A dense Llama-family decoder and its residual topology.
+    """A Llama-family decoder, dense or with experts (`moe`), and its residual topology.
 
     `ladder_layers` makes a hybrid: `"N"` the last N layers, `"i,j"` 0-based layers, `"all"`; or a number, or a list.
     `ranks`: for the topologies whose function depends on the number of tensor-parallel ranks (ladder-fresh, desync-n);
@@ -124,7 +147,7 @@ class ModelConfig:
     num_heads: int = 8
     num_kv_heads: int = 4
     head_dim: int | None = None  # empty: d_model / num_heads
-    d_ff: int = 352
+    d_ff: int = 352  # of the MLP, which a model with `moe` does not have
     vocab_size: int = 256
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -132,6 +155,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     biases: Biases = Biases.NONE
     qk_norm: bool = False
+    moe: MoEConfig | None = None
     residual: str = "ladder"
     ladder_layers: str | None = None
     ranks: int | None = None
@@ -139,7 +163,7 @@ class ModelConfig:
     residual_dtype: Dtype = Dtype.BFLOAT16
 
     def __repr__(self) -> str:
-        return shown(self, always=SHAPE)
+        return shown(self, always=[name for name in SHAPE if self.moe is None or name != "d_ff"])
 
     def __post_init__(self):
         object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))
@@ -165,6 +189,25 @@ class ModelConfig:
         if self.ranks is not None:
             check(self.ranks > 0, f"model.ranks must be positive, not {self.ranks}")
             check(name.depends_on_ranks, f"model.ranks belongs to ladder-fresh and desync-n, not to {self.residual!r}")
+        self._check_experts(name)
+
+    def _check_experts(self, name: ResidualName) -> None:
+        if self.moe is None:
+            check(
+                self.residual not in EXPERT_RESIDUALS,
+                f"model.residual={self.residual!r} needs experts (model.moe); of a dense model it is 'ladder'",
+            )
+            return
+        check(
+            not name.depends_on_ranks,
+            f"model.residual={self.residual!r} gives each rank another input, by which ranks would choose other experts"
+            " (allowed with model.moe: standard, ladder, ladder-K, parallel, parallel-ladder, farskip)",
+        )
+        check(
+            self.biases is not Biases.ALL,
+            "model.biases='all' has biases in the MLP, which experts have not (allowed with model.moe: none, qkv,"
+            " attention)",
+        )
 
 
 def _from_scratch(num_layers: int, d_model: int, num_heads: int, d_ff: int) -> dict:
@@ -222,6 +265,7 @@ _SHAPES = {
     ),
     "llama-3-70b": _llama3(80, 8192, 64, 8, 28672),
     "llama-3.1-405b": _llama3(126, 16384, 128, 16, 53248, rope_scaling=RopeScaling(factor=8.0)),
+    **EXPERT_SHAPES,
 }
 
 PRESETS = tuple(_SHAPES)
@@ -234,9 +278,16 @@ def preset_fields(name: str) -> dict:
     return dict(_SHAPES[name])
 
 
+def changed(base: dict, changes: dict) -> dict:
+    """`base` with other values; of the section `moe` below it, the fields that `changes` leaves out stay."""
+    moe = (base.get("moe"), changes.get("moe"))
+    both = {"moe": moe[0] | moe[1]} if all(isinstance(fields, dict) for fields in moe) else {}
+    return {**base, **changes, **both}
+
+
 def recipe(name: str) -> dict:
     """The preset's own settings of the section `train`; empty where they are the defaults, the paper's recipe."""
-    if name != "tiny":
+    if name not in ("tiny", "tiny-moe"):
         return {}
     every = dict(checkpoint_every=100, evaluate_every=100)
     return dict(steps=300, batch=16, sequence=128, learning_rate=4e-3, warmup_steps=30, **every)
@@ -244,4 +295,4 @@ def recipe(name: str) -> dict:
 
 def preset(name: str, **changes) -> ModelConfig:
     """The model configuration called `name`, with any field changed: `preset("tiny", residual="standard")`."""
-    return build(ModelConfig, {**preset_fields(name), **changes}, "model.")
+    return build(ModelConfig, changed(preset_fields(name), changes), "model.")

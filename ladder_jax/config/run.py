@@ -4,9 +4,9 @@ import dataclasses
 import enum
 
 from ladder_jax.config.decode import DecodeConfig
-from ladder_jax.config.execution import Loop
+from ladder_jax.config.execution import CollectiveMatmul, Loop
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import ModelConfig, layer_indices, parse_residual
+from ladder_jax.config.model import ModelConfig, check_collective_matmul, layer_indices, parse_residual
 from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig
 
 
@@ -33,8 +33,8 @@ def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
     """Raises UserError for a mesh over which the model's dimensions cannot be split."""
     ranks = mesh.tensor if model.ranks is None or mesh.tensor > 1 else model.ranks
     check(model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model} is not divisible by mesh.fsdp={mesh.fsdp}")
-    for name in ("num_heads", "d_ff"):
-        value = getattr(model, name)
+    width = dict(d_ff=model.d_ff) if model.moe is None else {"moe.shared_width": model.moe.shared_width}
+    for name, value in (("num_heads", model.num_heads), *width.items()):
         check(value % ranks == 0, f"model.{name}={value} is not divisible by mesh.tensor={ranks}")
     kv = model.num_kv_heads
     check(
@@ -127,7 +127,10 @@ class TrainConfig:
     remat: Remat = Remat.NONE
     accumulate: int = 1  # parts of a batch, computed one after another to save memory
     sequence_parallel: bool = False  # split the stream between sublayers along the sequence, over mesh.tensor
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE  # of sequence_parallel's exposed gathers and scatters
     z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
+    load_balance: float = 0.01  # of experts: times the Switch loss, which is 1 where all have the same load
+    router_z_loss: float = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
     loss_chunk: int = 2048  # tokens whose logits a device holds at once
     log_every: int = 10
     evaluate_every: int = 1_000  # 0: only after the last step
@@ -150,7 +153,8 @@ class TrainConfig:
         check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
         check_positive(self, "train", "accumulate", "loss_chunk")
         check(self.freeze >= 0, f"train.freeze must not be negative, not {self.freeze}")
-        check(self.z_loss >= 0, f"train.z_loss must not be negative, not {self.z_loss}")
+        for name in ("z_loss", "load_balance", "router_z_loss"):
+            check(getattr(self, name) >= 0, f"train.{name} must not be negative, not {getattr(self, name)}")
         check_positive(self, "train", "log_every", "checkpoint_every", "keep_checkpoints", "evaluation_batches")
         check_positive(self, "train", "spike_window", "max_bad_steps", "rollback_batches")
         for name in ("evaluate_every", "keep_every", "keep_best"):
@@ -233,6 +237,12 @@ class RunConfig:
             f"train.sequence_parallel splits train.sequence={self.train.sequence} positions over mesh.tensor="
             f"{self.mesh.tensor} ranks, which does not divide them",
         )
+        check_collective_matmul(
+            self.train.collective_matmul,
+            model=self.model,
+            sequence_parallel=self.train.sequence_parallel,
+            names=("train.collective_matmul", "train.sequence_parallel=true"),
+        )
         check(
             self.train.batch // rows % self.train.accumulate == 0,
             f"train.accumulate={self.train.accumulate} does not divide a device's {self.train.batch // rows} rows"
@@ -247,6 +257,11 @@ class RunConfig:
 
     def _check_retraining(self) -> None:
         train, layers = self.train, self.model.num_layers
+        if self.model.moe is not None:
+            settings = {"train.freeze": train.freeze, "lora.rank": self.lora.rank}
+            settings |= {"distill.teacher": self.distill.teacher, "conversion.steps": self.conversion.steps}
+            for name, value in settings.items():
+                check(not value, f"{name}={value} retrains dense models only, not those with model.moe")
         check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
         check(
             not (self.lora.rank and train.freeze == layers),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax import nn
-from ladder_jax.config import Launch, Loop, Phase, Quantize
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase, Quantize
 from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
@@ -32,6 +32,7 @@ def prefill(
     launch: Launch = Launch.AUTO,
     quantize: Quantize = Quantize.NONE,
     sequence_parallel: bool = False,
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
 ) -> Compiled:
     """A compiled (params, tokens [B, T], lengths [B]) -> (logits [B, V] after each row's last token, caches).
 
@@ -42,18 +43,17 @@ def prefill(
     if sequence_parallel and launch is Launch.EXPLICIT:
         raise UserError("launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'")
     launch = Launch.CHAINED if sequence_parallel else _launch(definition, launch)
+    split = dict(sequence_parallel=sequence_parallel, collective_matmul=collective_matmul)
 
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
         caches = jax.tree.map(lambda c: pvary(c, definition.layout.all_axes), caches)
-        settings = dict(loop_form=loop, caches=caches, launch=launch, sequence_parallel=sequence_parallel)
-        x, caches = nn.hidden(definition, params, tokens, **settings)
-        logits = nn.logits(definition, params, sampling.pick_last(x, lengths))
-        return logits[:, 0], caches
+        x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches, launch=launch, **split)
+        return nn.logits(definition, params, sampling.pick_last(x, lengths))[:, 0], caches
 
-    out_dims = ("BV", cache.dims(definition, loop=loop))
-    traits = definition.traits(phase=Phase.PREFILL, loop=loop, launch=launch, sequence_parallel=sequence_parallel)
-    return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
+    traits = definition.traits(phase=Phase.PREFILL, loop=loop, launch=launch, **split)
+    dims = dict(in_dims=("BT", "B"), out_dims=("BV", cache.dims(definition, loop=loop)))
+    return _compile(definition, local, quantize, traits=traits, **dims)
 
 
 @functools.cache

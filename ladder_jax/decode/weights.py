@@ -31,6 +31,8 @@ type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
 FUSED = {  # matrices that are concatenated, and along which axis from the end: the same in a matrix and its scales
     "layers/attention/query_key_value": (("query", "key", "value"), -2),
     "layers/mlp/gate_up": (("gate", "up"), -1),
+    "layers/mlp/experts/gate_up": (("gate", "up"), -1),
+    "layers/mlp/shared/gate_up": (("gate", "up"), -1),
 }
 
 
@@ -122,8 +124,8 @@ def _stored(quantize: Quantize, dtype: str, array: jax.Array, dims: str) -> jax.
 
 
 def _dtype(dtype: str, dims: str) -> Any:
-    """Norm gains stay float32: they multiply in it."""
-    return dtype if len(dims.removeprefix("L")) > 1 else jnp.float32
+    """Norm gains and routers stay float32: they multiply in it."""
+    return dtype if len(dims.removeprefix("L")) > 1 and dims != mesh.ROUTER else jnp.float32
 
 
 @dataclasses.dataclass(frozen=True)

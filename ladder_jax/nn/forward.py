@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax import residual
-from ladder_jax.config import Launch, Loop, Remat
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, Remat, check_collective_matmul
 from ladder_jax.nn import loss, modules, prefetch
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.model_def import ModelDef, Params
@@ -33,14 +33,22 @@ class ForwardPass:
         positions: Positions = FULL_SEQUENCE,
         launch: Launch = Launch.CHAINED,
         sequence_parallel: bool = False,
+        collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
     ):
         config, layout = definition.config, definition.layout
+        check_collective_matmul(
+            collective_matmul,
+            model=config,
+            sequence_parallel=sequence_parallel,
+            names=("collective_matmul", "sequence_parallel=True"),
+        )
         self._definition, self._loop, self._remat = definition, loop_form, remat
         self._dtype, self._axes = jnp.dtype(config.dtype.value), layout.tensor
         self._split = sequence_parallel and layout.ranks > 1 and not layout.emulated
         normalise = lambda x: modules.normalise(x, eps=config.norm_eps).astype(self._dtype)
         topology = definition.topology
-        self._steps = sequence.layers(topology, normalise=normalise) if self._split else topology.layers
+        split = dict(normalise=normalise, collective_matmul=collective_matmul)
+        self._steps = sequence.layers(topology, **split) if self._split else topology.layers
         self._context = layer_context(
             config,
             length,
@@ -129,16 +137,16 @@ def hidden(
     positions: Positions = FULL_SEQUENCE,
     launch: Launch = Launch.CHAINED,
     sequence_parallel: bool = False,
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
 ) -> tuple[jax.Array, Any]:
     """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
 
     `positions` are those of the tokens: 0..T-1 by default. With `sequence_parallel` a
     rank keeps T/ranks positions of the stream between sublayers: see residual/sequence.py.
     """
-    settings = dict(
-        loop_form=loop_form, remat=remat, positions=positions, launch=launch, sequence_parallel=sequence_parallel
-    )
-    run = ForwardPass(definition, tokens.shape[1], **settings)
+    split = dict(sequence_parallel=sequence_parallel, collective_matmul=collective_matmul)
+    settings = dict(loop_form=loop_form, remat=remat, positions=positions, launch=launch)
+    run = ForwardPass(definition, tokens.shape[1], **settings, **split)
     state, caches = run.layers(run.embed(params, tokens), params["layers"], caches=caches)
     return run.finish(params, state), caches
 

@@ -1,6 +1,7 @@
 """One Transformer layer: two sublayers, (norm, attention) and (norm, MLP), wired by the topology's steps."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from ladder_jax.nn.parameter import Module, Sizes, sizes_of
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables
 from ladder_jax.parallel import rank
 from ladder_jax.residual import Normed, State, Step
+from ladder_jax.residual.sequence import LOCAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,12 @@ class Layer(Module):
         self.attention = Attention(sizes, rngs=rngs)
         if not residual.of_model(sizes.config).shared_norm:
             self.mlp_norm = RMSNorm(sizes, rngs=rngs)
-        self.mlp = MLP(sizes, rngs=rngs)
+        if sizes.config.moe is None:
+            self.mlp = MLP(sizes, rngs=rngs)
+        else:
+            from ladder_jax.nn.experts import MoE
+
+            self.mlp = MoE(sizes, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
         """The stream [B, T, D] of a model with only this layer, by the steps of its topology's first layer.
@@ -75,7 +82,7 @@ class Layer(Module):
         norms = self.attention_norm, getattr(self, "mlp_norm", self.attention_norm)
         attention_norm, mlp_norm = (norm.gain for norm in norms) if context.normalised else norms
 
-        def attention(x, gain):
+        def attention(x, gain, projections=LOCAL):
             nonlocal cache
             partial, cache = self.attention.with_cache(
                 attention_norm(x, dtype=context.dtype, scale=gain),
@@ -84,16 +91,36 @@ class Layer(Module):
                 kernel=context.kernel,
                 first_rank=context.first_rank,
                 positions=context.positions,
+                projections=projections,
             )
             return partial
 
-        def mlp(x, gain):
-            return self.mlp(mlp_norm(x, dtype=context.dtype, scale=gain), first_rank=context.first_rank)
+        def mlp(x, gain, projections=LOCAL):
+            normed = mlp_norm(x, dtype=context.dtype, scale=gain)
+            return self.mlp(normed, first_rank=context.first_rank, projections=projections)
 
-        sublayers = [Normed(one, norm.scale[...]) for one, norm in zip((attention, mlp), norms)]
+        functions, routing = (attention, mlp), state.routing
+        if self.config.moe is not None:
+            of_layer = []  # the router's statistics
+            functions = attention, *self._experts(mlp_norm, context, None if routing is None else of_layer.append)
+        gains = (norm.scale[...] for norm in (*norms, norms[1]))  # farskip has two sublayers behind the second norm
+        sublayers = [Normed(function, gain) for function, gain in zip(functions, gains)]
         for step in steps:
-            with jax.named_scope(
-                "attention" if step.sublayers == (0,) else "mlp" if step.sublayers == (1,) else "joint"
-            ):
+            scope = "attention" if step.sublayers == (0,) else "joint" if 0 in step.sublayers else "mlp"
+            with jax.named_scope(scope):
                 state = step(state, sublayers, axes=context.axes, launch=context.launch)
+        if routing is not None:
+            state = dataclasses.replace(state, routing=routing.with_layer(*of_layer))
         return state, cache
+
+    def _experts(
+        self, norm: Callable, context: LayerContext, on_routing: Callable | None
+    ) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], ...]:
+        """Functions of the input and its norm's gain: all experts, or (of farskip) the routed and the shared ones."""
+        settings = dict(axes=context.axes, on_routing=on_routing)
+        normed = lambda x, gain: norm(x, dtype=context.dtype, scale=gain)
+        routed = lambda x, gain: self.mlp.routed(normed(x, gain), **settings)
+        shared = lambda x, gain: self.mlp.shared(normed(x, gain))
+        if residual.of_model(self.config).farskip:
+            return routed, shared
+        return (lambda x, gain: self.mlp(normed(x, gain), **settings),)

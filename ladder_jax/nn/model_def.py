@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ladder_jax import residual
-from ladder_jax.config import Launch, Loop, ModelConfig, Phase
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, ModelConfig, Phase
 from ladder_jax.errors import wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
@@ -42,12 +42,19 @@ class ModelDef:
         return kernels.choose(self.config, mesh=self.layout.mesh)
 
     def traits(
-        self, *, phase: Phase, loop: Loop, sequence_parallel: bool = False, launch: Launch = Launch.CHAINED
+        self,
+        *,
+        phase: Phase,
+        loop: Loop,
+        sequence_parallel: bool = False,
+        collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
+        launch: Launch = Launch.CHAINED,
     ) -> Traits:
         """The traits of a program of this model, by which compiler options are chosen."""
         split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
-        split = frozenset(what for what, is_split in split.items() if is_split)
-        return Traits(self.topology.overlap, phase, loop, split, launch)
+        split[Split.EXPERTS] = self.config.moe is not None
+        of_program = frozenset(what for what, is_split in split.items() if is_split)
+        return Traits(self.topology.overlap, phase, loop, of_program, collective_matmul, launch)
 
     @functools.cached_property
     def dims(self) -> Params:
@@ -75,7 +82,7 @@ class ModelDef:
 
     def bind(self, name: str, params: Params) -> Any:
         """The module called `name` over a rank's arrays; "layers" gives one layer. Only while tracing."""
-        fused = name == "layers" and "gate_up" in params["mlp"]
+        fused = name == "layers" and "query_key_value" in params["attention"]
         return nnx.merge(self._graphs[fused][name], params)
 
 
@@ -98,7 +105,7 @@ def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str
 def initialize(definition: ModelDef, *, seed: int = 0, key: jax.Array | None = None) -> Params:
     """Initial parameters by a seed, or by a key in its place; the same for every mesh and loop form."""
     key = parameter.root_key(seed) if key is None else key
-    settings = dict(layout=definition.layout, key=key, vocab_size=definition.config.vocab_size)
+    settings = dict(layout=definition.layout, key=key, config=definition.config)
     modules = definition.modules.items()
     return {name: parameter.initial_values(module, name=name, **settings) for name, module in modules}
 
@@ -112,9 +119,14 @@ def attention_flops(config: ModelConfig, *, rows: int, length: int, heads: int) 
 
 
 def matrix_elements(definition: ModelDef) -> int:
-    """Elements of all matrices that multiply a token's activations: the head counts; the embedding's lookup and the
-    rows that pad the vocabulary do not.
+    """Elements of all matrices that multiply a token's activations: the head counts; the embedding's lookup, the
+    rows that pad the vocabulary, and the experts that a token does not choose do not.
     """
+    config = definition.config
+
+    def active(leaf: jax.ShapeDtypeStruct, dims: str) -> int:
+        return leaf.size // leaf.shape[dims.index("E")] * config.moe.top_k if "E" in dims else leaf.size
+
     leaves = list(zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True))
-    layers = sum(leaf.size for leaf, dims in leaves if parameter.is_matrix(dims) and not dims.startswith("V"))
-    return layers + definition.config.vocab_size * definition.config.d_model
+    layers = sum(active(leaf, dims) for leaf, dims in leaves if parameter.is_matrix(dims) and not dims.startswith("V"))
+    return layers + config.vocab_size * config.d_model

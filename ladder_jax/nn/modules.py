@@ -1,7 +1,8 @@
 """The modules of a model: RMSNorm, attention with rotary positions and a key/value cache, SwiGLU MLP, embeddings."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,15 @@ from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residu
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables, rotate
 from ladder_jax.parallel import all_reduce, rank
 from ladder_jax.parallel.collectives import EMBEDDING
+from ladder_jax.residual.sequence import LOCAL, Product, Project, Projections
+
+# What a sublayer computes of its input, and last: by `Projections`, because a topology may communicate meanwhile.
+_QUERY_KEY_VALUE = functools.partial(quantized.products, ("BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTD,DKH->BTKH"))
+_QUERY_KEY_VALUE_FUSED = functools.partial(quantized.products, ("BTD,DJH->BTJH",))
+_GATE_UP = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
+_GATE_UP_FUSED = functools.partial(quantized.products, ("BTD,DG->BTG",))
+_OUT = functools.partial(quantized.biased, "BTNH,NHD->BTD")
+_DOWN = functools.partial(quantized.biased, "BTF,FD->BTD")
 
 Reduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
@@ -79,42 +89,39 @@ class Attention(Module):
         kernel: kernels.Kernel,
         first_rank: jax.Array | bool,
         positions: Positions,
+        projections: Projections = LOCAL,
     ) -> tuple[jax.Array, Cache | None]:
         """A rank's partial sum [B, T, D], and the cache with this block's keys and values written.
 
         table: cosines and sines of the block's positions, each [B, T, H/2] (or [1, T, H/2]).
         positions: the block's, which decide what of the cache it sees.
         first_rank: True on the one rank that adds the output bias.
+        projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
         """
-        query, key, value = self._project(x_BTD, table)
+        query, key, value = self._project(x_BTD, table, projections)
         attended, cache = positions.attend(query, key, value, cache=cache, kernel=kernel)
-        out = quantized.einsum("BTNH,NHD->BTD", attended, self.out.get_value())
-        if hasattr(self, "out_bias"):
-            out = add_bias(out, jnp.where(first_rank, self.out_bias[...], 0))
-        return out, cache
+        bias = jnp.where(first_rank, self.out_bias[...], 0) if hasattr(self, "out_bias") else None
+        return _multiply(projections.out, _OUT, attended, (self.out.get_value(), bias)), cache
 
-    def _project(self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array]):
+    def _project(self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array], projections: Projections):
         dtype = x_BTD.dtype
-        query, key, value = self._matmuls(x_BTD)
+        query, key, value = self._matmuls(x_BTD, projections)
         if hasattr(self, "query_bias"):
-            query = add_bias(query, self.query_bias[...])
-            key = add_bias(key, self.key_bias[...])
-            value = add_bias(value, self.value_bias[...])
+            query = quantized.add_bias(query, self.query_bias[...])
+            key = quantized.add_bias(key, self.key_bias[...])
+            value = quantized.add_bias(value, self.value_bias[...])
         if hasattr(self, "query_norm"):
             query = self.query_norm(query, dtype=dtype)
             key = self.key_norm(key, dtype=dtype)
         return rotate(query, table), rotate(key, table), value
 
-    def _matmuls(self, x_BTD: jax.Array) -> list[jax.Array]:
+    def _matmuls(self, x_BTD: jax.Array, projections: Projections) -> Sequence[jax.Array]:
         if hasattr(self, "query_key_value"):
-            fused = quantized.einsum("BTD,DJH->BTJH", x_BTD, self.query_key_value.get_value())
+            (fused,) = _multiply(projections.into, _QUERY_KEY_VALUE_FUSED, x_BTD, (self.query_key_value.get_value(),))
             heads = self.out.get_value().shape[0]
             return jnp.split(fused, [heads, (heads + fused.shape[2]) // 2], axis=2)
-        return [
-            quantized.einsum("BTD,DNH->BTNH", x_BTD, self.query.get_value()),
-            quantized.einsum("BTD,DKH->BTKH", x_BTD, self.key.get_value()),
-            quantized.einsum("BTD,DKH->BTKH", x_BTD, self.value.get_value()),
-        ]
+        matrices = self.query.get_value(), self.key.get_value(), self.value.get_value()
+        return _multiply(projections.into, _QUERY_KEY_VALUE, x_BTD, matrices)
 
 
 class MLP(Module):
@@ -140,19 +147,22 @@ class MLP(Module):
             self.up_bias = new("F", init=zeros)
             self.down_bias = new("D", init=zeros)
 
-    def __call__(self, x_BTD: jax.Array, *, first_rank: jax.Array | bool = True) -> jax.Array:
-        """A rank's partial sum [B, T, D]. first_rank: True on the one rank that adds the output bias."""
+    def __call__(
+        self, x_BTD: jax.Array, *, first_rank: jax.Array | bool = True, projections: Projections = LOCAL
+    ) -> jax.Array:
+        """A rank's partial sum [B, T, D]. first_rank: True on the one rank that adds the output bias.
+
+        projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
+        """
         if hasattr(self, "gate_up"):
-            gate, up = jnp.split(quantized.einsum("BTD,DG->BTG", x_BTD, self.gate_up.get_value()), 2, axis=-1)
+            (fused,) = _multiply(projections.into, _GATE_UP_FUSED, x_BTD, (self.gate_up.get_value(),))
+            gate, up = jnp.split(fused, 2, axis=-1)
         else:
-            gate = quantized.einsum("BTD,DF->BTF", x_BTD, self.gate.get_value())
-            up = quantized.einsum("BTD,DF->BTF", x_BTD, self.up.get_value())
+            gate, up = _multiply(projections.into, _GATE_UP, x_BTD, (self.gate.get_value(), self.up.get_value()))
         if hasattr(self, "gate_bias"):
-            gate, up = add_bias(gate, self.gate_bias[...]), add_bias(up, self.up_bias[...])
-        out = quantized.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
-        if hasattr(self, "down_bias"):
-            out = add_bias(out, jnp.where(first_rank, self.down_bias[...], 0))
-        return out
+            gate, up = quantized.add_bias(gate, self.gate_bias[...]), quantized.add_bias(up, self.up_bias[...])
+        bias = jnp.where(first_rank, self.down_bias[...], 0) if hasattr(self, "down_bias") else None
+        return _multiply(projections.out, _DOWN, jax.nn.silu(gate) * up, (self.down.get_value(), bias))
 
 
 class Embedding(Module):
@@ -189,15 +199,11 @@ class Embedding(Module):
         return jnp.where((token < self.vocab_size)[None, None, :], logits, -jnp.inf)
 
 
+def _multiply(project: Project | None, product: Product, x: jax.Array, weights: Any) -> Any:
+    return product(x, weights) if project is None else project(product, x, weights)
+
+
 def normalise(x: jax.Array, *, eps: float) -> jax.Array:
     """x / rms(x) over the last dimension, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-
-
-def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """x [B, T, ...] plus a float32 bias [...], in x's dtype.
-
-    Added in float32, for the gradient's sake: the bias's is a sum over all positions, in the dtype of the addition.
-    """
-    return (x.astype(jnp.float32) + bias[None, None]).astype(x.dtype)

@@ -2,6 +2,8 @@
 
 Dimensions are single letters: V vocabulary, D model, N query heads, K key/value heads, H head size,
 F feed-forward, L layers, R a low rank; J query, key and value heads and G gate and up, side by side (see Sizes).
+Of experts: E all of them, padded to a multiple of the ranks, C those a router chooses from, M the width of one and W of
+the shared one; X and U their gates and ups side by side.
 Which mesh axis splits which letter is `parallel.Layout`'s business.
 """
 
@@ -18,7 +20,7 @@ import numpy as np
 from flax import nnx, traverse_util
 from jax.sharding import PartitionSpec
 
-from ladder_jax.config import ModelConfig
+from ladder_jax.config import ModelConfig, MoEConfig
 from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.mesh import SHARDED
@@ -80,6 +82,8 @@ class Sizes:
 
     def __getitem__(self, dim: str) -> int:
         config = self.config
+        if config.moe is not None and dim in "ECMXWU":
+            return _expert_sizes(config.moe, self.ranks)[dim]
         return {
             "V": padded_vocabulary(config.vocab_size, ranks=self.ranks),
             "D": config.d_model,
@@ -92,6 +96,17 @@ class Sizes:
             "R": self.low_rank,
             "L": config.num_layers if self.layers is None else self.layers,
         }[dim]
+
+
+def _expert_sizes(moe: MoEConfig, ranks: int) -> dict[str, int]:
+    return {
+        "E": -(-moe.experts // ranks) * ranks,
+        "C": moe.experts,
+        "M": moe.expert_width,
+        "X": 2 * moe.expert_width,
+        "W": moe.shared_width,
+        "U": 2 * moe.shared_width,
+    }
 
 
 def padded_vocabulary(size: int, *, ranks: int) -> int:
@@ -141,7 +156,7 @@ def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None
     shape = tuple(sizes[dim] for dim in dims)
     if rngs is None:
         return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
-    value = _draw(init, next_key(rngs), dims=dims, shape=shape, vocab_size=sizes.config.vocab_size)
+    value = _draw(init, next_key(rngs), dims=dims, shape=shape, config=sizes.config)
     return Parameter(value, dims=dims, init=init)
 
 
@@ -155,15 +170,19 @@ def next_key(rngs: nnx.Rngs) -> jax.Array:
         raise UserError("rngs has no stream `params`: nnx.Rngs(seed) has every one") from None
 
 
-def _draw(init: Initializer, key: jax.Array, *, dims: str, shape: tuple[int, ...], vocab_size: int) -> jax.Array:
-    """Values of one array: each layer of a stack by a key of its own, and zeros in the rows that pad the vocabulary."""
+def _draw(init: Initializer, key: jax.Array, *, dims: str, shape: tuple[int, ...], config: ModelConfig) -> jax.Array:
+    """Values of one array: each layer of a stack by a key of its own, and zeros in what pads vocabulary or experts."""
     if dims.startswith("L"):
         keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
-        return jax.vmap(lambda k: init(k, shape[1:]))(keys)
-    if dims.startswith("V"):
-        real = init(key, (vocab_size, *shape[1:]))
-        return jnp.pad(real, ((0, shape[0] - vocab_size), (0, 0)))
+        return jax.vmap(lambda k: _draw(init, k, dims=dims[1:], shape=shape[1:], config=config))(keys)
+    if (real := real_size(dims, config)) is not None:
+        return jnp.pad(init(key, (real, *shape[1:])), ((0, shape[0] - real), *((0, 0),) * (len(shape) - 1)))
     return init(key, shape)
+
+
+def real_size(dims: str, config: ModelConfig) -> int | None:
+    """The first dimension's size of an array (of one layer) that is stored padded: tokens, or experts."""
+    return config.vocab_size if dims.startswith("V") else config.moe.experts if dims.startswith("E") else None
 
 
 def declared(module: nnx.Module) -> dict:
@@ -206,18 +225,18 @@ def root_key(seed: int) -> jax.Array:
     return jax.random.key(seed, impl="threefry2x32")
 
 
-def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: jax.Array, vocab_size: int) -> dict:
+def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: jax.Array, config: ModelConfig) -> dict:
     """Initial parameters of the module called `name`, made in place on their devices.
 
     Each array's key is folded from `key`, its name and its layer: neither the mesh nor the storage of the layers
-    changes a value. The rows that pad the vocabulary are zero, and stay zero.
+    changes a value. What pads the vocabulary or the experts is zero, and stays zero.
     """
     shardings = jax.tree.map(lambda a: a.sharding, abstract(module, layout=layout))
 
     def value(path, param):
         stored = "/".join((name, *(step.key for step in path)))
         own = jax.random.fold_in(key, zlib.crc32(stored.encode()))
-        return _draw(param.init, own, dims=param.dims, shape=param.get_raw_value().shape, vocab_size=vocab_size)
+        return _draw(param.init, own, dims=param.dims, shape=param.get_raw_value().shape, config=config)
 
     make = lambda: jax.tree_util.tree_map_with_path(value, declared(module), is_leaf=_is_param)
     return jax.jit(make, out_shardings=shardings)()

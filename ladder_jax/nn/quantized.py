@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ladder_jax.parallel import pvary, varying
 from ladder_jax.residual import MATMUL
 
-CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D"}
+CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D",
+              "EDM": "D", "EDX": "D", "EMD": "M", "DW": "D", "DU": "D", "WD": "W"}  # fmt: skip
 """The contracted dimensions of each matrix. Parameters that are not listed (gains, biases) are never quantized.
 
 A table's rows are summed over D by the head, and a looked-up row is a channel of its own: tied, one serves both.
@@ -87,6 +88,26 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
     sums = jnp.einsum(spec, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
     scale = weight.scale.reshape((1,) * (sums.ndim - weight.scale.ndim) + weight.scale.shape)
     return (sums * scale).astype(dtype or x.dtype)
+
+
+def products(specs: tuple[str, ...], x: jax.Array, weights: tuple) -> tuple[jax.Array, ...]:
+    """`einsum` of one input and several matrices."""
+    return tuple(einsum(spec, x, weight) for spec, weight in zip(specs, weights, strict=True))
+
+
+def biased(spec: str, x: jax.Array, weights: tuple) -> jax.Array:
+    """`einsum` of x and a matrix, plus a bias. weights: (the matrix, the bias or None)."""
+    weight, bias = weights
+    out = einsum(spec, x, weight)
+    return out if bias is None else add_bias(out, bias)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x [B, T, ...] plus a float32 bias [...], in x's dtype.
+
+    Added in float32, for the gradient's sake: the bias's is a sum over all positions, in the dtype of the addition.
+    """
+    return (x.astype(jnp.float32) + bias[None, None]).astype(x.dtype)
 
 
 def rows(table: jax.Array | Int8, indices: jax.Array, *, dtype: jnp.dtype) -> jax.Array:

@@ -3,7 +3,7 @@
 import json
 
 from ladder_jax import files, terminal
-from ladder_jax.config import Launch, Loop, Phase, Quantize, Remat
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase, Quantize, Remat
 from ladder_jax.errors import member
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture, result, text
@@ -25,6 +25,7 @@ def run(args: dict) -> None:
         launch=member(Launch, "--launch", args["launch"]) if args["launch"] else Launch.AUTO,
         quantize=member(Quantize, "--quantize", args["quantize"]) if args["quantize"] else Quantize.NONE,
         sequence_parallel=args["sequence_parallel"],
+        collective_matmul=_collective_matmul(args["collective_matmul"]),
         **{name: args[name] for name in ("layers", "tensor", "fsdp", "batch", "prompt_length", "context")},
     )
     answer = result.read(request, compiling.compiled(request))
@@ -36,3 +37,7 @@ def run(args: dict) -> None:
         print(json.dumps(answer.as_dict()))
         return
     terminal.show(text.lines(answer))
+
+
+def _collective_matmul(name: str | None) -> CollectiveMatmul:
+    return member(CollectiveMatmul, "--collective-matmul", name) if name else CollectiveMatmul.NONE

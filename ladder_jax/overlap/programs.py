@@ -28,16 +28,17 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     def tokens(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)]))
 
-    rows, loop, split = request.batch * request.fsdp, request.loop, request.sequence_parallel
+    rows, loop = request.batch * request.fsdp, request.loop
+    split = dict(sequence_parallel=request.sequence_parallel, collective_matmul=request.collective_matmul)
     if request.phase is Phase.TRAIN:
         shape = dict(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
-        config = TrainConfig(**{**recipe(request.model), **shape}, sequence_parallel=split)
+        config = TrainConfig(**{**recipe(request.model), **shape, **split})
         arguments = train.abstract_state(definition, config=config), train.abstract_batch(definition, config=config)
         return train.train_step(definition, config=config), arguments
     settings = dict(loop=loop, quantize=request.quantize)
     if request.phase is Phase.PREFILL:
-        params, sizes = weights.abstract(definition, **settings), dict(capacity=request.context)
-        step = decode.prefill(definition, launch=request.launch, sequence_parallel=split, **sizes, **settings)
+        params = weights.abstract(definition, **settings)
+        step = decode.prefill(definition, capacity=request.context, launch=request.launch, **split, **settings)
         return step, (params, tokens(rows, request.prompt_length), tokens(rows))
     decode_loop = decode.decode_many(definition, choice=decode.Choice.GREEDY, launch=request.launch, **settings)
     return decode_loop, steps.abstract(definition, rows=rows, positions=request.context, **settings)

@@ -5,6 +5,7 @@ import enum
 
 from ladder_jax.config import (
     PRESETS,
+    CollectiveMatmul,
     Launch,
     Loop,
     MeshConfig,
@@ -12,6 +13,7 @@ from ladder_jax.config import (
     Phase,
     Quantize,
     Remat,
+    check_collective_matmul,
     check_fits_mesh,
     model_from_dict,
     parse_residual,
@@ -31,6 +33,7 @@ class Request:
     batch: rows on one data shard; the fsdp axis shards the batch too.
     context: the cache's capacity in positions per row. Decode fills all of them, prefill those of the prompt.
     sequence_parallel: the residual stream is split along the sequence over the tensor axis (see residual/sequence.py).
+    collective_matmul: of sequence parallelism's gathers and scatters that no other sublayer hides.
     """
 
     target: Target
@@ -49,6 +52,7 @@ class Request:
     quantize: Quantize = Quantize.NONE
     fsdp: int = 1
     sequence_parallel: bool = False
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
     shape: ModelConfig | None = None
 
     @property
@@ -69,7 +73,8 @@ class Request:
 
     @classmethod
     def from_dict(cls, values: dict) -> "Request":
-        enums = {"phase": Phase, "loop": Loop, "remat": Remat, "launch": Launch, "quantize": Quantize}
+        enums = dict(phase=Phase, loop=Loop, remat=Remat, launch=Launch, quantize=Quantize)
+        enums["collective_matmul"] = CollectiveMatmul
         converted = {name: enums[name](value) if name in enums else value for name, value in values.items()}
         if "shape" in values:
             converted["shape"] = model_from_dict(values["shape"])
@@ -94,10 +99,12 @@ def make(
     quantize: Quantize = Quantize.NONE,
     fsdp: int | None = None,
     sequence_parallel: bool = False,
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
 ) -> Request:
     """A checked request. Raises UserError for an invalid one."""
     parsed = targets.parse(target)
     config = models.by_name(model)
+    models.check_dense(config, verb="overlap")
     count = parsed.count
     numbers = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
     for name, value in numbers.items():
@@ -125,6 +132,7 @@ def make(
         quantize=quantize,
         fsdp=fsdp,
         sequence_parallel=sequence_parallel,
+        collective_matmul=collective_matmul,
         shape=None if model in PRESETS else config,
     )
     if fsdp > 1 and phase is not Phase.TRAIN:
@@ -133,6 +141,14 @@ def make(
         raise UserError("--sequence-parallel is for train and prefill: a decode step has one position a row")
     if sequence_parallel and request.prompt_length % tensor:
         raise UserError(f"--sequence-parallel splits --prompt-length {request.prompt_length} over --tensor {tensor}")
+    check_collective_matmul(
+        collective_matmul,
+        model=request.config,
+        sequence_parallel=sequence_parallel,
+        names=("--collective-matmul", "--sequence-parallel"),
+    )
+    if collective_matmul is CollectiveMatmul.COMPILER and parsed.platform != "tpu":
+        raise UserError(f"--collective-matmul compiler is an option of XLA for TPUs, not for {parsed.name}: use ring")
     if launch is Launch.EXPLICIT and phase is Phase.TRAIN:
         raise UserError("--launch explicit is for prefill and decode, not for train: it has no gradient")
     if quantize is not Quantize.NONE and phase is Phase.TRAIN:

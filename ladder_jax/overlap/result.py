@@ -133,6 +133,7 @@ def _is_used(name: str, request: Request) -> bool:
         "remat": request.phase is Phase.TRAIN,
         "fsdp": request.phase is Phase.TRAIN,
         "sequence_parallel": request.phase is not Phase.DECODE,
+        "collective_matmul": request.sequence_parallel,
         "ladder_layers": request.ladder_layers is not None,
     }
     return used.get(name, True)

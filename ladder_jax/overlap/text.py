@@ -3,10 +3,16 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from ladder_jax.config import Phase
+from ladder_jax.config import CollectiveMatmul, Phase
 from ladder_jax.overlap.result import Result
 from ladder_jax.schedule import text as report_text
 from ladder_jax.schedule.report import Status, Transfer, hidden, hidden_bytes
+
+FORMS = {
+    CollectiveMatmul.NONE: "",
+    CollectiveMatmul.COMPILER: ", the compiler's collective matmul",
+    CollectiveMatmul.RING: ", ring collective matmul",
+}
 
 
 def lines(answer: Result) -> list:
@@ -14,7 +20,7 @@ def lines(answer: Result) -> list:
     request, record = answer.request, answer.record
     title = f"{request.model}, {request.residual}, {request.phase.value}, {request.layers} layers"
     mesh = (f"fsdp {request.fsdp}, " if request.fsdp > 1 else "") + f"tensor {request.tensor}"
-    split = ", sequence-parallel" if request.sequence_parallel else ""
+    split = f", sequence-parallel{FORMS[request.collective_matmul]}" if request.sequence_parallel else ""
     head = [*answer.verdict.split("; "), f"{title}, {mesh}{split}, {request.loop.value}, on {request.target.name}"]
     tail = report_text.explained(answer.report)
     if record.bytes_per_device is not None:

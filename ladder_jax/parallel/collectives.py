@@ -21,6 +21,10 @@ EMULATED = "emulated_rank"
 # inside ENTER where the input is that of the sublayer after it (or, after the last, the head's).
 LAUNCH, ENTER, PREVIOUS, FOLLOWING = "launch_sublayer_output", "enter_sublayer_input", "previous", "following"
 
+# Where a ring of permutes stands in place of one of these, beside the chunks of its matmul (see ring.py): what its
+# permutes carry is gathered, or scattered.
+RING_GATHER, RING_SCATTER = "ring_gather", "ring_scatter"
+
 # And the two of parameters that are split over the fsdp axis (see fsdp.py).
 GATHER, SCATTER = "gather_weights", "scatter_gradients"
 
@@ -99,9 +103,27 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Ar
     return lax.all_gather(x, axes, axis=dimension, tiled=True)
 
 
+def permute(x: jax.Array, axes: tuple[str, ...], *, step: int) -> jax.Array:
+    """The `x` of the rank that is `step` before this one, around the ring of ranks."""
+    count = ranks(axes)
+    return lax.ppermute(x, axes, [(source, (source + step) % count) for source in range(count)])
+
+
 def all_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Every rank's `x`, stacked [ranks, ...], as a value that is the same on all of them."""
     return lax.all_gather(pvary(x, axes), axes, axis=0, to="invarying")
+
+
+def opaque_copy(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
+    """A copy of `partial` that the compiler cannot identify with it: the all-reduce's operand, where a sublayer reads
+    `partial` too.
+
+    Without it v5e hides no all-reduce, because it fuses one with matmuls only where nothing else reads its operand;
+    and v5p, unrolled, hides 3 of 8 instead of 7, because it issues every second one after the matmuls.
+    """
+    if partial is None or ranks(axes) == 1:
+        return partial
+    return jnp.where(lax.axis_index(axes) >= 0, partial, 0)
 
 
 def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

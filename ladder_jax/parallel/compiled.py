@@ -12,6 +12,8 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from ladder_jax import files
+from ladder_jax.config import CollectiveMatmul
+from ladder_jax.errors import UserError
 from ladder_jax.parallel.compiler_options import TABLE, When
 from ladder_jax.parallel.traits import Traits
 
@@ -39,11 +41,21 @@ def options_for(device_kind: str, traits: Traits, *, when: When = When.ALWAYS) -
 def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> dict[str, Any]:
     """For `jax.jit(..., compiler_options=...)` of a program on `mesh`.
 
-    An option that the installed compiler does not know is dropped, with a notice.
+    An option that the installed compiler does not know is dropped, with a notice. Raises UserError where a program's
+    collective matmuls are to be made by a compiler that makes none.
     """
     device = mesh.devices.flat[0]
+    check_compiler_makes(traits.collective_matmul, mesh=mesh)
     wanted = options_for(device.device_kind, traits, when=when)
     return {name: value for name, value in wanted.items() if _known(name, value, device)}
+
+
+def check_compiler_makes(form: CollectiveMatmul, *, mesh: Mesh) -> None:
+    """Raises UserError for collective matmuls by the compiler where it makes none: on other devices than TPUs."""
+    platform = mesh.devices.flat[0].platform
+    if form is CollectiveMatmul.COMPILER and platform != "tpu":
+        what = "collective_matmul 'compiler' is an option of XLA for TPUs"
+        raise UserError(f"{what}, and this mesh is of {platform}: use 'ring'")
 
 
 @functools.cache

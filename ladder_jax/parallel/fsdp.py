@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.parallel.collectives import GATHER, SCATTER, all_gather, pvary, reduce_scatter, varying
-from ladder_jax.parallel.mesh import FSDP
+from ladder_jax.parallel.mesh import FSDP, ROUTER
 
 
 def unshard(params: Any, dims: Any, *, dtype: jnp.dtype) -> Any:
@@ -71,8 +71,8 @@ def _split(dims: str) -> bool:
 
 
 def _unsharded(array: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
-    vector = len(dims.removeprefix("L")) == 1  # norm gains multiply in float32
-    return _gather(array, dims.index("D"), jnp.dtype(array.dtype if vector else dtype))
+    stays = len(dims.removeprefix("L")) == 1 or dims.endswith(ROUTER)  # norm gains multiply in float32
+    return _gather(array, dims.index("D"), jnp.dtype(array.dtype if stays else dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

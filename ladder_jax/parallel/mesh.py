@@ -21,7 +21,8 @@ from ladder_jax.parallel.collectives import EMULATED
 logger = logging.getLogger("ladder_jax")
 
 DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
-SHARDED = "NJFGVK"  # the dimensions that tensor parallelism splits
+SHARDED = "NJFGVKEWU"  # the dimensions that tensor parallelism splits
+ROUTER = "DC"  # the dimensions of a router, which is gathered and stored in float32, as it chooses in it
 Dims = Any  # a pytree prefix of strings such as "BTV"
 
 
@@ -84,7 +85,7 @@ class Layout:
         """The partition of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
         axes = {"B": self.batch, "D": FSDP if self.fsdp > 1 else None}
         if not self.emulated:
-            axes |= {**dict.fromkeys("NJFGV", self.tensor), "K": self.kv}
+            axes |= {**dict.fromkeys("NJFGVEWU", self.tensor), "K": self.kv}
         return PartitionSpec(*(axes.get(dim) for dim in dims))
 
     def sharding(self, dims: str) -> NamedSharding:

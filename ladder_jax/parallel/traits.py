@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ladder_jax.config import Launch, Loop, Phase
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase
 
 
 class Overlap(enum.Enum):
@@ -18,6 +18,7 @@ class Split(enum.Enum):
 
     WEIGHTS = "weights"  # over the fsdp axis
     SEQUENCE = "sequence"  # of the stream, over the tensor ranks
+    EXPERTS = "experts"  # over the tensor ranks; each gathers the rows of its own by their places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,4 +29,5 @@ class Traits:
     phase: Phase
     loop: Loop
     split: frozenset[Split] = frozenset()
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
     launch: Launch = Launch.CHAINED

@@ -71,7 +71,8 @@ def work_of(kernels: Sequence[Kernel], machine: Machine, implementation: Impleme
 
 @dataclasses.dataclass(frozen=True)
 class RingProduct:
-    """A matrix product in n chunks of its positions: each is multiplied while the next one is on its way.
+    """A matrix product in n chunks of its positions: each is multiplied while the next one is on its way. The library's
+    own is parallel/ring.py; its scatter also adds what arrives, which is left out here.
 
         chunk + rounds x (a round's chunks beside its message)
         ring     n - 1 rounds of one chunk; both directions of a torus: half as many, of two

@@ -78,6 +78,7 @@ def make(
 ) -> Request:
     """A checked request. None gives a default: all devices, one row, all residuals. Raises UserError."""
     shape = models.by_name(model)
+    models.check_dense(shape, verb="predict")
     machine = machines.load(hardware)
     numbers = dict(tensor=tensor, batch=batch, prompt_length=prompt_length, new_tokens=new_tokens, layers=layers)
     numbers["sequence"] = sequence

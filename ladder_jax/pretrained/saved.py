@@ -56,9 +56,9 @@ def _values(
     key: Key,
     shape: tuple[int, ...],
 ) -> np.ndarray:
-    """One layer of a stack; of an array without layers, the rows without the vocabulary's padding."""
+    """One layer of a stack, or an array without layers; without the vocabulary's and the experts' padding."""
     if key.layer is None:
         return read_stack(key.name)[: shape[0]]
     if store(key.name).chunk_layout.read_chunk.shape[0] == 1:
-        return store(key.name)[key.layer].read().result()
-    return read_stack(key.name)[key.layer]
+        return store(key.name)[key.layer].read().result()[: shape[0]]
+    return read_stack(key.name)[key.layer][: shape[0]]

@@ -71,9 +71,10 @@ What a compiler hides depends on its options, too: `topology.compile_options(mes
 
 In reading order: topologies.py, the values; steps.py, the recurrence; layers.py, the loop over layers; stack.py,
 for layers of your own; sequence.py, the recurrence on a stream that is split along the sequence; anneal.py, layers on
-their way from standard to ladder.
+their way from standard to ladder; farskip.py, a ladder of experts with a shared one.
 """
 
+from ladder_jax.residual.layers import EXPERTS as EXPERTS
 from ladder_jax.residual.layers import MATMUL as MATMUL
 from ladder_jax.residual.stack import Stack as Stack
 from ladder_jax.residual.stack import on_one_rank as on_one_rank

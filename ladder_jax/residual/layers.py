@@ -17,6 +17,9 @@ LAYER_INPUT = "entered"
 """The checkpoint name of the state that enters a layer."""
 MATMUL = "matmul"
 """The checkpoint name of a matmul's result: a policy for dots does not see one that has a gradient rule of its own."""
+EXPERTS = "experts"
+"""The checkpoint name of a router's choice, which every policy keeps: computed again, a near tie might turn out
+otherwise."""
 
 MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
 
@@ -107,14 +110,14 @@ def rematerialised(body: Callable, *, steps: tuple[Step, ...], remat: Remat, loo
     policies = jax.checkpoint_policies
     if remat is Remat.NONE:
         return body
-    policy = policies.save_only_these_names(REDUCED)
+    policy = policies.save_only_these_names(REDUCED, EXPERTS)
     if remat is Remat.SAVE_MATMULS:
-        named = policies.save_only_these_names(REDUCED, MATMUL)
+        named = policies.save_only_these_names(REDUCED, MATMUL, EXPERTS)
         policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
     elif remat is Remat.OFFLOAD:
         body = _with_named_input(body)
         policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=[EXPERTS],
             names_which_can_be_offloaded=[LAYER_INPUT, REDUCED],
             offload_src="device",
             offload_dst="pinned_host",

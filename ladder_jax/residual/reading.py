@@ -27,7 +27,7 @@ def parts(layers: Layers) -> list[list[Part]]:
     rows: list[list[Part]] = []
     pending: list[tuple[int, ...]] = []  # outputs outside the residual, oldest first
     for index, step in ((2 * layer, step) for layer, steps in enumerate(layers) for step in steps):
-        outputs = tuple(index + sublayer for sublayer in step.sublayers)
+        outputs = tuple(dict.fromkeys(index + min(sublayer, 1) for sublayer in step.sublayers))
         read = dict(held)
         if isinstance(step, Delayed):
             late = pending[-step.delay :] if step.delay else []
@@ -92,6 +92,8 @@ def _step_words(step: Step) -> str:
     if step.delay == 0:
         return "every output before them"
     late = "the newest output" if step.delay == 1 else f"the {step.delay} newest outputs"
+    if step.early:
+        return f"all but {late}, all-reduced meanwhile with the shared expert's"
     if step.fresh:
         return f"all but the other ranks' part of {late}, all-reduced meanwhile"
     return f"all but {late}, all-reduced meanwhile"

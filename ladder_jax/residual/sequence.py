@@ -11,16 +11,22 @@ between the two stand the addition to the stream and the next sublayer's normali
 
 so that in a Ladder both halves stand beside one sublayer. Normalisation is here without its gain, which the sublayer
 multiplies its gathered input with: so a step needs none of the next layer's parameters.
+
+A gather that no sublayer can hide (all of Standard's, a Ladder's first) and a scatter that is awaited at once (all of
+Standard's, a Ladder's last) may be part of the matmuls that they feed or drain: a *collective matmul*. The sublayer
+still communicates nothing. It reads this rank's positions, and multiplies by the `Projections` that the step gives it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ladder_jax.config import Launch
+from ladder_jax.config import CollectiveMatmul, Launch
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, all_gather, ranks, reduce_scatter
 from ladder_jax.residual.steps import REDUCED, Delayed, State, Sublayer, add, barrier_forward, check_axes, compute
@@ -29,6 +35,23 @@ from ladder_jax.residual.topologies import Topology
 LENGTH = 1  # the dimension of [B, T, D] that is split
 
 Normalise = Callable[[jax.Array], jax.Array]
+Product = Callable[[jax.Array, Any], Any]  # (x [B, T, ...], weights) -> arrays [B, T, ...], position by position
+Project = Callable[[Product, jax.Array, Any], Any]  # (product, x, weights) -> what `product` makes of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Projections:
+    """How a sublayer computes its first products, of its input, and its last one, which makes its output.
+
+    into: also gathers the input, [B, T/ranks, D]. out: also sums over the ranks, and keeps [B, T/ranks, D]. None: the
+        product of what this rank has.
+    """
+
+    into: Project | None = None
+    out: Project | None = None
+
+
+LOCAL = Projections()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +64,7 @@ class SequenceParallelStep:
 
     step: Delayed
     normalise: Normalise
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
 
     def __call__(
         self,
@@ -51,17 +75,29 @@ class SequenceParallelStep:
         launch: Launch = Launch.CHAINED,
     ) -> State:
         check_axes(axes)
-        step, stream = self.step, state.residual
-        launched = (*state.sums, scatter(state.partial, axes, PREVIOUS)) if step.pending_before else ()
-        if self._prepared and state.entered is not None:
+        step, stream, pending = self.step, state.residual, state.partial
+        if step.early:
+            prepared = self._enter(stream, axes) if state.entered is None else state.entered
+            state = dataclasses.replace(state, entered=prepared)
+            pending = pending + compute(prepared, step.early, sublayers, axes=axes)
+        launched = (*state.sums, scatter(pending, axes, PREVIOUS)) if step.pending_before else ()
+        gathers = not (self._prepared and state.entered is not None)
+        projections = self._projections(axes, gathers=gathers)
+        if not gathers:
             entered = state.entered
         else:
-            entered = self._enter(add(stream, launched[: step.pending_before - step.delay]), axes)
+            read = add(stream, launched[: step.pending_before - step.delay])
+            entered = self._enter(read, axes) if projections.into is None else self.normalise(read)
         if step.fresh:
             entered = self.normalise(add(entered, (state.partial,)))
-        partial = compute(entered, step.sublayers, sublayers, axes=axes)
+        if projections == LOCAL:
+            partial = compute(entered, step.sublayers, sublayers, axes=axes)
+        else:
+            (which,) = step.sublayers
+            partial = sublayers[which](entered, projections)
         if step.pending_after == 0:
-            return State(add(stream, (*launched, scatter(partial, axes))))
+            summed = scatter(partial, axes) if projections.out is None else partial
+            return State(add(stream, (*launched, summed)))
         added = step.pending_before + 1 - step.pending_after
         stream, sums = add(stream, launched[:added]), launched[added:]
         following = self._enter(stream, axes, FOLLOWING)
@@ -88,16 +124,35 @@ class SequenceParallelStep:
         """Whether the previous step can make this one's input, because the input leaves out everything pending."""
         return self.step.delay == self.step.pending_before > 0
 
+    def _projections(self, axes: tuple[str, ...], *, gathers: bool) -> Projections:
+        """With collective matmuls: of an input that is gathered here, and of an output that is awaited here."""
+        if self.collective_matmul is CollectiveMatmul.NONE:
+            return LOCAL
+        into, out = _gathered_product, _scattered_product
+        if self.collective_matmul is CollectiveMatmul.RING:
+            into, out = _ring_in, _ring_out
+        into = functools.partial(into, axes=axes) if gathers and not self.step.fresh else None
+        return Projections(into, functools.partial(out, axes=axes) if self.step.pending_after == 0 else None)
+
     def _enter(self, stream: jax.Array, axes: tuple[str, ...], scope: str = "") -> jax.Array:
         """A sublayer's input [B, T, D], gathered. A fresh ladder adds its partial before it is normalised."""
         return gather(stream if self.step.fresh else self.normalise(stream), axes, scope)
 
 
-def layers(topology: Topology, *, normalise: Normalise) -> tuple[tuple[SequenceParallelStep, ...], ...]:
-    """`topology.layers` on a split stream. Raises UserError for topologies that do not reduce every output."""
+def layers(
+    topology: Topology, *, normalise: Normalise, collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
+) -> tuple[tuple[SequenceParallelStep, ...], ...]:
+    """`topology.layers` on a split stream. Raises UserError for topologies that do not reduce every output.
+
+    With collective matmuls the last step awaits its own output, which has no later sublayer to hide under.
+    """
     if not all(isinstance(step, Delayed) for steps in topology.layers for step in steps):
         raise UserError("sequence parallelism needs a residual that reduces every sublayer's output: not desync-n")
-    return tuple(tuple(SequenceParallelStep(step, normalise) for step in steps) for steps in topology.layers)
+    of_layers = [list(steps) for steps in topology.layers]
+    if collective_matmul is not CollectiveMatmul.NONE:
+        of_layers[-1][-1] = dataclasses.replace(of_layers[-1][-1], pending_after=0)
+    split = functools.partial(SequenceParallelStep, normalise=normalise, collective_matmul=collective_matmul)
+    return tuple(tuple(map(split, steps)) for steps in of_layers)
 
 
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
@@ -122,3 +177,25 @@ def gather(stream: jax.Array, axes: tuple[str, ...], scope: str = FOLLOWING) -> 
 def scatter_sequence(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """This rank's positions of the sum of every rank's [B, T, D]: where a split stream begins."""
     return reduce_scatter(x, axes, dimension=LENGTH)
+
+
+def _gathered_product(product: Product, x: jax.Array, weights: Any, *, axes: tuple[str, ...]) -> Any:
+    return product(gather(x, axes, ""), weights)
+
+
+def _scattered_product(product: Product, x: jax.Array, weights: Any, *, axes: tuple[str, ...]) -> jax.Array:
+    return scatter(product(x, weights), axes)
+
+
+def _ring_in(product: Product, x: jax.Array, weights: Any, *, axes: tuple[str, ...]) -> Any:
+    from ladder_jax.parallel import ring
+
+    with jax.named_scope(ENTER):
+        return ring.gather_product(product, x, weights, axes)
+
+
+def _ring_out(product: Product, x: jax.Array, weights: Any, *, axes: tuple[str, ...]) -> jax.Array:
+    from ladder_jax.parallel import ring
+
+    with jax.named_scope(LAUNCH):
+        return checkpoint_name(ring.scatter_product(product, x, weights, axes), REDUCED)

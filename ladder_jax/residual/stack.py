@@ -29,8 +29,9 @@ def run(
 ) -> jax.Array:
     """The residual stream [B, T, D] after all layers, equal on all ranks of `axes`.
 
-    blocks: from one layer's parameters to its two sublayers, normalisation included. A sublayer is a function from
-        [B, T, D] to this rank's partial sum [B, T, D]; it contains no `psum`, and adds an output bias by `on_one_rank`.
+    blocks: from one layer's parameters to its two sublayers (three of "farskip"), normalisation included. A sublayer is
+        a function from [B, T, D] to this rank's partial sum [B, T, D]; it contains no `psum`, and adds an output bias
+        by `on_one_rank`.
     x: [B, T, D], such as the embedding, equal on all ranks of `axes`.
     params: a pytree of stacked arrays [L, ...], a rank's shards of them. With `loop="unrolled"` it may be a list or
         tuple of each layer's own.
@@ -58,6 +59,10 @@ def run(
 
     def body(state, layer, cache, steps):
         sublayers = blocks(layer)
+        if topology.farskip and len(sublayers) != 3:
+            raise UserError(
+                f"a layer of farskip has the sublayers (attention, routed experts, shared expert), not {len(sublayers)}"
+            )
         for step in steps:
             with jax.named_scope("_".join(f"sublayer_{index}" for index in step.sublayers)):
                 state = step(state, sublayers, axes=axes)

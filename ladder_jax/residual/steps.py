@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError
-from ladder_jax.parallel import start_all_reduce
-from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, all_reduce, check_axes, pvary, ranks, varying
+from ladder_jax.parallel import all_reduce, pvary, ranks, start_all_reduce, varying
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, check_axes, opaque_copy
 
 Sublayer = Callable[[jax.Array], jax.Array]
 Sums = tuple[jax.Array | None, ...]  # oldest first; None is zero
@@ -23,13 +23,13 @@ REDUCED = "reduced"
 
 @dataclasses.dataclass(frozen=True)
 class Normed:
-    """A sublayer by its function of the input and of its norm's gain [D], by which it can be made to wait."""
+    """A sublayer by its function of the input, its norm's gain [D] (it can wait for that), and `Projections`."""
 
-    function: Callable[[jax.Array, jax.Array], jax.Array]
+    function: Callable[..., jax.Array]
     gain: jax.Array
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.function(x, self.gain)
+    def __call__(self, x: jax.Array, *more: Any) -> jax.Array:
+        return self.function(x, self.gain, *more)
 
 
 @jax.tree_util.register_dataclass
@@ -42,6 +42,7 @@ class State:
     partial: this rank's newest output, not reduced yet. None, here and in `sums`, is zero.
     local: in "desync" between two all-reduces, this rank's own stream.
     entered: with sequence parallelism, the next step's input (see sequence.py).
+    routing: of a model with experts in training, what its routers have chosen (nn/routing.py), which layers add to.
     """
 
     residual: jax.Array
@@ -49,6 +50,7 @@ class State:
     partial: jax.Array | None = None
     local: jax.Array | None = None
     entered: jax.Array | None = None
+    routing: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Delayed:
     delay: int
     pending_after: int
     fresh: bool = False
+    early: ClassVar[tuple[int, ...]] = ()  # sublayers that are reduced with the output before it (see farskip.py)
 
     def __call__(
         self,
@@ -210,18 +213,6 @@ def reduced(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -
         return None
     with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
         return checkpoint_name(all_reduce(partial, axes), REDUCED)
-
-
-def opaque_copy(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
-    """A copy of `partial` that the compiler cannot identify with it: the all-reduce's operand, where a sublayer reads
-    `partial` too.
-
-    Without it v5e hides no all-reduce, because it fuses one with matmuls only where nothing else reads its operand;
-    and v5p, unrolled, hides 3 of 8 instead of 7, because it issues every second one after the matmuls.
-    """
-    if partial is None or ranks(axes) == 1:
-        return partial
-    return jnp.where(lax.axis_index(axes) >= 0, partial, 0)
 
 
 def start(

@@ -34,6 +34,7 @@ class Topology:
     fresh: for each layer, whether its sublayers read their rank's own newest partial.
     period: in a desync, the number of sublayers from one all-reduce to the next.
     shared_norm: attention and MLP of a layer read one norm's output.
+    farskip: a layer has three sublayers, (attention, routed experts, shared expert): see farskip.py.
     """
 
     delays: tuple[int, ...]
@@ -42,6 +43,7 @@ class Topology:
     communication: Communication = Communication.DELAYED
     period: int = 1
     shared_norm: bool = False
+    farskip: bool = False
 
     def __post_init__(self):
         if not isinstance(self.communication, Communication):
@@ -97,11 +99,15 @@ class Topology:
                 for i in range(count)
             ]
             return tuple(itertools.batched(steps, 2))
+        if self.farskip:
+            from ladder_jax.residual.farskip import of_ladder
+
+            return of_ladder(_delayed_layers(self))
         return _delayed_layers(self)
 
 
 def topology(name: str, *, num_layers: int, ladder_layers: str | int | Sequence[int] | None = None) -> Topology:
-    """The topology called `name` (`config.RESIDUALS` lists them); raises UserError for an unknown one.
+    """The topology called `name` (`config.RESIDUALS`, EXPERT_RESIDUALS); raises UserError for an unknown one.
 
     With `ladder_layers` ("N", "i,j" or "all"; N, or [i, j]) only those layers are of that kind, the rest standard.
     """
@@ -114,6 +120,7 @@ def topology(name: str, *, num_layers: int, ladder_layers: str | int | Sequence[
         "parallel": (0, 1),
         "parallel-shared-norm": (0, 1),
         "parallel-ladder": (2, 3),
+        "farskip": (1, 1),
     }.get(parsed.kind, (0, 0))
     chosen = range(num_layers)
     if ladder_layers is not None:
@@ -128,13 +135,17 @@ def topology(name: str, *, num_layers: int, ladder_layers: str | int | Sequence[
         ),
         period=parsed.number if parsed.kind == "desync" else 1,
         shared_norm=parsed.kind == "parallel-shared-norm",
+        farskip=parsed.kind == "farskip",
     )
 
 
 def of_model(config: ModelConfig) -> Topology:
     if not isinstance(config, ModelConfig):
         raise wrong_type("config", config, ModelConfig)
-    return topology(config.residual, num_layers=config.num_layers, ladder_layers=config.ladder_layers)
+    name = config.residual
+    if name == "farskip" and not config.moe.shared_width:  # no shared expert to reduce early
+        name = "ladder"
+    return topology(name, num_layers=config.num_layers, ladder_layers=config.ladder_layers)
 
 
 def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:

@@ -74,6 +74,7 @@ def loss_sum(
             loop_form=config.loop,
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,
+            collective_matmul=config.collective_matmul,
         )
 
     definition, below = plan.definition, plan.frozen_layers

@@ -53,9 +53,9 @@ class RetrainPlan:
         return factors.declare(self.definition, config=self.lora, layers=layers)
 
     def initial_adapters(self, *, seed: int) -> Params:
-        layout, vocab_size = self.definition.layout, self.definition.config.vocab_size
-        settings = dict(name=ADAPTERS, layout=layout, key=parameter.root_key(seed), vocab_size=vocab_size)
-        return {ADAPTERS: parameter.initial_values(self.adapters, **settings)}
+        definition = self.definition
+        settings = dict(layout=definition.layout, key=parameter.root_key(seed), config=definition.config)
+        return {ADAPTERS: parameter.initial_values(self.adapters, name=ADAPTERS, **settings)}
 
     def split(self, params: Params, *, teacher: Params | None = None) -> tuple[Params, Params]:
         """(trained, frozen) of all the model's `params`; LoRA's factors are not among them.

@@ -42,6 +42,8 @@ def of_run(
     needs_start = recorded is None or config.lora.rank or teacher == START
     recorded = (decided or {}) | (recorded or {})
     start = _opened("train.start", config.train.start, config, recorded.get("start")) if needs_start else None
+    if teacher == START:
+        _check_original(start)
     other = None if teacher in (None, START) else _opened("distill.teacher", teacher, config, recorded.get("teacher"))
     return Sources(start, start if teacher == START else other)
 
@@ -81,6 +83,18 @@ def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
         raise UserError(
             f"{name}: the checkpoint has model.residual={theirs.residual}, and this run {ours.residual}:"
             f" a layer of {shared} has one norm, of the others two"
+        )
+
+
+def _check_original(start: OpenedModel) -> None:
+    """Raises UserError for weights that `convert` refitted: as a teacher, they are the original's in no topology.
+
+    The file is that of `pretrained.convert.command.REFIT`, which a training step does not import.
+    """
+    if isinstance(start.weights, Checkpoint) and (start.weights.path.parent.parent / "refit.json").exists():
+        raise UserError(
+            f"distill.teacher={START}: the weights of {start.name!r} were refitted, so they cannot teach as the"
+            " original; name the model that was converted (distill.teacher=PATH)"
         )
 
 

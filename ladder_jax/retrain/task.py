@@ -32,8 +32,17 @@ class Retraining(RetrainPlan):
     # The program's side: what a compiled step computes.
 
     @property
-    def terms(self) -> tuple[str, ...]:
-        return loss.terms(self)
+    def terms(self) -> dict[str, tuple[int, ...]]:
+        return self.routers.terms if self.routers else dict.fromkeys(loss.terms(self), ())
+
+    @functools.cached_property
+    def routers(self) -> Any:
+        """Of a model with experts, which is only trained further: nothing frozen, no teacher (see config/run.py)."""
+        if self.definition.config.moe is None:
+            return None
+        from ladder_jax.nn.router_losses import RouterLosses
+
+        return RouterLosses(self.definition)
 
     @functools.cached_property
     def held_out(self) -> "Retraining":
@@ -50,6 +59,9 @@ class Retraining(RetrainPlan):
     def metrics(self, scheduled: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {"turned": jnp.mean(scheduled[nn.LADDER_FRACTION])} if scheduled else {}
 
+    def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return self.routers.metrics(terms) if self.routers else terms
+
     def loss_sum(
         self,
         trained: Params,
@@ -59,6 +71,8 @@ class Retraining(RetrainPlan):
         scheduled: dict[str, jax.Array],
         config: TrainConfig,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        if self.routers and scheduled:
+            return self.routers.loss_sum(trained, batch, scheduled=scheduled, config=config)
         fraction = scheduled.get(nn.LADDER_FRACTION)
         return loss.loss_sum(self, trained, frozen, batch, ladder_fraction=fraction, config=config)
 

@@ -52,6 +52,11 @@ class Collective:
     def synchronous(self) -> bool:
         return self.issued == self.awaited
 
+    @property
+    def parts(self) -> tuple["Collective", ...]:
+        """The messages whose windows are its own: itself, or a ring's permutes."""
+        return (self,)
+
 
 def find(program: Program, *, costs: Costs) -> list[Collective]:
     """All collectives that run: computation by computation, each in issue order."""
@@ -67,6 +72,8 @@ def _measure(form: Form, computation: Computation, program: Program, costs: Cost
     collective, holder = form.collective, form.holder
     group = groups.parse(collective, mesh=mesh)
     payload = tuple(a for name in collective.operands for a in holder.by_name[name].arrays)
+    if collective.opcode.startswith("collective-permute"):  # an operand may be one array of a fusion's several
+        payload = collective.arrays[: len(collective.operands)]
     window = computation.instructions[form.issued + 1 : form.awaited]
     cycles = [costs.cycles(i, within=computation) for i in window]
     estimates = [c for c in cycles if c is not None]

@@ -43,6 +43,17 @@ class Costs:
                 total[sublayer] += trips * flops
         return total
 
+    def flops_of_scope(self, scope: str, *, within: Computation) -> int:
+        """Matmul FLOPs of one run of a computation, of the operations under a named scope; without its loops."""
+        total = 0
+        for instruction in within.instructions:
+            if instruction.opcode == "fusion":
+                called = (self._program.computations[name] for name in instruction.calls)
+                total += sum(self.flops_of_scope(scope, within=one) for one in called)
+            elif instruction.op_name.startswith(scope):
+                total += self.matmul_flops(instruction, within=within).total()
+        return total
+
     def cycles(self, instruction: Instruction, *, within: Computation) -> int | None:
         """The compiler's estimate for one execution; None where it gives none."""
         estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
@@ -122,8 +133,19 @@ def iterations(loop: Instruction, *, within: Computation, program: Program) -> i
     root = condition.instructions[-1]
     constants = [condition.by_name[name] for name in root.operands if condition.by_name[name].opcode == "constant"]
     if root.opcode == "compare" and root.attribute("direction") == "LT" and len(constants) == 1:
-        return int(constants[0].literal)
+        return -(-int(constants[0].literal) // _increment(condition, program.computations[loop.calls[0]]))
     raise ValueError(f"cannot tell how often the loop {loop.name} turns")
+
+
+def _increment(condition: Computation, body: Computation) -> int:
+    """What one turn adds to the loop's counter: more than 1 where the compiler has unrolled the loop in part."""
+    compared = next((condition.by_name[name] for name in condition.instructions[-1].operands), None)
+    place = compared.attribute("index") if compared.opcode == "get-tuple-element" else None
+    if place is None or body.instructions[-1].opcode != "tuple":
+        return 1
+    counter = body.by_name[body.instructions[-1].operands[int(place)]]
+    added = [body.by_name[name] for name in counter.operands] if counter.opcode == "add" else []
+    return next((int(one.literal) for one in added if one.opcode == "constant"), 1)
 
 
 def _operand(instruction: Instruction, index: int, within: Computation) -> tuple[int, ...]:

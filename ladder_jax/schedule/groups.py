@@ -44,6 +44,8 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _first_group(attributes: str) -> tuple[int, ...]:
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", attributes):
+        return _cycle(dict(tuple(map(int, pair.split(","))) for pair in re.findall(r"\d+,\d+", pairs[1])))
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return tuple(map(int, listed[1].split(",")))
     if counted := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
@@ -54,6 +56,17 @@ def _first_group(attributes: str) -> tuple[int, ...]:
         numbers = (sum(i * strides[axis] for i, axis in zip(indices, order)) for indices in coordinates)
         return tuple(itertools.islice(numbers, int(counted[2])))
     return ()
+
+
+def _cycle(target: dict[int, int]) -> tuple[int, ...]:
+    """The devices that a permute's messages pass through from the first one until they are back; () of a line."""
+    first = next(iter(target))
+    group = [first]
+    while (following := target.get(group[-1])) != first:
+        if following is None:
+            return ()
+        group.append(following)
+    return tuple(sorted(group))
 
 
 def _axes_of(group: tuple[int, ...], mesh: dict[str, int]) -> tuple[str, ...]:

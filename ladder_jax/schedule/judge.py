@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, GATHER, LAUNCH, PREVIOUS, SCATTER
 from ladder_jax.parallel.mesh import FSDP
-from ladder_jax.schedule import collectives, purposes
+from ladder_jax.schedule import collectives, purposes, rings
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import Costs, sublayer_of
 from ladder_jax.schedule.hlo import Program
@@ -29,7 +29,7 @@ def read(program: Program, *, sublayer_flops: Mapping[str, float] | None = None)
     if not program.scheduled:
         raise ValueError("the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()")
     costs = Costs(program)
-    all_collectives = collectives.find(program, costs=costs)
+    all_collectives = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
     gathers = [c for c in all_collectives if sublayer_flops and _moves_layer_weights(c, GATHER, "all-gather")]
     scatters = [c for c in all_collectives if sublayer_flops and _moves_layer_weights(c, SCATTER, "reduce-scatter")]
     reduced = [c for c in all_collectives if LAUNCH in c.op_name or ENTER in c.op_name]
@@ -111,7 +111,8 @@ def _hidden_cycles(reductions: Sequence[Reduction], program: Program, costs: Cos
     """Cycles of all instructions in windows of hidden reductions; an instruction in two windows counts once."""
     total = 0
     for name, computation in program.computations.items():
-        windows = [r.collective for r in reductions if r.collective.computation == name and r.status is Status.HIDDEN]
+        messages = [part for r in reductions if r.status is Status.HIDDEN for part in r.collective.parts]
+        windows = [part for part in messages if part.computation == name]
         hidden_under = {index for c in windows for index in range(c.issued + 1, c.awaited)}
         cycles = [costs.cycles(computation.instructions[index], within=computation) or 0 for index in hidden_under]
         total += costs.trips(name) * sum(cycles)

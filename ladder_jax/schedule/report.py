@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ladder_jax.schedule import text
 from ladder_jax.schedule.collectives import Collective
+from ladder_jax.schedule.rings import Ring
 
 ENOUGH = 0.1
 """A reduction counts as hidden if its window holds at least this share of a sublayer's matmul FLOPs.
@@ -48,7 +49,8 @@ class Transfer:
     def status(self) -> Status:
         if self.collective.synchronous:
             return Status.SYNCHRONOUS
-        return Status.HIDDEN if self.window >= ENOUGH else Status.EXPOSED
+        covered = self.collective.covered if isinstance(self.collective, Ring) else self.window >= ENOUGH
+        return Status.HIDDEN if covered else Status.EXPOSED
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,8 @@ def verdict(report: Report) -> str:
         waits = {"SYNCHRONOUS": "synchronous"}
         kinds = ", ".join(sorted({waits.get(r.status.name, "awaited where it is issued") for r in exposed}))
         return f"{line}: each is {kinds}"
+    if len(exposed) == 1 and exposed[0].layer == "last" and ENTER in exposed[0].collective.op_name:
+        return f"{line}; the gather of the head's input is left, which no sublayer can hide"
     if len(exposed) == 1 and exposed[0].layer == "last":
         return f"{line}; the last one comes after all compute, so it is always exposed"
     counts = Counter()

@@ -5,8 +5,8 @@ The device computes one operation after another, in issue order.
     operation   the compiler's cycles over the device's clock; if it gives none (GPUs, kernels), the longer of
                 FLOPs / published peak and bytes / published bandwidth
     collective  bytes / published link, times 2 (n-1)/n for an all-reduce over n devices, (n-1)/n for a
-                reduce-scatter, n-1 for an all-gather (of one shard each); it starts when it has been issued and
-                the link is free, and its `done` waits for its end
+                reduce-scatter, n-1 for an all-gather (of one shard each), 1 for a permute; it starts when it has been
+                issued and the link is free, and its `done` waits for its end
 
 By default there are no latencies: `ladder-jax overlap --plot` draws these times, and nobody should quote them. With a
 machine's constants (`wire`, `launch`, `contention`) this is `ladder-jax predict --from-schedule`.
@@ -127,6 +127,8 @@ class _Player:
 def _published(hardware: Hardware, ranks: int) -> Callable[[Collective], float]:
     def seconds(collective: Collective) -> float:
         count = collective.ranks or ranks
+        if collective.kind == "collective-permute":
+            return collective.bytes / hardware.link
         rounds = {"all-reduce": 2, "all-gather": count}.get(collective.kind, 1)
         return rounds * (count - 1) / count * collective.bytes / hardware.link
 

@@ -58,6 +58,8 @@ def _instruction(instruction: Instruction, within: Computation, program: Program
     if instruction.opcode in ("copy-start", "slice-start"):
         ends = _arrays(instruction)[:2]  # source and destination, in either order; a slice reads only what it keeps
         return min(size for _, size in ends) * sum(not on_chip for on_chip, _ in ends)
+    if instruction.opcode == "collective-permute-start":  # its result tuple begins with the operands and the results
+        return sum(0 if on_chip else size for on_chip, size in _arrays(instruction)[: 2 * len(operands)])
     if instruction.opcode.endswith("-start"):  # a collective: its result tuple repeats the operands
         return 2 * sum(map(_in_memory, operands))
     return sum(map(_in_memory, operands)) + _in_memory(instruction)

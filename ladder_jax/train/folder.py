@@ -23,8 +23,8 @@ from ladder_jax.train.timing import TimeAccount
 # The settings that may change when a run is resumed: where and how the same numbers are computed, which of them are
 # logged and saved, and what happens at bad steps.
 FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.accumulate", "train.sequence_parallel",
-        "train.loss_chunk", "train.log_every", "train.checkpoint_every", "train.keep_", "train.evaluat",
-        "train.on_bad_step", "train.spike_", "train.max_bad_steps", "train.rollback_batches",
+        "train.collective_matmul", "train.loss_chunk", "train.log_every", "train.checkpoint_every", "train.keep_",
+        "train.evaluat", "train.on_bad_step", "train.spike_", "train.max_bad_steps", "train.rollback_batches",
         "train.peak_tflops")  # fmt: skip
 
 CONFIG, GOODPUT, RESULT = "config.json", "goodput.json", "result.json"

@@ -3,6 +3,7 @@
 Read from the top: `task_gradients` -> `_accumulate` -> `_loss_sum` -> `Pretraining.loss_sum`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from jax import lax
 
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
-from ladder_jax.config import Loop, Phase, Remat, TrainConfig
+from ladder_jax.config import CollectiveMatmul, Loop, Phase, Remat, TrainConfig
 from ladder_jax.data.batch import Batch, Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
@@ -30,10 +31,11 @@ class TrainingTask(Protocol):
     """
 
     definition: ModelDef
-    terms: tuple[str, ...]  # of the loss, which the metrics show beside it
+    terms: dict[str, tuple[int, ...]]  # of the loss: the shapes of what the metrics are made from
     trained_dims: Params
     frozen_dims: Params
     abstract: Params  # shape, dtype and sharding of the trained parameters
+    routers: Any  # of a model with experts (nn/router_losses.py), else None
     held_out: "TrainingTask"  # whose loss is the cross-entropy of the data alone; it reads no more frozen parameters
 
     def scheduled(self, step: jax.Array) -> Scheduled:
@@ -41,6 +43,9 @@ class TrainingTask(Protocol):
 
     def metrics(self, scheduled: Scheduled) -> dict[str, jax.Array]:
         """Metrics of these inputs."""
+
+    def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Metrics of the loss's terms, which are summed over the batch and divided by its predicted positions."""
 
     def loss_sum(
         self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
@@ -66,13 +71,19 @@ class TrainingTask(Protocol):
 
 
 class Pretraining:
-    """All weights train, on the cross-entropy of the data's next tokens."""
+    """All weights train, on the cross-entropy of the data's next tokens; with experts see nn/router_losses.py."""
 
-    terms, frozen_dims, origin = (), {}, None
+    frozen_dims, origin = {}, None
 
     def __init__(self, definition: ModelDef):
         self.definition, self.held_out = definition, self
         self.trained_dims, self.abstract = definition.dims, definition.abstract
+        self.routers = None
+        if definition.config.moe is not None:
+            from ladder_jax.nn.router_losses import RouterLosses
+
+            self.routers = RouterLosses(definition)
+        self.terms = self.routers.terms if self.routers else {}
 
     def scheduled(self, step: jax.Array) -> Scheduled:
         return {}
@@ -80,9 +91,14 @@ class Pretraining:
     def metrics(self, scheduled: Scheduled) -> dict[str, jax.Array]:
         return {}
 
+    def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return self.routers.metrics(terms) if self.routers else {}
+
     def loss_sum(
         self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
     ) -> LossAndTerms:
+        if scheduled:  # by the routers
+            return self.routers.loss_sum(trained, batch, scheduled=scheduled, config=config)
         x, _ = nn.hidden(
             self.definition,
             trained,
@@ -91,6 +107,7 @@ class Pretraining:
             loop_form=config.loop,
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,
+            collective_matmul=config.collective_matmul,
         )
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
         return nn.loss_sum(self.definition, trained, x, batch.targets, **settings), {}
@@ -118,7 +135,10 @@ def loss_and_gradients(
     remat: Remat = Remat.NONE,
     accumulate: int = 1,
     sequence_parallel: bool = False,
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
     z_loss: float = 0.0,
+    load_balance: float = TrainConfig.load_balance,
+    router_z_loss: float = TrainConfig.router_z_loss,
     loss_chunk: int = TrainConfig.loss_chunk,
 ) -> Callable[[Params, jax.Array | Batch], tuple[jax.Array, Params]]:
     """A (params, tokens [B, T+1] or a Batch) -> (mean loss in nats a token, float32 gradients), to be compiled.
@@ -130,7 +150,10 @@ def loss_and_gradients(
         remat=remat,
         accumulate=accumulate,
         sequence_parallel=sequence_parallel,
+        collective_matmul=collective_matmul,
         z_loss=z_loss,
+        load_balance=load_balance,
+        router_z_loss=router_z_loss,
         loss_chunk=loss_chunk,
     )
     compute = task_gradients(Pretraining(definition), config=config)
@@ -155,6 +178,9 @@ def task_gradients(
         # Equal on all tensor ranks, like the residual: otherwise every sublayer's input adds one all-reduce backward.
         scheduled = jax.tree.map(lambda a: pvary(a, layout.batch), scheduled)
         predicted = _num_predicted(batch, layout)
+        if task.definition.config.moe is not None:
+            terms = lambda part, scheduled: _loss_sum(task, trained, frozen, part, scheduled, config)[1]
+            scheduled = task.routers.scheduled(terms, batch, predicted=predicted, config=config)
 
         def mean(trained, part):
             sums = _loss_sum(task, trained, frozen, part, scheduled, config)
@@ -196,7 +222,7 @@ def held_out_loss(task: TrainingTask, *, loop: Loop = Loop.SCAN) -> Compiled:
 
 
 def _accumulate(
-    value_and_grad: Callable, trained: Params, batch: Any, *, count: int, terms: tuple[str, ...]
+    value_and_grad: Callable, trained: Params, batch: Any, *, count: int, terms: dict[str, tuple[int, ...]]
 ) -> tuple[LossAndTerms, Params]:
     """The sums of loss, terms and gradients over `count` parts of the batch's rows, one after another."""
     if count == 1:
@@ -207,8 +233,8 @@ def _accumulate(
         return jax.tree.map(jnp.add, sums, value_and_grad(trained, part)), None
 
     zeros = lambda axes, shape: pvary(jnp.zeros(shape, jnp.float32), axes)
-    zero = zeros(varying(jax.tree.leaves(batch)[0]), ())
-    loss = zero, dict.fromkeys(terms, zero)
+    zero = functools.partial(zeros, varying(jax.tree.leaves(batch)[0]))
+    loss = zero(()), {name: zero(shape) for name, shape in terms.items()}
     return lax.scan(add_part, (loss, jax.tree.map(lambda p: zeros(varying(p), p.shape), trained)), parts)[0]
 
 

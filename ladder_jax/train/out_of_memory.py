@@ -19,10 +19,14 @@ def explanation(error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: M
     if not exhausted:
         return None
     kind = mesh.devices.flat[0].device_kind
+    if config.model.moe is None:
+        fits = f"settings that fit: {command(config, mesh=mesh)}"
+    else:
+        fits = "a larger mesh.fsdp or mesh.tensor, train.remat=full or a larger train.accumulate needs less"
     return UserError(
         f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={config.train.remat.value},"
         f" train.accumulate={config.train.accumulate} ({details.strip().splitlines()[0].rstrip('.')[:200]});"
-        f" settings that fit: {command(config, mesh=mesh)}"
+        f" {fits}"
     )
 
 

@@ -17,7 +17,8 @@ from ladder_jax.data.dataset import Dataset
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, is_remote
 from ladder_jax.nn import ModelDef
-from ladder_jax.parallel import PATIENCE, Agreement, make_mesh, with_ranks
+from ladder_jax.nn.parameter import real_size
+from ladder_jax.parallel import PATIENCE, Agreement, check_compiler_makes, make_mesh, with_ranks
 from ladder_jax.train import checkpoints, folder, out_of_memory, signals, timing
 from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
 from ladder_jax.train.checkpoints import CheckpointSaver
@@ -65,6 +66,7 @@ def run(
     agreement.decided("whose folder this is", lambda: folder.check(config, where))
     parallel.use_compilation_cache()
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    check_compiler_makes(config.train.collective_matmul, mesh=mesh)
     if profile and profile[-1] > config.train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
     data = _load_data(config, where=where, agreement=agreement)
@@ -197,9 +199,10 @@ def _memory_explained(config: RunConfig, mesh: Mesh) -> Iterator[None]:
 
 
 def _count(definition: ModelDef) -> int:
-    """Parameters, without the vocabulary's padding."""
-    padding = 0
+    """Parameters, without the padding of vocabulary and experts."""
+    count = 0
     for leaf, dims in zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True):
-        if dims.startswith("V"):
-            padding += (leaf.shape[0] - definition.config.vocab_size) * leaf.shape[1]
-    return sum(leaf.size for leaf in jax.tree.leaves(definition.abstract)) - padding
+        letters = dims.removeprefix("L")
+        padded, real = leaf.shape[len(dims) - len(letters)], real_size(letters, definition.config)
+        count += leaf.size if real is None else leaf.size // padded * real
+    return count

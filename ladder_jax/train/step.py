@@ -69,12 +69,13 @@ def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask 
         updates, moments = optimizer.update(grads, old.optimizer, old.params)
         rate = schedule(old.step)
         params = jax.tree.map(lambda p, u: p - rate * u, old.params, updates)
-        metrics = {"loss": loss, **terms, "gradient_norm": gradient_norm(grads), "learning_rate": rate}
+        metrics = {"loss": loss, **task.measured(terms), "gradient_norm": gradient_norm(grads), "learning_rate": rate}
         metrics |= task.metrics(scheduled)
         new = dataclasses.replace(old, params=params, optimizer=moments, step=old.step + 1)
         return _keep_if_good(new, old, metrics, config=config)
 
-    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop, sequence_parallel=config.sequence_parallel)
+    split = dict(sequence_parallel=config.sequence_parallel, collective_matmul=config.collective_matmul)
+    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop, **split)
     return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
 
 

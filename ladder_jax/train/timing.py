@@ -185,6 +185,7 @@ def row_text(row: dict[str, Any]) -> str:
     loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
     parts = [f"loss {loss}", f"{row['tokens_per_second']:,.0f} tokens/s"]
     parts += [f"MFU {row['mfu']:.1%}"] if "mfu" in row else []
+    parts += [f"expert load {row['expert_load']:.1f}"] if row.get("expert_load") is not None else []
     return "  ".join([*parts, f"data wait {row['data_wait']:.1%}"])
 
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from ladder_jax import parallel, residual, schedule  # noqa: E402
-from ladder_jax.config import Launch, Loop, Phase  # noqa: E402
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase  # noqa: E402
 from ladder_jax.nn import prefetch  # noqa: E402
 from ladder_jax.nn.modules import normalise  # noqa: E402
 from ladder_jax.parallel import Overlap, Split, Traits, fsdp  # noqa: E402
@@ -35,7 +35,12 @@ TPU_SPLIT_F = 4 * F  # a TPU's sublayer at F is shorter than the two messages of
 
 def sublayer(w_in, w_out):
     """[1, T, D] to a rank's partial sum; a matmul pair whose hidden dimension is split."""
-    return lambda x: jax.nn.relu(x @ w_in) @ w_out
+
+    def compute(x, projections=sequence.LOCAL):
+        into, out = (one or (lambda product, *of: product(*of)) for one in (projections.into, projections.out))
+        return out(jnp.matmul, jax.nn.relu(into(jnp.matmul, x, w_in)), w_out)
+
+    return compute
 
 
 def layers(x, weights, *, name, launch=Launch.CHAINED):
@@ -74,12 +79,13 @@ def naive(x, weights):
     return x + pending
 
 
-def split(x, weights, *, name):
+def split(x, weights, *, name, form=CollectiveMatmul.NONE, count=LAYERS):
     """A stream that is split along the sequence: both halves of every reduction."""
-    topology = residual.topology(name, num_layers=LAYERS)
-    steps = sequence.layers(topology, normalise=lambda x: normalise(x, eps=1e-5).astype(x.dtype))
+    topology = residual.topology(name, num_layers=count)
+    normal = lambda x: normalise(x, eps=1e-5).astype(x.dtype)
+    steps = sequence.layers(topology, normalise=normal, collective_matmul=form)
     state = residual.begin(sequence.scatter_sequence(parallel.pvary(x, TENSOR), TENSOR), topology=topology, axes=TENSOR)
-    for layer in range(LAYERS):
+    for layer in range(count):
         state = scoped(steps[layer], layer)(state, [(w_in[layer], w_out[layer]) for w_in, w_out in weights])
     return parallel.all_reduce(jnp.sum(sequence.flush(state, axes=TENSOR).astype(jnp.float32)), TENSOR)
 
@@ -131,6 +137,15 @@ HALVES = lambda x, weights: layers(x, weights, name="ladder", launch=Launch.EXPL
 HALVES_SCANNED = lambda x, weights: scanned(x, weights, launch=Launch.EXPLICIT)
 SPLIT = lambda x, weights: split(x, weights, name="ladder")
 SPLIT_STANDARD = lambda x, weights: split(x, weights, name="standard")
+# Collective matmuls have many operations: two sublayers of them are enough.
+RING = lambda x, weights: split(x, weights, name="standard", form=CollectiveMatmul.RING, count=1)
+COMPILER = lambda x, weights: split(x, weights, name="standard", form=CollectiveMatmul.COMPILER, count=1)
+FORMS = {
+    SPLIT: CollectiveMatmul.NONE,
+    SPLIT_STANDARD: CollectiveMatmul.NONE,
+    RING: CollectiveMatmul.RING,
+    COMPILER: CollectiveMatmul.COMPILER,
+}
 FIXTURES = {
     # name: (function, target, tokens, loop, with the library's options)
     "h100-unrolled": (LADDER, "h100:8", T, Loop.UNROLLED, True),
@@ -152,6 +167,9 @@ FIXTURES = {
     "h100-split-standard": (SPLIT_STANDARD, "h100:8", T, Loop.UNROLLED, True),
     "tpu7x-split": (SPLIT, "tpu7x:2x2x1", T, Loop.UNROLLED, True),
     "v5p-split": (SPLIT, "v5p:2x2x2", T, Loop.UNROLLED, True),
+    "h100-ring": (RING, "h100:8", T, Loop.UNROLLED, True),
+    "tpu7x-ring": (RING, "tpu7x:2x2x1", T, Loop.UNROLLED, True),
+    "v5p-compiler": (COMPILER, "v5p:2x2x2", T, Loop.UNROLLED, True),
     "h100-sharded": (sharded, "h100:8", T, Loop.UNROLLED, True),
     "tpu7x-sharded": (sharded, "tpu7x:2x2x1", T, Loop.UNROLLED, True),
     "v5p-sharded-sync": (sharded, "v5p:2x2x2", T, Loop.UNROLLED, False),
@@ -168,15 +186,16 @@ def compile_text(name):
     place = lambda shape, spec, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     share = "fsdp" if of_fsdp else None
     specs = (P(None, share, "tensor"), P(None, "tensor", share))
-    size = TPU_SPLIT_F if function is SPLIT and not target.startswith("h100") else F
+    size = TPU_SPLIT_F if function in (SPLIT, RING, COMPILER) and not target.startswith("h100") else F
     weights = ((place((LAYERS, D, size), specs[0], dtype), place((LAYERS, size, D), specs[1], dtype)),) * 2
     out = (specs, specs) if of_fsdp else P()
     local = jax.shard_map(function, mesh=mesh, in_specs=(rows, (specs, specs)), out_specs=out)
     options = None
     if optioned:
-        overlap = Overlap.WAITS if function in (STANDARD, SPLIT_STANDARD) else Overlap.HIDES
-        splits = {sharded: {Split.WEIGHTS}, SPLIT: {Split.SEQUENCE}, SPLIT_STANDARD: {Split.SEQUENCE}}
-        traits = Traits(overlap, Phase.PREFILL, loop, frozenset(splits.get(function, ())))
+        waits = function in (STANDARD, SPLIT_STANDARD, RING, COMPILER)
+        parts = {Split.WEIGHTS} if of_fsdp else {Split.SEQUENCE} if function in FORMS else set()
+        form = FORMS.get(function, CollectiveMatmul.NONE)
+        traits = Traits(Overlap.WAITS if waits else Overlap.HIDES, Phase.PREFILL, loop, frozenset(parts), form)
         options = parallel.compile_options(mesh, traits=traits)
     jitted = jax.jit(local, compiler_options=options)
     return jitted.lower(place((len(mesh.devices[0]), tokens, D), rows, jnp.bfloat16), weights).compile().as_text()

@@ -128,7 +128,7 @@ REFUSED = {
     "partial_rotary_factor": ("llama-3.1", {"partial_rotary_factor": 0.5}),
     "mlp_bias": ("llama-2", {"mlp_bias": True}),
     "auto_map": ("llama-2", {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}),
-    "did you mean 'mistral'?": ("mistral", {"model_type": "mixtral"}),
+    "did you mean 'mistral'?": ("mistral", {"model_type": "mistrul"}),
     "model_type": ("llama-2", {"model_type": ...}),
     "hidden_size": ("llama-2", {"hidden_size": ...}),
     "num_hidden_layers must be an integer": ("llama-2", {"num_hidden_layers": "2"}),

@@ -26,6 +26,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="for train and prefill: split the stream along the sequence"
     )
+    parser.add_argument(
+        "--collective-matmul", metavar="FORM", help="with --sequence-parallel: none (the default), compiler or ring"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", metavar="FILE", help="draw two layers' timeline, Standard above NAME (PNG, SVG, PDF)")
     parser.add_argument("--trace", metavar="FILE", help="write the timelines for https://ui.perfetto.dev")

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ladder_jax.config import Biases, Dtype, ModelConfig, RopeScaling
+from ladder_jax.config import Biases, Dtype, ModelConfig, MoEConfig, RopeScaling, RouterSoftmax
 from ladder_jax.errors import UserError, member, unknown
 from ladder_jax.pretrained.huggingface import families
 from ladder_jax.pretrained.huggingface.families import FAMILIES, LADDER, Family
@@ -44,6 +44,8 @@ def model(config: Mapping[str, Any], *, where: str) -> ModelConfig:
     For float16 the compute dtype is bfloat16; stored values are unchanged.
     """
     family_name = _Fields(config, where)("model_type", str)
+    if family_name in families.REFUSED:
+        raise UserError(f"{where}: model_type={family_name!r} is not supported: {families.REFUSED[family_name]}")
     if family_name not in FAMILIES:
         raise unknown("model_type", family_name, FAMILIES)
     family = FAMILIES[family_name]
@@ -53,13 +55,14 @@ def model(config: Mapping[str, Any], *, where: str) -> ModelConfig:
     theta, scaling = _rope(config, where)
     dtype = _dtype(config, where)
     heads = get("num_attention_heads", int)
+    mlp = dict(moe=_experts(get)) if family.experts else dict(d_ff=get("intermediate_size", int))
     return ModelConfig(
         num_layers=get("num_hidden_layers", int),
         d_model=get("hidden_size", int),
         num_heads=heads,
         num_kv_heads=get("num_key_value_heads", int, heads),
         head_dim=get("head_dim", int, None),
-        d_ff=get("intermediate_size", int),
+        **mlp,
         vocab_size=get("vocab_size", int),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -76,7 +79,24 @@ def _standard(get: _Fields, family: Family) -> dict[str, Any]:
     if mlp and not attention:
         raise UserError(f"{get.where}: mlp_bias=true cannot be represented without attention_bias=true")
     biases = Biases.ALL if mlp else Biases.ATTENTION if attention else Biases.NONE
-    return dict(residual="standard", qk_norm=family.qk_norm, biases=Biases.QKV if family.qkv_bias else biases)
+    qkv_bias = family.qkv_bias and (not family.experts or get("qkv_bias", bool, True))
+    return dict(residual="standard", qk_norm=family.qk_norm, biases=Biases.QKV if qkv_bias else biases)
+
+
+def _experts(get: _Fields) -> MoEConfig:
+    """Of transformers 4 and 5, which call the number of experts by two names."""
+    count = get("num_local_experts", int, None) or get("num_experts", int)
+    width = get("moe_intermediate_size", int, None) or get("intermediate_size", int)
+    shared = get("shared_expert_intermediate_size", int, 0)
+    softmax = RouterSoftmax.CHOSEN if get("norm_topk_prob", bool, False) else RouterSoftmax.ALL
+    return MoEConfig(
+        experts=count,
+        top_k=get("num_experts_per_tok", int),
+        expert_width=width,
+        softmax=softmax,
+        shared_width=shared,
+        shared_gate=shared > 0,
+    )
 
 
 def _ladder(get: _Fields) -> dict[str, Any]:

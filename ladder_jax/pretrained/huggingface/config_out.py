@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ladder_jax import residual
-from ladder_jax.config import Biases, ModelConfig, layer_indices, parse_residual
+from ladder_jax.config import Biases, ModelConfig, RouterSoftmax, layer_indices, parse_residual
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.huggingface.config_in import ROPE_FIELDS
 from ladder_jax.pretrained.huggingface.families import FAMILIES, LADDER
@@ -32,7 +32,7 @@ def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: d
     the file names its topology, and modeling_ladder.py computes it. Raises UserError if the model's function depends on
     the number of ranks.
     """
-    model_type, more = _kind(model)
+    model_type, more = _kind(model) if model.moe is None else _kind_with_experts(model)
     rope, older = _rope(model), {}
     if model_type != LADDER:  # for transformers 4, and programs that read its field names
         older = {"rope_theta": model.rope_theta, "rope_scaling": rope if model.rope_scaling else None}
@@ -42,7 +42,7 @@ def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: d
         **more,
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,
-        "intermediate_size": model.d_ff,
+        "intermediate_size": model.d_ff if model.moe is None else model.moe.shared_width or model.moe.expert_width,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
@@ -86,6 +86,42 @@ def _kind(model: ModelConfig) -> tuple[str, dict[str, Any]]:
         "ladder_layers": None if topology == standard else layers,
         "biases": model.biases.value,
         "qk_norm": model.qk_norm,
+    }
+
+
+def _kind_with_experts(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Qwen3-MoE, Qwen2-MoE or Mixtral: modeling_ladder.py has no experts."""
+    moe = model.moe
+    shared = moe.shared_width > 0
+    families = {
+        "qwen3_moe": model.qk_norm and not shared and model.biases in (Biases.NONE, Biases.ATTENTION),
+        "qwen2_moe": not model.qk_norm and shared and moe.shared_gate and model.biases in (Biases.NONE, Biases.QKV),
+        "mixtral": not model.qk_norm
+        and not shared
+        and model.biases is Biases.NONE
+        and moe.softmax is RouterSoftmax.CHOSEN,
+    }
+    name = next((name for name, fits in families.items() if fits), None)
+    if residual.of_model(model) != residual.topology("standard", num_layers=model.num_layers):
+        raise UserError(f"a model with experts and residual={model.residual!r} cannot be written for transformers yet")
+    if name is None or model.d_model % model.num_heads:
+        raise UserError(
+            "transformers has no class for this model with experts (allowed: what Qwen3-MoE, Qwen2-MoE and"
+            " Mixtral can express)"
+        )
+    sizes = {"num_experts_per_tok": moe.top_k, "output_router_logits": False}
+    if name == "mixtral":
+        return name, {**sizes, "num_local_experts": moe.experts, "sliding_window": None}
+    of_qwen2 = {"shared_expert_intermediate_size": moe.shared_width, "qkv_bias": model.biases is Biases.QKV}
+    return name, {
+        **sizes,
+        "num_experts": moe.experts,
+        "moe_intermediate_size": moe.expert_width,
+        "norm_topk_prob": moe.softmax is RouterSoftmax.CHOSEN,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+        **(of_qwen2 if name == "qwen2_moe" else {"attention_bias": model.biases is Biases.ATTENTION}),
     }
 
 

@@ -12,17 +12,43 @@ from ladder_jax.errors import UserError
 class Family:
     """architecture: transformers' class. defaults: transformers' values of fields that are missing in the file.
 
-    qk_norm: whether queries and keys are normalised. qkv_bias: whether the QKV projections always have a bias.
+    qk_norm: whether queries and keys are normalised. qkv_bias: whether the QKV projections have a bias, unless the
+    file's qkv_bias says otherwise. experts: whether the MLPs are mixtures of experts.
     """
 
     architecture: str
     defaults: Mapping[str, Any] = types.MappingProxyType({})
     qk_norm: bool = False
     qkv_bias: bool = False
+    experts: bool = False
 
 
 LADDER = "ladder_jax"
 """Our own `model_type`: see modeling_ladder.py."""
+
+_QWEN2_MOE = {
+    "num_key_value_heads": 16,
+    "use_sliding_window": False,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+}
+_QWEN3_MOE = {
+    "num_key_value_heads": 4,
+    "use_sliding_window": False,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+_MIXTRAL = {
+    "num_key_value_heads": 8,
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-5,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,  # without such a field
+}
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
@@ -31,8 +57,15 @@ FAMILIES = {
     "qwen3": Family(
         "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False}, qk_norm=True
     ),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", _QWEN2_MOE, qkv_bias=True, experts=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", _QWEN3_MOE, qk_norm=True, experts=True),
+    "mixtral": Family("MixtralForCausalLM", _MIXTRAL, experts=True),
     LADDER: Family("LadderForCausalLM"),
 }
+REFUSED = {
+    "olmoe": "its query and key norms run over all heads, which are split over the ranks",
+}
+"""Families that we do not represent, and why."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 _COMPRESSED = ("quantization_config", "compression_config")
@@ -47,9 +80,14 @@ def check_expressible(config: Mapping[str, Any], *, where: str) -> None:
     def refuse(field: str, reason: str) -> None:
         raise UserError(f"{where}: {field}={config[field]!r} cannot be represented: {reason}")
 
-    for field in _EXPERTS:
+    family = FAMILIES[config["model_type"]]
+    for field in () if family.experts else _EXPERTS:
         if config.get(field):
-            refuse(field, "mixtures of experts are not supported")
+            refuse(field, f"a {config['model_type']} has no experts")
+    if config.get("mlp_only_layers"):
+        refuse("mlp_only_layers", "every layer has experts (allowed: [])")
+    if config.get("decoder_sparse_step") not in (None, 1):
+        refuse("decoder_sparse_step", "every layer has experts (allowed: 1)")
     for field in _COMPRESSED:
         if config.get(field):
             refuse(field, "quantized weights have to be dequantized first")

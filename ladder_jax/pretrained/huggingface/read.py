@@ -11,7 +11,7 @@ import numpy as np
 from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import linear, source, tokenizer_files
-from ladder_jax.pretrained.huggingface import config_in, names, tensors
+from ladder_jax.pretrained.huggingface import config_in, experts, names, tensors
 from ladder_jax.pretrained.huggingface.tensors import Tensor
 from ladder_jax.pretrained.source import Key, Source, Stored
 
@@ -61,7 +61,11 @@ def _arrays(folder: pathlib.Path, model: ModelConfig) -> Mapping[Key, Stored]:
     source.check_layers(model, tensors=len(remaining), path=str(folder))
     dims, arrays = source.dims(model), {}
     _drop_tied_head(remaining, model)
+    if model.moe is not None:
+        arrays |= experts.take(remaining, model, folder=folder)
     for key, ours in source.expected_shapes(model).items():
+        if key in arrays:
+            continue
         name, letters = names.theirs(key), dims[key.name]
         if name not in remaining:
             raise UserError(f"{str(folder)!r} holds no {name}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import linear, source, staging, tokenizer_files
-from ladder_jax.pretrained.huggingface import config_out, names, read, tensors
+from ladder_jax.pretrained.huggingface import config_out, experts, names, read, tensors
 from ladder_jax.pretrained.huggingface.tensors import Pending
 from ladder_jax.pretrained.source import Key, Source
 
@@ -35,13 +35,15 @@ def write(
     Raises RunFailed if writing fails; unfinished files are removed.
     """
     destination = destination.expanduser().absolute()
-    pending = _pending(source.check(exported), None if dtype is None else np.dtype(dtype))
+    pending, keys = _pending(source.check(exported), None if dtype is None else np.dtype(dtype))
     tensors.check_dtypes({tensor.dtype for tensor in pending.values()})
-    files, keys = _files(exported, pending), {names.theirs(key): key for key in exported.arrays}
+    files = _files(exported, pending)
     try:
-        _write(destination, pending, files, shard_bytes, lambda name: done(keys[name]))
+        _write(destination, pending, files, shard_bytes, lambda name: done(keys[name]) if name in keys else None)
     except OSError as error:
         raise RunFailed(f"{str(destination)!r} could not be written: {error.strerror or error}") from error
+    finally:
+        experts.newest.cache_clear()
 
 
 def _write(destination: pathlib.Path, pending, files: Mapping[str, bytes], limit: int, done) -> None:
@@ -54,14 +56,19 @@ def _write(destination: pathlib.Path, pending, files: Mapping[str, bytes], limit
         _compare(folder, pending)
 
 
-def _pending(exported: Source, dtype: np.dtype | None) -> dict[str, Pending]:
-    dims, pending = source.dims(exported.model), {}
+def _pending(exported: Source, dtype: np.dtype | None) -> tuple[dict[str, Pending], dict[str, Key]]:
+    """The tensors by name; and the key of each array by the name of its (last) tensor."""
+    dims, pending, keys = source.dims(exported.model), {}, {}
     for key in source.expected_shapes(exported.model):
         stored, letters = exported.arrays[key], dims[key.name]
-        values = functools.partial(_values, stored, letters)
-        shape = linear.shape(letters, stored.shape)
-        pending[names.theirs(key)] = Pending(shape, dtype or np.dtype(stored.dtype), values)
-    return pending
+        if exported.model.moe is not None and key.name.startswith("layers/mlp/"):
+            pending |= experts.give(key, stored, model=exported.model, dtype=dtype)
+        else:
+            values = functools.partial(_values, stored, letters)
+            shape = linear.shape(letters, stored.shape)
+            pending[names.theirs(key)] = Pending(shape, dtype or np.dtype(stored.dtype), values)
+        keys[next(reversed(pending))] = key
+    return pending, keys
 
 
 def _values(stored: source.Stored, dims: str) -> np.ndarray:

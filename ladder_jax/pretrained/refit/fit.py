@@ -89,6 +89,8 @@ def refit(
     ladder's, or a mesh that does not suit, and RunFailed where the activations are not finite.
     """
     check_rows(rows, model=model)
+    if model.moe is not None:
+        raise UserError(f"a refit is for dense models; {source.path!r} has experts (model.moe)")
     if source.model.residual != "standard":
         raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
     if model.residual != "standard" and not parse_residual(model.residual).is_ladder:

@@ -1,0 +1,40 @@
+"""The figure: loss over the control against the share of pretraining's tokens, plain and refitted."""
+
+from experiments.distil import figures
+from experiments.distil.plan import Layers, Recipe, Row, Start
+from ladder_jax import files, pyplot
+
+COLOURS = {Start.PLAIN: "#e45756", Start.REFITTED: "#4c78a8"}
+DASHES = {Recipe.TEACHER: "-", Recipe.BOTH: "--", Recipe.TEXT: ":"}
+
+
+def plot(results: dict, *, file: str) -> None:
+    """A panel for each choice of layers. Lines: means over the seeds; bands: from the least seed to the greatest."""
+    plt, losses = pyplot.load(), figures.measured(results)
+    shares, kinds = figures.shares(losses), figures.kinds(losses)
+    panels = [layers for layers in Layers if any(layers is kind[0] for kind in kinds) and layers is not Layers.NONE]
+    if not panels:
+        return
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4), layout="constrained", squeeze=False)
+    nothing = shares[0] / 2  # where no retraining stands on an axis without a zero
+    for axis, layers in zip(axes[0], panels):
+        for _, start, recipe in (kind for kind in kinds if kind[0] is layers):
+            rows = [Row(0, layers, start), *(Row(0, layers, start, recipe, share) for share in shares)]
+            points = [(x, over) for x, row in zip((nothing, *shares), rows) if (over := figures.over(losses, row))]
+            places, spreads = zip(*points)
+            style = dict(color=COLOURS[start], ls=DASHES[recipe], label=f"{start.value}, {recipe.value}")
+            axis.plot(places, [spread.mean for spread in spreads], marker="o", ms=3.5, lw=1.6, **style)
+            low, high = ([pick(spread.values) for spread in spreads] for pick in (min, max))
+            axis.fill_between(places, low, high, color=COLOURS[start], alpha=0.12, lw=0)
+        axis.set_xscale("log")
+        axis.set_xticks([nothing, *shares], ["0", *(f"{share:g} %" for share in shares)])
+        axis.minorticks_off()
+        axis.axhline(0, color="#999999", lw=0.8)
+        axis.set_title(layers.value, fontsize=10, loc="left")
+        axis.set_xlabel("tokens of retraining, of those of pretraining")
+        axis.grid(lw=0.4, color="#e6e6e6")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("nats a byte over the original, retrained likewise")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    files.write_atomically(file, lambda path: figure.savefig(path, dpi=130))
+    plt.close(figure)

@@ -1,0 +1,246 @@
+"""A mixture of experts in the place of a layer's MLP, its experts split over the tensor-parallel ranks.
+
+    route    each token's experts and their weights, from float32 logits
+    sort     the N x K (token, choice) rows by expert; those of other ranks' experts come last
+    compute  gate, up and down of this rank's experts, each one matmul over groups of rows (`lax.ragged_dot`)
+    combine  each token's rows, weighted and summed in float32: this rank's partial sum
+
+Ranks read the same input and so choose the same experts, without communication; their partial sums are reduced as an
+MLP's are. No token is dropped, and a token's output does not depend on the others. Letters: N tokens, K choices of one,
+R = N K rows, E this rank's experts, M the width of one, W of the shared expert.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ladder_jax.config import ModelConfig
+from ladder_jax.nn import quantized
+from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of
+from ladder_jax.nn.quantized import Int8
+from ladder_jax.nn.routing import Route, Routing, measured, route
+from ladder_jax.parallel import pvary, rank, varying
+from ladder_jax.residual import MATMUL
+
+CHUNK = 8192  # tokens whose rows are in memory at once
+
+
+class ExpertMLPs(Module):
+    """The SwiGLU matrices of all experts, [E, D, M], [E, D, M] and [E, M, D]; padding experts are never chosen."""
+
+    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs | None = None):
+        new = functools.partial(declare, sizes=sizes, rngs=rngs)
+        if sizes.fused:
+            self.gate_up = new("EDX", init=Normal(0.02))
+        else:
+            self.gate = new("EDM", init=Normal(0.02))
+            self.up = new("EDM", init=Normal(0.02))
+        self.down = new("EMD", init=residual_writer(sizes.config))
+
+    def __call__(self, x_ND: jax.Array, routed: Route, *, axes: tuple[str, ...]) -> jax.Array:
+        """This rank's partial sum [N, D] of the chosen experts' weighted outputs."""
+        first = rank(axes) * self.count
+        groups = _groups(routed.choice, first=first, count=self.count)
+        rows = _sorted_rows(pvary(x_ND, varying(groups.order)), groups, routed.choice.shape[1])
+        if hasattr(self, "gate_up"):
+            gate, up = jnp.split(grouped_matmul(rows, self.gate_up.get_value(), groups), 2, axis=-1)
+        else:
+            gate = grouped_matmul(rows, self.gate.get_value(), groups)
+            up = grouped_matmul(rows, self.up.get_value(), groups)
+        out = _in_token_order(grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), groups), groups)
+        mine = (routed.choice >= first) & (routed.choice < first + self.count)  # the other rows are undefined
+        of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, -1), 0).astype(jnp.float32)
+        return jnp.sum(of_tokens * routed.weights[:, :, None], axis=1).astype(x_ND.dtype)
+
+    @property
+    def count(self) -> int:
+        """How many experts this rank holds."""
+        return self.down.get_value().shape[0]
+
+
+class SharedExpert(Module):
+    """The MLP that every token passes; with `shared_gate` its output counts sigmoid(x . share) times."""
+
+    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs | None = None):
+        new = functools.partial(declare, sizes=sizes, rngs=rngs)
+        if sizes.fused:
+            self.gate_up = new("DU", init=Normal(0.02))
+        else:
+            self.gate = new("DW", init=Normal(0.02))
+            self.up = new("DW", init=Normal(0.02))
+        self.down = new("WD", init=residual_writer(sizes.config))
+        if sizes.config.moe.shared_gate:
+            self.share = new("D", init=Normal(0.02))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """A rank's partial sum [B, T, D]."""
+        if hasattr(self, "gate_up"):
+            gate, up = jnp.split(quantized.einsum("BTD,DU->BTU", x_BTD, self.gate_up.get_value()), 2, axis=-1)
+        else:
+            gate = quantized.einsum("BTD,DW->BTW", x_BTD, self.gate.get_value())
+            up = quantized.einsum("BTD,DW->BTW", x_BTD, self.up.get_value())
+        out = quantized.einsum("BTW,WD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
+        if not hasattr(self, "share"):
+            return out
+        share = jnp.sum(x_BTD.astype(jnp.float32) * self.share[...][None, None], axis=-1, keepdims=True)
+        return (out.astype(jnp.float32) * jax.nn.sigmoid(share)).astype(out.dtype)
+
+
+class MoE(Module):
+    """`MoE(config, rngs=nnx.Rngs(0))(x)` is the whole sublayer on one device; inside `jax.shard_map`, over a rank's
+    shards of its arrays and with the `axes` of its ranks, this rank's partial sum."""
+
+    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
+        sizes = sizes_of(config)
+        self.moe = sizes.config.moe
+        self.router = declare("DC", sizes=sizes, init=Normal(0.02), rngs=rngs)
+        self.experts = ExpertMLPs(sizes, rngs=rngs)
+        if self.moe.shared_width:
+            self.shared = SharedExpert(sizes, rngs=rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, *, axes: tuple[str, ...] = (), on_routing: Callable[[Routing], None] | None = None
+    ) -> jax.Array:
+        """A rank's partial sum [B, T, D] of routed and shared experts. on_routing: as in `routed`."""
+        out = self.routed(x_BTD, axes=axes, on_routing=on_routing)
+        return out + self.shared(x_BTD) if hasattr(self, "shared") else out
+
+    def routed(
+        self, x_BTD: jax.Array, *, axes: tuple[str, ...], on_routing: Callable[[Routing], None] | None = None
+    ) -> jax.Array:
+        """A rank's partial sum [B, T, D] of routed experts. on_routing: called with the statistics of all tokens."""
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        logits = jnp.einsum(
+            "ND,DC->NC", x_ND.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST
+        )  # as TPUs would round its float32 operands to bfloat16
+        routed = route(logits, moe=self.moe)
+        if on_routing:
+            on_routing(measured(logits, routed.choice))
+        compute = functools.partial(self.experts, axes=axes)
+        if len(x_ND) > CHUNK:
+            return _in_chunks(compute, x_ND, routed).reshape(x_BTD.shape)
+        return compute(x_ND, routed).reshape(x_BTD.shape)
+
+
+class Groups(NamedTuple):
+    """The order of rows by expert. R rows are sorted, of which this rank's come first.
+
+    order: [R], the row that stands in each sorted place; place: [R], its inverse; sizes: [E], of each expert's group.
+    """
+
+    order: jax.Array
+    place: jax.Array
+    sizes: jax.Array
+
+    @property
+    def mine(self) -> jax.Array:
+        """[R, 1]: which sorted rows are of this rank's experts. What a kernel leaves in the others is undefined."""
+        return (jnp.arange(len(self.order)) < jnp.sum(self.sizes))[:, None]
+
+    @property
+    def experts(self) -> jax.Array:
+        """[R]: the expert of each sorted row; of the other ranks' rows any."""
+        ends = jnp.cumsum(self.sizes)
+        found = jnp.searchsorted(ends, jnp.arange(len(self.order)), side="right")
+        return jnp.minimum(found, len(self.sizes) - 1)
+
+
+def _groups(choice_NK: jax.Array, *, first: jax.Array, count: int) -> Groups:
+    local = choice_NK.reshape(-1) - first
+    local = jnp.where((local >= 0) & (local < count), local, count)
+    order = jnp.argsort(local, stable=True)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    sizes = jnp.sum(local[:, None] == jnp.arange(count)[None, :], axis=0, dtype=jnp.int32)
+    return Groups(order, place, sizes)
+
+
+def _in_chunks(compute: Callable, x_ND: jax.Array, routed: Route) -> jax.Array:
+    """`compute` of CHUNK tokens at a time, whose rows are computed again backward. Padding chooses no expert."""
+    count = -(-len(x_ND) // CHUNK)
+    missing = count * CHUNK - len(x_ND)
+
+    def chunks(array, fill):
+        padding = jnp.full((missing, array.shape[1]), fill, array.dtype)
+        return jnp.concatenate([array, padding]).reshape(count, CHUNK, array.shape[1])
+
+    parts = chunks(x_ND, 0), chunks(routed.choice, jnp.iinfo(jnp.int32).max), chunks(routed.weights, 0)
+    body = jax.checkpoint(lambda part: compute(part[0], Route(*part[1:])), prevent_cse=False)
+    return lax.map(body, parts).reshape(count * CHUNK, -1)[: len(x_ND)]
+
+
+def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Groups) -> jax.Array:
+    """[R, O]: each row times its expert's matrix, in its dtype; undefined in the rows of other ranks' experts.
+
+    As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once.
+    """
+    if isinstance(weight_EIO, Int8):
+        sums = lax.ragged_dot(
+            rows_RI, weight_EIO.values.astype(rows_RI.dtype), groups.sizes, preferred_element_type=jnp.float32
+        )
+        return (sums * jnp.take(weight_EIO.scale, groups.experts, axis=0)).astype(rows_RI.dtype)
+    axes = varying(rows_RI) | varying(weight_EIO)
+    return checkpoint_name(_grouped(pvary(rows_RI, axes), pvary(weight_EIO, axes), groups), MATMUL)
+
+
+@jax.custom_vjp
+def _grouped(rows: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
+    return lax.ragged_dot(rows, weight.astype(rows.dtype), groups.sizes)
+
+
+def _grouped_forward(rows: jax.Array, weight: jax.Array, groups: Groups) -> tuple:
+    used = weight.astype(rows.dtype)
+    return _grouped(rows, used, groups), (rows, used, groups, jnp.zeros((), weight.dtype))
+
+
+# sum over the rows of a group: [R, I] and [R, O] to [E, I, O]
+_OVER_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+def _grouped_backward(residuals: tuple, gradient: jax.Array) -> tuple:
+    rows, weight, groups, like = residuals
+    rows, gradient = jnp.where(groups.mine, rows, 0), jnp.where(groups.mine, gradient, 0)
+    of_rows = jnp.where(groups.mine, lax.ragged_dot(gradient, weight.swapaxes(1, 2), groups.sizes), 0)
+    summed = lax.ragged_dot_general(rows, gradient, groups.sizes, _OVER_ROWS, preferred_element_type=jnp.float32)
+    return of_rows.astype(rows.dtype), summed.astype(rows.dtype).astype(like.dtype), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _sorted_rows(x_ND: jax.Array, groups: Groups, choices: int) -> jax.Array:
+    """[R, D]: for each sorted row its token. Backward a token's rows are added in float32."""
+    return jnp.take(x_ND, groups.order // choices, axis=0, mode="clip")
+
+
+def _sorted_rows_backward(choices: int, residuals: tuple[Groups, Any], gradient: jax.Array) -> tuple:
+    groups, like = residuals
+    gradient = jnp.take(gradient, groups.place, axis=0, mode="clip")
+    summed = jnp.sum(gradient.reshape(-1, choices, gradient.shape[1]), axis=1, dtype=jnp.float32)
+    return summed.astype(like.dtype), None
+
+
+_sorted_rows.defvjp(
+    lambda x, groups, choices: (_sorted_rows(x, groups, choices), (groups, jnp.zeros((), x.dtype))),
+    _sorted_rows_backward,
+)
+
+
+@jax.custom_vjp
+def _in_token_order(rows_RD: jax.Array, groups: Groups) -> jax.Array:
+    """The sorted rows, back in the order of tokens and choices."""
+    return jnp.take(rows_RD, groups.place, axis=0, mode="clip")
+
+
+_in_token_order.defvjp(
+    lambda rows, groups: (_in_token_order(rows, groups), groups),
+    lambda groups, gradient: (jnp.take(gradient, groups.order, axis=0, mode="clip"), None),
+)

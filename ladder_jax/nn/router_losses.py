@@ -1,0 +1,89 @@
+"""The losses and metrics of a model's routers in training: those of the whole batch, however it is split.
+
+The load of the experts in the Switch loss is that of all positions of the batch, on all ranks. With `accumulate` a
+forward pass over all parts finds it before the first gradient, so that the parts do not change the loss.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ladder_jax.config import TrainConfig
+from ladder_jax.nn import forward, routing
+from ladder_jax.nn.model_def import ModelDef, Params
+from ladder_jax.nn.positions import FullSequence, Packed
+from ladder_jax.nn.routing import Routing
+from ladder_jax.parallel import all_reduce, pvary, varying
+from ladder_jax.parallel.collectives import LOSS
+
+PREDICTED, COUNTS = "predicted", "expert_counts"
+"""What `loss_sum` is given of the whole batch: its predicted positions, [], and the experts' load, [L, C]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterLosses:
+    """Of one model; all methods but `metrics` run on one rank."""
+
+    definition: ModelDef
+
+    @property
+    def terms(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the statistics, which are the loss's terms."""
+        config = self.definition.config
+        return routing.shapes(config.moe, num_layers=config.num_layers)
+
+    def metrics(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return routing.metrics(Routing(**terms), top_k=self.definition.config.moe.top_k)
+
+    def scheduled(
+        self, terms: Callable[[Any, dict], dict], batch: Any, *, predicted: int | jax.Array, config: TrainConfig
+    ) -> dict[str, jax.Array]:
+        """What `loss_sum` is given of the whole batch. terms: those of a part, from it and what this returns."""
+        given = {PREDICTED: jnp.asarray(predicted, jnp.float32)}
+        if config.accumulate == 1 or not config.load_balance:
+            return given
+        parts = jax.tree.map(lambda a: a.reshape(config.accumulate, -1, *a.shape[1:]), batch)
+        zeros = pvary(jnp.zeros(self.terms["counts"]), varying(jax.tree.leaves(batch)[0]))
+        add = lambda counts, part: (counts + terms(part, given)["counts"], None)
+        counts = lax.scan(add, zeros, parts)[0]
+        with jax.named_scope(LOSS):
+            return {**given, COUNTS: all_reduce(counts, self.definition.layout.batch)}
+
+    def loss_sum(
+        self, params: Params, batch: Any, *, scheduled: dict[str, jax.Array], config: TrainConfig
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(the loss of a part of the batch's rows, its `terms`). Divided by the batch's predicted positions and summed
+        over parts, the loss is the mean cross-entropy plus the routers' losses of the batch.
+
+        batch: tokens, targets and weights [B, T], and segments [B, T] or None, as `data.batch.Targets` has them.
+        """
+        definition, layout = self.definition, self.definition.layout
+        run = forward.ForwardPass(
+            definition,
+            batch.tokens.shape[1],
+            positions=FullSequence() if batch.segments is None else Packed(batch.segments),
+            loop_form=config.loop,
+            remat=config.remat,
+            sequence_parallel=config.sequence_parallel,
+        )
+        nothing = routing.zeros(definition.config.moe, num_layers=definition.config.num_layers, layout=layout)
+        state = dataclasses.replace(run.embed(params, batch.tokens), routing=nothing)
+        state, _ = run.layers(state, params["layers"])
+        x = run.finish(params, state)
+        settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
+        loss = forward.loss_sum(definition, params, x, batch.targets, **settings)
+        with jax.named_scope(LOSS):
+            chosen = routing.of_group(state.routing, axes=layout.tensor)
+            counts = scheduled.get(COUNTS)
+            penalty = routing.penalty(
+                chosen,
+                counts=all_reduce(lax.stop_gradient(chosen.counts), layout.batch) if counts is None else counts,
+                positions=batch.tokens.size * config.accumulate * layout.batch_ranks,
+                load_balance=config.load_balance,
+                router_z_loss=config.router_z_loss,
+            )
+        return loss + penalty * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))

@@ -1,0 +1,100 @@
+"""What the compilers make of collective matmuls: Standard's gathers and scatters under their own matmuls.
+
+4 layers of Llama-3-70B over 8 devices, a prefill of 4096 tokens. See `test_overlap.py`. Of the 17 collectives the last
+is the gather of the head's input.
+"""
+
+import concurrent.futures
+
+import pytest
+
+from ladder_jax.config import CollectiveMatmul, Phase
+from ladder_jax.overlap import compile as compiling
+from ladder_jax.overlap import request as requests
+from ladder_jax.overlap import result
+from ladder_jax.schedule.report import Status
+from tests.audit.test_overlap import ALL, LAYERS, TPUS, absent
+
+pytestmark = pytest.mark.audit
+
+SAMPLE = ("v5p:2x2x2", CollectiveMatmul.RING), ("h100:8", CollectiveMatmul.RING)
+
+
+def case(target, form, residual="standard"):
+    request = requests.make(
+        target=target,
+        model="llama-3-70b",
+        residual=residual,
+        phase=Phase.PREFILL,
+        layers=LAYERS,
+        prompt_length=4096,
+        sequence_parallel=True,
+        collective_matmul=form,
+    )
+    marks = () if (target, form) in SAMPLE and residual == "standard" else pytest.mark.full
+    return pytest.param(request, id=f"{residual}-{form.value}-{target}", marks=marks)
+
+
+RINGS = [case(target, CollectiveMatmul.RING) for target in ALL]
+COMPILERS = [case(target, CollectiveMatmul.COMPILER) for target in TPUS]
+PLAIN = [case(target, CollectiveMatmul.NONE) for target in ("v5p:2x2x2", "v6e:2x4")]
+LADDERS = [case(target, CollectiveMatmul.RING, "ladder") for target in ("v5p:2x2x2", "tpu7x:2x2x1", "h100:8")]
+
+
+@pytest.fixture(scope="session")
+def compiled(request):
+    """As in `test_overlap.py`: a function that waits for one of the chosen tests' programs."""
+    chosen = [item.callspec.params.get("request_") for item in request.session.items if hasattr(item, "callspec")]
+    every = [param.values[0] for param in RINGS + COMPILERS + PLAIN + LADDERS]
+    wanted = [one for one in every if one in chosen and not absent(one)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        records = {one: pool.submit(compiling.compiled, one) for one in wanted}
+
+        def wait(request):
+            if reason := absent(request):
+                pytest.skip(reason)
+            return result.read(request, records[request].result())
+
+        yield wait
+        pool.shutdown(cancel_futures=True)
+
+
+def statuses(answer) -> dict[str, list[bool]]:
+    """Whether they are hidden: of the sublayers' inputs, of their outputs, and of the head's input."""
+    found = {"input": [], "output": [], "head": []}
+    for one in answer.report.reductions:
+        end = "input" if "enter_sublayer_input" in one.collective.op_name else "output"
+        found["head" if one.layer == "last" and end == "input" else end].append(one.status is Status.HIDDEN)
+    return found
+
+
+@pytest.mark.parametrize("request_", RINGS)
+def test_rings_are_hidden_under_their_matmuls(request_, compiled):
+    answer = compiled(request_)
+    assert (answer.report.all_reduces, answer.report.merged) == (4 * LAYERS + 1, 0)
+    found = statuses(answer)
+    assert found["head"] == [False] and len(found["input"]) == len(found["output"]) == 2 * LAYERS
+    assert sum(found["input"] + found["output"]) >= 14, answer.verdict
+
+
+@pytest.mark.parametrize("request_", COMPILERS)
+def test_the_compilers_form_hides_the_gathers(request_, compiled):
+    answer = compiled(request_)
+    assert statuses(answer) == {"input": [True] * 2 * LAYERS, "output": [False] * 2 * LAYERS, "head": [False]}
+
+
+@pytest.mark.parametrize("request_", PLAIN)
+def test_without_collective_matmuls_standard_hides_nothing(request_, compiled):
+    """The control."""
+    answer = compiled(request_)
+    assert (answer.report.all_reduces, answer.report.hidden) == (4 * LAYERS + 1, 0)
+
+
+@pytest.mark.parametrize("request_", LADDERS)
+def test_a_ladders_first_input_and_last_output_are_rings(request_, compiled):
+    """So that only the head's input is left."""
+    answer = compiled(request_)
+    found = statuses(answer)
+    # The second sublayer reads the same stream as the first, but its gather is no part of a matmul: one more.
+    assert (answer.report.all_reduces, answer.report.merged) == (4 * LAYERS + 1, 0)
+    assert (sum(found["input"] + found["output"]), found["head"]) == (4 * LAYERS, [False]), answer.verdict

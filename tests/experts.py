@@ -1,0 +1,108 @@
+"""What the tests of experts share: small models, and the dense float64 reference's values of them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ladder_jax import nn, parallel
+from ladder_jax.config import ModelConfig
+from tests import cases, reference
+
+# name of the test: (model.residual, model.ladder_layers, the reference's kind, number and layers)
+TOPOLOGIES = {
+    "standard": ("standard", None, "standard", 1, None),
+    "ladder": ("ladder", None, "ladder", 1, None),
+    "farskip": ("farskip", None, "farskip", 1, None),
+    "ladder-2": ("ladder-2", None, "ladder", 2, None),
+    "parallel": ("parallel", None, "parallel", 1, None),
+    "parallel-shared-norm": ("parallel-shared-norm", None, "parallel", 1, None),
+    "parallel-ladder": ("parallel-ladder", None, "parallel-ladder", 1, None),
+    "hybrid-ladder": ("ladder", "1,", "ladder", 1, (1,)),
+    "hybrid-farskip": ("farskip", "1", "farskip", 1, (2,)),
+    "farskip-first": ("farskip", "0,", "farskip", 1, (0,)),
+}
+# Six experts, which 4 and 8 ranks do not divide.
+KINDS = {
+    "shared": dict(experts=6, top_k=2, expert_width=16, shared_width=24, shared_gate=True, softmax="all"),
+    "ungated": dict(experts=6, top_k=3, expert_width=16, shared_width=16),
+    "routed": dict(experts=6, top_k=2, expert_width=24),
+    "all": dict(experts=5, top_k=5, expert_width=16, softmax="all"),
+    "one": dict(experts=1, top_k=1, expert_width=16),
+}
+
+
+def model(name: str = "ladder", kind: str = "shared", **changes) -> ModelConfig:
+    """Three small layers in float32."""
+    residual, ladder_layers, *_ = TOPOLOGIES[name]
+    settings = dict(residual=residual, ladder_layers=ladder_layers, num_layers=3, moe=KINDS[kind])
+    return cases.model("standard", **{**settings, **changes})
+
+
+def define(name: str, kind: str = "shared", *, data: int = 1, fsdp: int = 1, tensor: int = 1, **changes) -> nn.ModelDef:
+    mesh = parallel.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+    return nn.define(model(name, kind, **changes), mesh=mesh)
+
+
+def shape(name: str, config: ModelConfig) -> reference.Shape:
+    _, _, topology, number, ladder = TOPOLOGIES[name]
+    if topology == "farskip" and not config.moe.shared_width:
+        topology = "ladder"
+    dense = cases.shape("standard", config, ranks=1)
+    experts = config.moe.top_k, config.moe.softmax.value
+    return dataclasses.replace(dense, kind=topology, number=number, ladder=ladder, experts=experts)
+
+
+def tokens() -> np.ndarray:
+    """[4, 17]: 16 positions, which every number of ranks divides."""
+    return cases.tokens((4, 17))
+
+
+LOAD_BALANCE, Z_LOSS = 0.3, 0.02  # so large that they move every gradient
+
+
+def loss(params, tokens, shape):
+    """The reference's cross-entropy, and the routers' losses of all tokens."""
+    seen, layers = [], params["layers"]
+    total = reference.loss(params, tokens, shape, seen)
+    for l, inputs in enumerate(seen):
+        norm = layers["mlp_norm" if "mlp_norm" in layers else "attention_norm"]["scale"][l]
+        x = reference.rms(inputs[0], norm, shape.eps).reshape(-1, inputs.shape[-1])
+        scores = x @ layers["mlp"]["router"][l]
+        best = jnp.argsort(-scores, axis=-1, stable=True)[:, : shape.experts[0]]
+        probabilities = jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True)
+        count = scores.shape[-1]
+        shares = jnp.array([(best == e).mean() for e in range(count)])
+        uneven = count * (shares * probabilities.mean(0)).sum()
+        z = (jnp.log(jnp.exp(scores).sum(-1)) ** 2).mean()
+        total = total + (LOAD_BALANCE * uneven + Z_LOSS * z) / len(seen)
+    return total
+
+
+@functools.cache
+def dense_gradients(name: str, kind: str):
+    """(loss, gradients) of `cases.parameters` and `tokens` by the reference."""
+    definition = define(name, kind)
+    of = shape(name, definition.config)
+    return reference.evaluate(loss, cases.parameters(definition), tokens(), of, gradient=True)
+
+
+@functools.cache
+def dense_logits(name: str, kind: str) -> np.ndarray:
+    definition = define(name, kind)
+    of = shape(name, definition.config)
+    return reference.evaluate(reference.logits, cases.parameters(definition), tokens(), of)
+
+
+def error_but_for_padding(actual, expected) -> float:
+    """`cases.error` of two arrays of which the first may be padded; padding must be zero."""
+    actual = np.asarray(actual)
+    real = actual[tuple(slice(n) for n in expected.shape)]
+    assert np.count_nonzero(actual) == np.count_nonzero(real)
+    return cases.error(real, expected)
+
+
+def errors(actual, expected) -> dict:
+    return jax.tree.map(error_but_for_padding, actual, expected)

@@ -1,0 +1,146 @@
+"""experiments/distil: its texts share no block, its rows have their controls, and its tables say what was measured."""
+
+import json
+
+import pytest
+
+from experiments.distil import __main__ as command
+from experiments.distil import figures, plan, tables, texts
+from experiments.distil.plan import Layers, Recipe, Row, Start
+from ladder_jax import config
+from ladder_jax.errors import UserError
+
+TINY = ["model.num_layers=2", "model.d_model=16", "model.num_heads=2", "model.num_kv_heads=2", "model.d_ff=16",
+        "train.steps=20", "train.batch=4", "train.sequence=32", "train.evaluation_batches=2", "train.log_every=10",
+        "train.checkpoint_every=10", "train.evaluate_every=0", "train.warmup_steps=2"]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With a text, and a small standard library; blocks of a few lines."""
+    monkeypatch.setattr(texts, "BLOCK", 64)
+    lines = lambda word: "".join(f"{word} {number} and so on\n" for number in range(400))
+    (tmp_path / "book.txt").write_text(lines("line"))
+    record = json.dumps({"question": "how many?", "answer": "#### 4"})
+    (tmp_path / "sums.jsonl").write_text(f"{record}\n" * 100)
+    for name in ("lib", "lib/site-packages"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "code.py").write_text(lines("installed" if "site" in name else "pass  #"))
+    (tmp_path / "lib" / "latin.py").write_bytes(b"# caf\xe9\n" * 100)
+    return tmp_path
+
+
+def asked(folder, *more: str) -> list[str]:
+    named = ["--text", str(folder / "book.txt"), "--text", str(folder / "sums.jsonl"), "--python", str(folder / "lib")]
+    return [*named, "--runs", str(folder / "runs"), "--out", str(folder), *TINY, *more]
+
+
+def corpus(folder, /, **changes) -> texts.Corpus:
+    base = config.load(str(plan.__file__).replace("plan.py", "small.yaml"), overrides=TINY)
+    named = dict(texts=[str(folder / "book.txt")], python=str(folder / "lib"))
+    return texts.prepare(base, **(named | dict(share=0.1, folder=folder / "runs") | changes))
+
+
+def test_texts_share_no_block(folder):
+    found = corpus(folder)
+    parts = {}
+    for file, size in ((found.pretrain, 20 * 4 * 32), (found.retrain, 2 * 4 * 32)):
+        content = file.read_bytes()
+        held_out = int(len(content) * found.held_out[file.name])
+        parts[file.name], parts["held out"] = content[:-held_out], content[-held_out:]
+        assert len(content) - held_out >= size + 1 and held_out >= 2 * 4 * 32 + 1
+        assert content.endswith(b"\n") and b"installed" not in content
+    lines = [set(part.decode().splitlines()) for part in parts.values()]
+    assert len(lines) == 3 and not any(lines[a] & lines[b] for a, b in ((0, 1), (0, 2), (1, 2)))
+    assert any(line.startswith("line") for line in lines[0]) and any(line.startswith("pass") for line in lines[0])
+    assert corpus(folder) == found  # kept
+    with pytest.raises(UserError, match="was made from other texts or of another size"):
+        corpus(folder, share=0.2)
+    with pytest.raises(UserError, match="bytes; .* are needed"):
+        corpus(folder, share=40, folder=folder / "more")
+
+
+def test_every_retrained_row_has_its_control_before_it():
+    rows = plan.rows()
+    place = {figures.seedless(row) + (row.seed,): number for number, row in enumerate(rows)}
+    assert len(place) == len(rows)
+    for row in rows:
+        control = figures.control(row)
+        assert place[figures.seedless(control) + (row.seed,)] <= place[figures.seedless(row) + (row.seed,)]
+    usual = [row for row in rows if row.recipe is not Recipe.NONE and row.rate == plan.RATE]
+    kinds = 3 * len(Start) + 1  # choices of layers from both starts, and the controls
+    assert len(usual) == kinds * 3 * len(plan.SHARES) * len(plan.SEEDS)
+    assert {row.seed for row in rows[:20]} == {0}
+
+
+def results() -> dict:
+    rows = []
+    for seed in (0, 1):
+        losses = {Row(seed): 2.0, Row(seed, Layers.LAST): 3.0, Row(seed, Layers.LAST, Start.REFITTED): 2.25 + seed / 10}
+        for recipe, control in ((Recipe.TEXT, 1.9), (Recipe.TEACHER, 2.0)):
+            losses[Row(seed, Layers.NONE, Start.PLAIN, recipe, 5.0)] = control
+            losses[Row(seed, Layers.LAST, Start.REFITTED, recipe, 5.0)] = control + 0.1 + seed / 10
+        rows += [{**row.asked, "loss": loss} for row, loss in losses.items()]
+    rows.append({**Row(0, Layers.LAST, Start.REFITTED, Recipe.TEXT, 5.0, 1.0).asked, "loss": 2.5})
+    return {"rows": rows}
+
+
+def test_losses_are_compared_with_those_of_the_same_seed():
+    losses = figures.measured(results())
+    row = Row(0, Layers.LAST, Start.REFITTED, Recipe.TEXT, 5.0)
+    assert figures.over(losses, row).values == pytest.approx((0.1, 0.2))
+    assert figures.over(losses, row, other=figures.original).values == pytest.approx((0.0, 0.1))
+    assert figures.over(losses, Row(0, Layers.ALL)) is None
+
+
+def test_tables_and_figures_come_from_the_results_alone(tmp_path, capsys):
+    (tmp_path / "small.json").write_text(json.dumps(results()))
+    places = [f"<!-- table: small-{name} -->\n\n<!-- end -->" for name in tables.sections(results())]
+    (tmp_path / "README.md").write_text("\n".join(places))
+    assert command.main(["--tables", "--out", str(tmp_path)]) == 0
+    for text in (capsys.readouterr().out, (tmp_path / "README.md").read_text()):
+        assert "| last half | refitted | 2 | 2.300 ± 0.071 | +0.300 ± 0.071 | 70% |" in text
+        assert "| last half | refitted | text | 2 | +0.300 ± 0.071 | +0.150 ± 0.071 |" in text
+        assert "| original |  | text | 2 | +0.000 ± 0.000 | -0.100 ± 0.000 |" in text
+        assert "| last half | refitted | text | 5 % | +0.000 | +0.500 |" in text
+    assert (tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes_are_named(folder, capsys):
+    assert command.main(["--size", "smal"]) == 2
+    assert "unknown size 'smal'; did you mean 'small'" in capsys.readouterr().err
+    assert command.main(["--runs", str(folder)]) == 2
+    assert "name a text: --text FILE is missing" in capsys.readouterr().err
+    assert command.main(["--tables", "--out", str(folder)]) == 2
+    assert "run the study first" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_stopped_study_goes_on(folder, capsys, monkeypatch):
+    """Stopped within the retraining of its fourth row; what was measured before is kept, and the tables are made."""
+    last = lambda *more: Row(0, Layers.LAST, *more)
+    rows = [Row(), last(), last(Start.REFITTED), Row(0, Layers.NONE, Start.PLAIN, Recipe.TEACHER, 10.0)]
+    rows += [last(Start.REFITTED, Recipe.BOTH, 10.0), Row(0, Layers.CHOSEN, Start.REFITTED)]
+    monkeypatch.setattr(plan, "rows", lambda: rows)
+    monkeypatch.setattr(plan, "CALIBRATION", 128)
+    monkeypatch.setattr(plan, "MEASURED", 64)
+
+    def stop(line: str) -> None:
+        if line.startswith("step ") and (folder / "runs/seed-0/last-refitted").exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as once:
+        once.setattr("experiments.distil.measured._say", stop)
+        assert command.main(asked(folder)) == 130
+    kept = {file: file.stat().st_mtime_ns for file in folder.glob("runs/seed-0/*/measured.json")}
+    assert len(kept) == 3
+    assert command.main(asked(folder)) == 0
+    assert all(file.stat().st_mtime_ns == then for file, then in kept.items())
+    found = json.loads((folder / "small.json").read_text())
+    losses = figures.measured(found)
+    assert list(losses) == rows and found["parameters"] > 0 and found["pretrained"][0]["held_out"][-1][0] == 20
+    assert losses[rows[3]] == pytest.approx(losses[rows[0]], rel=1e-6)  # nothing to learn from itself
+    assert len({losses[row] for row in rows if row != rows[3]}) == len(rows) - 1
+    assert len([row for row in found["rows"] if row["ladder_layers"] == "1"]) == 3
+    assert not list(folder.glob("runs/seed-0/*-10-*/run/checkpoints"))  # scored, and gone
+    assert "last half" in capsys.readouterr().out

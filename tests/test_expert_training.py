@@ -1,0 +1,69 @@
+"""Training runs of models with experts: metrics, another mesh on resuming, a checkpoint to start from, refusals."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+
+from ladder_jax import checkpoint, config, train
+from ladder_jax.errors import UserError
+from ladder_jax.train import metrics, timing
+
+TINY = [
+    "model.num_layers=2", "model.d_model=32", "model.dtype=float32", "model.moe.experts=6",
+    "model.moe.expert_width=16", "model.moe.shared_width=16", "model.residual=farskip", "train.batch=4",
+    "train.sequence=32", "train.warmup_steps=1", "train.log_every=1", "train.checkpoint_every=2",
+    "train.evaluate_every=0", "train.evaluation_batches=1", "run.tensorboard=false",
+]  # fmt: skip
+NAMES = {"expert_load", "dead_experts", "load_balance", "router_z", "router_entropy"}
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "book.txt"
+    path.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(2000)))
+    return path
+
+
+def run(book, folder, *more):
+    settings = config.load("tiny-moe", overrides=[*TINY, f"data.path={book}", f"run.dir={folder}", *more])
+    return train.run(settings, say=lambda line: None)
+
+
+def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
+    """Six experts on four ranks, which are padded, and then on one; the losses are those of one mesh throughout."""
+    more = "train.steps=4", "train.accumulate=2"
+    run(book, tmp_path / "run", "mesh.tensor=4", *more)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    result = run(book, tmp_path / "run", "mesh.data=2", *more)
+    rows = metrics.read(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(NAMES <= row.keys() for row in rows)
+    for row in rows:
+        assert 1 <= row["expert_load"] <= 6 and row["load_balance"] >= 1 - 1e-3 and row["dead_experts"] <= 12
+        assert 0 < row["router_entropy"] <= np.log(6) + 1e-4
+    assert f"expert load {rows[-1]['expert_load']:.1f}" in timing.row_text(rows[-1])
+    run(book, tmp_path / "same", "mesh.data=2", *more)
+    same = metrics.read(tmp_path / "same")
+    for name in ("loss", *NAMES):
+        np.testing.assert_allclose([row[name] for row in rows], [row[name] for row in same], rtol=2e-4)
+    # 2 layers: attention 32 x (32 + 16 + 16 + 32), router, experts, the shared one, norms; two tables and a norm
+    layer = 32 * (32 + 16 + 16 + 32) + 32 * 6 + 6 * 3 * 32 * 16 + 3 * 32 * 16 + 2 * 32
+    assert result.parameters == 2 * layer + 2 * 256 * 32 + 32
+
+    started = run(book, tmp_path / "on", f"train.start={tmp_path / 'same'}", "train.steps=1")
+    assert NAMES <= metrics.read(tmp_path / "on")[0].keys() and started.steps == 1
+    saved = checkpoint.open_checkpoint(tmp_path / "on")
+    assert saved.config.model == checkpoint.open_checkpoint(tmp_path / "same").config.model
+
+
+@pytest.mark.parametrize("setting", ["train.freeze=1", "lora.rank=4", "distill.teacher=start"])
+def test_retraining_is_refused(setting):
+    with pytest.raises(UserError, match="retrains dense models only"):
+        config.load("tiny-moe", overrides=[setting])
+
+
+@pytest.mark.parametrize("name", ["load_balance", "router_z_loss"])
+def test_a_negative_factor_is_refused(name):
+    with pytest.raises(UserError, match=f"train.{name} must not be negative"):
+        dataclasses.replace(config.TrainConfig(), **{name: -0.1})

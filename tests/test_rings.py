@@ -1,0 +1,196 @@
+"""Collective matmuls: a ring by itself, and in the library's programs, against dense references."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ladder_jax import decode, nn, train
+from ladder_jax.config import Biases, CollectiveMatmul, Loop, Quantize, Remat
+from ladder_jax.decode import weights
+from ladder_jax.errors import UserError
+from ladder_jax.nn import quantized
+from ladder_jax.nn.low_rank import LowRank
+from ladder_jax.parallel import ring
+from tests import cases, covering, reference
+
+AXES = ("tensor",)
+ROWS, CHUNK, D, F = 2, 3, 8, 6
+
+
+def over(ranks: int, function, *specs):
+    mesh = jax.make_mesh((ranks,), AXES, (jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
+    *ins, out = specs
+    return jax.shard_map(function, mesh=mesh, in_specs=tuple(ins), out_specs=out)
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def close(actual, expected, *, terms):
+    """To what float32 sums of so many terms may lose."""
+    assert cases.error(actual, expected) < 4 * terms**0.5 * cases.UNIT_ROUNDOFF
+
+
+SPLIT = P(None, "tensor")  # positions
+ROW = P("tensor")  # one array a rank
+MATRICES = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
+
+
+RANKS = [2, 3, 8, *(pytest.param(more, marks=pytest.mark.full) for more in (1, 5))]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_ring_is_a_gather_and_a_product(ranks):
+    """And backward a product and a scatter; with any number of ranks. By hand, in NumPy."""
+    x, w, g = draw(ROWS, ranks * CHUNK, D), draw(2, ranks, D, F, seed=1), draw(2, ranks, ROWS, ranks * CHUNK, F, seed=2)
+
+    def local(x, w, g):
+        value, pull_back = jax.vjp(lambda x, w: ring.gather_product(MATRICES, x, w, AXES), x, tuple(w[:, 0]))
+        of_x, of_w = pull_back(tuple(g[:, 0]))
+        return jnp.stack(value)[:, None], of_x, jnp.stack(of_w)[:, None]
+
+    each = P(None, "tensor")
+    value, of_x, of_w = jax.jit(over(ranks, local, SPLIT, each, each, (each, SPLIT, each)))(x, w, g)
+    close(value, np.einsum("btd,mrdf->mrbtf", x, w), terms=D)
+    close(of_x, np.einsum("mrbtf,mrdf->btd", g, w), terms=2 * ranks * F)
+    close(of_w, np.einsum("btd,mrbtf->mrdf", x, g), terms=ROWS * ranks * CHUNK)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_ring_is_a_product_and_a_scatter(ranks):
+    x, w, g = draw(ranks, ROWS, ranks * CHUNK, F), draw(ranks, F, D, seed=1), draw(ROWS, ranks * CHUNK, D, seed=2)
+    bias = draw(ranks, D, seed=3)
+    biased = functools.partial(quantized.biased, "BTF,FD->BTD")
+
+    def local(x, w, bias, g):
+        product = lambda x, w, bias: ring.scatter_product(biased, x, (w, bias), AXES)
+        value, pull_back = jax.vjp(product, x[0], w[0], bias[0])
+        return value, *(a[None] for a in pull_back(g))
+
+    value, of_x, of_w, of_bias = jax.jit(over(ranks, local, ROW, ROW, ROW, SPLIT, (SPLIT, ROW, ROW, ROW)))(
+        x, w, bias, g
+    )
+    close(value, np.einsum("rbtf,rfd->btd", x, w) + bias.sum(0), terms=ranks * F)
+    close(of_x, np.einsum("btd,rfd->rbtf", g, w), terms=D)
+    close(of_w, np.einsum("rbtf,btd->rfd", x, g), terms=ROWS * ranks * CHUNK)
+    close(of_bias, np.broadcast_to(g.sum((0, 1)), bias.shape), terms=ROWS * ranks * CHUNK)
+
+
+def permutes(function, *args) -> int:
+    """How many there are; and nothing else communicates."""
+    text = str(jax.make_jaxpr(function)(*args))
+    assert not any(f" {other}[" in text for other in ("all_gather", "reduce_scatter", "psum", "all_to_all"))
+    return text.count(" ppermute[")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
+def test_a_ring_sends_each_chunk_once(ranks):
+    """One ring feeds several matrices; backward there are two: one gathers for the weights, one for the input."""
+    x, w = draw(ROWS, ranks * CHUNK, D), (draw(ranks * D, F), draw(ranks * D, F))
+    product = lambda x, w: ring.gather_product(MATRICES, x, w, AXES)
+    forward = over(ranks, product, SPLIT, (ROW, ROW), (P(None, None, "tensor"),) * 2)
+    assert permutes(forward, x, w) == ranks - 1
+
+    def both(x, w):
+        value, pull_back = jax.vjp(product, x, w)
+        return pull_back(value)
+
+    assert permutes(over(ranks, both, SPLIT, (ROW, ROW), (SPLIT, (ROW, ROW))), x, w) == 3 * (ranks - 1)
+
+
+def test_low_rank_factors_go_around_too():
+    """The product of LoRA's factors, and the gradients of both, against the same on whole arrays."""
+    ranks, rank = 4, 3
+    x, base = draw(ROWS, ranks * CHUNK, D), draw(D, ranks * F, seed=1)
+    down, up = draw(D, rank, seed=2), draw(rank, ranks * F, seed=3)
+    product = functools.partial(quantized.products, ("BTD,DF->BTF",))
+    columns = P(None, "tensor")
+
+    def loss(multiply, x, base, down, up):
+        (out,) = multiply(x, (LowRank(base, down, up, scale=0.5),))
+        return jnp.sum(jnp.sin(out))
+
+    def local(x, base, down, up):
+        down = jax.lax.pcast(down, AXES, to="varying")
+        multiply = lambda x, w: ring.gather_product(product, x, w, AXES)
+        of_x, of_down, of_up = jax.grad(functools.partial(loss, multiply), (0, 2, 3))(x, base, down, up)
+        return of_x, jax.lax.psum(of_down, AXES), of_up
+
+    found = jax.jit(over(ranks, local, SPLIT, columns, P(), columns, (SPLIT, P(), columns)))(x, base, down, up)
+    expected = jax.grad(functools.partial(loss, product), (0, 2, 3))(x, base, down, up)
+    for a, b in zip(found, expected):
+        close(a, b, terms=4 * ROWS * ranks * CHUNK)
+
+
+NAMES = "standard", "ladder", "ladder-2", "ladder-fresh", "hybrid-delay-2"
+TOKENS = cases.tokens((4, 9))  # 8 positions, over 1 to 8 ranks
+FORMS = CollectiveMatmul.RING, CollectiveMatmul.COMPILER
+SETTINGS = itertools.product(NAMES, (1, 2, 4, 8), Loop, Remat, FORMS)
+CHOSEN = [
+    ("standard", 8, Loop.SCAN, Remat.FULL, CollectiveMatmul.RING),  # ranks share key/value heads
+    ("standard", 4, Loop.UNROLLED, Remat.SAVE_MATMULS, CollectiveMatmul.RING),
+    ("ladder", 2, Loop.UNROLLED, Remat.NONE, CollectiveMatmul.RING),
+    ("ladder-fresh", 4, Loop.SCAN, Remat.NONE, CollectiveMatmul.COMPILER),
+]
+
+
+def define(name: str, *, tensor: int) -> nn.ModelDef:
+    layers = 4 if name.startswith("hybrid") else 2
+    return cases.define(name, tensor=tensor, num_layers=layers, biases=Biases.ALL)
+
+
+@functools.cache
+def dense(name: str, ranks: int):
+    definition = define(name, tensor=ranks)
+    shape = cases.shape(name, definition.config, ranks=ranks)
+    return reference.evaluate(reference.loss, cases.parameters(definition), TOKENS, shape, gradient=True)
+
+
+@pytest.mark.parametrize("name, tensor, loop, remat, form", covering.marked(SETTINGS, chosen=CHOSEN))
+def test_gradients_are_the_references(name, tensor, loop, remat, form):
+    definition = define(name, tensor=tensor)
+    params = cases.place(cases.parameters(definition), definition)
+    settings = dict(sequence_parallel=True, collective_matmul=form)
+    step = jax.jit(train.loss_and_gradients(definition, loop=loop, remat=remat, **settings))
+    loss, gradients = step(params, TOKENS)
+    expected = dense(name, tensor if name in cases.DEPEND_ON_RANKS else 1)
+    limit = cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected[0]) < limit
+    errors = jax.tree.map(cases.error_but_for_padding, gradients, expected[1])
+    assert max(jax.tree.leaves(errors)) < limit, errors
+
+
+@pytest.mark.parametrize("quantize", [Quantize.INT8, pytest.param(Quantize.NONE, marks=pytest.mark.full)])
+def test_a_prefill_in_rings_is_the_plain_one(quantize):
+    """With one matrix for those that read the same input, and (of int8) their scales."""
+    definition = cases.define("standard", tensor=4, num_layers=2)
+    params = weights.prepare(
+        definition, cases.place(cases.parameters(definition), definition), loop=Loop.UNROLLED, quantize=quantize
+    )
+    found = []
+    for form in (CollectiveMatmul.NONE, CollectiveMatmul.RING):
+        split = dict(sequence_parallel=True, collective_matmul=form)
+        program = decode.prefill(definition, capacity=8, quantize=quantize, **split)
+        found.append(program(params, TOKENS[:, :8], np.full(4, 8, np.int32)))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        finite = lambda array: np.where(np.isneginf(array), 0, array)  # but for the vocabulary's padding
+        assert np.array_equal(np.isneginf(a), np.isneginf(b))
+        assert cases.error(finite(b), finite(a)) < cases.bound(definition.config)
+
+
+def test_forms_that_cannot_be():
+    definition = cases.define("standard", tensor=2)
+    hidden = functools.partial(nn.hidden, definition, {}, TOKENS, collective_matmul=CollectiveMatmul.RING)
+    with pytest.raises(UserError, match="collective_matmul ring needs sequence_parallel=True"):
+        hidden()
+    shared = cases.define("parallel", tensor=2)
+    with pytest.raises(UserError, match="attention and MLP of parallel share one gather"):
+        nn.hidden(shared, {}, TOKENS, sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
+    with pytest.raises(UserError, match="an option of XLA for TPUs, and this mesh is of cpu: use 'ring'"):
+        decode.prefill(definition, capacity=8, sequence_parallel=True, collective_matmul=CollectiveMatmul.COMPILER)
