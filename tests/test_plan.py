@@ -14,6 +14,7 @@ from ladder_jax.plan import candidate, memory, plans, request, speed, text
 from ladder_jax.plan.candidate import Candidate
 from ladder_jax.plan.confirm import Confirmed
 from ladder_jax.train import out_of_memory
+from ladder_jax.train.run import _memory_explained
 from tests import cases
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -154,6 +155,10 @@ def test_running_out_of_memory_names_the_planner():
     assert asked in said
     other = jax.errors.JaxRuntimeError("INTERNAL: a bug")
     assert out_of_memory.explanation(other, config=config, mesh=mesh) is None
+    with pytest.raises(UserError, match="not enough memory on cpu"), _memory_explained(config, mesh):
+        raise error
+    with pytest.raises(jax.errors.JaxRuntimeError, match=str(other)), _memory_explained(config, mesh):
+        raise other
 
 
 @pytest.mark.audit

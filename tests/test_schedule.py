@@ -39,6 +39,7 @@ def test_an_unrolled_ladder_hides_all_but_the_last(name):
     assert found.reductions[-1].status is not Status.HIDDEN
     assert {r.collective.bytes for r in found.reductions} == {T * D * 2}
     assert {r.collective.axes for r in found.reductions} == {("tensor",)}
+    assert all(f"%{r.collective.name} = " in text(name) for r in found.reductions)
     assert 0.4 < found.window_flops_fraction["least"] <= found.window_flops_fraction["median"] <= 2
     assert (found.hidden_time_fraction is None) == name.startswith("h100")
     if found.hidden_time_fraction is not None:
