@@ -99,9 +99,9 @@ class Layer(Module):
             normed = mlp_norm(x, dtype=context.dtype, scale=gain)
             return self.mlp(normed, first_rank=context.first_rank, projections=projections)
 
-        functions, routing = (attention, mlp), state.routing
+        functions, routing = (attention, mlp), None
         if self.config.moe is not None:
-            of_layer = []  # the router's statistics
+            routing, of_layer = state.routing, []  # the routers' statistics of all layers, and this one's
             functions = attention, *self._experts(mlp_norm, context, None if routing is None else of_layer.append)
         gains = (norm.scale[...] for norm in (*norms, norms[1]))  # farskip has two sublayers behind the second norm
         sublayers = [Normed(function, gain) for function, gain in zip(functions, gains)]

@@ -52,8 +52,7 @@ def compile_options(mesh: Mesh, *, traits: Traits, when: When = When.ALWAYS) -> 
 
 def check_compiler_makes(form: CollectiveMatmul, *, mesh: Mesh) -> None:
     """Raises UserError for collective matmuls by the compiler where it makes none: on other devices than TPUs."""
-    platform = mesh.devices.flat[0].platform
-    if form is CollectiveMatmul.COMPILER and platform != "tpu":
+    if form is CollectiveMatmul.COMPILER and (platform := mesh.devices.flat[0].platform) != "tpu":
         what = "collective_matmul 'compiler' is an option of XLA for TPUs"
         raise UserError(f"{what}, and this mesh is of {platform}: use 'ring'")
 
