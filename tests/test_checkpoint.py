@@ -1,9 +1,11 @@
 """Checkpoints: any mesh reads any other's; nothing damaged or foreign is ever loaded."""
 
+import concurrent.futures
 import dataclasses
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from ladder_jax import cli, nn, train
 from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, retention, steps, verify
 from ladder_jax.checkpoint.saved import reason
+from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
@@ -212,6 +215,15 @@ def test_what_is_being_written_does_not_count(three, tmp_path):
     assert open_checkpoint(copy).step == 20
     Store(copy, config=RunConfig(train=RECIPE)).close()
     assert [p.name for p in copy.iterdir()] == ["20"]
+
+
+def test_a_write_is_waited_for_in_seconds(tmp_path):
+    waited = []
+    writing = Writing(tmp_path / "1", {})
+    writing._started = concurrent.futures.Future()
+    writing._started.set_result([SimpleNamespace(result=lambda timeout: waited.append(timeout))] * 2)
+    writing.wait(within=7.0)
+    assert waited == [7.0, 7.0]
 
 
 def test_what_is_kept():

@@ -20,6 +20,15 @@ X = np.random.default_rng(0).standard_normal((2, 6, CONFIG.d_model)).astype(np.f
 SHAPE = cases.shape("ladder", CONFIG, ranks=1)
 
 
+@pytest.mark.parametrize("name, scopes", [("ladder", ("attention", "mlp")), ("parallel", ("joint", "joint"))])
+def test_sublayers_are_named(name, scopes):
+    """By which a schedule's report finds them."""
+    model = ladder_jax.Transformer(cases.model(name, num_layers=1), rngs=nnx.Rngs(0), mesh=parallel.make_mesh(tensor=2))
+    lowered = jax.jit(lambda tokens: model(tokens)).lower(cases.tokens((1, 4))).as_text(debug_info=True)
+    for scope, last in zip(scopes, ("BTNH,NHD->BTD", "BTF,FD->BTD")):
+        assert f'"layer_0/{scope}/{last}/dot_general"' in lowered
+
+
 def made(module, **settings):
     """With values other than zero for biases, which start there."""
     one = module(CONFIG, rngs=nnx.Rngs(0), **settings)
