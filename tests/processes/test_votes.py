@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from ladder_jax.errors import UserError
+from ladder_jax.parallel import agreement
+
 PATIENCE = 6.0
 
 PROCESS = """
@@ -84,3 +87,25 @@ def test_all_hear_the_same(processes, port):
             assert fault == f"RunFailed: KeyError: 'a fault' (process 1 of {processes})"
             line = f"RunFailed: process 1 of {processes} has not answered within {PATIENCE:g} s: a try"
             assert lost == [line] and seconds < PATIENCE + 1
+
+
+class Alone:
+    """The coordination service of a run of one process, which hears itself alone."""
+
+    def key_value_set(self, key, value):
+        pass
+
+    def key_value_delete(self, key):
+        pass
+
+
+def test_an_error_of_ones_own_keeps_its_kind(monkeypatch):
+    """A bug's traceback is that of the process that has it; a mistake is the verdict of all."""
+    monkeypatch.setattr(agreement, "_client", Alone)
+    together = agreement.Agreement("test", patience=1.0).together
+    with pytest.raises(ZeroDivisionError), together("it"):
+        1 / 0  # noqa: B018
+    with pytest.raises(UserError, match="^mine"), together("it"):
+        raise UserError("mine")
+    with together("it"):
+        pass
