@@ -3,6 +3,7 @@
 import hashlib
 import json
 
+import jax
 import pytest
 
 from ladder_jax import cli, config
@@ -11,6 +12,8 @@ from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import worker
 from ladder_jax.parallel import Compiled
 from ladder_jax.plan import worker as planner
+from ladder_jax.train.gradients import _after_backward
+from tests import cases
 
 ROWS, LENGTH = 4, 32
 ALWAYS = ["model.residual=ladder", f"train.sequence={LENGTH}"]
@@ -75,3 +78,11 @@ def test_the_planned_step_is_the_one_that_runs(lowered, trained, tmp_path):
     file = tmp_path / "request.json"
     file.write_text(json.dumps({"target": "cpu:8", **{name: asked[name] for name in ("model", "mesh", "train")}}))
     assert lowered(planner.main, str(file), str(tmp_path / "found")) == lowered(trained, *overrides)
+
+
+@pytest.mark.parametrize("tensor, barriers", [(1, 0), (2, 1)])
+def test_gradients_that_ranks_sum_wait_for_the_end_of_backward(tensor, barriers):
+    """Else a compiler may merge their reductions with a sublayer's. The values are the same with and without."""
+    definition = cases.define("standard", tensor=tensor)
+    after = lambda gradients: _after_backward(gradients, definition.layout, definition.dims)
+    assert str(jax.make_jaxpr(after)(definition.abstract)).count("optimization_barrier") == barriers
