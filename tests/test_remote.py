@@ -199,7 +199,7 @@ def copy(bucket, source, target):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(lease, "RENEWED", 0.1)
-    monkeypatch.setattr(lease, "EXPIRES", 2.0)
+    monkeypatch.setattr(lease, "EXPIRES", 3.0)
 
 
 def test_one_process_a_folder(bucket, quick):
@@ -223,7 +223,7 @@ def taken_over(bucket, name):
     bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}', match=None)
     began = time.monotonic()
     with lease.held(where, say=said.append, lost=lost.append):
-        assert time.monotonic() - began > lease.EXPIRES and "waiting 2 s, in case its owner has been killed" in said[0]
+        assert time.monotonic() - began > lease.EXPIRES and "waiting 3 s, in case its owner has been killed" in said[0]
         bucket.put("leases/two/.lock", b'{"owner": "another 1 2", "renewed": 0}', match=None)
         while not lost and time.monotonic() - began < 30:
             time.sleep(0.01)

@@ -131,7 +131,7 @@ def test_arrays(bucket, monkeypatch):
 def test_locks(bucket, monkeypatch):
     """Each change is one request with a condition, which the store checks."""
     monkeypatch.setattr(lease, "RENEWED", 0.1)
-    monkeypatch.setattr(lease, "EXPIRES", 2.0)
+    monkeypatch.setattr(lease, "EXPIRES", 3.0)
     test_remote.one_of_several(bucket, "s3://bucket/leases/one")
     asked = len(bucket.requests)
     test_remote.taken_over(bucket, "s3://bucket/leases/two")
