@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from ladder_jax import nn, parallel, residual
+from ladder_jax import config, nn, parallel, residual
 from ladder_jax.config import Launch, Loop
 from ladder_jax.errors import UserError
 from ladder_jax.residual.layers import runs_of
@@ -215,3 +215,12 @@ def test_the_docstrings_example_runs_in_a_users_model(name):
             xs.append(xs[-1] + function(w, xs[max(0, len(xs) - 1 - delay)]))
     for tensor in (1, 4):
         assert cases.error(run(tensor), xs[-1]) < 6 * 4 * 4 * cases.UNIT_ROUNDOFF
+
+
+def test_ranks_are_written_in_where_the_function_depends_on_them():
+    fresh = config.preset("tiny", residual="ladder-fresh")
+    assert parallel.with_ranks(fresh, tensor=4).ranks == 4
+    trained_on_two = config.preset("tiny", residual="ladder-fresh", ranks=2)
+    assert parallel.with_ranks(trained_on_two, tensor=4) == trained_on_two
+    ladder = config.preset("tiny", residual="ladder")
+    assert parallel.with_ranks(ladder, tensor=4) == ladder
