@@ -85,7 +85,7 @@ class Layout:
         """The partition of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
         axes = {"B": self.batch, "D": FSDP if self.fsdp > 1 else None}
         if not self.emulated:
-            axes |= {**dict.fromkeys("NJFGVEWU", self.tensor), "K": self.kv}
+            axes |= {**dict.fromkeys(SHARDED, self.tensor), "K": self.kv}
         return PartitionSpec(*(axes.get(dim) for dim in dims))
 
     def sharding(self, dims: str) -> NamedSharding:

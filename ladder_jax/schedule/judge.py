@@ -110,8 +110,8 @@ def owner(op_name: str) -> tuple[str, str]:
 def _hidden_cycles(reductions: Sequence[Reduction], program: Program, costs: Costs) -> int:
     """Cycles of all instructions in windows of hidden reductions; an instruction in two windows counts once."""
     total = 0
+    messages = [part for r in reductions if r.status is Status.HIDDEN for part in r.collective.parts]
     for name, computation in program.computations.items():
-        messages = [part for r in reductions if r.status is Status.HIDDEN for part in r.collective.parts]
         windows = [part for part in messages if part.computation == name]
         hidden_under = {index for c in windows for index in range(c.issued + 1, c.awaited)}
         cycles = [costs.cycles(computation.instructions[index], within=computation) or 0 for index in hidden_under]
