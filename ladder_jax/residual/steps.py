@@ -62,6 +62,7 @@ class Delayed:
     delay: how many of them, the newest, its input leaves out, counted in steps.
     pending_after: how many, its own among them, stay outside the residual after it; 0 reduces at once.
     fresh: the input also holds this rank's own partial of the output that it leaves out.
+    early: sublayers of the same input, computed first and reduced with the newest output, which the input leaves out.
     """
 
     sublayers: tuple[int, ...]
@@ -69,7 +70,7 @@ class Delayed:
     delay: int
     pending_after: int
     fresh: bool = False
-    early: ClassVar[tuple[int, ...]] = ()  # sublayers that are reduced with the output before it (see farskip.py)
+    early: tuple[int, ...] = ()
 
     def __call__(
         self,
@@ -81,11 +82,14 @@ class Delayed:
     ) -> State:
         check_axes(axes)
         in_halves = launch is Launch.EXPLICIT and self.delay > 0 and state.partial is not None
-        pending = opaque_copy(state.partial, axes) if self.fresh else state.partial
+        pending, entered = opaque_copy(state.partial, axes) if self.fresh else state.partial, None
+        if self.early:
+            entered = to_sublayer_input(state.residual, axes)
+            pending = pending + compute(entered, self.early, sublayers, axes=axes)
         newest = None if in_halves else reduced(pending, axes, PREVIOUS)
         launched = (*state.sums, newest) if self.pending_before else ()
         stream = add(state.residual, launched[: self.pending_before - self.delay])
-        entered, residual = to_sublayer_input(stream, axes), state.residual
+        entered, residual = to_sublayer_input(stream, axes) if entered is None else entered, state.residual
         if self.pending_after:
             entered, residual, launched = await_backward(entered, residual, launched, axes)
         if self.fresh:
