@@ -48,6 +48,9 @@ def execute(path: pathlib.Path):
     for cell in notebook.cells:
         if cell.cell_type == "code":  # what compilers and libraries say of this machine is not for readers
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            for output in cell.outputs:
+                if "text" in output:  # nor where it ran
+                    output["text"] = output["text"].replace(f"{folder}/", "")
     return notebook
 
 
