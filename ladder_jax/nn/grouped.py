@@ -1,5 +1,7 @@
 """Grouped matmuls: rows that are sorted by group, each times its group's matrix. Letters as in nn/experts.py."""
 
+import enum
+import os
 from typing import NamedTuple
 
 import jax
@@ -7,9 +9,38 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from ladder_jax.errors import unknown
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import pvary, varying
 from ladder_jax.residual import MATMUL
+
+VARIABLE = "LADDER_JAX_GROUPED_MATMUL"  # in the environment: "xla" keeps Kernel.TRITON from being chosen
+
+
+class Kernel(enum.Enum):
+    XLA = "xla"  # `lax.ragged_dot`: XLA's kernel on TPUs; elsewhere every row is multiplied with every matrix
+    TRITON = "triton"  # NVIDIA GPUs, in bfloat16: nn/grouped_gpu.py
+
+
+def choose(dtype: jnp.dtype) -> Kernel:
+    """The kernel for rows of this dtype on the devices of the mesh around the caller, which need not be this machine's.
+
+    Raises UserError where `VARIABLE` has another value than "xla".
+    """
+    if (value := os.environ.get(VARIABLE)) not in (None, "", Kernel.XLA.value):
+        raise unknown(VARIABLE, value, [Kernel.XLA.value])
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if value or device is None or device.platform != "gpu" or dtype != jnp.bfloat16:
+        return Kernel.XLA
+    try:
+        from jax.experimental.pallas import triton
+    except ImportError:  # jax has announced to remove it
+        return Kernel.XLA
+    try:
+        capability = triton.get_gpu_info().compute_capability
+    except ValueError:  # a GPU that jax has no kernels for
+        return Kernel.XLA
+    return Kernel.TRITON if capability >= 80 else Kernel.XLA
 
 
 class Groups(NamedTuple):
@@ -41,16 +72,27 @@ def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Gro
     As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once.
     """
     if isinstance(weight_EIO, Int8):
-        sums = lax.ragged_dot(
-            rows_RI, weight_EIO.values.astype(rows_RI.dtype), groups.sizes, preferred_element_type=jnp.float32
-        )
-        return (sums * jnp.take(weight_EIO.scale, groups.experts, axis=0)).astype(rows_RI.dtype)
+        return _quantized(rows_RI, weight_EIO, groups)
     axes = varying(rows_RI) | varying(weight_EIO)
     return checkpoint_name(_grouped(pvary(rows_RI, axes), pvary(weight_EIO, axes), groups), MATMUL)
 
 
+def _quantized(rows: jax.Array, weight: Int8, groups: Groups) -> jax.Array:
+    if choose(rows.dtype) is Kernel.TRITON:
+        from ladder_jax.nn import grouped_gpu
+
+        return grouped_gpu.product(rows, weight.values, groups.sizes, scale_EO=weight.scale)
+    values = weight.values.astype(rows.dtype)
+    sums = lax.ragged_dot(rows, values, groups.sizes, preferred_element_type=jnp.float32)
+    return (sums * jnp.take(weight.scale, groups.experts, axis=0)).astype(rows.dtype)
+
+
 @jax.custom_vjp
 def _grouped(rows: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
+    if choose(rows.dtype) is Kernel.TRITON:
+        from ladder_jax.nn import grouped_gpu  # Pallas is slow to import
+
+        return grouped_gpu.product(rows, weight.astype(rows.dtype), groups.sizes)
     return lax.ragged_dot(rows, weight.astype(rows.dtype), groups.sizes)
 
 
@@ -67,9 +109,16 @@ _OVER_ROWS = lax.RaggedDotDimensionNumbers(
 
 def _grouped_backward(residuals: tuple, gradient: jax.Array) -> tuple:
     rows, weight, groups, like = residuals
-    rows, gradient = jnp.where(groups.mine, rows, 0), jnp.where(groups.mine, gradient, 0)
-    of_rows = jnp.where(groups.mine, lax.ragged_dot(gradient, weight.swapaxes(1, 2), groups.sizes), 0)
-    summed = lax.ragged_dot_general(rows, gradient, groups.sizes, _OVER_ROWS, preferred_element_type=jnp.float32)
+    if choose(rows.dtype) is Kernel.TRITON:
+        from ladder_jax.nn import grouped_gpu
+
+        of_rows = grouped_gpu.product(gradient, weight, groups.sizes, transposed=True)
+        summed = grouped_gpu.over_rows(rows, gradient, groups.sizes)
+    else:
+        rows, gradient = jnp.where(groups.mine, rows, 0), jnp.where(groups.mine, gradient, 0)
+        of_rows = lax.ragged_dot(gradient, weight.swapaxes(1, 2), groups.sizes)
+        summed = lax.ragged_dot_general(rows, gradient, groups.sizes, _OVER_ROWS, preferred_element_type=jnp.float32)
+    of_rows = jnp.where(groups.mine, of_rows, 0)
     return of_rows.astype(rows.dtype), summed.astype(rows.dtype).astype(like.dtype), None
 
 
