@@ -22,7 +22,9 @@ from ladder_jax.cli.verbs import convert as convert_verb
 from ladder_jax.config import Biases
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import sensitivity
+from ladder_jax.pretrained.convert import calibrated
 from ladder_jax.pretrained.convert import command as convert_command
+from ladder_jax.pretrained.convert.request import parse
 from ladder_jax.pretrained.refit import Refit, fit, refit
 from ladder_jax.pretrained.refit.least_squares import Statistics, folded
 from ladder_jax.pretrained.refit.programs import programs
@@ -257,6 +259,21 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
         fitted = key.layer in (2, 3) and not key.name.endswith(("out", "down"))
         assert (values == original.arrays[key].read()).all() == (not fitted)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "plain"]
+
+
+def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
+    """Whether a checkpoint's configuration names it, or another format's; 1,024 where neither does."""
+    file = gguf_files.write(tmp_path / "short.gguf", "llama-2", max_position_embeddings=24)
+    assert main(["convert", str(file), str(tmp_path / "short")]) == 0
+    choice = dict.fromkeys("ladder_layers residual ranks dtype calibration_tokens refit ridge search tensor".split())
+    choice |= {"source": "", "destination": str(tmp_path / "out"), "to": "checkpoint", "ladder_layers": "auto:1"}
+    choice["calibration"] = [str(texts / "a.txt"), str(texts / "b.txt")]
+    for source in map(pretrained.open, (file, tmp_path / "short")):
+        found = calibrated.read_texts(source, parse({**choice, "calibration_tokens": 96}, source.model))
+        assert found.measured.shape == found.refit.shape == (4, 25)
+    unknown = dataclasses.replace(source, context=None)
+    found = calibrated.read_texts(unknown, parse({**choice, "calibration_tokens": 96}, source.model))
+    assert found.refit.shape == (2, 49)
 
 
 def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys):
