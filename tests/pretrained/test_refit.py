@@ -176,6 +176,20 @@ def test_a_model_without_late_inputs_is_left_alone():
     assert np.abs(matrix - np.eye(32)).max() <= 32 * 2.0**-24 / 1e-3  # of sums in float32 that are not quite symmetric
 
 
+def test_a_second_sweep_changes_nothing():
+    """The inputs of a sublayer depend on the sublayers before it alone: fitted again, each array is what it is."""
+    model, mesh = small_model("ladder-2"), parallel.make_mesh()
+    source = refit(standard(), model=model, rows=TOKENS, mesh=mesh).source
+    run = fit.Pass(nn.define(model, mesh=mesh), source, TOKENS)
+    for layer in range(model.num_layers):
+        for index, name in enumerate(fit.SUBLAYERS):
+            if run.late(layer, index):
+                settings = dict(layer=layer, sublayer=name, ridge=Refit().ridge)
+                again, _ = fit.refitted_arrays(standard(), run.statistics(layer, index), **settings)
+                assert all((source.arrays[key].read() == array).all() for key, array in again.items())
+            run.advance(layer, index)
+
+
 def test_each_layer_alone_is_fitted_behind_the_original():
     """As if it were the only converted one: the same as of a hybrid with that layer."""
     settings = dict(rows=TOKENS, mesh=parallel.make_mesh())
