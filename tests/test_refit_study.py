@@ -158,7 +158,7 @@ def test_tables(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| last 15 | 4.000 | 2.400 | +2.000 | +0.400 | 80% |" in printed
     assert "| last 15 | inputs | wikitext | 12,288 | 0.001 | 3 | +0.500 ± 0.100 |" in printed
-    assert "| last 15 | plain | 4.000 | 3.000 |" in printed
+    assert "| last 15 | plain |  | 4.000 | 3.000 |" in printed
     assert (tmp_path / "refit.png").read_bytes().startswith(b"\x89PNG")
     assert command.main(["--out", str(tmp_path), "--wikitext", "x"]) == 2
     assert "refit: name the texts: --gsm8k FILE is missing" in capsys.readouterr().err
