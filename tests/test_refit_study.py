@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.refit import __main__ as command
-from experiments.refit import measured, plan, tables, tasks, texts
+from experiments.refit import measured, plan, tables, tasks, texts, ways
 from experiments.refit.plan import Row, Way
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.errors import UserError
@@ -54,8 +54,9 @@ def loss_of(source, model, tokens) -> float:
 
 def test_the_control_gains_nothing(study):
     plain = study.measure(Row(layers="0", way=Way.NONE))["losses"]
-    control = study.measure(Row(layers="0", way=Way.CONTROL, tokens=64))
-    assert control["losses"] == pytest.approx(plain, rel=1e-5) and len(control["fits"]) == 8
+    for way in (Way.CONTROL, *plan.NEW):
+        control = study.measure(Row(layers="0", way=way, tokens=64))
+        assert control["losses"] == pytest.approx(plain, rel=1e-5) and len(control["fits"]) == 8
 
 
 def test_ways_that_are_not_in_the_library(study):
@@ -66,6 +67,58 @@ def test_ways_that_are_not_in_the_library(study):
     assert usual["fits"][0]["after"] < scales["fits"][0]["after"] < scales["fits"][0]["before"]
     assert original["fits"][0]["after"] == pytest.approx(usual["fits"][0]["after"], rel=1e-6)
     assert original["losses"] != usual["losses"]
+
+
+def test_ways_that_change_other_arrays_or_the_program(study):
+    """What is fitted to more leaves less; the arrays of a checkpoint are all that the others change."""
+    row = Row(layers="2", tokens=128)
+    usual, previous, rank = (
+        study.measure(dataclasses.replace(row, way=way)) for way in (Way.INPUTS, Way.PREVIOUS, Way.LOW_RANK)
+    )
+    assert previous["fits"][0]["before"] == pytest.approx(usual["fits"][0]["before"], rel=1e-4)
+    assert previous["fits"][0]["after"] < usual["fits"][0]["after"]
+    assert rank["fits"][0]["after"] < rank["fits"][0]["before"]
+    losses = {usual["losses"]["wikitext"], previous["losses"]["wikitext"], rank["losses"]["wikitext"]}
+    for way in (Way.OUTPUTS, Way.STREAM):
+        found = study.measure(dataclasses.replace(row, way=way))
+        assert found["fits"][0] == usual["fits"][0] and found["fits"][1] != usual["fits"][1]
+        losses.add(found["losses"]["wikitext"])
+    assert len(losses) == 5
+
+
+def test_outputs_are_the_least_squares_solution(study):
+    """The normal equations hold: what is left is orthogonal to what the projection reads, but for the ridge."""
+    model = dataclasses.replace(study.source.model, residual="ladder", ladder_layers="2")
+    rows = study.texts.calibration("wikitext", tokens=128, seed=0)
+    run = measured.Pass(nn.define(model, mesh=parallel.make_mesh()), study.source, rows)
+    for layer, index in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0)):
+        run.advance(layer, index)
+    params, compute = run.params(2, False), ways.sublayer(run.definition, 1)
+    late, whole = (ways._inputs(run, run.streams[0], 2, 1)[which] for which in (0, 1))
+    ((key, fitted),) = ways.outputs(run, 2, 1, original=None, ridge=1e-2).items()
+    read, before = (np.asarray(x, np.float64).reshape(128, -1) for x in compute(params, late))
+    target = np.asarray(compute(params, whole)[1], np.float64).reshape(128, -1)
+    weight = study.source.arrays[key].read().astype(np.float64)
+    change = fitted.read() - weight
+    penalty = 1e-2 * np.sum(read * read) / read.shape[1]
+    left = read.T @ (target - before - read @ change) - penalty * change
+    assert key.name == "layers/mlp/down" and np.abs(change).max() > 1e-4
+    assert np.abs(left).max() <= 1e-4 * np.abs(read.T @ (target - before)).max()
+
+
+def test_weights_of_tokens(study):
+    """Equal ones give the library's sums; a row's last input has no target, and so no gradient."""
+    definition = nn.define(study.source.model, mesh=parallel.make_mesh())
+    rows = study.texts.calibration("wikitext", tokens=160, seed=0)
+    run = measured.Pass(definition, study.source, rows)
+    run.advance(0, 0)
+    expected, found = run.statistics(0, 1), ways.weighted(run, 0, 1, weights=np.ones(rows.shape))
+    assert found.products == pytest.approx(expected.products, rel=1e-4, abs=1e-3)
+    assert found.energy == pytest.approx(expected.energy, rel=1e-5)
+    weights = study._gradients("wikitext", 160, 0)
+    assert weights.shape == (4, 2, 5, SEQUENCE) and (weights[..., :-1] > 0).all() and (weights[..., -1] == 0).all()
+    row = Row(layers="2", tokens=160, way=Way.FISHER)
+    assert study.measure(row)["losses"] != study.measure(dataclasses.replace(row, way=Way.GRADIENT))["losses"]
 
 
 def test_the_plan():
@@ -105,7 +158,7 @@ def test_tables(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| last 15 | 4.000 | 2.400 | +2.000 | +0.400 | 80% |" in printed
     assert "| last 15 | inputs | wikitext | 12,288 | 0.001 | 3 | +0.500 ± 0.100 |" in printed
-    assert "| last 15 | plain | 4.000 | 3.000 |" in printed
+    assert "| last 15 | plain |  | 4.000 | 3.000 |" in printed
     assert (tmp_path / "refit.png").read_bytes().startswith(b"\x89PNG")
     assert command.main(["--out", str(tmp_path), "--wikitext", "x"]) == 2
     assert "refit: name the texts: --gsm8k FILE is missing" in capsys.readouterr().err

@@ -140,10 +140,7 @@ class Study:
         return parse(asked, self.base.model)
 
     def _calibration(self, tokens: int, *, skip: int = 0) -> np.ndarray:
-        """Rows [n, T + 1] from the beginning of the text to retrain on, as long as those of pretraining.
-
-        `convert` would take rows of 1,024 tokens, longer than any that these models have seen.
-        """
+        """Rows [n, T + 1] from the beginning of the text to retrain on, as long as those of pretraining."""
         content = np.frombuffer(self.corpus.retrain.read_bytes()[: skip + tokens + 1], np.uint8)[skip:]
         rows = batches.windows(content, self.base.train.sequence, "calibration")
         return np.stack([rows[index] for index in range(len(rows))])

@@ -1,21 +1,24 @@
 """Converts, refits and scores one row."""
 
 import dataclasses
+import functools
 import hashlib
 import time
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.refit import ways
 from experiments.refit.plan import FRESH_RANKS, Row, Way
 from experiments.refit.texts import Texts
-from ladder_jax import nn, parallel
+from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn.modules import normalise
 from ladder_jax.pretrained import Source
 from ladder_jax.pretrained.refit import fit
-from ladder_jax.pretrained.refit.fit import Pass
+from ladder_jax.pretrained.refit.fit import Fit, Pass
 from ladder_jax.pretrained.refit.least_squares import Statistics
 from ladder_jax.pretrained.source import Key, Stored
 
@@ -24,35 +27,39 @@ KEPT = 4  # texts whose streams are kept
 
 
 class Study:
-    """The model and the texts; and the streams that enter a row's first converted layer, which rows share."""
+    """The model and the texts; and what rows share: streams that enter the first converted layer, and gradients."""
 
     def __init__(self, source: Source, texts: Texts):
         self.source, self.texts, self._streams = source, texts, {}
+        self._gradients = functools.lru_cache(maxsize=1)(self._gradients_on)
 
     def measure(self, row: Row) -> dict:
         """The row's losses by domain, in nats a token, and what its fits left of the missing input."""
-        began, model = time.perf_counter(), self._model(row)
-        fits, result = (), self.source
-        if row.way is not Way.NONE:
-            rows = self.texts.calibration(row.text, tokens=row.tokens, seed=row.seed)
-            result, fits = self._refitted(row, model=model, rows=rows)
+        began, model, fits = time.perf_counter(), self._model(row), []
+        held_out = np.concatenate([self.texts.held_out[domain] for domain in row.scored])
+        scored, first = self._begin(model, rows=held_out[:, :-1])
+        if row.way in ways.SURROGATES:
+            fits, first = self._surrogates(row, scored), model.num_layers
+        elif row.way is not Way.NONE:
+            arrays, fits = self._refitted(row, model)
+            scored.replace(arrays)
         fitted = time.perf_counter()
-        losses = self.losses(result, model=model, scored=row.scored)
+        for layer in range(first, model.num_layers):
+            for index in (0, 1):
+                scored.advance(layer, index)
+        streams = np.concatenate([streams.newest_first[0] for streams in scored.streams])
+        pairs = zip(row.scored, streams, held_out[:, 1:])
+        losses = {domain: float(self._loss(x, targets)) for domain, x, targets in pairs}
         seconds = {"fit": round(fitted - began, 1), "score": round(time.perf_counter() - fitted, 1)}
         return {**row.asked, "losses": losses, "seconds": seconds, "fits": [dataclasses.asdict(one) for one in fits]}
 
-    def losses(self, source: Source, *, model: ModelConfig, scored: tuple[str, ...]) -> dict[str, float]:
-        """Mean nats a token of each scored domain's held-out tokens, in one window."""
-        tokens = np.concatenate([self.texts.held_out[domain] for domain in scored])
-        run, first = self._begin(source, model=model, rows=tokens[:, :-1])
-        for layer in range(first, model.num_layers):
-            for sublayer in (0, 1):
-                run.advance(layer, sublayer)
+    @functools.cached_property
+    def _loss(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """Of the last stream [T, D] and its targets [T], their mean."""
+        model = self.source.model
         head = "embedding/table" if model.tie_embeddings else "head/table"
-        table, gain = (source.arrays[Key(name)].read() for name in (head, "final_norm/scale"))
-        streams = np.concatenate([streams.newest_first[0] for streams in run.streams])[: len(tokens)]
-        losses = (_loss(x, gain, table, targets, model.norm_eps) for x, targets in zip(streams, tokens[:, 1:]))
-        return dict(zip(scored, map(float, losses), strict=True))
+        table, gain = (jnp.asarray(self.source.arrays[Key(name)].read()) for name in (head, "final_norm/scale"))
+        return lambda x, targets: _loss(x, gain, table, targets, model.norm_eps)
 
     def _model(self, row: Row) -> ModelConfig:
         if row.layers == "0":
@@ -60,9 +67,12 @@ class Study:
         ranks = FRESH_RANKS if row.residual == "ladder-fresh" else None
         return dataclasses.replace(self.source.model, residual=row.residual, ladder_layers=row.layers, ranks=ranks)
 
-    def _begin(self, source: Source, *, model: ModelConfig, rows: np.ndarray) -> tuple[Pass, int]:
+    def _calibration(self, row: Row) -> np.ndarray:
+        return self.texts.calibration(row.text, tokens=row.tokens, seed=row.seed)
+
+    def _begin(self, model: ModelConfig, *, rows: np.ndarray) -> tuple[Pass, int]:
         """A pass on `rows` that has gone as far as the first converted layer, and that layer."""
-        run = Pass(_definition(model), source, rows)
+        run = Pass(_definition(model), self.source, rows)
         first = next((n for n in range(model.num_layers) if run.converted(n)), 0)
         if first == 0 or model.ranks is not None:  # each rank's partial sum is not kept
             return run, 0
@@ -82,26 +92,52 @@ class Study:
         run.streams = [shallow(streams) for streams in self._streams[name]]
         return run, first
 
-    def _refitted(self, row: Row, *, model: ModelConfig, rows: np.ndarray) -> tuple[Source, tuple[fit.Fit, ...]]:
+    def _refitted(self, row: Row, model: ModelConfig) -> tuple[Mapping[Key, Stored], list[Fit]]:
         """As `pretrained.refit.refit`, of whose parts it is made, and in the ways that are not in the library."""
-        (run, first), fits, original = self._begin(self.source, model=model, rows=rows), [], None
-        if row.way is Way.ORIGINAL:
-            original, _ = self._begin(self.source, model=model, rows=rows)
+        (run, first), fits, original = self._begin(model, rows=self._calibration(row)), [], None
+        if row.way in (Way.ORIGINAL, Way.STREAM):
+            original, _ = self._begin(model, rows=self._calibration(row))
         for layer in range(first, model.num_layers):
             for index, name in enumerate(fit.SUBLAYERS):
-                if run.late(layer, index) or row.way is Way.CONTROL:
-                    targets = None if original is None else [streams.newest_first[0] for streams in original.streams]
-                    statistics = run.statistics(layer, index, targets=targets)
-                    if row.way is Way.SCALES:
-                        statistics = diagonal(statistics)
+                if fitted := run.late(layer, index) or row.layers == "0":
+                    statistics = self._statistics(row, run, layer, index, original=original)
                     settings = dict(layer=layer, sublayer=name, ridge=row.ridge)
                     arrays, matrices = fit.refitted_arrays(run.source, statistics, **settings)
                     run.replace({key: Stored(a.shape, a.dtype, lambda a=a: a) for key, a in arrays.items()})
-                    fits.append(fit.Fit(layer, name, statistics.share_missing(), statistics.share_missing(matrices)))
-                run.advance(layer, index)
+                    fits.append(Fit(layer, name, statistics.share_missing(), statistics.share_missing(matrices)))
                 if original is not None:
                     original.advance(layer, index, original=True)
-        return run.source, tuple(fits)
+                if fitted and row.way in (Way.OUTPUTS, Way.STREAM):
+                    run.replace(ways.outputs(run, layer, index, original=original, ridge=row.ridge))
+                run.advance(layer, index)
+        return run.source.arrays, fits
+
+    def _statistics(self, row: Row, run: Pass, layer: int, index: int, *, original: Pass | None) -> Statistics:
+        if row.way in (Way.FISHER, Way.GRADIENT):
+            weights = self._gradients(row.text, row.tokens, row.seed)[layer, index]
+            return ways.weighted(run, layer, index, weights=weights if row.way is Way.FISHER else np.sqrt(weights))
+        targets = [streams.newest_first[0] for streams in original.streams] if row.way is Way.ORIGINAL else None
+        statistics = run.statistics(layer, index, targets=targets)
+        return diagonal(statistics) if row.way is Way.SCALES else statistics
+
+    def _surrogates(self, row: Row, scored: Pass) -> list[Fit]:
+        """As `_refitted`, of what is no checkpoint: `scored` advances with what it is fitted on, to the last layer."""
+        model, fits = scored.definition.config, []
+        run, first = self._begin(model, rows=self._calibration(row))
+        for layer in range(first, model.num_layers):
+            for index, name in enumerate(fit.SUBLAYERS):
+                if run.late(layer, index) or row.layers == "0":
+                    left = ways.surrogate((run, scored), layer, index, way=row.way, ridge=row.ridge)
+                    fits.append(Fit(layer, name, *left))
+                else:
+                    run.advance(layer, index)
+                    scored.advance(layer, index)
+        return fits
+
+    def _gradients_on(self, text: str, tokens: int, seed: int) -> np.ndarray:
+        definition, rows = _definition(self.source.model), self.texts.calibration(text, tokens=tokens, seed=seed)
+        params = pretrained.load(self.source, mesh=definition.layout.mesh)
+        return ways.gradients(definition, params, lambda x, targets: len(targets) * self._loss(x, targets), rows)
 
 
 def diagonal(statistics: Statistics) -> Statistics:

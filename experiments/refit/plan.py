@@ -23,6 +23,16 @@ class Way(enum.Enum):
     ORIGINAL = "inputs, to the original's"  # to the inputs that the original model has there
     SCALES = "one factor a component"  # diagonal matrices: how much is only scale?
     CONTROL = "inputs of the original"  # all sublayers of the standard model, whose inputs are whole
+    FISHER = "inputs, tokens by squared gradient"  # of the loss with respect to the original's input there
+    GRADIENT = "inputs, tokens by gradient"  # by that gradient's norm
+    OUTPUTS = "inputs and outputs"  # the output projections too, to what they gave behind the whole input
+    STREAM = "inputs and outputs, to the original's"  # the output projections too, to the original's stream
+    # These change the program, so they are no checkpoints:
+    PREVIOUS = "inputs, from two tokens"  # from the previous token's late input too
+    LOW_RANK = "map of rank 64 before the norm"  # an addition to the late stream
+
+
+NEW = (Way.OUTPUTS, Way.STREAM, Way.FISHER, Way.GRADIENT, Way.PREVIOUS, Way.LOW_RANK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +77,10 @@ def rows() -> list[Row]:
         *(change(half, seed=seed) for seed in (1, 2)),
         *(change(half, ridge=ridge) for ridge in (1e-2, 1e-4)),
         *(row for one in (fresh, parallel) for row in (plain(one), one)),
+        *(change(half, way=way) for way in NEW),
+        *(change(half, way=way, ridge=1e-2) for way in (Way.OUTPUTS, Way.STREAM)),
+        *(on_all(change(mixed(half), way=way)) for way in NEW),
+        *(on_all(change(long(half), way=Way.OUTPUTS, ridge=ridge)) for ridge in (1e-3, 1e-2)),
         *(change(half, tokens=tokens) for tokens in (4096, 32_768)),
         change(half, way=Way.ORIGINAL),
         *map(on_all, (plain(sensitive), sensitive)),

@@ -107,11 +107,16 @@ def domains(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         if list(row["losses"]) == names:
-            is_plain = row["way"] == Way.NONE.value
-            about = "plain" if is_plain else f"refitted on {row['tokens']:,} tokens of {row['text']}"
-            about = "" if row["layers"] == "0" and is_plain else about
-            lines.append([title(row), about, *(f"{value:.3f}" for value in row["losses"].values())])
-    return table(" | ".join(["converted", "", *names]), lines)
+            lines.append([title(row), *_fit(row), *(f"{value:.3f}" for value in row["losses"].values())])
+    return table(" | ".join(["converted", "fitted", "calibrated on", *names]), lines)
+
+
+def _fit(row: dict) -> tuple[str, str]:
+    """What was fitted, with the ridge if it is not the usual one, and on what."""
+    if row["way"] == Way.NONE.value:
+        return "" if row["layers"] == "0" else "plain", ""
+    ridge = "" if row["ridge"] == Row().ridge else f", ridge {row['ridge']:g}"
+    return row["way"] + ridge, f"{row['tokens']:,} tokens of {row['text']}"
 
 
 def on_tasks(models: list[dict]) -> str:

@@ -22,7 +22,9 @@ from ladder_jax.cli.verbs import convert as convert_verb
 from ladder_jax.config import Biases
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import sensitivity
+from ladder_jax.pretrained.convert import calibrated
 from ladder_jax.pretrained.convert import command as convert_command
+from ladder_jax.pretrained.convert.request import parse
 from ladder_jax.pretrained.refit import Refit, fit, refit
 from ladder_jax.pretrained.refit.least_squares import Statistics, folded
 from ladder_jax.pretrained.refit.programs import programs
@@ -174,6 +176,20 @@ def test_a_model_without_late_inputs_is_left_alone():
     assert np.abs(matrix - np.eye(32)).max() <= 32 * 2.0**-24 / 1e-3  # of sums in float32 that are not quite symmetric
 
 
+def test_a_second_sweep_changes_nothing():
+    """The inputs of a sublayer depend on the sublayers before it alone: fitted again, each array is what it is."""
+    model, mesh = small_model("ladder-2"), parallel.make_mesh()
+    source = refit(standard(), model=model, rows=TOKENS, mesh=mesh).source
+    run = fit.Pass(nn.define(model, mesh=mesh), source, TOKENS)
+    for layer in range(model.num_layers):
+        for index, name in enumerate(fit.SUBLAYERS):
+            if run.late(layer, index):
+                settings = dict(layer=layer, sublayer=name, ridge=Refit().ridge)
+                again, _ = fit.refitted_arrays(standard(), run.statistics(layer, index), **settings)
+                assert all((source.arrays[key].read() == array).all() for key, array in again.items())
+            run.advance(layer, index)
+
+
 def test_each_layer_alone_is_fitted_behind_the_original():
     """As if it were the only converted one: the same as of a hybrid with that layer."""
     settings = dict(rows=TOKENS, mesh=parallel.make_mesh())
@@ -257,6 +273,21 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
         fitted = key.layer in (2, 3) and not key.name.endswith(("out", "down"))
         assert (values == original.arrays[key].read()).all() == (not fitted)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "plain"]
+
+
+def test_rows_are_no_longer_than_the_models_training_sequence(tmp_path, texts):
+    """Whether a checkpoint's configuration names it, or another format's; 1,024 where neither does."""
+    file = gguf_files.write(tmp_path / "short.gguf", "llama-2", max_position_embeddings=24)
+    assert main(["convert", str(file), str(tmp_path / "short")]) == 0
+    choice = dict.fromkeys("ladder_layers residual ranks dtype calibration_tokens refit ridge search tensor".split())
+    choice |= {"source": "", "destination": str(tmp_path / "out"), "to": "checkpoint", "ladder_layers": "auto:1"}
+    choice["calibration"] = [str(texts / "a.txt"), str(texts / "b.txt")]
+    for source in map(pretrained.open, (file, tmp_path / "short")):
+        found = calibrated.read_texts(source, parse({**choice, "calibration_tokens": 96}, source.model))
+        assert found.measured.shape == found.refit.shape == (4, 25)
+    unknown = dataclasses.replace(source, context=None)
+    found = calibrated.read_texts(unknown, parse({**choice, "calibration_tokens": 96}, source.model))
+    assert found.refit.shape == (2, 49)
 
 
 def test_layers_are_chosen_by_their_refitted_cost(small, texts, tmp_path, capsys):

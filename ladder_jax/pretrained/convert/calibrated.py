@@ -29,13 +29,15 @@ class Texts:
 
 
 def read_texts(source: Source, request: Request) -> Texts:
-    """Raises UserError for texts that cannot be read, or are too short."""
+    """Rows no longer than the sequences that the model was trained on; at other positions its activations are others.
+
+    Raises UserError for texts that cannot be read, or are too short.
+    """
     if not request.calibration:
         return Texts(None, None)
-    tokenizer, skip, measured, fitted = tokenizer_of(source), 0, None, None
-    rows = lambda tokens, skip: sensitivity.rows_of_texts(
-        request.calibration, tokenizer=tokenizer, tokens=tokens, vocab_size=source.model.vocab_size, skip=skip
-    )
+    about = dict(tokenizer=tokenizer_of(source), vocab_size=source.model.vocab_size, context=source.context)
+    rows = lambda tokens, skip: sensitivity.rows_of_texts(request.calibration, tokens=tokens, skip=skip, **about)
+    skip, measured, fitted = 0, None, None
     if request.choose is not None:
         measured, skip = rows(request.measured_tokens, 0), request.measured_tokens
     if request.refit is not None:

@@ -128,7 +128,9 @@ def check_rows(rows: np.ndarray, *, model: ModelConfig) -> None:
 class Pass:
     """The forward pass of a model on the calibration text, sublayer by sublayer.
 
-    source: the model's arrays, which `replace` replaces. streams: of each batch, on the host.
+    source: the model's arrays, which `replace` replaces. batches: (tokens [B, T], weights [B]) of equal shape; the
+    rows that fill the last one have the weight 0. streams: of each batch, on the host.
+    params(layer, original): a layer's arrays on the devices; original: as they were before `replace`.
     """
 
     def __init__(self, definition: nn.ModelDef, source: Source, rows: np.ndarray):
@@ -136,12 +138,12 @@ class Pass:
         self.source = dataclasses.replace(source, model=definition.config)
         self._programs, layout = programs(definition), definition.layout
         self._delays = np.array(residual.of_model(definition.config).delays, np.int32).reshape(-1, 2)
-        self._read = functools.lru_cache(maxsize=2)(self._layer)
+        self.params = functools.lru_cache(maxsize=2)(self._layer)
         self._place = lambda tree, dims: jax.tree.map(lambda a, d: jax.device_put(a, layout.sharding(d)), tree, dims)
-        self._batches = list(_batches(rows, multiple=layout.batch_ranks))
+        self.batches = list(_batches(rows, multiple=layout.batch_ranks))
         embedding = {"table": next(reader(self.source, definition)([Key("embedding/table")]))}
         self.streams = [
-            jax.device_get(self._programs.begin(embedding, self._place(tokens, "BT"))) for tokens, _ in self._batches
+            jax.device_get(self._programs.begin(embedding, self._place(tokens, "BT"))) for tokens, _ in self.batches
         ]
 
     def converted(self, layer: int) -> bool:
@@ -153,11 +155,11 @@ class Pass:
 
     def replace(self, arrays: Mapping[Key, Stored]) -> None:
         self.source = dataclasses.replace(self.source, arrays={**self.source.arrays, **arrays})
-        self._read.cache_clear()
+        self.params.cache_clear()
 
     def advance(self, layer: int, sublayer: int, *, original: bool = False) -> None:
         """All batches through one sublayer. original: as the standard model computes it, from `original`'s arrays."""
-        params, delay = self._read(layer, original), 0 if original else self._delays[layer, sublayer]
+        params, delay = self.params(layer, original), 0 if original else self._delays[layer, sublayer]
         run = self._programs.advance[sublayer]
         self.streams = [
             jax.device_get(run(params, self._place(streams, self._programs.dims), jnp.int32(delay)))
@@ -168,7 +170,7 @@ class Pass:
         """Of the sublayer's late input, and its whole one or each batch's `targets`, streams [B, T, D]."""
         total, delay = Statistics.zero(self.definition.config.d_model), jnp.int32(self._delays[layer, sublayer])
         targets = [streams.newest_first[0] for streams in self.streams] if targets is None else targets
-        for streams, target, (_, weights) in zip(self.streams, targets, self._batches, strict=True):
+        for streams, target, (_, weights) in zip(self.streams, targets, self.batches, strict=True):
             arguments = self._place((streams, target), (self._programs.dims, "BTD"))
             total.add(*jax.device_get(self._programs.statistics(*arguments, delay, self._place(weights, "B"))))
         return total

@@ -34,15 +34,22 @@ def parse_text(argument: str) -> Text:
 
 
 def rows_of_texts(
-    texts: Sequence[Text], *, tokenizer: Tokenizer, tokens: int, vocab_size: int, skip: int = 0
+    texts: Sequence[Text],
+    *,
+    tokenizer: Tokenizer,
+    tokens: int,
+    vocab_size: int,
+    skip: int = 0,
+    context: int | None = None,
 ) -> np.ndarray:
     """`rows_of` all texts, by their weights: `skip` and `tokens` are divided among them.
 
-    All rows have the length of the shortest text's. Raises UserError as `rows_of` does.
+    context: the longest sequence that the model was trained for, which no row exceeds; None if unknown. All rows have
+    the length of the shortest text's. Raises UserError as `rows_of` does.
     """
     whole = sum(text.weight for text in texts)
     share = lambda count, text: round(count * text.weight / whole)
-    length = min(SEQUENCE, *(max(1, share(tokens, text)) for text in texts))
+    length = min(SEQUENCE, context or SEQUENCE, *(max(1, share(tokens, text)) for text in texts))
     settings = dict(tokenizer=tokenizer, vocab_size=vocab_size, length=length)
     rows = [
         rows_of(text.path, tokens=max(1, share(tokens, text)), skip=share(skip, text), **settings) for text in texts
