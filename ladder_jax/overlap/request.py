@@ -21,7 +21,9 @@ from ladder_jax.config import (
     to_dict,
 )
 from ladder_jax.errors import UserError
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule import models, shards, targets
+from ladder_jax.schedule.grouped import Experts, Form
 from ladder_jax.schedule.targets import Target
 
 
@@ -104,7 +106,6 @@ def make(
     """A checked request. Raises UserError for an invalid one."""
     parsed = targets.parse(target)
     config = models.by_name(model)
-    models.check_dense(config, verb="overlap")
     count = parsed.count
     numbers = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
     for name, value in numbers.items():
@@ -157,11 +158,34 @@ def make(
     return request
 
 
-def sublayer_flops(request: Request) -> dict[str, float]:
-    """Forward matmul FLOPs of one sublayer's projections on one device, by kind (see `schedule.judge.read`)."""
-    shard = shards.shard(request.config, ranks=request.tensor)
-    attention, mlp = 2 * request.tokens * shard.attention, 2 * request.tokens * shard.mlp
+def experts(request: Request) -> Experts | None:
+    """What a device computes of the model's experts; None of a dense model."""
+    moe = request.config.moe
+    return None if moe is None else Experts(moe, request.tensor, HARDWARE.get(request.target.kind))
+
+
+def sublayer_flops(request: Request, *, form: Form = Form.KERNELS) -> dict[str, float]:
+    """Forward matmul FLOPs of one sublayer's projections on one device, by kind (see `schedule.judge.read`).
+
+    form: of the experts' matmuls. Expanded, every (token, choice) row passes all of the device's experts.
+    """
+    shard, moe = shards.shard(request.config, ranks=request.tensor), request.config.moe
+    per_token = shard.active_mlp
+    if moe is not None and form is Form.EXPANDED:
+        held, own = -(-moe.experts // request.tensor), moe.top_k / request.tensor
+        per_token += 3 * shard.d_model * moe.expert_width * (moe.top_k * held - own)
+    attention, mlp = 2 * request.tokens * shard.attention, 2 * request.tokens * per_token
     return {"attention": attention, "mlp": mlp, "joint": attention + mlp}
+
+
+def active_flops(request: Request) -> float:
+    """The least matmul FLOPs of one execution on one device, without attention's scores: each token times the matrices
+    that it passes, forward, and in training twice more backward; the head, of a prompt its last position only."""
+    config, trains = request.config, request.phase is Phase.TRAIN
+    shard = shards.shard(config, ranks=request.tensor)
+    scored = request.tokens if trains else request.batch
+    layers = config.num_layers * request.tokens * (shard.attention + shard.active_mlp)
+    return (3 if trains else 1) * 2 * (layers + scored * shard.vocabulary * shard.d_model)
 
 
 def _json_value(value: object) -> object:

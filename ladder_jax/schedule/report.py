@@ -95,6 +95,8 @@ class Report:
     step_cycles: the compiler's estimate of the whole program's compute; None if it gives none (GPU, CPU).
     hidden_cycles: its estimate of the compute in windows of hidden reductions; None likewise.
     gathers, scatters: of the layers' weights and of their gradients, if they are sharded over the fsdp axis.
+    flops: of all matmuls that one execution computes on a device, without kernels of attention; of a program that
+        generates several tokens, per token.
     """
 
     reductions: tuple[Reduction, ...]
@@ -103,6 +105,7 @@ class Report:
     hidden_cycles: int | None
     gathers: tuple[Transfer, ...] = ()
     scatters: tuple[Transfer, ...] = ()
+    flops: int = 0
 
     def __repr__(self) -> str:
         return "\n".join(text.lines(self, width=80))
