@@ -96,7 +96,7 @@ class ExchangeStep:
         entered = state.entered
         if not self._prepared(state):
             read = (*state.sums, newest)[: step.pending_before - step.delay]
-            entered = gather(self.normalise(add(stream, read)), axes)
+            entered = gather(self.normalise(add(stream, read)), axes, "")
 
         def with_arrival(product, x, weights):
             nonlocal arriving
@@ -130,7 +130,7 @@ class ExchangeStep:
             return State(add(stream, (*launched, collect(combine(fresh, axes, ""), like=stream))))
         added = step.pending_before + 1 - step.pending_after
         stream, sums = add(stream, launched[:added]), launched[added:]
-        following = gather(self.normalise(stream), axes)
+        following = gather(self.normalise(stream), axes, FOLLOWING)
         fresh, following, stream = barrier_forward((fresh, following, stream))
         return State(stream, sums, fresh, entered=following)
 
@@ -140,7 +140,7 @@ class ExchangeStep:
             return state
         stream = state.residual
         if state.entered is None:
-            state = dataclasses.replace(state, entered=gather(self.normalise(stream), axes))
+            state = dataclasses.replace(state, entered=gather(self.normalise(stream), axes, ""))
         zero = lambda shape, dtype: pvary(jnp.zeros(shape, dtype), varying(stream) | frozenset(axes))
         sums = tuple(zero(stream.shape, dtype) if s is None else s for s in state.sums)
         partial = state.partial
