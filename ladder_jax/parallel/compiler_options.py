@@ -135,6 +135,14 @@ _GATHER = Option(
     split=(Split.EXPERTS,),
 )
 
+_ALL_TO_ALL = Option(
+    "xla_tpu_enable_async_all_to_all",
+    True,
+    "every all-to-all is synchronous without it (schedules of v5p and tpu7x)",
+    overlap=tuple(Overlap),
+    split=(Split.ROWS,),
+)
+
 TABLE: dict[str, tuple[Option, ...]] = {
     "TPU v5 lite": (
         *_COLLECTIVE_MATMUL,
@@ -171,12 +179,22 @@ TABLE: dict[str, tuple[Option, ...]] = {
             when=When.RESCUE,
         ),
     ),
-    "TPU v5": (*_HALVES, _GATHER, _OFFLOAD, _SEVERAL, _SEVERAL_SIDES, _OFFLOAD_SMALL, _stream(65536, "8 % fewer")),
-    "TPU v6 lite": (*_HALVES, _GATHER, _OFFLOAD, _SEVERAL, _SEVERAL_SIDES, _OFFLOAD_SMALL, _EARLIER),
+    "TPU v5": (
+        *_HALVES,
+        _GATHER,
+        _ALL_TO_ALL,
+        _OFFLOAD,
+        _SEVERAL,
+        _SEVERAL_SIDES,
+        _OFFLOAD_SMALL,
+        _stream(65536, "8 % fewer"),
+    ),
+    "TPU v6 lite": (*_HALVES, _GATHER, _ALL_TO_ALL, _OFFLOAD, _SEVERAL, _SEVERAL_SIDES, _OFFLOAD_SMALL, _EARLIER),
     # Collectives run on the SparseCore by default.
     "TPU7x": (
         *_COLLECTIVE_MATMUL,
         _GATHER,
+        _ALL_TO_ALL,
         _OFFLOAD_SMALL,
         Option(
             "xla_tpu_sparse_core_all_gather_latency_multiplier",

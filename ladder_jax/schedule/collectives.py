@@ -84,7 +84,7 @@ def _measure(form: Form, computation: Computation, program: Program, costs: Cost
         op_name=collective.op_name
         or computation.instructions[form.issued].op_name
         or _reducer_op_name(collective, program),
-        operands=max(len(collective.operands), _concatenated_arrays(collective, holder, program)),
+        operands=_count_operands(collective, holder, program, ranks=group.ranks),
         bytes=hlo.size_in_bytes(payload),
         axes=group.axes,
         ranks=group.ranks,
@@ -98,6 +98,12 @@ def _measure(form: Form, computation: Computation, program: Program, costs: Cost
         kernels=sum(i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window),
         operand_op_names=_operand_op_names(collective, holder) if len(collective.operands) > 1 else (),
     )
+
+
+def _count_operands(collective: Instruction, holder: Computation, program: Program, *, ranks: int) -> int:
+    """An all-to-all of one array may be written with an operand for each rank."""
+    count = max(len(collective.operands), _concatenated_arrays(collective, holder, program))
+    return count // ranks if "all-to-all" in collective.opcode and ranks and count % ranks == 0 else count
 
 
 def _operand_op_names(collective: Instruction, holder: Computation) -> tuple[str, ...]:
