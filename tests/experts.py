@@ -65,8 +65,13 @@ LOAD_BALANCE, Z_LOSS = 0.3, 0.02  # so large that they move every gradient
 
 def loss(params, tokens, shape):
     """The reference's cross-entropy, and the routers' losses of all tokens."""
-    seen, layers = [], params["layers"]
-    total = reference.loss(params, tokens, shape, seen)
+    seen = []
+    return reference.loss(params, tokens, shape, seen) + penalties(params["layers"], seen, shape)
+
+
+def penalties(layers, seen, shape):
+    """The routers' losses. seen: the input of each layer's experts, [1, B, T, D]."""
+    total = 0.0
     for l, inputs in enumerate(seen):
         norm = layers["mlp_norm" if "mlp_norm" in layers else "attention_norm"]["scale"][l]
         x = reference.rms(inputs[0], norm, shape.eps).reshape(-1, inputs.shape[-1])

@@ -1,4 +1,4 @@
-"""Training runs of models with experts: metrics, another mesh on resuming, a checkpoint to start from, refusals."""
+"""Training runs of models with experts: metrics, another mesh on resuming, retraining from a checkpoint, refusals."""
 
 import dataclasses
 import shutil
@@ -15,6 +15,10 @@ TINY = [
     "model.moe.expert_width=16", "model.moe.shared_width=16", "model.residual=farskip", "train.batch=4",
     "train.sequence=32", "train.warmup_steps=1", "train.log_every=1", "train.checkpoint_every=2",
     "train.evaluate_every=0", "train.evaluation_batches=1", "run.tensorboard=false",
+]  # fmt: skip
+EVERYTHING = [
+    "model.ladder_layers=1", "train.freeze=1", "lora.rank=2", "distill.teacher=start", "distill.residual=standard",
+    "conversion.steps=3", "train.steps=4", "mesh.tensor=2",
 ]  # fmt: skip
 NAMES = {"expert_load", "dead_experts", "load_balance", "router_z", "router_entropy"}
 
@@ -51,16 +55,17 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
     layer = 32 * (32 + 16 + 16 + 32) + 32 * 6 + 6 * 3 * 32 * 16 + 3 * 32 * 16 + 2 * 32
     assert result.parameters == 2 * layer + 2 * 256 * 32 + 32
 
-    started = run(book, tmp_path / "on", f"train.start={tmp_path / 'same'}", "train.steps=1")
-    assert NAMES <= metrics.read(tmp_path / "on")[0].keys() and started.steps == 1
+    started = run(book, tmp_path / "on", f"train.start={tmp_path / 'same'}", *EVERYTHING)
+    rows = metrics.read(tmp_path / "on")
+    assert all(NAMES <= row.keys() for row in rows) and started.steps == 4
+    assert [row["turned"] for row in rows] == pytest.approx([0.5, 2 / 3, 5 / 6, 1])  # of one in two layers
+    first = rows[0]  # a standard model, as its teacher is
+    assert first["divergence"] == pytest.approx(0, abs=1e-6) and rows[3]["divergence"] > 0
+    losses = 0.01 * first["load_balance"] + 0.001 * first["router_z"]
+    assert first["loss"] == pytest.approx(first["divergence"] + losses, rel=1e-5)
     saved = checkpoint.open_checkpoint(tmp_path / "on")
-    assert saved.config.model == checkpoint.open_checkpoint(tmp_path / "same").config.model
-
-
-@pytest.mark.parametrize("setting", ["train.freeze=1", "lora.rank=4", "distill.teacher=start"])
-def test_retraining_is_refused(setting):
-    with pytest.raises(UserError, match="retrains dense models only"):
-        config.load("tiny-moe", overrides=[setting])
+    before = checkpoint.open_checkpoint(tmp_path / "same").config.model
+    assert saved.config.model == dataclasses.replace(before, ladder_layers="1")
 
 
 @pytest.mark.parametrize("name", ["load_balance", "router_z_loss"])

@@ -254,11 +254,13 @@ class RunConfig:
 
     def _check_retraining(self) -> None:
         train, layers = self.train, self.model.num_layers
-        if self.model.moe is not None:
-            settings = {"train.freeze": train.freeze, "lora.rank": self.lora.rank}
-            settings |= {"distill.teacher": self.distill.teacher, "conversion.steps": self.conversion.steps}
-            for name, value in settings.items():
-                check(not value, f"{name}={value} retrains dense models only, not those with model.moe")
+        if self.model.moe is not None and self.lora.rank and self.lora.targets != "all":
+            targets = [] if self.model.moe.shared_width else [t for t in self.lora.names if t in ("gate", "up", "down")]
+            check(
+                not targets,
+                f"lora.targets={self.lora.targets}: routed experts have no low-rank factors (allowed here: query, key,"
+                " value, out)",
+            )
         check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
         check(
             not (self.lora.rank and train.freeze == layers),
@@ -277,8 +279,9 @@ class RunConfig:
         )
         kind = parse_residual(self.model.residual).kind
         check(
-            not self.conversion.steps or kind in ("ladder", "ladder-fresh"),
-            f"conversion.steps needs a model.residual of ladder, ladder-K or ladder-fresh, not {self.model.residual!r}",
+            not self.conversion.steps or kind in ("ladder", "ladder-fresh", "farskip"),
+            "conversion.steps needs a model.residual of ladder, ladder-K, ladder-fresh or farskip, not"
+            f" {self.model.residual!r}",
         )
         which = self.model.ladder_layers
         check(

@@ -19,6 +19,7 @@ from ladder_jax.nn.positions import FullSequence, Packed
 from ladder_jax.nn.routing import Routing
 from ladder_jax.parallel import all_reduce, pvary, varying
 from ladder_jax.parallel.collectives import LOSS
+from ladder_jax.residual import State
 
 PREDICTED, COUNTS = "predicted", "expert_counts"
 """What `loss_sum` is given of the whole batch: its predicted positions, [], and the experts' load, [L, C]."""
@@ -38,6 +39,10 @@ class RouterLosses:
 
     def metrics(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return routing.metrics(Routing(**terms), moe=self.definition.config.moe)
+
+    def measures(self, scheduled: dict[str, jax.Array]) -> bool:
+        """Whether the step counts the routers' losses; a held-out loss does not."""
+        return PREDICTED in scheduled
 
     def scheduled(
         self, terms: Callable[[Any, dict], dict], batch: Any, *, predicted: int | jax.Array, config: TrainConfig
@@ -61,7 +66,7 @@ class RouterLosses:
 
         batch: tokens, targets and weights [B, T], and segments [B, T] or None, as `data.batch.Targets` has them.
         """
-        definition, layout = self.definition, self.definition.layout
+        definition = self.definition
         run = forward.ForwardPass(
             definition,
             batch.tokens.shape[1],
@@ -70,12 +75,24 @@ class RouterLosses:
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,
         )
-        nothing = routing.zeros(definition.config.moe, num_layers=definition.config.num_layers, layout=layout)
-        state = dataclasses.replace(run.embed(params, batch.tokens), routing=nothing)
-        state, _ = run.layers(state, params["layers"])
+        state, _ = run.layers(self.begin(run.embed(params, batch.tokens)), params["layers"])
         x = run.finish(params, state)
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
         loss = forward.loss_sum(definition, params, x, batch.targets, **settings)
+        penalty, terms = self.penalty(state, batch, scheduled=scheduled, config=config)
+        return loss + penalty, terms
+
+    def begin(self, state: State) -> State:
+        """The state before the first layer, whose layers' routers are to be measured."""
+        config, layout = self.definition.config, self.definition.layout
+        nothing = routing.zeros(config.moe, num_layers=config.num_layers, layout=layout)
+        return dataclasses.replace(state, routing=nothing)
+
+    def penalty(
+        self, state: State, batch: Any, *, scheduled: dict[str, jax.Array], config: TrainConfig
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(the routers' losses, the `terms`) of a state after the last layer; the rest as in `loss_sum`."""
+        layout = self.definition.layout
         with jax.named_scope(LOSS):
             chosen = routing.of_group(state.routing, axes=layout.tensor, own=run.exchanges)
             counts = scheduled.get(COUNTS)
@@ -86,4 +103,4 @@ class RouterLosses:
                 load_balance=config.load_balance,
                 router_z_loss=config.router_z_loss,
             )
-        return loss + penalty * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))
+            return penalty * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))

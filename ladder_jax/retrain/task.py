@@ -33,11 +33,11 @@ class Retraining(RetrainPlan):
 
     @property
     def terms(self) -> dict[str, tuple[int, ...]]:
-        return self.routers.terms if self.routers else dict.fromkeys(loss.terms(self), ())
+        return {**dict.fromkeys(loss.terms(self), ()), **(self.routers.terms if self.routers else {})}
 
     @functools.cached_property
     def routers(self) -> Any:
-        """Of a model with experts, which is only trained further: nothing frozen, no teacher (see config/run.py)."""
+        """Of a model with experts: their losses count beside a teacher's as beside the data's."""
         if self.definition.config.moe is None:
             return None
         from ladder_jax.nn.router_losses import RouterLosses
@@ -60,7 +60,10 @@ class Retraining(RetrainPlan):
         return {"turned": jnp.mean(scheduled[nn.LADDER_FRACTION])} if scheduled else {}
 
     def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return self.routers.metrics(terms) if self.routers else terms
+        if self.routers is None:
+            return terms
+        of_routers = {name: terms[name] for name in self.routers.terms}
+        return {name: terms[name] for name in loss.terms(self)} | self.routers.metrics(of_routers)
 
     def loss_sum(
         self,
@@ -71,10 +74,8 @@ class Retraining(RetrainPlan):
         scheduled: dict[str, jax.Array],
         config: TrainConfig,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        if self.routers and scheduled:
-            return self.routers.loss_sum(trained, batch, scheduled=scheduled, config=config)
-        fraction = scheduled.get(nn.LADDER_FRACTION)
-        return loss.loss_sum(self, trained, frozen, batch, ladder_fraction=fraction, config=config)
+        routers = self.routers if self.routers and self.routers.measures(scheduled) else None
+        return loss.loss_sum(self, trained, frozen, batch, routers=routers, scheduled=scheduled, config=config)
 
     # The host's side: from checkpoints to parameters, and back.
 

@@ -179,8 +179,10 @@ def task_gradients(
         scheduled = jax.tree.map(lambda a: pvary(a, layout.batch), scheduled)
         predicted = _num_predicted(batch, layout)
         if task.definition.config.moe is not None:
-            terms = lambda part, scheduled: _loss_sum(task, trained, frozen, part, scheduled, config)[1]
-            scheduled = task.routers.scheduled(terms, batch, predicted=predicted, config=config)
+            counting, of_step = task.held_out, scheduled  # without a teacher
+            read = {name: frozen[name] for name in counting.frozen_dims}
+            terms = lambda part, given: _loss_sum(counting, trained, read, part, {**of_step, **given}, config)[1]
+            scheduled = {**of_step, **task.routers.scheduled(terms, batch, predicted=predicted, config=config)}
 
         def mean(trained, part):
             sums = _loss_sum(task, trained, frozen, part, scheduled, config)

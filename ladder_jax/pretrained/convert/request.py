@@ -54,8 +54,6 @@ class Request:
 def parse(args: dict, model: ModelConfig) -> Request:
     """The request of a command line. model: the source's. Raises UserError for options that exclude each other."""
     layers, choose = args["ladder_layers"], None
-    if args["calibration"] and model.moe is not None:
-        raise UserError("--calibration measures and refits dense models only yet, not those with experts (model.moe)")
     if layers is not None and layers.startswith(AUTO):
         choose = _count(layers, model)
     elif args["search"]:

@@ -23,8 +23,10 @@ from ladder_jax.pretrained.source import Key, Source, Stored
 ROWS = 4  # rows per batch, at most
 SUBLAYERS = ("attention", "mlp")
 """The names of a layer's two sublayers, in their order."""
-READERS = {"attention": {"query": 1, "key": 1, "value": 1}, "mlp": {"gate": 1, "up": 1}}
-"""The arrays that read a sublayer's input, and the dimension of each that tensor parallelism splits."""
+EXPERTS = {"router": 1, "experts/gate": 0, "experts/up": 0, "shared/gate": 1, "shared/up": 1, "shared/share": 0}
+READERS = {"attention": {"query": 1, "key": 1, "value": 1}, "mlp": {"gate": 1, "up": 1, **EXPERTS}}
+"""The arrays that may read a sublayer's input, and the dimension of each that tensor parallelism splits (where it
+splits none, any)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +91,6 @@ def refit(
     ladder's, or a mesh that does not suit, and RunFailed where the activations are not finite.
     """
     check_rows(rows, model=model)
-    if model.moe is not None:
-        raise UserError(f"a refit is for dense models; {source.path!r} has experts (model.moe)")
     if source.model.residual != "standard":
         raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
     if model.residual != "standard" and not parse_residual(model.residual).is_ladder:
@@ -189,7 +189,8 @@ def _fitted(
     """The fitted arrays of a sublayer, as they are kept, and its errors before and after."""
     name = SUBLAYERS[index]
     sublayer, source = f"{layer:04d}-{name}", passes.source
-    if (earlier := kept.get(sublayer, {key: source.arrays[key] for key in _keys(layer, name)})) is not None:
+    keys = [Key(f"layers/{name}_norm/scale", layer), *readers(source, layer, name)]
+    if (earlier := kept.get(sublayer, {key: source.arrays[key] for key in keys})) is not None:
         return earlier
     statistics = passes.statistics(layer, index)
     arrays, matrices = refitted_arrays(source, statistics, layer=layer, sublayer=name, ridge=settings.ridge)
@@ -197,9 +198,10 @@ def _fitted(
     return kept.put(sublayer, arrays, about), about
 
 
-def _keys(layer: int, sublayer: str) -> list[Key]:
-    names = [f"{sublayer}_norm/scale", *(f"{sublayer}/{name}" for name in READERS[sublayer])]
-    return [Key(f"layers/{name}", layer) for name in names]
+def readers(source: Source, layer: int, sublayer: str) -> dict[Key, int]:
+    """The arrays of `source` that read the sublayer's input, each with the dimension that READERS has."""
+    keys = {Key(f"layers/{sublayer}/{name}", layer): axis for name, axis in READERS[sublayer].items()}
+    return {key: axis for key, axis in keys.items() if key in source.arrays}
 
 
 def _batches(rows: np.ndarray, *, multiple: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -234,12 +236,14 @@ def refitted_arrays(
     gain_key = Key(f"layers/{sublayer}_norm/scale", layer)
     gain, solved = source.arrays[gain_key].read(), {}
     arrays = {gain_key: np.ones_like(gain)}
-    for name, axis in READERS[sublayer].items():
-        key = Key(f"layers/{sublayer}/{name}", layer)
+    for key, axis in readers(source, layer, sublayer).items():
         weight = source.arrays[key].read()
         # Where several ranks share a key/value head, they share its fit.
         parts = min(len(statistics.products), weight.shape[axis])
         if parts not in solved:
             solved[parts] = statistics.matrices(parts, ridge=ridge)
-        arrays[key] = folded(weight, gain, solved[parts], axis=axis)
+        if key.name.startswith("layers/mlp/experts/"):  # in float64 one at a time
+            arrays[key] = np.stack([folded(expert, gain, solved[parts], axis=1) for expert in weight])
+        else:
+            arrays[key] = folded(weight, gain, solved[parts], axis=axis)
     return arrays, solved[max(solved)]
