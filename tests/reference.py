@@ -44,6 +44,11 @@ def rms(x, scale, eps):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
 
 
+def rms_of_heads(x, scale, eps):
+    """x [R, B, T, heads, H], with one rms for all ranks' heads; those that several ranks hold count alike."""
+    return x / jnp.sqrt((x * x).mean((0, 3, 4), keepdims=True) + eps) * scale.reshape(len(x), 1, 1, *x.shape[3:])
+
+
 def matmul(p, name, x, of_x, out, split, shape):
     """x with p[name], and what factors beside it add. `split`, from the stored matrix to one with an axis of ranks."""
     r = shape.rounds
@@ -108,7 +113,10 @@ def attention(p, x, shape):
 
     q, k, v = project("query", np.arange(heads)), project("key", kv), project("value", kv)
     if "query_norm" in p:
-        q, k = (r(rms(y, p[name]["scale"], shape.eps)) for y, name in ((q, "query_norm"), (k, "key_norm")))
+        q, k = (
+            r(rms(y, scale, shape.eps) if scale.ndim == 1 else rms_of_heads(y, scale[of], shape.eps))
+            for y, scale, of in ((q, p["query_norm"]["scale"], np.arange(heads)), (k, p["key_norm"]["scale"], kv))
+        )
     q, k, v = r(rope(q, shape)), r(rope(k, shape))[..., shared, :], v[..., shared, :]
     scores = r(jnp.einsum("rbtnh,rbsnh->rbnts", q, k), forward=False) / np.sqrt(q.shape[-1])
     scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -1e30)

@@ -1,6 +1,8 @@
 """A mixture of experts against a dense loop over experts in float64: values, gradients, and what communicates."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,8 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import experts as package
 from ladder_jax.nn.experts import MoE
 from ladder_jax.nn.parameter import Sizes
-from ladder_jax.parallel.collectives import ENTER, LAUNCH
-from tests import cases, communication, covering, experts, rounding, test_gradients_bfloat16
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, QK_NORM
+from tests import cases, communication, covering, experts, reference, rounding, test_gradients_bfloat16
 
 # data x fsdp x tensor, and whether the stream is split along the sequence
 MESHES = {
@@ -63,6 +65,44 @@ def test_gradients(name, kind, mesh, loop, remat, parts):
         a_layer = 2 if loop is Loop.SCAN else 2 * definition.config.num_layers
         # A scan's last forward one may stand after the loop.
         assert found.count(ENTER) == a_layer and found.count(LAUNCH) - a_layer in (0, loop is Loop.SCAN)
+
+
+ALL_HEADS = dict(qk_norm="all-heads", num_kv_heads=2)  # OLMoE's; of its few keys, several ranks hold the same ones
+NORMS = covering.marked(
+    covering.array(("standard", "ladder", "farskip"), MESHES, Loop, Remat),
+    chosen=[("farskip", "tensor-8", Loop.SCAN, Remat.FULL)],
+)
+
+
+@functools.cache
+def dense_gradients_with_all_heads(name: str):
+    definition = experts.define(name, **ALL_HEADS)
+    shape = experts.shape(name, definition.config)
+    return reference.evaluate(experts.loss, cases.parameters(definition), experts.tokens(), shape, gradient=True)
+
+
+@pytest.mark.parametrize("name, mesh, loop, remat", NORMS)
+def test_query_and_key_norms_over_all_heads(name, mesh, loop, remat):
+    """Values and gradients, and what they communicate: one small all-reduce a layer and direction, beside the two."""
+    data, fsdp, tensor, split = MESHES[mesh]
+    definition = experts.define(name, data=data, fsdp=fsdp, tensor=tensor, **ALL_HEADS)
+    params = cases.place(cases.parameters(definition), definition)
+    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
+    compute = train.loss_and_gradients(definition, loop=loop, remat=remat, sequence_parallel=split, **losses)
+    program = jax.jit(compute).lower(params, experts.tokens()).compile()
+    loss, gradients = program(params, experts.tokens())
+    expected, limit = dense_gradients_with_all_heads(name), cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected[0]) < limit
+    errors = experts.errors(gradients, expected[1])
+    assert max(jax.tree.leaves(errors)) < limit, errors
+    if tensor > 1:
+        found = [line for line in program.as_text().splitlines() if re.search(r" all-reduce(-start)?\(", line)]
+        norms = [line for line in found if QK_NORM in line]
+        bodies = 1 if loop is Loop.SCAN else definition.config.num_layers
+        assert len(norms) == 2 * bodies, norms
+    if tensor > 1 and not split:
+        count = [direction for direction, *_ in communication.all_reduces(program.as_text())]
+        assert count.count(ENTER) == 2 * bodies and count.count(LAUNCH) - 2 * bodies in (0, loop is Loop.SCAN)
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder", "farskip"])

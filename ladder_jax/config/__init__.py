@@ -7,6 +7,7 @@ from ladder_jax.config.execution import Dtype as Dtype
 from ladder_jax.config.execution import Launch as Launch
 from ladder_jax.config.execution import Loop as Loop
 from ladder_jax.config.execution import Phase as Phase
+from ladder_jax.config.execution import QKNorm as QKNorm
 from ladder_jax.config.execution import Remat as Remat
 from ladder_jax.config.experts import ExpertParallelism as ExpertParallelism
 from ladder_jax.config.experts import MoEConfig as MoEConfig

@@ -1,4 +1,4 @@
-"""How a program is built: choices that several sections and the library itself share."""
+"""Choices that several sections and the library itself share: how a program is built, and what it computes in."""
 
 import enum
 
@@ -14,6 +14,17 @@ class Dtype(enum.Enum):
         name = getattr(getattr(value, "dtype", value), "name", None) or getattr(value, "__name__", value)
         name = {"bf16": "bfloat16", "fp32": "float32"}.get(str(name), name)
         return next((one for one in cls if one.value == name), None)
+
+
+class QKNorm(enum.Enum):
+    """Over which elements the RMS norms of queries and keys run."""
+
+    NONE = False  # there are none
+    HEAD = True  # those of a head (Qwen3)
+    ALL = "all-heads"  # those of all heads, which are split over the ranks: one more all-reduce a layer (OLMoE)
+
+    def __bool__(self) -> bool:
+        return self is not QKNorm.NONE
 
 
 class Loop(enum.Enum):

@@ -121,6 +121,15 @@ EXPERT_SHAPES = {
         rope_theta=1_000_000.0,
         moe=dict(experts=8, top_k=2, expert_width=14336),
     ),
+    "olmoe-1b-7b": dict(
+        num_layers=16,
+        d_model=2048,
+        num_heads=16,
+        num_kv_heads=16,
+        vocab_size=50304,
+        qk_norm="all-heads",
+        moe=dict(experts=64, top_k=8, expert_width=1024, softmax="all"),
+    ),
     "qwen1.5-moe-a2.7b": dict(
         num_layers=24,
         d_model=2048,

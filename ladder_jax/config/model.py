@@ -6,7 +6,7 @@ import numbers
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.execution import CollectiveMatmul, Dtype
+from ladder_jax.config.execution import CollectiveMatmul, Dtype, QKNorm
 from ladder_jax.config.experts import EXPERT_SHAPES, MoEConfig
 from ladder_jax.config.fields import build, check, check_positive, fit, shown
 from ladder_jax.errors import UserError, unknown, wrong_type
@@ -154,7 +154,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     biases: Biases = Biases.NONE
-    qk_norm: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
     moe: MoEConfig | None = None
     residual: str = "ladder"
     ladder_layers: str | None = None

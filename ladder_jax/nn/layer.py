@@ -96,6 +96,7 @@ class Layer(Module):
                 first_rank=context.first_rank,
                 positions=context.positions,
                 projections=projections,
+                axes=context.axes,
             )
             return partial
 

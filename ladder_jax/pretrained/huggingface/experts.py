@@ -1,4 +1,4 @@
-"""The tensors of a layer's experts in Qwen2-MoE, Qwen3-MoE and Mixtral: one for each expert, or one for all of them."""
+"""The tensors of a layer's experts in Qwen2-MoE, Qwen3-MoE, OLMoE and Mixtral: one for each, or one for all of them."""
 
 import functools
 import pathlib
@@ -29,10 +29,10 @@ def take(remaining: dict[str, Tensor], model: ModelConfig, *, folder: pathlib.Pa
     }
 
 
-def give(key: Key, stored: Stored, *, model: ModelConfig, dtype: np.dtype | None) -> dict[str, Pending]:
+def give(key: Key, stored: Stored, *, model_type: str, dtype: np.dtype | None) -> dict[str, Pending]:
     """The tensors to write of an array of routers or experts: one for each expert."""
     *_, group, name = key.name.split("/")
-    mixtral = not model.qk_norm and not model.moe.shared_width
+    mixtral = model_type == "mixtral"
     block = f"model.layers.{key.layer}.{BLOCKS[mixtral]}."
     dtype = dtype or np.dtype(stored.dtype)
     if group == "experts":
