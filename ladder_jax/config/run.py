@@ -257,6 +257,8 @@ class RunConfig:
 
     def _check_retraining(self) -> None:
         train, layers = self.train, self.model.num_layers
+        if self.model.side is not None:
+            self.model.side.check_run(self)
         if self.model.moe is not None:
             settings = {"train.freeze": train.freeze, "lora.rank": self.lora.rank}
             settings |= {"distill.teacher": self.distill.teacher, "conversion.steps": self.conversion.steps}

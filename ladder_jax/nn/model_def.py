@@ -99,6 +99,10 @@ def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str
         "layers": Layer(stacked),
         "final_norm": RMSNorm(sizes),
     }
+    if config.side is not None:
+        from ladder_jax.nn.side import SideEnds
+
+        modules["side"] = SideEnds(sizes)
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
 
 
