@@ -42,5 +42,6 @@ from ladder_jax.config.run import OnDamaged as OnDamaged
 from ladder_jax.config.run import RunConfig as RunConfig
 from ladder_jax.config.run import TrainConfig as TrainConfig
 from ladder_jax.config.run import check_fits_mesh as check_fits_mesh
+from ladder_jax.config.side import SideConfig as SideConfig
 
 presets = PRESETS  # `lj.presets`

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ladder_jax.config.execution import CollectiveMatmul, Dtype, QKNorm
 from ladder_jax.config.experts import EXPERT_SHAPES, MoEConfig
 from ladder_jax.config.fields import build, check, check_positive, fit, shown
+from ladder_jax.config.side import SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 
 RESIDUALS = (
@@ -135,7 +136,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-family decoder, dense or with experts (`moe`), and its residual topology.
+    """A Llama-family decoder, dense or with experts (`moe`), its residual topology, and a network beside it (`side`).
 
     `ladder_layers` makes a hybrid: `"N"` the last N layers, `"i,j"` 0-based layers, `"all"`; or a number, or a list.
     `ranks`: for the topologies whose function depends on the number of tensor-parallel ranks (ladder-fresh, desync-n);
@@ -156,6 +157,7 @@ class ModelConfig:
     biases: Biases = Biases.NONE
     qk_norm: QKNorm = QKNorm.NONE
     moe: MoEConfig | None = None
+    side: SideConfig | None = None
     residual: str = "ladder"
     ladder_layers: str | None = None
     ranks: int | None = None
@@ -190,13 +192,13 @@ class ModelConfig:
             check(self.ranks > 0, f"model.ranks must be positive, not {self.ranks}")
             check(name.depends_on_ranks, f"model.ranks belongs to ladder-fresh and desync-n, not to {self.residual!r}")
         self._check_experts(name)
+        if self.side is not None:
+            self.side.check(self)
 
     def _check_experts(self, name: ResidualName) -> None:
+        needs = f"model.residual={self.residual!r} needs experts (model.moe); of a dense model it is 'ladder'"
+        check(self.moe is not None or self.residual not in EXPERT_RESIDUALS, needs)
         if self.moe is None:
-            check(
-                self.residual not in EXPERT_RESIDUALS,
-                f"model.residual={self.residual!r} needs experts (model.moe); of a dense model it is 'ladder'",
-            )
             return
         check(
             not name.depends_on_ranks,

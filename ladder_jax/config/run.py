@@ -7,8 +7,8 @@ from ladder_jax.config.decode import DecodeConfig
 from ladder_jax.config.execution import CollectiveMatmul, Loop, Remat
 from ladder_jax.config.experts import ExpertParallelism, check_exchange
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import ModelConfig, check_collective_matmul, layer_indices, parse_residual
-from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig
+from ladder_jax.config.model import ModelConfig, check_collective_matmul
+from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +223,8 @@ class RunConfig:
     def __post_init__(self):
         fit(self, "")
         check_fits_mesh(self.model, self.mesh)
-        self._check_retraining()
+        if self.retrains or self.model.side is not None:
+            check_retraining(self)
         rows = self.mesh.data * self.mesh.fsdp
         check(
             self.train.batch % rows == 0,
@@ -251,48 +252,3 @@ class RunConfig:
         """Whether a run starts from a checkpoint, or a section of retraining is set: more than plain pretraining."""
         train = self.train
         return bool(train.start or train.freeze or self.lora.rank or self.distill.teacher or self.conversion.steps)
-
-    def _check_retraining(self) -> None:
-        train, layers = self.train, self.model.num_layers
-        if self.model.moe is not None and self.lora.rank and self.lora.targets != "all":
-            targets = [] if self.model.moe.shared_width else [t for t in self.lora.names if t in ("gate", "up", "down")]
-            check(
-                not targets,
-                f"lora.targets={self.lora.targets}: routed experts have no low-rank factors (allowed here: query, key,"
-                " value, out)",
-            )
-        check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
-        check(
-            not (self.lora.rank and train.freeze == layers),
-            f"train.freeze={train.freeze} leaves no layer for lora.rank={self.lora.rank} to train",
-        )
-        needs = {
-            "train.freeze": train.freeze,
-            "lora.rank": self.lora.rank,
-            f"distill.teacher={START}": self.distill.teacher == START,
-        }
-        for name, needed in needs.items():
-            check(train.start is not None or not needed, f"{name} needs train.start, the checkpoint to begin with")
-        check(
-            not (train.z_loss and self.distill.teacher),
-            f"train.z_loss={train.z_loss} has no place in a teacher's loss: leave it out with distill.teacher",
-        )
-        kind = parse_residual(self.model.residual).kind
-        check(
-            not self.conversion.steps or kind in ("ladder", "ladder-fresh", "farskip"),
-            "conversion.steps needs a model.residual of ladder, ladder-K, ladder-fresh or farskip, not"
-            f" {self.model.residual!r}",
-        )
-        which = self.model.ladder_layers
-        check(
-            not self.conversion.steps or bool(layer_indices(which or "all", layers)),
-            f"conversion.steps={self.conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
-        )
-        for name, value in (
-            ("conversion.steps", self.conversion.steps),
-            ("distill.hidden_weight", self.distill.hidden_weight),
-        ):
-            check(
-                not (value and train.sequence_parallel),
-                f"{name} reads whole streams: not with train.sequence_parallel",
-            )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ladder_jax import residual
 from ladder_jax.config import CollectiveMatmul, ExpertParallelism, Launch, Loop, Remat, check_collective_matmul
+from ladder_jax.config.fields import check
 from ladder_jax.nn import loss, modules, prefetch
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.model_def import ModelDef, Params
@@ -42,7 +43,7 @@ class ForwardPass:
             sequence_parallel=sequence_parallel,
             names=("collective_matmul", "sequence_parallel=True"),
         )
-        self._definition, self._loop, self._remat = definition, loop_form, remat
+        self._definition, self._loop, self._remat, self._side = definition, loop_form, remat, None
         self._dtype, self._axes = jnp.dtype(config.dtype.value), layout.tensor
         self._split = sequence_parallel and layout.ranks > 1 and not layout.emulated
         normalise = lambda x: modules.normalise(x, eps=config.norm_eps).astype(self._dtype)
@@ -64,13 +65,20 @@ class ForwardPass:
             normalised=self._split,
             exchanges=self.exchanges,
         )
+        if config.side is not None:
+            from ladder_jax.nn.side_pass import SidePass
+
+            check(not self._split, "model.side reads whole streams: not with sequence_parallel")
+            self._side = SidePass(definition, length, positions=positions, loop=loop_form, remat=remat)
+            self._remat = Remat.NONE  # only the side network has a backward pass
 
     def embed(self, params: Params, tokens: jax.Array) -> State:
         """The state before the first layer, for `tokens` [B, T]."""
         definition = self._definition
         table = definition.bind("embedding", unshard(definition, "embedding", params["embedding"]))
         reduce = sequence.scatter_sequence if self._split else all_reduce
-        return self.begin(table.lookup(tokens, axes=self._axes, dtype=self._dtype, reduce=reduce))
+        state = self.begin(table.lookup(tokens, axes=self._axes, dtype=self._dtype, reduce=reduce))
+        return state if self._side is None else self._side.begin(params, state)
 
     def begin(self, x: jax.Array) -> State:
         """The state of a stream [B, T, D] to which nothing is still to be added."""
@@ -100,7 +108,7 @@ class ForwardPass:
         if layout.fsdp > 1:
             fsdp_layer = fsdp.FsdpLayer(jax.tree.map(lambda dims: dims.removeprefix("L"), dims), self._dtype, trains)
             stack = fsdp.with_vectors(stack, dims)
-            if caches is None:
+            if caches is None and self._side is None:
                 return prefetch.run_layers(body, state, params=stack, fsdp_layer=fsdp_layer, **settings), None
             body = lambda state, layer, cache, steps: self._layer(state, fsdp_layer.gather(layer), cache, steps)
         return run_layers(body, state, params=stack, caches=caches, **settings)
@@ -115,6 +123,7 @@ class ForwardPass:
     def finish(self, params: Params, state: State) -> jax.Array:
         """The final, normed stream [B, T, D] after the last layer."""
         definition, x = self._definition, self.stream(state)
+        x = x if self._side is None else self._side.end(params, x, state)
         with jax.named_scope(HEAD):
             x = pvary(x, self._axes)
         final = definition.bind("final_norm", unshard(definition, "final_norm", params["final_norm"]))
@@ -125,7 +134,10 @@ class ForwardPass:
         if LADDER_FRACTION in layer:
             steps = anneal.steps(steps, ladder_fraction=layer[LADDER_FRACTION])
             layer = {name: module for name, module in layer.items() if name != LADDER_FRACTION}
-        return self._definition.bind("layers", layer).advance(state, cache, steps=steps, context=self._context)
+        h, bound = state.side, self._definition.bind("layers", layer)
+        of_side = cache and cache.side
+        state, cache = bound.advance(state, cache, steps=steps, context=self._context)
+        return (state, cache) if self._side is None else self._side.advance(h, layer["side"], state, cache, of_side)
 
 
 def unshard(definition: ModelDef, name: str, params: Params) -> Params:

@@ -67,6 +67,10 @@ class Layer(Module):
             from ladder_jax.nn.experts import MoE
 
             self.mlp = MoE(sizes, rngs=rngs)
+        if sizes.config.side is not None:
+            from ladder_jax.nn.side import SideBlock
+
+            self.side = SideBlock(sizes)  # computed beside the layer, by nn/side_pass.py
 
     def __call__(self, x_BTD: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
         """The stream [B, T, D] of a model with only this layer, by the steps of its topology's first layer.

@@ -102,8 +102,8 @@ class ModelDef:
         return nnx.merge(self._graphs[fused][name], params)
 
 
-def define(config: ModelConfig, *, mesh: Mesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE) -> ModelDef:
-    return ModelDef(config, layout(config, mesh=mesh), member(ExpertParallelism, "experts", experts))
+def define(config: ModelConfig, *, mesh: Mesh, experts: ExpertParallelism = ExpertParallelism.REDUCE) -> ModelDef:
+    return ModelDef(config, layout(config, mesh=mesh), experts)
 
 
 def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str, nnx.Module]:
@@ -115,6 +115,10 @@ def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str
         "layers": Layer(stacked),
         "final_norm": RMSNorm(sizes),
     }
+    if config.side is not None:
+        from ladder_jax.nn.side import SideEnds
+
+        modules["side"] = SideEnds(sizes)
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
 
 

@@ -79,7 +79,7 @@ class RouterLosses:
         x = run.finish(params, state)
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
         loss = forward.loss_sum(definition, params, x, batch.targets, **settings)
-        penalty, terms = self.penalty(state, batch, scheduled=scheduled, config=config)
+        penalty, terms = self.penalty(state, batch, run=run, scheduled=scheduled, config=config)
         return loss + penalty, terms
 
     def begin(self, state: State) -> State:
@@ -89,9 +89,15 @@ class RouterLosses:
         return dataclasses.replace(state, routing=nothing)
 
     def penalty(
-        self, state: State, batch: Any, *, scheduled: dict[str, jax.Array], config: TrainConfig
+        self,
+        state: State,
+        batch: Any,
+        *,
+        run: forward.ForwardPass,
+        scheduled: dict[str, jax.Array],
+        config: TrainConfig,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the routers' losses, the `terms`) of a state after the last layer; the rest as in `loss_sum`."""
+        """(the routers' losses, the `terms`) of a state after the last layer of `run`; the rest as in `loss_sum`."""
         layout = self.definition.layout
         with jax.named_scope(LOSS):
             chosen = routing.of_group(state.routing, axes=layout.tensor, own=run.exchanges)

@@ -98,7 +98,7 @@ def loss_sum(
     x = student.forward.finish(params, state)
     penalties, named = [], {}
     if routers:
-        penalty, named = routers.penalty(state, batch, scheduled=scheduled, config=config)
+        penalty, named = routers.penalty(state, batch, run=student.forward, scheduled=scheduled, config=config)
         penalties = [penalty]
     if plan.teacher is None:
         total = nn.loss_sum(
@@ -155,12 +155,14 @@ def compared_layers(plan: RetrainPlan) -> list[int]:
 
 
 def _with_factors(plan: RetrainPlan, trained: Params, frozen: Params) -> tuple[Params, Params]:
-    """All the model's parts and their dimensions, LoRA's factors attached to the layers."""
+    """All the model's parts and their dimensions, LoRA's factors and a side network's blocks attached to the layers."""
     params = {**lax.stop_gradient(frozen.get("model", {})), **trained}
     dims = {**plan.frozen_dims.get("model", {}), **plan.trained_dims}
     if plan.lora.rank:
         for tree in (params, dims):
             tree[parts.LAYERS] = lora.attach(tree[parts.LAYERS], tree.pop(ADAPTERS), scale=plan.lora.scale)
+    if plan.side:
+        params, dims = (parts.with_side(tree, tree[parts.SIDE]) for tree in (params, dims))
     return params, dims
 
 
@@ -172,7 +174,8 @@ def _shared_layers(plan: RetrainPlan) -> int:
     standard = [
         all(isinstance(s, Delayed) and s.delay == 0 for s in mine) and len(mine) == len(its) for mine, its in pairs
     ]
-    return min(plan.frozen_layers, [*standard, False].index(False))
+    frozen = plan.definition.config.num_layers if plan.side else plan.frozen_layers
+    return min(frozen, [*standard, False].index(False))
 
 
 def _boundaries(plan: RetrainPlan) -> list[int]:

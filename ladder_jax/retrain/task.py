@@ -15,6 +15,7 @@ from ladder_jax.data.batch import Targets
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import Agreement
+from ladder_jax.pretrained import OpenedModel
 from ladder_jax.retrain import conversion, lora, loss, parts, sources
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
 from ladder_jax.retrain.sources import Sources
@@ -89,10 +90,12 @@ class Retraining(RetrainPlan):
 
     def initial(self, *, seed: int) -> tuple[Params, Params]:
         start, definition = self.sources.start, self.definition
-        params = None if start is None else start.params(definition, dtype=np.float32)
+        params = None if start is None else self._stored(start)
         teacher = self._teacher_params()
         params = nn.initialize(definition, seed=seed) if params is None else params
         trained, frozen = self.split(params, teacher=teacher)
+        if self.side and not trained:
+            return self.initial_side(seed=seed), frozen
         return (self.initial_adapters(seed=seed) if self.lora.rank else trained), frozen
 
     def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
@@ -110,14 +113,19 @@ class Retraining(RetrainPlan):
     @functools.cached_property
     def exported(self):
         """A (trained, frozen) -> all the model's parameters, compiled: laid out over the mesh as the model is."""
-        if self.frozen_layers == 0 and not self.lora.rank:
+        if self.frozen_layers == 0 and not self.lora.rank and not self.side:
             return lambda trained, frozen: trained
         shardings = jax.tree.map(lambda a: a.sharding, self.definition.abstract)
         join = jax.jit(self._join, out_shardings=shardings)
         return lambda trained, frozen: join(trained, frozen["model"])
 
     def _teacher_params(self) -> Params | None:
-        return self.teacher and self.sources.teacher.params(self.definition, dtype=np.float32)
+        return self.teacher and self._stored(self.sources.teacher)
+
+    def _stored(self, model: OpenedModel) -> Params:
+        """A source's parameters, which may be those of a model without a side network."""
+        definition = self.without_side if model.config.model.side is None else self.definition
+        return model.params(definition, dtype=np.float32)
 
     def _join(self, trained: Params, frozen: Params) -> Params:
         joined = {**frozen, **trained}
@@ -147,7 +155,7 @@ def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig 
     of_teacher = None
     if teacher is not None:
         of_teacher = ModelDef(teacher, definition.layout)
-        if of_teacher.dims != definition.dims:
+        if of_teacher.dims != RetrainPlan(definition).without_side.dims:
             raise UserError(
                 f"a {teacher.residual} teacher has other parameters than a {definition.config.residual} model"
             )
