@@ -18,7 +18,7 @@ from ladder_jax.config import (
     Phase,
     check_exchange,
 )
-from ladder_jax.errors import member, wrong_type
+from ladder_jax.errors import wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
 from ladder_jax.nn.modules import Embedding, RMSNorm
