@@ -34,10 +34,11 @@ KINDS = {
 }
 
 
-def model(name: str = "ladder", kind: str = "shared", **changes) -> ModelConfig:
+def model(name: str = "ladder", kind: str = "shared", *, dense_layers: int = 0, **changes) -> ModelConfig:
     """Three small layers in float32."""
     residual, ladder_layers, *_ = TOPOLOGIES[name]
-    settings = dict(residual=residual, ladder_layers=ladder_layers, num_layers=3, moe=KINDS[kind])
+    moe = KINDS[kind] | dict(dense_layers=dense_layers)
+    settings = dict(residual=residual, ladder_layers=ladder_layers, num_layers=3, moe=moe)
     return cases.model("standard", **{**settings, **changes})
 
 
@@ -67,7 +68,7 @@ def loss(params, tokens, shape):
     """The reference's cross-entropy, and the routers' losses of all tokens."""
     seen, layers = [], params["layers"]
     total = reference.loss(params, tokens, shape, seen)
-    for l, inputs in enumerate(seen):
+    for l, inputs in enumerate(seen):  # of the layers that have experts
         norm = layers["mlp_norm" if "mlp_norm" in layers else "attention_norm"]["scale"][l]
         x = reference.rms(inputs[0], norm, shape.eps).reshape(-1, inputs.shape[-1])
         scores = x @ layers["mlp"]["router"][l]
@@ -82,9 +83,9 @@ def loss(params, tokens, shape):
 
 
 @functools.cache
-def dense_gradients(name: str, kind: str):
+def dense_gradients(name: str, kind: str, dense_layers: int = 0):
     """(loss, gradients) of `cases.parameters` and `tokens` by the reference."""
-    definition = define(name, kind)
+    definition = define(name, kind, dense_layers=dense_layers)
     of = shape(name, definition.config)
     return reference.evaluate(loss, cases.parameters(definition), tokens(), of, gradient=True)
 

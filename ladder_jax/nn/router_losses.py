@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.config import TrainConfig
+from ladder_jax.config import LAYERS, TrainConfig, stacks
 from ladder_jax.nn import forward, routing
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.positions import FullSequence, Packed
@@ -33,8 +33,12 @@ class RouterLosses:
     @property
     def terms(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the statistics, which are the loss's terms."""
-        config = self.definition.config
-        return routing.shapes(config.moe, num_layers=config.num_layers)
+        return routing.shapes(self.definition.config.moe, num_layers=self._num_layers)
+
+    @property
+    def _num_layers(self) -> int:
+        """How many layers have experts."""
+        return len(stacks(self.definition.config)[LAYERS])
 
     def metrics(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return routing.metrics(Routing(**terms), top_k=self.definition.config.moe.top_k)
@@ -70,9 +74,9 @@ class RouterLosses:
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,
         )
-        nothing = routing.zeros(definition.config.moe, num_layers=definition.config.num_layers, layout=layout)
+        nothing = routing.zeros(definition.config.moe, num_layers=self._num_layers, layout=layout)
         state = dataclasses.replace(run.embed(params, batch.tokens), routing=nothing)
-        state, _ = run.layers(state, params["layers"])
+        state, _ = run.all_layers(state, params)
         x = run.finish(params, state)
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
         loss = forward.loss_sum(definition, params, x, batch.targets, **settings)

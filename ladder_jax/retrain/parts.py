@@ -33,6 +33,8 @@ def join(parts: Params) -> Params:
 
 
 def _parts(params: Params, below: int, layers: int, take: Callable[[Any, int, int], Any]) -> Params:
+    if below == 0:
+        return dict(params)
     parts = {name: part for name, part in params.items() if name != LAYERS}
     for name, first, last in ((LOWER, 0, below), (LAYERS, below, layers)):
         if first < last:
