@@ -34,10 +34,11 @@ KINDS = {
 }
 
 
-def model(name: str = "ladder", kind: str = "shared", **changes) -> ModelConfig:
+def model(name: str = "ladder", kind: str = "shared", *, dense_layers: int = 0, **changes) -> ModelConfig:
     """Three small layers in float32."""
     residual, ladder_layers, *_ = TOPOLOGIES[name]
-    settings = dict(residual=residual, ladder_layers=ladder_layers, num_layers=3, moe=KINDS[kind])
+    moe = KINDS[kind] | dict(dense_layers=dense_layers)
+    settings = dict(residual=residual, ladder_layers=ladder_layers, num_layers=3, moe=moe)
     return cases.model("standard", **{**settings, **changes})
 
 
@@ -72,7 +73,7 @@ def loss(params, tokens, shape):
 def penalties(layers, seen, shape):
     """The routers' losses. seen: the input of each layer's experts, [1, B, T, D]."""
     total = 0.0
-    for l, inputs in enumerate(seen):
+    for l, inputs in enumerate(seen):  # of the layers that have experts
         norm = layers["mlp_norm" if "mlp_norm" in layers else "attention_norm"]["scale"][l]
         x = reference.rms(inputs[0], norm, shape.eps).reshape(-1, inputs.shape[-1])
         scores = x @ layers["mlp"]["router"][l]
@@ -87,9 +88,9 @@ def penalties(layers, seen, shape):
 
 
 @functools.cache
-def dense_gradients(name: str, kind: str):
+def dense_gradients(name: str, kind: str, dense_layers: int = 0):
     """(loss, gradients) of `cases.parameters` and `tokens` by the reference."""
-    definition = define(name, kind)
+    definition = define(name, kind, dense_layers=dense_layers)
     of = shape(name, definition.config)
     return reference.evaluate(loss, cases.parameters(definition), tokens(), of, gradient=True)
 

@@ -200,12 +200,17 @@ def streams(params, tokens, shape, seen=None):
     r, call = shape.rounds, sublayer if shape.rounds is not exactly else COMPILED_SUBLAYER
     kind = "farskip" if shape.kind == "farskip" else ""
     one_for_all = dataclasses.replace(shape, layers=0, vocab=0, kind=kind, number=1, ladder=None)
+    without_experts = dataclasses.replace(one_for_all, kind="", experts=None)
+    dense = len(params["dense"]["mlp_norm"]["scale"]) if "dense" in params else 0  # the first layers
 
     def partials(i, inputs):
         """h_i (1-based) on each rank's own input."""
+        layer = (i - 1) // 2
+        if layer < dense:
+            return call(params["dense"], layer, inputs, attends=bool(i % 2), shape=without_experts)
         if seen is not None and i % 2 == 0:
             seen.append(inputs)
-        return call(params["layers"], (i - 1) // 2, inputs, attends=bool(i % 2), shape=one_for_all)
+        return call(params["layers"], layer - dense, inputs, attends=bool(i % 2), shape=one_for_all)
 
     x0 = r(r(params["embedding"]["table"], forward=False)[tokens])
     last = 2 * shape.layers
@@ -228,7 +233,7 @@ def streams(params, tokens, shape, seen=None):
         return local
 
     if shape.kind == "farskip":
-        return same(farskip(partials, x0, shape))
+        return same(farskip(partials, x0, shape, dense))
 
     xs, newest = [x0], None  # xs[i] is x_i; newest: the ranks' partials of h_{i-1}
     for l in range(shape.layers):
@@ -249,12 +254,20 @@ def streams(params, tokens, shape, seen=None):
     return same(r(xs[-1], forward=False))
 
 
-def farskip(partials, x, shape):
-    """a_k = Attn(x_{k-1} - r_{k-1}); s_k, r_k = Shared(x_{k-1}), Routed(x_{k-1}); x_k = x_{k-1} + a_k + s_k + r_k."""
+def farskip(partials, x, shape, dense):
+    """a_k = Attn(x_{k-1} - r_{k-1}); s_k, r_k = Shared(x_{k-1}), Routed(x_{k-1}); x_k = x_{k-1} + a_k + s_k + r_k.
+
+    In the `dense` first layers s_k is the MLP, and r_k is zero.
+    """
     r = shape.rounds
     late = 0.0  # r_{k-1}
     for l in range(shape.layers):
         ladder = shape.ladder is None or l in shape.ladder
+        if l < dense:
+            a, before = partials(2 * l + 1, x[None])[0], x
+            x = r(x + a)
+            x = r(x + partials(2 * l + 2, (before if ladder else x)[None])[0])
+            continue
         a = partials(2 * l + 1, (x - late if ladder else x)[None])[0]
         if ladder:
             routed, shared = partials(2 * l + 2, x[None])[:, 0]

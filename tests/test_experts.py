@@ -67,6 +67,29 @@ def test_gradients(name, kind, mesh, loop, remat, parts):
         assert found.count(ENTER) == a_layer and found.count(LAUNCH) - a_layer in (0, loop is Loop.SCAN)
 
 
+DENSE_FIRST = covering.marked(
+    covering.array(("standard", "ladder", "farskip", "hybrid-farskip", "farskip-first", "ladder-2", "parallel"),
+                   ("shared", "routed"), (1, 2), MESHES, Loop, Remat),
+    chosen=[("farskip", "shared", 1, "fsdp-2-tensor-4", Loop.SCAN, Remat.FULL)],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, kind, dense, mesh, loop, remat", DENSE_FIRST)
+def test_dense_layers_first(name, kind, dense, mesh, loop, remat):
+    """Values and gradients where the first layers have no experts: a stack of parameters of their own."""
+    data, fsdp, tensor, split = MESHES[mesh]
+    definition = experts.define(name, kind, data=data, fsdp=fsdp, tensor=tensor, dense_layers=dense)
+    params = cases.place(cases.parameters(definition), definition)
+    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
+    compute = train.loss_and_gradients(definition, loop=loop, remat=remat, sequence_parallel=split, **losses)
+    loss, gradients = jax.jit(compute)(params, experts.tokens())
+    expected, limit = experts.dense_gradients(name, kind, dense), cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected[0]) < limit
+    errors = experts.errors(gradients, expected[1])
+    assert errors.keys() == {"embedding", "dense", "layers", "final_norm", "head"}
+    assert max(jax.tree.leaves(errors)) < limit, errors
+
+
 ALL_HEADS = dict(qk_norm="all-heads", num_kv_heads=2)  # OLMoE's; of its few keys, several ranks hold the same ones
 NORMS = covering.marked(
     covering.array(("standard", "ladder", "farskip"), MESHES, Loop, Remat),
@@ -267,6 +290,9 @@ def test_topology_in_words():
         (dict(moe=dict(top_k=0)), "top_k must be positive"),
         (dict(moe=dict(shared_gate=True)), "needs a shared expert"),
         (dict(moe=dict(shared_width=-1)), "must not be negative"),
+        (dict(moe=dict(dense_layers=4)), "dense_layers=4 leaves none of 4 layers experts"),
+        (dict(moe=dict(dense_layers=-1)), "dense_layers must not be negative"),
+        (dict(qk_norm="some"), r"unknown value for model.qk_norm: 'some' \(allowed: false, true, all-heads\)"),
         (dict(moe=dict(softmax="some")), "unknown value for model.moe.softmax"),
         (dict(moe=dict(expert=3)), "did you mean 'model.moe.experts'"),
         (dict(moe=8), "model.moe must be a section"),

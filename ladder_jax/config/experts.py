@@ -1,8 +1,9 @@
-"""The section `model.moe`: a mixture of experts in the place of each layer's MLP."""
+"""The section `model.moe`: a mixture of experts in the place of the layers' MLPs."""
 
 import dataclasses
 import enum
 import math
+import typing
 
 from ladder_jax.config.fields import check, check_positive, fit, shown
 
@@ -26,8 +27,9 @@ class MoEConfig:
     """A token's MLP is the weighted sum of `top_k` of `experts` SwiGLU MLPs, chosen by a router.
 
     `shared_width`: of one more MLP, the shared expert, that every token passes; `shared_gate`: its output is multiplied
-    with a sigmoid of the token's stream. `capacity`: in training, and wherever rows are exchanged, an expert takes at
-    most so many times the mean rows of an expert (1: as many as if the load were even); the rest are dropped.
+    with a sigmoid of the token's stream. `dense_layers`: how many of the first layers have an MLP of `model.d_ff`.
+    `capacity`: in training, and wherever rows are exchanged, an expert takes at most so many times the mean rows of an
+    expert (1: as many as if the load were even); the rest are dropped.
     """
 
     experts: int = 8
@@ -36,6 +38,7 @@ class MoEConfig:
     softmax: RouterSoftmax = RouterSoftmax.CHOSEN
     shared_width: int = 0  # 0: no shared expert
     shared_gate: bool = False
+    dense_layers: int = 0
     capacity: float | None = None  # empty: no row is dropped
 
     __repr__ = shown
@@ -48,6 +51,7 @@ class MoEConfig:
             f"model.moe.top_k={self.top_k} chooses more than model.moe.experts={self.experts}",
         )
         check(self.shared_width >= 0, f"model.moe.shared_width must not be negative, not {self.shared_width}")
+        check(self.dense_layers >= 0, f"model.moe.dense_layers must not be negative, not {self.dense_layers}")
         check(
             self.shared_width > 0 or not self.shared_gate,
             "model.moe.shared_gate needs a shared expert: model.moe.shared_width",
@@ -83,6 +87,16 @@ def check_exchange(
         f" {moe.experts / moe.top_k:g} drops no row",
     )
     check(sequence_parallel, f"{setting} needs {split}: each rank sends the rows of its own positions")
+
+
+DENSE, LAYERS = STACKS = ("dense", "layers")
+"""The names under which stacks of layers with equal parameters are stored: the first one is of `dense_layers`."""
+
+
+def stacks(model: typing.Any) -> dict[str, range]:
+    """Which layers of a ModelConfig each stack holds."""
+    dense = 0 if model.moe is None else model.moe.dense_layers
+    return {**({DENSE: range(dense)} if dense else {}), LAYERS: range(dense, model.num_layers)}
 
 
 _QWEN3 = dict(head_dim=128, vocab_size=151936, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True)

@@ -148,7 +148,7 @@ class ModelConfig:
     num_heads: int = 8
     num_kv_heads: int = 4
     head_dim: int | None = None  # empty: d_model / num_heads
-    d_ff: int = 352  # of the MLP, which a model with `moe` does not have
+    d_ff: int = 352  # of the MLP, which with `moe` only `moe.dense_layers` have
     vocab_size: int = 256
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -165,7 +165,8 @@ class ModelConfig:
     residual_dtype: Dtype = Dtype.BFLOAT16
 
     def __repr__(self) -> str:
-        return shown(self, always=[name for name in SHAPE if self.moe is None or name != "d_ff"])
+        has_mlp = self.moe is None or self.moe.dense_layers
+        return shown(self, always=[name for name in SHAPE if has_mlp or name != "d_ff"])
 
     def __post_init__(self):
         object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))
@@ -204,6 +205,10 @@ class ModelConfig:
             not name.depends_on_ranks,
             f"model.residual={self.residual!r} gives each rank another input, by which ranks would choose other experts"
             " (allowed with model.moe: standard, ladder, ladder-K, parallel, parallel-ladder, farskip)",
+        )
+        dense = self.moe.dense_layers
+        check(
+            dense < self.num_layers, f"model.moe.dense_layers={dense} leaves none of {self.num_layers} layers experts"
         )
         check(
             self.biases is not Biases.ALL,
@@ -257,13 +262,7 @@ _SHAPES = {
     "llama-3.2-3b": _llama3(28, 3072, 24, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
     "llama-3-8b": _llama3(32, 4096, 32, 8, 14336),
     "codellama-34b": dict(
-        num_layers=48,
-        d_model=8192,
-        num_heads=64,
-        num_kv_heads=8,
-        d_ff=22016,
-        vocab_size=32000,
-        rope_theta=1_000_000.0,
+        num_layers=48, d_model=8192, num_heads=64, num_kv_heads=8, d_ff=22016, vocab_size=32000, rope_theta=1_000_000.0
     ),
     "llama-3-70b": _llama3(80, 8192, 64, 8, 28672),
     "llama-3.1-405b": _llama3(126, 16384, 128, 16, 53248, rope_scaling=RopeScaling(factor=8.0)),

@@ -39,8 +39,9 @@ def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
     """Raises UserError for a mesh over which the model's dimensions cannot be split."""
     ranks = mesh.tensor if model.ranks is None or mesh.tensor > 1 else model.ranks
     check(model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model} is not divisible by mesh.fsdp={mesh.fsdp}")
-    width = dict(d_ff=model.d_ff) if model.moe is None else {"moe.shared_width": model.moe.shared_width}
-    for name, value in (("num_heads", model.num_heads), *width.items()):
+    widths = {} if model.moe is None else {"moe.shared_width": model.moe.shared_width}
+    widths |= dict(d_ff=model.d_ff) if model.moe is None or model.moe.dense_layers else {}
+    for name, value in (("num_heads", model.num_heads), *widths.items()):
         check(value % ranks == 0, f"model.{name}={value} is not divisible by mesh.tensor={ranks}")
     kv = model.num_kv_heads
     check(

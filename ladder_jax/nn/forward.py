@@ -1,12 +1,22 @@
 """A forward pass on one rank, in parts: embedding, layers (all, or one range after another), final norm."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ladder_jax import residual
-from ladder_jax.config import CollectiveMatmul, ExpertParallelism, Launch, Loop, Remat, check_collective_matmul
+from ladder_jax.config import (
+    LAYERS,
+    CollectiveMatmul,
+    ExpertParallelism,
+    Launch,
+    Loop,
+    Remat,
+    check_collective_matmul,
+    stacks,
+)
 from ladder_jax.config.fields import check
 from ladder_jax.nn import loss, modules, prefetch
 from ladder_jax.nn.layer import layer_context
@@ -85,16 +95,39 @@ class ForwardPass:
         x = x.astype(self._definition.config.residual_dtype.value)
         return residual.begin(x, topology=self._definition.topology, axes=self._axes)
 
+    def all_layers(self, state: State, params: Params, *, caches: Any = None) -> tuple[State, Any]:
+        """The state after all layers, one stack of `params` after the other, and the caches in their form."""
+        ranges, updated = stacks(self._definition.config), []
+        if len(ranges) == 1:
+            return self.layers(state, params[LAYERS], caches=caches)
+        for name, of in ranges.items():
+            part = slice(of.start, of.stop)
+            own = caches[part] if isinstance(caches, tuple) else jax.tree.map(lambda a: a[part], caches)
+            state, own = self.layers(state, params[name], caches=own, first=of.start, name=name)
+            updated.append(own)
+        if isinstance(caches, tuple):
+            return state, sum(updated, ())
+        return state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *updated)
+
     def layers(
-        self, state: State, stack: Any, *, caches: Any = None, first: int = 0, dims: Any = None, trains: Any = None
+        self,
+        state: State,
+        stack: Any,
+        *,
+        caches: Any = None,
+        first: int = 0,
+        name: str = LAYERS,
+        dims: Any = None,
+        trains: Any = None,
     ) -> tuple[State, Any]:
         """The state after the layers from `first` on that `stack` holds, and their caches.
 
-        stack: [L, ...], or (unrolled only) a tuple with each layer's own arrays. dims: of one that holds other arrays
-        than the definition has. trains: as in `fsdp.FsdpLayer`; what does not must not be differentiated anyway.
+        stack: [L, ...], or (unrolled only) a tuple with each layer's own arrays. name: of the model's stack. dims: of
+        one that holds other arrays than the definition has. trains: as in `fsdp.FsdpLayer`; what does not must not be
+        differentiated anyway.
         """
         definition, layout = self._definition, self._definition.layout
-        dims = definition.dims["layers"] if dims is None else dims
+        dims = definition.dims[name] if dims is None else dims
         count = len(stack) if isinstance(stack, tuple) else jax.tree.leaves(stack)[0].shape[0]
         settings = dict(
             steps=self._steps[first : first + count],
@@ -104,13 +137,13 @@ class ForwardPass:
             dtype=self._dtype,
             first=first,
         )
-        body = self._layer
+        body = functools.partial(self._layer, name)
         if layout.fsdp > 1:
             fsdp_layer = fsdp.FsdpLayer(jax.tree.map(lambda dims: dims.removeprefix("L"), dims), self._dtype, trains)
             stack = fsdp.with_vectors(stack, dims)
             if caches is None and self._side is None:
                 return prefetch.run_layers(body, state, params=stack, fsdp_layer=fsdp_layer, **settings), None
-            body = lambda state, layer, cache, steps: self._layer(state, fsdp_layer.gather(layer), cache, steps)
+            body = lambda state, layer, cache, steps: self._layer(name, state, fsdp_layer.gather(layer), cache, steps)
         return run_layers(body, state, params=stack, caches=caches, **settings)
 
     def stream(self, state: State) -> jax.Array:
@@ -130,11 +163,11 @@ class ForwardPass:
         x = final(x, dtype=self._dtype)
         return sequence.gather(x, self._axes) if self._split else x
 
-    def _layer(self, state, layer, cache, steps):
+    def _layer(self, name, state, layer, cache, steps):
         if LADDER_FRACTION in layer:
             steps = anneal.steps(steps, ladder_fraction=layer[LADDER_FRACTION])
-            layer = {name: module for name, module in layer.items() if name != LADDER_FRACTION}
-        h, bound = state.side, self._definition.bind("layers", layer)
+            layer = {part: module for part, module in layer.items() if part != LADDER_FRACTION}
+        h, bound = state.side, self._definition.bind(name, layer)
         of_side = cache and cache.side
         state, cache = bound.advance(state, cache, steps=steps, context=self._context)
         return (state, cache) if self._side is None else self._side.advance(h, layer["side"], state, cache, of_side)
@@ -168,7 +201,7 @@ def hidden(
     split = dict(sequence_parallel=sequence_parallel, collective_matmul=collective_matmul)
     settings = dict(loop_form=loop_form, remat=remat, positions=positions, launch=launch)
     run = ForwardPass(definition, tokens.shape[1], **settings, **split)
-    state, caches = run.layers(run.embed(params, tokens), params["layers"], caches=caches)
+    state, caches = run.all_layers(run.embed(params, tokens), params, caches=caches)
     return run.finish(params, state), caches
 
 

@@ -108,9 +108,12 @@ class Layer(Module):
             normed = mlp_norm(x, dtype=context.dtype, scale=gain)
             return self.mlp(normed, first_rank=context.first_rank, projections=projections)
 
-        functions, routing = (attention, mlp), None
+        functions, routing, of_layer = (
+            (attention, mlp),
+            state.routing,
+            [],
+        )  # the statistics of all layers, and this one's
         if self.config.moe is not None:
-            routing, of_layer = state.routing, []  # the routers' statistics of all layers, and this one's
             functions = attention, *self._experts(mlp_norm, context, None if routing is None else of_layer.append)
         gains = (norm.scale[...] for norm in (*norms, norms[1]))  # farskip has two sublayers behind the second norm
         sublayers = [Normed(function, gain) for function, gain in zip(functions, gains)]
@@ -125,7 +128,7 @@ class Layer(Module):
             with jax.named_scope(scope):
                 state = step(state, sublayers, axes=context.axes, launch=context.launch)
         if routing is not None:
-            state = dataclasses.replace(state, routing=routing.with_layer(*of_layer))
+            state = dataclasses.replace(state, routing=routing.with_layer(*of_layer) if of_layer else routing)
         return state, cache
 
     def _experts(

@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 
 from ladder_jax import residual
 from ladder_jax.config import (
+    DENSE,
+    STACKS,
     CollectiveMatmul,
     ExpertParallelism,
     Launch,
@@ -17,6 +19,7 @@ from ladder_jax.config import (
     ModelConfig,
     Phase,
     check_exchange,
+    stacks,
 )
 from ladder_jax.errors import wrong_type
 from ladder_jax.nn import kernels, parameter
@@ -97,8 +100,8 @@ class ModelDef:
         return {fused: {name: nnx.split(m)[0] for name, m in modules.items()} for fused, modules in forms.items()}
 
     def bind(self, name: str, params: Params) -> Any:
-        """The module called `name` over a rank's arrays; "layers" gives one layer. Only while tracing."""
-        fused = name == "layers" and "query_key_value" in params["attention"]
+        """The module called `name` over a rank's arrays; one of STACKS gives one layer. Only while tracing."""
+        fused = name in STACKS and "query_key_value" in params["attention"]
         return nnx.merge(self._graphs[fused][name], params)
 
 
@@ -109,17 +112,21 @@ def define(config: ModelConfig, *, mesh: Mesh, experts: ExpertParallelism = Expe
 def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str, nnx.Module]:
     """The model's modules, their parameters declared and without values."""
     sizes = parameter.Sizes(config, ranks)
-    stacked = parameter.Sizes(config, ranks, stacked=True, fused=fused)
-    modules = {
-        "embedding": Embedding(sizes),
-        "layers": Layer(stacked),
-        "final_norm": RMSNorm(sizes),
-    }
+    layers = {}
+    for name, of in stacks(config).items():
+        own = _without_experts(config) if name == DENSE else config
+        layers[name] = Layer(parameter.Sizes(own, ranks, stacked=True, fused=fused, layers=len(of)))
+    modules = {"embedding": Embedding(sizes), **layers, "final_norm": RMSNorm(sizes)}
     if config.side is not None:
         from ladder_jax.nn.side import SideEnds
 
         modules["side"] = SideEnds(sizes)
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
+
+
+def _without_experts(config: ModelConfig) -> ModelConfig:
+    """Of a layer without experts in a model with them; `farskip` is a residual of experts only."""
+    return dataclasses.replace(config, moe=None, residual="ladder" if config.residual == "farskip" else config.residual)
 
 
 def initialize(definition: ModelDef, *, seed: int = 0, key: jax.Array | None = None) -> Params:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.config import TrainConfig
+from ladder_jax.config import LAYERS, TrainConfig, stacks
 from ladder_jax.nn import forward, routing
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.positions import FullSequence, Packed
@@ -34,8 +34,12 @@ class RouterLosses:
     @property
     def terms(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the statistics, which are the loss's terms."""
-        config = self.definition.config
-        return routing.shapes(config.moe, num_layers=config.num_layers)
+        return routing.shapes(self.definition.config.moe, num_layers=self._num_layers)
+
+    @property
+    def _num_layers(self) -> int:
+        """How many layers have experts."""
+        return len(stacks(self.definition.config)[LAYERS])
 
     def metrics(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return routing.metrics(Routing(**terms), moe=self.definition.config.moe)
@@ -75,7 +79,7 @@ class RouterLosses:
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,
         )
-        state, _ = run.layers(self.begin(run.embed(params, batch.tokens)), params["layers"])
+        state, _ = run.all_layers(self.begin(run.embed(params, batch.tokens)), params)
         x = run.finish(params, state)
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
         loss = forward.loss_sum(definition, params, x, batch.targets, **settings)
@@ -84,8 +88,8 @@ class RouterLosses:
 
     def begin(self, state: State) -> State:
         """The state before the first layer, whose layers' routers are to be measured."""
-        config, layout = self.definition.config, self.definition.layout
-        nothing = routing.zeros(config.moe, num_layers=config.num_layers, layout=layout)
+        definition = self.definition
+        nothing = routing.zeros(definition.config.moe, num_layers=self._num_layers, layout=definition.layout)
         return dataclasses.replace(state, routing=nothing)
 
     def penalty(

@@ -10,7 +10,7 @@ import numpy as np
 
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
-from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
+from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig, stacks
 from ladder_jax.data.batch import Targets
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
@@ -153,6 +153,12 @@ def of_run(
 def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig | None, sources: Sources) -> Retraining:
     """The task that `config` describes. Raises UserError for a teacher that cannot teach this model."""
     of_teacher = None
+    parts_of_it = config.train.freeze or config.lora.rank or config.conversion.steps or teacher is not None
+    if parts_of_it and len(stacks(definition.config)) > 1:
+        raise UserError(
+            "train.freeze, lora, distill and conversion are for layers that are all alike: not with"
+            f" model.moe.dense_layers={definition.config.moe.dense_layers}"
+        )
     if teacher is not None:
         of_teacher = ModelDef(teacher, definition.layout)
         if of_teacher.dims != RetrainPlan(definition).without_side.dims:

@@ -34,7 +34,10 @@ CONFIGS = {
     "mixtral": _OLD | dict(num_local_experts=6, sliding_window=None, router_jitter_noise=0.0),
     "olmoe": _OLD | dict(num_experts=6, norm_topk_prob=False, clip_qkv=None, attention_bias=False),
 }
-FAMILIES = "qwen3_moe", "qwen2_moe", "mixtral", "olmoe"
+_FIRST = dict(mlp_only_layers=[0], num_hidden_layers=3, intermediate_size=40)  # the first layer without experts
+CONFIGS["qwen3_moe with a dense layer"] = CONFIGS["qwen3_moe"] | _FIRST
+CONFIGS["qwen2_moe with a dense layer"] = CONFIGS["qwen2_moe"] | _FIRST
+FAMILIES = "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3_moe with a dense layer"
 
 
 def config(name: str, **changes) -> dict:
@@ -61,6 +64,11 @@ def arrays(told: dict) -> dict[str, np.ndarray]:
         own |= {"input_layernorm.weight": gain(width), "post_attention_layernorm.weight": gain(width)}
         if family == "qwen2_moe":
             own |= {f"self_attn.{name}.bias": bias(out) for name, out in outputs.items()}
+        if layer in told.get("mlp_only_layers", ()):
+            dense = told["intermediate_size"]
+            own |= {"mlp.gate_proj.weight": matrix(dense, width), "mlp.up_proj.weight": matrix(dense, width)}
+            own["mlp.down_proj.weight"] = matrix(width, dense)
+        elif family == "qwen2_moe":
             shared = told["shared_expert_intermediate_size"]
             own |= {f"mlp.shared_expert.{name}.weight": matrix(shared, width) for name in names[:2]}
             own["mlp.shared_expert.down_proj.weight"] = matrix(width, shared)
@@ -68,8 +76,9 @@ def arrays(told: dict) -> dict[str, np.ndarray]:
         if family in ("qwen3_moe", "olmoe"):
             of_queries, of_keys = (4 * size, 2 * size) if family == "olmoe" else (size, size)
             own |= {"self_attn.q_norm.weight": gain(of_queries), "self_attn.k_norm.weight": gain(of_keys)}
-        own[f"{block}.gate.weight"] = matrix(6, width)
-        for e in range(6):
+        count = 0 if layer in told.get("mlp_only_layers", ()) else 6
+        own |= {f"{block}.gate.weight": matrix(6, width)} if count else {}
+        for e in range(count):
             own |= {f"{block}.experts.{e}.{name}.weight": matrix(inner, width) for name in names[:2]}
             own[f"{block}.experts.{e}.{names[2]}.weight"] = matrix(width, inner)
         found |= {f"model.layers.{layer}.{name}": values for name, values in own.items()}
@@ -80,7 +89,8 @@ def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """As transformers 5 has them in memory: one tensor for all experts' gates and ups, and one for their downs."""
     found = {name: values for name, values in tensors.items() if ".experts." not in name}
     found = {name.replace("block_sparse_moe", "mlp"): values for name, values in found.items()}
-    for layer in range(2):
+    routers = [name for name in tensors if name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))]
+    for layer in (int(name.split(".")[2]) for name in routers):
         pick = lambda *names: np.stack([
             np.concatenate([tensors[f"model.layers.{layer}.{block}.experts.{e}.{name}.weight"] for name in names])
             for e in range(6)

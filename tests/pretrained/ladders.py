@@ -22,6 +22,9 @@ TOPOLOGIES = {
     "experts-hybrid-farskip": ("qwen2_moe", dict(residual="farskip", ladder_layers="1,2")),
     "experts-hybrid-delay-2": ("olmoe", dict(residual="ladder-2", ladder_layers="2")),
     "experts-parallel": ("mixtral", dict(residual="parallel")),
+    "experts-dense-ladder": ("qwen3_moe with a dense layer", dict(residual="ladder")),
+    "experts-dense-farskip": ("qwen2_moe with a dense layer", dict(residual="farskip")),
+    "experts-dense-hybrid": ("qwen2_moe with a dense layer", dict(residual="farskip", ladder_layers="3")),
     "experts-ungated": ("qwen2_moe", dict(residual="farskip", moe=dict(shared_gate=False))),
 }
 LAYERS = 4

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from ladder_jax import nn, parallel, pretrained
-from ladder_jax.config import Biases, QKNorm, RouterSoftmax
+from ladder_jax.config import Biases, QKNorm, RouterSoftmax, stacks
 from ladder_jax.errors import UserError
 from ladder_jax.nn import routing
 from ladder_jax.nn.forward import ForwardPass
@@ -28,8 +28,9 @@ def computed(source, *, tensor: int):
 
     def local(params, tokens):
         run = ForwardPass(definition, tokens.shape[1])
-        nothing = routing.zeros(source.model.moe, num_layers=source.model.num_layers, layout=layout)
-        state, _ = run.layers(dataclasses.replace(run.embed(params, tokens), routing=nothing), params["layers"])
+        experts = len(stacks(source.model)["layers"])
+        nothing = routing.zeros(source.model.moe, num_layers=experts, layout=layout)
+        state, _ = run.all_layers(dataclasses.replace(run.embed(params, tokens), routing=nothing), params)
         logits = nn.logits(definition, params, run.finish(params, state))
         chosen = routing.of_group(state.routing, axes=layout.tensor)
         return logits, jax.tree.map(lambda a: parallel.all_reduce(a, layout.batch), chosen)
@@ -61,7 +62,7 @@ def test_logits_and_losses_are_those_of_transformers(name, tmp_path):
         assert np.array_equal(of_one.arrays[key].read(), stored.read())
 
 
-@pytest.mark.parametrize("name", ["experts-farskip", "experts-hybrid-delay-2"])
+@pytest.mark.parametrize("name", ["experts-dense-hybrid", "experts-hybrid-delay-2"])
 def test_the_pytorch_program_computes_what_we_do(name, tmp_path):
     """Recorded, of what was exported; `make test-hf` has it live, and every topology."""
     made = ladders.make(tmp_path / "made", name)
@@ -85,8 +86,11 @@ def test_spellings_of_the_configuration(tmp_path):
 @pytest.mark.parametrize(
     "name, changes, field",
     [
-        ("qwen3_moe", dict(mlp_only_layers=[0]), "mlp_only_layers"),
-        ("qwen2_moe", dict(decoder_sparse_step=2), "decoder_sparse_step=2"),
+        ("qwen3_moe", dict(mlp_only_layers=[0]), "holds no model.layers.0.mlp.down_proj.weight"),
+        ("qwen3_moe", dict(mlp_only_layers=[1]), r"mlp_only_layers=\[1\] cannot be represented: the layers without"),
+        ("qwen2_moe", dict(mlp_only_layers=[0, 1]), "must be the first ones, and not all 2"),
+        ("qwen2_moe", dict(decoder_sparse_step=2, num_hidden_layers=4), "decoder_sparse_step=2 cannot be represented"),
+        ("qwen2_moe", dict(decoder_sparse_step=0), "not all 2"),
         ("qwen3_moe", dict(num_experts=4), "experts.4.down_proj.weight and 11 more, not in the model"),
         ("qwen3_moe", dict(num_experts=7), r"gate.weight is \(6, 32\), but \(7, 32\)"),
         ("qwen3_moe", dict(moe_intermediate_size=17), r"gate_proj.weight is \(16, 32\), but \(17, 32\)"),

@@ -54,7 +54,9 @@ def model(config: Mapping[str, Any], *, where: str) -> ModelConfig:
     dtype = _dtype(config, where)
     heads = get("num_attention_heads", int)
     experts = family.experts or config.get("num_experts")
-    mlp = dict(moe=_experts(get)) if experts else dict(d_ff=get("intermediate_size", int))
+    mlp = dict(d_ff=get("intermediate_size", int)) if not experts else dict(moe=_experts(get))
+    if experts and mlp["moe"].dense_layers:
+        mlp["d_ff"] = get("intermediate_size", int)
     return ModelConfig(
         num_layers=get("num_hidden_layers", int),
         d_model=get("hidden_size", int),
@@ -96,7 +98,25 @@ def _experts(get: _Fields) -> MoEConfig:
         softmax=softmax,
         shared_width=shared,
         shared_gate=gate,
+        dense_layers=_dense_layers(get),
     )
+
+
+def _dense_layers(get: _Fields) -> int:
+    """How many of the first layers have no experts, of Qwen's two fields."""
+    listed, every, count = (
+        get("mlp_only_layers", list, []),
+        get("decoder_sparse_step", int, 1),
+        get("num_hidden_layers", int),
+    )
+    dense = [n for n in range(count) if n in listed or every < 1 or (n + 1) % every]
+    if dense != list(range(len(dense))) or len(dense) == count:
+        field = "mlp_only_layers" if listed else "decoder_sparse_step"
+        raise UserError(
+            f"{get.where}: {field}={get.config[field]!r} cannot be represented: the layers without experts must be the"
+            f" first ones, and not all {count}"
+        )
+    return len(dense)
 
 
 def _ladder(get: _Fields) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: d
         **more,
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,
-        "intermediate_size": model.d_ff if model.moe is None else model.moe.shared_width or model.moe.expert_width,
+        "intermediate_size": _width(model),
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
@@ -66,6 +66,13 @@ def describe(model: ModelConfig, *, dtype: np.dtype, context: int, generation: d
         "dtype": str(dtype),
         **{name: generation.get(name) for name in TOKENS},
     }
+
+
+def _width(model: ModelConfig) -> int:
+    """Of an MLP; where there is none, what transformers' own models have there."""
+    if model.moe is None or model.moe.dense_layers:
+        return model.d_ff
+    return model.moe.shared_width or model.moe.expert_width
 
 
 def needs_program(config: dict[str, Any]) -> bool:
@@ -109,6 +116,8 @@ def _plain(model: ModelConfig) -> tuple[str, dict[str, Any]] | None:
     if moe is None:
         return _DENSE.get((model.biases, model.qk_norm))
     model_type, fields = _EXPERTS.get((model.biases, model.qk_norm, moe.shared_width > 0), (None, {}))
+    if moe.dense_layers and model_type not in ("qwen2_moe", "qwen3_moe"):
+        return None
     refused = {
         "mixtral": moe.softmax is not RouterSoftmax.CHOSEN,
         "olmoe": model.head_dim * model.num_heads != model.d_model,
@@ -126,9 +135,9 @@ def _experts(model: ModelConfig, model_type: str = LADDER) -> dict[str, Any]:
     sizes |= {"num_experts": moe.experts, "norm_topk_prob": moe.softmax is RouterSoftmax.CHOSEN}
     if model_type == "olmoe":
         return sizes
-    sizes |= {"moe_intermediate_size": moe.expert_width}
+    sizes |= {"moe_intermediate_size": moe.expert_width, "mlp_only_layers": list(range(moe.dense_layers))}
     if model_type != LADDER:
-        sizes |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        sizes |= {"decoder_sparse_step": 1}
     return sizes if model_type == "qwen3_moe" else sizes | {"shared_expert_intermediate_size": moe.shared_width}
 
 

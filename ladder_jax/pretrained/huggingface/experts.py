@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import ModelConfig
+from ladder_jax.config import LAYERS, ModelConfig, stacks
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.huggingface.tensors import Pending, Tensor
 from ladder_jax.pretrained.source import Key, Stored
@@ -23,17 +23,19 @@ def take(remaining: dict[str, Tensor], model: ModelConfig, *, folder: pathlib.Pa
     Raises UserError where one is missing or has another shape.
     """
     return {
-        Key(f"layers/mlp/{name}", layer): stored
-        for layer in range(model.num_layers)
+        Key(f"layers/mlp/{name}", place): stored
+        for place, layer in enumerate(stacks(model)[LAYERS])
         for name, stored in _Layer(remaining, model, layer, folder).arrays().items()
     }
 
 
-def give(key: Key, stored: Stored, *, model_type: str, dtype: np.dtype | None) -> dict[str, Pending]:
+def give(
+    key: Key, stored: Stored, *, model: ModelConfig, model_type: str, dtype: np.dtype | None
+) -> dict[str, Pending]:
     """The tensors to write of an array of routers or experts: one for each expert."""
     *_, group, name = key.name.split("/")
     mixtral = model_type == "mixtral"
-    block = f"model.layers.{key.layer}.{BLOCKS[mixtral]}."
+    block = f"model.layers.{key.layers(model)[key.layer]}.{BLOCKS[mixtral]}."
     dtype = dtype or np.dtype(stored.dtype)
     if group == "experts":
         theirs, (count, *shape) = MATRICES[name][mixtral], stored.shape

@@ -87,10 +87,6 @@ def check_expressible(config: Mapping[str, Any], *, where: str) -> None:
     for field in () if family.experts or config["model_type"] == LADDER else _EXPERTS:
         if config.get(field):
             refuse(field, f"a {config['model_type']} has no experts")
-    if config.get("mlp_only_layers"):
-        refuse("mlp_only_layers", "every layer has experts (allowed: [])")
-    if config.get("decoder_sparse_step") not in (None, 1):
-        refuse("decoder_sparse_step", "every layer has experts (allowed: 1)")
     for field in _COMPRESSED:
         if config.get(field):
             refuse(field, "quantized weights have to be dequantized first")

@@ -25,7 +25,7 @@ DEFAULTS = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, initializer_range=0.02, use_cache=True,
     residual="ladder", ladder_layers=None, biases="none", qk_norm=False,
     num_experts=0, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True,
-    shared_expert_intermediate_size=0, shared_expert_gate=False,
+    shared_expert_intermediate_size=0, shared_expert_gate=False, mlp_only_layers=(),
 )  # fmt: skip
 
 
@@ -63,9 +63,18 @@ def delays(config):
             allowed = f"ladder, ladder-K, farskip, {', '.join(kinds)}"
             raise ValueError(f"unknown residual {config.residual!r} (allowed: {allowed})")
         kind = kinds[config.residual]
-    layers = range(config.num_hidden_layers)
+    layers, dense = range(config.num_hidden_layers), len(config.mlp_only_layers)  # the first ones have no experts
     chosen = layers if config.ladder_layers is None else config.ladder_layers
-    return [kind if layer in chosen else (0, 0, False) for layer in layers]
+    kinds = [kind if layer in chosen else (0, 0, False) for layer in layers]
+    if is_farskip(config) and dense:  # no routed output is pending after them
+        kinds[:dense] = [(0, 1, True) if mlp else (0, 0, False) for _, mlp, _ in kinds[:dense]]
+        kinds[dense] = (0, *kinds[dense][1:])
+    return kinds
+
+
+def is_farskip(config):
+    """Without a shared expert, farskip is ladder."""
+    return config.residual == "farskip" and config.shared_expert_intermediate_size > 0
 
 
 def frequencies(config):
@@ -164,10 +173,10 @@ class LadderLayer(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attention_delay, self.mlp_delay, self.joint = delays(config)[layer]
-        self.self_attn, has_experts = LadderAttention(config, layer), config.num_experts > 0
+        has_experts = config.num_experts > 0 and layer not in config.mlp_only_layers
+        self.self_attn = LadderAttention(config, layer)
         self.mlp = LadderExperts(config) if has_experts else LadderMLP(config, config.intermediate_size)
-        # Without a shared expert, farskip is ladder.
-        self.farskip = config.residual == "farskip" and self.mlp_delay > 0 and self.mlp.shared_expert is not None
+        self.farskip = is_farskip(config) and has_experts and self.mlp_delay > 0
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.shared_norm = config.residual == "parallel-shared-norm"
         if not self.shared_norm:

@@ -63,11 +63,11 @@ def _pending(exported: Source, dtype: np.dtype | None) -> tuple[dict[str, Pendin
     for key in source.expected_shapes(exported.model):
         stored, letters = exported.arrays[key], dims[key.name]
         if exported.model.moe is not None and key.name.startswith("layers/mlp/"):
-            pending |= experts.give(key, stored, model_type=model_type, dtype=dtype)
+            pending |= experts.give(key, stored, model=exported.model, model_type=model_type, dtype=dtype)
         else:
             values = functools.partial(_values, stored, letters)
             shape = linear.shape(letters, stored.shape)
-            pending[names.theirs(key)] = Pending(shape, dtype or np.dtype(stored.dtype), values)
+            pending[names.theirs(key, model=exported.model)] = Pending(shape, dtype or np.dtype(stored.dtype), values)
         keys[next(reversed(pending))] = key
     return pending, keys
 

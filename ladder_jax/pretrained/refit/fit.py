@@ -12,7 +12,7 @@ import numpy as np
 from flax import traverse_util
 
 from ladder_jax import nn, parallel, residual
-from ladder_jax.config import ModelConfig, parse_residual, to_dict
+from ladder_jax.config import ModelConfig, parse_residual, stacks, to_dict
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.load import reader
 from ladder_jax.pretrained.refit.kept import Kept
@@ -91,6 +91,8 @@ def refit(
     ladder's, or a mesh that does not suit, and RunFailed where the activations are not finite.
     """
     check_rows(rows, model=model)
+    if len(stacks(model)) > 1:
+        raise UserError(f"a refit is for layers that are all alike; {source.path!r} has model.moe.dense_layers")
     if source.model.residual != "standard":
         raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
     if model.residual != "standard" and not parse_residual(model.residual).is_ladder:
