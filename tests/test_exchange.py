@@ -11,16 +11,19 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ladder_jax import config, decode, nn, parallel, train
-from ladder_jax.config import ExpertParallelism, Loop, Quantize, Remat
+from ladder_jax.config import ExpertParallelism, Loop, Phase, Quantize, Remat
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.nn import exchanged as module
 from ladder_jax.nn import routing
 from ladder_jax.nn.experts import MoE
 from ladder_jax.nn.parameter import Sizes
+from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import exchange
+from ladder_jax.schedule import cost, hlo, judge
+from ladder_jax.schedule.report import Status
 from ladder_jax.train import metrics
-from tests import cases, covering, experts, test_expert_training
+from tests import cases, covering, experts, test_expert_training, test_schedule
 
 # data x fsdp x tensor
 MESHES = {
@@ -201,3 +204,65 @@ def test_a_definition_is_refused_alike():
 def test_too_many_rows_for_exact_places_are_refused():
     with pytest.raises(UserError, match="are too many: fewer tokens"):
         exchange.as_float(jnp.zeros((1, 1), jnp.int32), experts=2**12, size=2**12)
+
+
+@pytest.mark.parametrize("name, wide, first", [("h100-exchange", 1, True), ("tpu7x-exchange", 4, False)])
+def test_the_report_counts_all_to_alls_apart(name, wide, first):
+    """Two layers as the compilers schedule them: the last one has nothing beside it, on a TPU nor has the first."""
+    one = test_schedule.SUBLAYER * wide
+    found = judge.read(test_schedule.parsed(name), sublayer_flops={"attention": one, "mlp": one / 4})
+    rows = [r for r in found.reductions if r.exchanges]
+    assert [(r.layer, r.sublayer) for r in rows] == [("0", "mlp"), ("0", "mlp"), ("1", "mlp"), ("last", "")]
+    assert [r.status is Status.HIDDEN for r in rows] == [first, True, True, False]
+    assert (found.all_to_alls, found.all_to_alls_hidden, found.merged) == (4, 2 + first, 0)
+    kinds = [r.collective.kind for r in found.reductions if not r.exchanges]
+    assert found.all_reduces == len(kinds) == 4 and set(kinds) == {"all-gather", "reduce-scatter"}
+    assert found.verdict.endswith(f"; {2 + first} of 4 all-to-alls hidden")
+    assert "input of mlp, exchanged" in repr(found)
+
+
+KERNEL = """HloModule m, is_scheduled=true
+
+ENTRY %e (q: bf16[4,8,64], k: bf16[2,8,64]) -> bf16[4,8,64] {
+  %q = bf16[4,8,64]{2,1,0} parameter(0)
+  %k = bf16[2,SEEN,64]{2,1,0} parameter(1)
+  ROOT %a = bf16[4,8,64]{2,1,0} custom-call(%q, %k), metadata={op_name="layer_0/NAME/pallas_call"}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "name, seen, before", [("splash_mha_fwd", 8, 0), ("splash_mha_fwd", 24, 16), ("other", 8, None)]
+)
+def test_a_kernel_of_attention_is_compute(name, seen, before):
+    """For each of 4 heads, 8 queries, and positions up to the query's own: 2 H for its score and 2 H for its value."""
+    entry = hlo.parse(KERNEL.replace("SEEN", str(seen)).replace("NAME", name)).entry
+    expected = 0 if before is None else 4 * sum(4 * 64 * (before + t + 1) for t in range(8))
+    assert cost.attention_kernel_flops(entry.instructions[-1], within=entry) == expected
+
+
+SERVED = dict(model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.PREFILL, layers=4)
+
+
+def test_requests():
+    request = requests.make(**SERVED, sequence_parallel=True, experts=ExpertParallelism.EXCHANGE)
+    assert request.capacity == 1.25 == request.config.moe.capacity
+    assert requests.Request.from_dict(request.as_dict()) == request
+    assert requests.make(**SERVED).config.moe.capacity is None
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(experts="exchange"), "--experts exchange needs --sequence-parallel"),
+        (dict(experts="exchange", sequence_parallel=True, model="tiny"), "--experts exchange needs experts"),
+        (dict(experts="exchange", sequence_parallel=True, residual="parallel"), "not with the residual 'parallel'"),
+        (dict(capacity=1.5), "--capacity 1.5 is for --experts exchange"),
+        (dict(experts="exchange", sequence_parallel=True, capacity=-1.0), "--capacity must be positive"),
+    ],
+)
+def test_requests_that_are_refused(changes, reason):
+    if "experts" in changes:
+        changes = changes | {"experts": ExpertParallelism(changes["experts"])}
+    with pytest.raises(UserError, match=reason):
+        requests.make(**SERVED | changes)
