@@ -78,8 +78,9 @@ def check_exchange(
     setting, capacity, split = names
     check(moe is not None, f"{setting} needs experts (model.moe)")
     check(
-        residual.partition("-")[0] in ("standard", "ladder", "farskip"),
-        f"{setting}: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip)",
+        residual.partition("-")[0] in ("standard", "ladder", "farskip") or residual == "no-communication",
+        f"{setting}: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip,"
+        " no-communication)",
     )
     check(
         moe.capacity is not None,

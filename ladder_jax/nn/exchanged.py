@@ -4,7 +4,9 @@ All experts' buffers have one size, so their matmuls are plain batched ones, whi
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +38,17 @@ def sublayers(
                 on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
             return x_ND, slots, weights
 
-    return RoutedExperts(routed, lambda rows: _compute(moe.experts, rows)), lambda x_BTD: moe.shared(norm(x_BTD))
+    compute = functools.partial(_compute, moe.experts)
+    return RoutedExperts(routed, compute), lambda x_BTD: moe.shared(norm(x_BTD))
 
 
-def _compute(experts: ExpertMLPs, rows_ERD: jax.Array) -> jax.Array:
+def _compute(
+    experts: ExpertMLPs, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda products: products
+) -> jax.Array:
     if hasattr(experts, "gate_up"):
-        gate, up = jnp.split(_matmul(rows_ERD, experts.gate_up.get_value()), 2, axis=-1)
+        gate, up = jnp.split(tied(_matmul(rows_ERD, experts.gate_up.get_value())), 2, axis=-1)
     else:
-        gate, up = _matmul(rows_ERD, experts.gate.get_value()), _matmul(rows_ERD, experts.up.get_value())
+        gate, up = tied(tuple(_matmul(rows_ERD, one.get_value()) for one in (experts.gate, experts.up)))
     return _matmul(jax.nn.silu(gate) * up, experts.down.get_value())
 
 

@@ -59,12 +59,13 @@ class ForwardPass:
         normalise = lambda x: modules.normalise(x, eps=config.norm_eps).astype(self._dtype)
         topology = definition.topology
         split = dict(normalise=normalise, collective_matmul=collective_matmul)
-        self._steps = sequence.layers(topology, **split) if self._split else topology.layers
         self.exchanges = self._split and definition.experts is ExpertParallelism.EXCHANGE
         if self.exchanges:
             from ladder_jax.residual import exchange
 
             self._steps = exchange.layers(topology, normalise=normalise, moe=config.moe)
+        else:
+            self._steps = sequence.layers(topology, **split) if self._split else topology.layers
         self._context = layer_context(
             config,
             length,

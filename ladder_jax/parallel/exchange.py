@@ -3,8 +3,8 @@
 An expert's buffer has S slots for the rows of one rank's tokens. They are taken in the order of the tokens, batch row
 after batch row; a row that finds no slot is dropped. So no token depends on a later one of its sequence.
 
-    dispatch   a rank's tokens [N, D] into the buffers of all experts [E, S, D]; each rank is sent those of its own
-               experts, [E/ranks, ranks S, D]
+    fill       a rank's tokens [N, D] into the buffers of all experts, [E, S, D]
+    dispatch   the buffers to the ranks of their experts, [E/ranks, ranks S, D]
     combine    computed rows back to the ranks of their tokens, [E, S, D]
     collect    each token's rows, weighted and added in float32, [N, D]
 
@@ -46,11 +46,14 @@ def as_float(slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
     return slots_NK.astype(jnp.float32)
 
 
-def dispatch(x_ND: jax.Array, slots_NK: jax.Array, *, experts: int, size: int, axes: tuple[str, ...]) -> jax.Array:
-    """[E/ranks, ranks S, D]: the rows of all ranks' tokens for this rank's experts."""
-    rows = _into_slots(x_ND, slots_NK.astype(jnp.int32), experts * size)
-    rows = pvary(rows.reshape(experts, size, -1), axes)
-    return lax.all_to_all(rows, axes, split_axis=0, concat_axis=1, tiled=True)
+def fill(x_ND: jax.Array, slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
+    """[E, S, D]: the buffers of all experts, with the rows of this rank's tokens."""
+    return _into_slots(x_ND, slots_NK.astype(jnp.int32), experts * size).reshape(experts, size, -1)
+
+
+def dispatch(buffers_ESD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+    """[E/ranks, ranks S, D]: all ranks' buffers of this rank's experts."""
+    return lax.all_to_all(pvary(buffers_ESD, axes), axes, split_axis=0, concat_axis=1, tiled=True)
 
 
 def combine(rows_ERD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:

@@ -2,16 +2,17 @@
 
 Attention is as in sequence.py: its input is gathered over the tensor ranks, its output reduce-scattered. The routed
 experts of a layer read a rank's own positions and send each row to the rank of its expert and back (parallel/
-exchange.py), so what they return is whole. In a Ladder both all-to-alls stand beside attention, in two halves, and both
-of attention's collectives beside the experts:
+exchange.py), so what they return is whole. In a Ladder both all-to-alls stand beside attention, and both of attention's
+collectives beside the experts, each beside one half:
 
-    attention of layer k   combine    the rows of layer k-1's experts        beside its first products
-                           stream   + their weighted sums
-                           dispatch   layer k's rows, of that stream         beside its scores and its last product
-    experts of layer k     reduce_scatter, all_gather                        beside their products
+    attention of layer k   combine          the rows of layer k-1's experts      beside its first products
+                           stream           + their weighted sums
+                           dispatch         layer k's rows, of that stream       beside its scores and its last product
+    experts of layer k     reduce_scatter   attention's output                   beside their first products
+                           all_gather       the next attention's input           beside their last product
 
-A barrier ties what `combine` brings to attention's first products, another what `dispatch` brings to its output:
-without them a compiler for TPUs awaits each all-to-all where it has issued it.
+Barriers tie what arrives in each half to the half's products. Without them a compiler for TPUs awaits each all-to-all
+where it has issued it, and one for GPUs leaves the reduce-scatters nothing.
 
 A shared expert stays tensor-parallel: its input is gathered, and its partial sum reduce-scattered with attention's
 ("farskip"), or on its own beside `combine`.
@@ -32,7 +33,7 @@ from ladder_jax.residual.farskip import ROUTED, SHARED
 from ladder_jax.residual.layers import EXCHANGED
 from ladder_jax.residual.sequence import Normalise, Projections, gather, scatter
 from ladder_jax.residual.steps import REDUCED, Delayed, State, add, barrier_forward
-from ladder_jax.residual.topologies import Topology
+from ladder_jax.residual.topologies import Communication, Topology
 
 ATTENTION = 0
 
@@ -43,11 +44,12 @@ class RoutedExperts:
 
     route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain [N, D], their slots
         int32 [N, K] as `parallel.exchange.slots`, the weights of their rows float32 [N, K]).
-    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs, likewise.
+    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs, likewise; its second argument is applied
+        to their first products.
     """
 
     route: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-    compute: Callable[[jax.Array], jax.Array]
+    compute: Callable[..., jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -124,8 +126,17 @@ class ExchangeStep:
         launched = (*state.sums, scatter(pending, axes, PREVIOUS)) if step.pending_before else ()
         if entered is None:
             entered = self._dispatch(add(stream, launched[: step.pending_before - step.delay]), sublayers, axes)
+
+        def with_newest(products):
+            nonlocal launched
+            if launched and step.pending_after:
+                products, newest = barrier_forward((products, launched[-1]))
+                launched = (*launched[:-1], newest)
+            return products
+
         shared = None if step.early or entered.shared is None else sublayers[SHARED](entered.shared)
-        fresh = dataclasses.replace(entered, rows=sublayers[ROUTED].compute(entered.rows), shared=shared)
+        rows = sublayers[ROUTED].compute(entered.rows, with_newest)
+        fresh = dataclasses.replace(entered, rows=rows, shared=shared)
         if step.pending_after == 0:
             return State(add(stream, (*launched, collect(combine(fresh, axes, ""), like=stream))))
         added = step.pending_before + 1 - step.pending_after
@@ -167,14 +178,42 @@ class ExchangeStep:
         tokens, slots, weights = sublayers[ROUTED].route(x)
         experts, size = self.moe.padded(ranks(axes)), self.moe.slots(len(tokens))
         slots = exchange.as_float(slots, experts=experts, size=size)
+        buffers = exchange.fill(tokens, slots, experts=experts, size=size)
         with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
-            rows = exchange.dispatch(tokens, slots, experts=experts, size=size, axes=axes)
+            rows = exchange.dispatch(buffers, axes=axes)
         shared = gather(x, axes, scope) if self.moe.shared_width else None
         return Routed(checkpoint_name(rows, EXCHANGED), slots, weights, shared)
 
 
-def layers(topology: Topology, *, normalise: Normalise, moe: MoEConfig) -> tuple[tuple[ExchangeStep, ...], ...]:
+@dataclasses.dataclass(frozen=True)
+class SilentStep:
+    """Of "no-communication": a standard step that computes as much and sends nothing. Only its time means something."""
+
+    sublayers: tuple[int, ...]
+    normalise: Normalise
+    moe: MoEConfig
+
+    def __call__(self, state: State, sublayers: Sequence[Any], *, axes: tuple[str, ...], **_) -> State:
+        stream, count = state.residual, ranks(axes)
+        own, x = slice(stream.shape[1]), self.normalise(stream)
+        whole = jnp.tile(x, (1, count, 1))
+        if self.sublayers == (ATTENTION,):
+            return State(add(stream, (sublayers[ATTENTION](whole)[:, own],)))
+        tokens, slots, weights = sublayers[ROUTED].route(x)
+        buffers = exchange.fill(tokens, slots, experts=self.moe.padded(count), size=self.moe.slots(len(tokens)))
+        rows = sublayers[ROUTED].compute(buffers.reshape(-1, count * buffers.shape[1], buffers.shape[2]))
+        shared = sublayers[SHARED](whole)[:, own] if self.moe.shared_width else None
+        arrived = Routed(rows.reshape(buffers.shape), slots, weights, shared)
+        return State(add(stream, (collect(arrived, like=stream),)))
+
+    def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
+        return state
+
+
+def layers(topology: Topology, *, normalise: Normalise, moe: MoEConfig) -> tuple[tuple[Any, ...], ...]:
     """`topology.layers` with exchanged experts on a split stream. The topology is one that `check_exchange` allows."""
+    if topology.communication is Communication.NONE:
+        return tuple(tuple(SilentStep(s.sublayers, normalise, moe) for s in steps) for steps in topology.layers)
     result, before = [], None
     for attention, experts in topology.layers:
         leaves = bool(moe.shared_width and experts.pending_after and not experts.early)
