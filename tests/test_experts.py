@@ -203,6 +203,38 @@ def test_sublayer(router, kind):
     assert cases.error(call(params, x), expected) < cases.bound(experts.model(kind=kind))
 
 
+@pytest.mark.parametrize(
+    "router, moe",
+    [
+        (all_to_one, dict(experts=6, top_k=1, expert_width=16, softmax="all")),
+        (ties, dict(experts=6, top_k=2, expert_width=16, softmax="all")),
+    ],
+    ids=["all to one", "ties"],
+)
+def test_gradients_of_a_sublayer(router, moe):
+    """All tokens to one expert, the others empty; and ties, whose derivative is that of the chosen ones."""
+    call, params, moe, x = sublayer(router, "routed", moe=moe)
+    found = jax.device_get(jax.grad(lambda params, x: jnp.sum(jnp.sin(call(params, x))), (0, 1))(params, x))
+    scores = x.reshape(-1, 32).astype(np.float64) @ params["router"].astype(np.float64)
+    chosen = np.argsort(-scores, axis=1, kind="stable")[:, : moe.top_k]
+
+    def dense(params, x):
+        swiglu = lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        matrices = [params["experts"][name] for name in ("gate", "up", "down")]
+        weights = jax.nn.softmax(x.reshape(-1, 32) @ params["router"])
+        outputs = jnp.stack([swiglu(x.reshape(-1, 32), *(m[e] for m in matrices)) for e in range(moe.experts)])
+        passed = (np.arange(moe.experts)[:, None, None] == chosen).any(-1)
+        return jnp.sum(jnp.sin(jnp.sum(jnp.where(passed[:, :, None], weights.T[:, :, None] * outputs, 0), axis=0)))
+
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params, x))
+        expected = jax.tree.map(np.asarray, jax.grad(dense, (0, 1))(*wide))
+    empty = np.setdiff1d(np.arange(moe.experts), chosen)
+    assert len(empty) and not any(np.any(a[empty]) for a in found[0]["experts"].values())
+    errors = jax.tree.map(cases.error, found, expected)
+    assert max(jax.tree.leaves(errors)) < cases.bound(experts.model(), passes=2), errors
+
+
 def test_chunks_of_tokens(monkeypatch):
     """Values and gradients are those of all tokens at once, where a chunk is smaller, and the last one is padded."""
     call, params, moe, x = sublayer(as_drawn)

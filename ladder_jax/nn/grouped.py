@@ -23,24 +23,27 @@ class Kernel(enum.Enum):
 
 
 def choose(dtype: jnp.dtype) -> Kernel:
-    """The kernel for rows of this dtype on the devices of the mesh around the caller, which need not be this machine's.
+    """The kernel for rows of this dtype on the devices of the mesh around the caller.
 
     Raises UserError where `VARIABLE` has another value than "xla".
     """
     if (value := os.environ.get(VARIABLE)) not in (None, "", Kernel.XLA.value):
         raise unknown(VARIABLE, value, [Kernel.XLA.value])
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if value or device is None or device.platform != "gpu" or dtype != jnp.bfloat16:
+    if value or dtype != jnp.bfloat16 or not _device_kind().startswith("NVIDIA"):
         return Kernel.XLA
     try:
         from jax.experimental.pallas import triton
-    except ImportError:  # jax has announced to remove it
-        return Kernel.XLA
-    try:
+
         capability = triton.get_gpu_info().compute_capability
-    except ValueError:  # a GPU that jax has no kernels for
+    except (ImportError, ValueError):  # a jax that has removed it, or a GPU that it does not know
         return Kernel.XLA
     return Kernel.TRITON if capability >= 80 else Kernel.XLA
+
+
+def _device_kind() -> str:
+    """Of the mesh around the caller, not of this machine: a program may be compiled ahead of time. "" without one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.device_kind if device else ""
 
 
 class Groups(NamedTuple):
@@ -82,7 +85,8 @@ def _quantized(rows: jax.Array, weight: Int8, groups: Groups) -> jax.Array:
         from ladder_jax.nn import grouped_gpu
 
         return grouped_gpu.product(rows, weight.values, groups.sizes, scale_EO=weight.scale)
-    values = weight.values.astype(rows.dtype)
+    # XLA's kernels on TPUs read bytes, and convert the tiles that they visit: of a TPU7x XLA makes all of it float32.
+    values = weight.values.astype(rows.dtype) if _device_kind().startswith("TPU7") else weight.values
     sums = lax.ragged_dot(rows, values, groups.sizes, preferred_element_type=jnp.float32)
     return (sums * jnp.take(weight.scale, groups.experts, axis=0)).astype(rows.dtype)
 
