@@ -125,10 +125,12 @@ class ForwardPass:
         if LADDER_FRACTION in layer:
             steps = anneal.steps(steps, ladder_fraction=layer[LADDER_FRACTION])
             layer = {name: module for name, module in layer.items() if name != LADDER_FRACTION}
-        h, bound = state.side, self._definition.bind("layers", layer)
-        of_side = cache and cache.side
-        state, cache = bound.advance(state, cache, steps=steps, context=self._context)
-        return (state, cache) if self._side is None else self._side.advance(h, layer["side"], state, cache, of_side)
+        if self._side is not None:
+            return self._side.around(self._plain_layer, state, layer, cache, steps)
+        return self._plain_layer(state, layer, cache, steps)
+
+    def _plain_layer(self, state, layer, cache, steps):
+        return self._definition.bind("layers", layer).advance(state, cache, steps=steps, context=self._context)
 
 
 def unshard(definition: ModelDef, name: str, params: Params) -> Params:
