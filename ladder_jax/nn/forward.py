@@ -168,10 +168,13 @@ class ForwardPass:
         if LADDER_FRACTION in layer:
             steps = anneal.steps(steps, ladder_fraction=layer[LADDER_FRACTION])
             layer = {part: module for part, module in layer.items() if part != LADDER_FRACTION}
-        h, bound = state.side, self._definition.bind(name, layer)
-        of_side = cache and cache.side
-        state, cache = bound.advance(state, cache, steps=steps, context=self._context)
-        return (state, cache) if self._side is None else self._side.advance(h, layer["side"], state, cache, of_side)
+        plain = functools.partial(self._plain_layer, name)
+        if self._side is not None:
+            return self._side.around(plain, state, layer, cache, steps)
+        return plain(state, layer, cache, steps)
+
+    def _plain_layer(self, name, state, layer, cache, steps):
+        return self._definition.bind(name, layer).advance(state, cache, steps=steps, context=self._context)
 
 
 def unshard(definition: ModelDef, name: str, params: Params) -> Params:

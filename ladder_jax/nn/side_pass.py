@@ -14,8 +14,8 @@ from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.parameter import Sizes
 from ladder_jax.nn.positions import Cache, Positions, rotary_tables
 from ladder_jax.nn.side import SideBlock
-from ladder_jax.residual import State
-from ladder_jax.residual.layers import rematerialised
+from ladder_jax.residual import State, Step
+from ladder_jax.residual.layers import Body, rematerialised
 
 
 class SidePass:
@@ -36,16 +36,17 @@ class SidePass:
         h = self._definition.bind("side", params["side"]).begin(lax.stop_gradient(state.residual), dtype=self._dtype)
         return dataclasses.replace(state, side=h)
 
-    def advance(
-        self, h: jax.Array, params: Params, state: State, cache: Cache | None, of_block: Cache | None
+    def around(
+        self, advance: Body, state: State, layer: Params, cache: Cache | None, steps: tuple[Step, ...]
     ) -> tuple[State, Cache | None]:
-        """`state` and `cache`, those after a layer, with h_l and with the written cache of its block.
-
-        h: h_l-1. params: of the block. of_block: its cache before.
-        """
+        """What `advance` gives for a layer, and beside it h_l and the cache of its block."""
+        h, of_block = state.side, cache and cache.side
+        # An unrolled loop gives every array of a layer a gradient; here those of the layer itself are cut.
+        frozen = {name: lax.stop_gradient(group) for name, group in layer.items() if name != "side"}
+        state, cache = advance(state, {**frozen, "side": layer["side"]}, cache, steps)
         # As the stream and the newest sum of a State: then the policies and barriers of the layers' loop apply.
         mine = State(h, (lax.stop_gradient(state.residual),))
-        mine, of_block = self._block(mine, params, of_block)
+        mine, of_block = self._block(mine, layer["side"], of_block)
         return dataclasses.replace(state, side=mine.residual), cache and dataclasses.replace(cache, side=of_block)
 
     def end(self, params: Params, x: jax.Array, state: State) -> jax.Array:
