@@ -187,17 +187,19 @@ def test_the_real_models_table(tmp_path, capsys):
 
 @pytest.mark.full
 def test_a_real_model_goes_on_where_it_stood(folder, monkeypatch):
-    """A tiny model in its place. Stopped within the first run; what was measured before is kept."""
+    """A tiny model in its place: what the first call measured is kept, and the second one goes on."""
     monkeypatch.setattr(refit_texts, "HELD_OUT", 64)
     monkeypatch.setattr(refit_texts, "SEQUENCE", 64)
     monkeypatch.setattr(smollm2, "SKIPPED", (0, 0))
-    monkeypatch.setattr(smollm2, "RECORDS", 60)
+    text, record = folder / "book.txt", json.dumps({"question": "how many?", "answer": "#### 4"})
+    text.write_text("".join(f"line {number} and so on\n" for number in range(4000)))
+    (folder / "sums.jsonl").write_text(f"{record}\n" * 2500)
     source, models = gguf_files.write(folder / "tiny.gguf", "llama-2", num_hidden_layers=4), {}
     for name in smollm2.STARTS:
         asked = dict.fromkeys("ladder_layers residual ranks calibration calibration_tokens refit ridge search".split())
         asked |= {"source": str(source), "destination": str(folder / name), "dtype": "float32", "to": "checkpoint"}
         asked |= {} if name == "original" else {"ladder_layers": "2"}
-        asked |= {"calibration": [str(folder / "book.txt")], "calibration_tokens": 512} if name == "refitted" else {}
+        asked |= {"calibration": [str(text)], "calibration_tokens": 512} if name == "refitted" else {}
         convert.run({**asked, "tensor": None, "json": False})
         models[name] = str(folder / name)
     long = dict(tokens=2 * 512, rate=1e-3)
@@ -205,7 +207,7 @@ def test_a_real_model_goes_on_where_it_stood(folder, monkeypatch):
             (Recipe.TEACHER, Recipe.TEXT, Recipe.BOTH))]  # fmt: skip
     monkeypatch.setattr(smollm2, "rows", lambda: rows)
     named = [f"{name}={model}" for name, model in models.items()]
-    named += ["--wikitext", str(folder / "book.txt"), "--shakespeare", str(folder / "book.txt"), "--out", str(folder)]
+    named += ["--wikitext", str(text), "--shakespeare", str(text), "--out", str(folder)]
     named += ["--gsm8k", str(folder / "sums.jsonl"), "--runs", str(folder / "real")]
     assert smollm2.main([*named, "--rows", "4"]) == 0
     before = json.loads((folder / "smollm2.json").read_text())["rows"]
@@ -216,5 +218,3 @@ def test_a_real_model_goes_on_where_it_stood(folder, monkeypatch):
     retrained = evaluate.open_model(folder / "real" / rows[3].name / "model")
     assert retrained.definition.config == evaluate.open_model(models["refitted"]).definition.config
     assert not (folder / "real" / rows[3].name / "run" / "checkpoints").exists()
-    records = [json.loads(line) for line in (folder / "sums.jsonl").read_text().splitlines()]
-    assert len(records) > smollm2.RECORDS + smollm2.ANSWERED  # what is answered is not retrained on
