@@ -159,9 +159,7 @@ def test_the_side_network_communicates_nothing(loop):
 
     def forward(definition):
         local = lambda params, tokens: nn.hidden(definition, params, tokens, loop_form=loop)[0]
-        ranked = parallel.on_mesh(
-            local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="BTD"
-        )
+        ranked = parallel.on_mesh(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="BTD")
         return collectives(jax.make_jaxpr(ranked)(definition.abstract, TOKENS))
 
     assert forward(plan.definition) == forward(plan.without_side) > 0

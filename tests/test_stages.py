@@ -18,7 +18,8 @@ def records(tmp_path):
     """Thirty, in no order of their scores 0.0 to 0.29; the completion says the tenth."""
     order = np.random.default_rng(0).permutation(30)
     lines = [
-        {"prompt": "draft", "completion": f" {i // 10}" * 8, "score": i / 100, "languages": "a-ü"} for i in order.tolist()
+        {"prompt": "draft", "completion": f" {i // 10}" * 8, "score": i / 100, "languages": "a-ü"}
+        for i in order.tolist()
     ]
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -35,7 +35,9 @@ def main() -> None:
     for case in CASES[: args.only]:
         if case not in measured:
             rows.append(measure(*case))
-            args.out.write_text(json.dumps({"target": TARGET, "tensor": TENSOR, "model": MODEL, **STEP, "rows": rows}, indent=1) + "\n")
+            args.out.write_text(
+                json.dumps({"target": TARGET, "tensor": TENSOR, "model": MODEL, **STEP, "rows": rows}, indent=1) + "\n"
+            )
             print(rows[-1], flush=True)
     from experiments import readme
 

@@ -31,7 +31,9 @@ def read(file: pathlib.Path) -> list[pathlib.Path]:
     tree = parse_yaml(text, what=f"the stages {str(file)!r}")
     names = tree.get("stages") if isinstance(tree, dict) and len(tree) == 1 else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"{str(file)!r} must hold one section 'stages:', a list of JSON lines files such as '- easy.jsonl'")
+        raise UserError(
+            f"{str(file)!r} must hold one section 'stages:', a list of JSON lines files such as '- easy.jsonl'"
+        )
     return [file.parent / pathlib.Path(name).expanduser() for name in names]
 
 
