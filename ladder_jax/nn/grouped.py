@@ -106,7 +106,7 @@ def _grouped_forward(rows: jax.Array, weight: jax.Array, groups: Groups) -> tupl
 
 
 # sum over the rows of a group: [R, I] and [R, O] to [E, I, O]
-_OVER_ROWS = lax.RaggedDotDimensionNumbers(
+OVER_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
 
@@ -121,7 +121,7 @@ def _grouped_backward(residuals: tuple, gradient: jax.Array) -> tuple:
     else:
         rows, gradient = jnp.where(groups.mine, rows, 0), jnp.where(groups.mine, gradient, 0)
         of_rows = lax.ragged_dot(gradient, weight.swapaxes(1, 2), groups.sizes)
-        summed = lax.ragged_dot_general(rows, gradient, groups.sizes, _OVER_ROWS, preferred_element_type=jnp.float32)
+        summed = lax.ragged_dot_general(rows, gradient, groups.sizes, OVER_ROWS, preferred_element_type=jnp.float32)
     of_rows = jnp.where(groups.mine, of_rows, 0)
     return of_rows.astype(rows.dtype), summed.astype(rows.dtype).astype(like.dtype), None
 
