@@ -127,9 +127,9 @@ def _flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
     shard = shards.shard(config, ranks=tensor)
     tokens, heads = candidate.rows * request.sequence, config.num_heads / tensor
     scores = 2 * candidate.rows * heads * config.head_dim * request.sequence * (request.sequence + 1)
-    layers = config.num_layers * (2 * tokens * (shard.attention + shard.mlp) + scores)
+    layers = config.num_layers * (2 * tokens * (shard.attention + shard.active_mlp) + scores)
     head = 2 * tokens * shard.vocabulary * config.d_model
-    outputs = config.num_layers * 2 * tokens * config.d_model * (shard.queries + shard.features)
+    outputs = config.num_layers * 2 * tokens * config.d_model * (shard.queries + shard.active)
     # The reduced sums are kept, so the output projections of both sublayers are not recomputed.
     recomputed = {
         Remat.NONE: 0.0,

@@ -22,12 +22,6 @@ def by_name(name: str) -> ModelConfig:
     return _of_model(name)
 
 
-def check_dense(config: ModelConfig, *, verb: str) -> None:
-    """Raises UserError for a model with experts, whose matrices the verb's formulas do not have."""
-    if config.moe is not None:
-        raise UserError(f"ladder-jax {verb} knows dense models only yet, not those with experts (model.moe)")
-
-
 def _of_model(name: str) -> ModelConfig:
     from ladder_jax.pretrained import model_config
 
