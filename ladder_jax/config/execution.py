@@ -23,6 +23,15 @@ class Loop(enum.Enum):
     UNROLLED = "unrolled"
 
 
+class Remat(enum.Enum):
+    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/layers.py)."""
+
+    NONE = "none"  # keep every activation
+    FULL = "full"  # recompute the layer from its input
+    SAVE_MATMULS = "save-matmuls"  # keep matmul results, recompute the rest
+    OFFLOAD = "offload"  # as full, with each layer's input and the reduced sums in the host's memory
+
+
 class CollectiveMatmul(enum.Enum):
     """How sequence parallelism's gathers and scatters that no other sublayer hides stand beside their own matmuls."""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 
 from ladder_jax.config.fields import check, check_positive, fit, shown
 
@@ -13,12 +14,20 @@ class RouterSoftmax(enum.Enum):
     ALL = "all"  # those of all experts: the weights sum to less than 1 (OLMoE, Qwen2-MoE)
 
 
+class ExpertParallelism(enum.Enum):
+    """How the rows of experts on other ranks are computed."""
+
+    REDUCE = "reduce"  # each rank computes its experts for all tokens of its group; the sums are reduced
+    EXCHANGE = "exchange"  # each rank sends its own tokens' rows to the ranks of their experts, and back
+
+
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """A token's MLP is the weighted sum of `top_k` of `experts` SwiGLU MLPs, chosen by a router; no token is dropped.
+    """A token's MLP is the weighted sum of `top_k` of `experts` SwiGLU MLPs, chosen by a router.
 
     `shared_width`: of one more MLP, the shared expert, that every token passes; `shared_gate`: its output is multiplied
-    with a sigmoid of the token's stream.
+    with a sigmoid of the token's stream. `capacity`: in training, and wherever rows are exchanged, an expert takes at
+    most so many times the mean rows of an expert (1: as many as if the load were even); the rest are dropped.
     """
 
     experts: int = 8
@@ -27,6 +36,7 @@ class MoEConfig:
     softmax: RouterSoftmax = RouterSoftmax.CHOSEN
     shared_width: int = 0  # 0: no shared expert
     shared_gate: bool = False
+    capacity: float | None = None  # empty: no row is dropped
 
     __repr__ = shown
 
@@ -42,6 +52,38 @@ class MoEConfig:
             self.shared_width > 0 or not self.shared_gate,
             "model.moe.shared_gate needs a shared expert: model.moe.shared_width",
         )
+        if self.capacity is not None:
+            check_positive(self, "model.moe", "capacity")
+
+    def padded(self, ranks: int) -> int:
+        """How many experts are stored: a multiple of the ranks."""
+        return -(-self.experts // ranks) * ranks
+
+    def slots(self, tokens: int) -> int:
+        """How many rows of a group of `tokens` an expert takes, by `capacity`."""
+        return min(tokens, math.ceil(self.capacity * tokens * self.top_k / self.experts))
+
+
+def check_exchange(
+    moe: MoEConfig | None, *, residual: str, sequence_parallel: bool, names: tuple[str, str, str]
+) -> None:
+    """Raises UserError for a program whose experts cannot be exchanged.
+
+    names: the user's words for the setting, for the capacity and for sequence parallelism.
+    """
+    setting, capacity, split = names
+    check(moe is not None, f"{setting} needs experts (model.moe)")
+    check(
+        residual.partition("-")[0] in ("standard", "ladder", "farskip") or residual == "no-communication",
+        f"{setting}: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip,"
+        " no-communication)",
+    )
+    check(
+        moe.capacity is not None,
+        f"{setting} needs {capacity}, such as 1.25: rows are sent in buffers of a fixed size, of which"
+        f" {moe.experts / moe.top_k:g} drops no row",
+    )
+    check(sequence_parallel, f"{setting} needs {split}: each rank sends the rows of its own positions")
 
 
 _QWEN3 = dict(head_dim=128, vocab_size=151936, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True)

@@ -4,7 +4,8 @@ import dataclasses
 import enum
 
 from ladder_jax.config.decode import DecodeConfig
-from ladder_jax.config.execution import CollectiveMatmul, Loop
+from ladder_jax.config.execution import CollectiveMatmul, Loop, Remat
+from ladder_jax.config.experts import ExpertParallelism, check_exchange
 from ladder_jax.config.fields import check, check_positive, fit, shown
 from ladder_jax.config.model import ModelConfig, check_collective_matmul, layer_indices, parse_residual
 from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig
@@ -12,17 +13,22 @@ from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, Lo
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices an axis: data x fsdp x tensor."""
+    """Devices an axis: data x fsdp x tensor; and how experts, which are split over tensor, are reached."""
 
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    experts: ExpertParallelism = ExpertParallelism.REDUCE
 
     __repr__ = shown
 
     def __post_init__(self):
         fit(self, "mesh")
         check_positive(self, "mesh", "data", "fsdp", "tensor")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
 
     @property
     def size(self) -> int:
@@ -82,15 +88,6 @@ class DataConfig:
             0 < self.validation_fraction < 1,
             f"data.validation_fraction must be between 0 and 1, not {self.validation_fraction}",
         )
-
-
-class Remat(enum.Enum):
-    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/layers.py)."""
-
-    NONE = "none"  # keep every activation
-    FULL = "full"  # recompute the layer from its input
-    SAVE_MATMULS = "save-matmuls"  # keep matmul results, recompute the rest
-    OFFLOAD = "offload"  # as full, with each layer's input and the reduced sums in the host's memory
 
 
 class OnBadStep(enum.Enum):
@@ -237,12 +234,12 @@ class RunConfig:
             f"train.sequence_parallel splits train.sequence={self.train.sequence} positions over mesh.tensor="
             f"{self.mesh.tensor} ranks, which does not divide them",
         )
-        check_collective_matmul(
-            self.train.collective_matmul,
-            model=self.model,
-            sequence_parallel=self.train.sequence_parallel,
-            names=("train.collective_matmul", "train.sequence_parallel=true"),
-        )
+        form, split = self.train.collective_matmul, self.train.sequence_parallel
+        names = "train.collective_matmul", "train.sequence_parallel=true"
+        check_collective_matmul(form, model=self.model, sequence_parallel=split, names=names)
+        if self.mesh.experts is ExpertParallelism.EXCHANGE:
+            names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
+            check_exchange(self.model.moe, residual=self.model.residual, sequence_parallel=split, names=names)
         check(
             self.train.batch // rows % self.train.accumulate == 0,
             f"train.accumulate={self.train.accumulate} does not divide a device's {self.train.batch // rows} rows"

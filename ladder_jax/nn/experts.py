@@ -6,10 +6,13 @@
     combine  each token's rows, weighted and summed in float32: this rank's partial sum
 
 Ranks read the same input and so choose the same experts, without communication; their partial sums are reduced as an
-MLP's are. No token is dropped, and a token's output does not depend on the others. Letters: N tokens, K choices of one,
-R = N K rows, E this rank's experts, M the width of one, W of the shared expert.
+MLP's are. No token is dropped (but in training with `capacity`), and a token's output does not depend on the others.
+Letters: N tokens, K choices of one, R = N K rows, E this rank's experts, M the width of one, W of the shared expert.
+
+The other form, in which ranks exchange the rows of their own tokens, is in nn/exchanged.py.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,10 +28,11 @@ from ladder_jax.nn import quantized
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.nn.routing import Route, Routing, measured, route
-from ladder_jax.parallel import pvary, rank, varying
+from ladder_jax.parallel import exchange, pvary, rank, varying
 from ladder_jax.residual import MATMUL
 
 CHUNK = 8192  # tokens whose rows are in memory at once
+NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
 
 
 class ExpertMLPs(Module):
@@ -116,16 +120,30 @@ class MoE(Module):
     ) -> jax.Array:
         """A rank's partial sum [B, T, D] of routed experts. on_routing: called with the statistics of all tokens."""
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        logits = jnp.einsum(
-            "ND,DC->NC", x_ND.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST
-        )  # as TPUs would round its float32 operands to bfloat16
+        logits = self.logits(x_ND)
         routed = route(logits, moe=self.moe)
         if on_routing:
-            on_routing(measured(logits, routed.choice))
+            statistics = measured(logits, routed.choice)
+            if self.moe.capacity is not None:
+                routed, kept = self._within_capacity(routed)
+                statistics = dataclasses.replace(statistics, dropped=jnp.sum(~kept, dtype=jnp.float32))
+            on_routing(statistics)
         compute = functools.partial(self.experts, axes=axes)
         if len(x_ND) > CHUNK:
             return _in_chunks(compute, x_ND, routed).reshape(x_BTD.shape)
         return compute(x_ND, routed).reshape(x_BTD.shape)
+
+    def logits(self, x_ND: jax.Array) -> jax.Array:
+        """Float32 [N, C], of float32 products: a TPU would round their operands to bfloat16."""
+        wide = x_ND.astype(jnp.float32)
+        return jnp.einsum("ND,DC->NC", wide, self.router[...], precision=lax.Precision.HIGHEST)
+
+    def _within_capacity(self, routed: Route) -> tuple[Route, jax.Array]:
+        """`routed`, where rows beyond their experts' capacity choose no expert, and bool [N, K]: which do not."""
+        experts, size = self.moe.experts, self.moe.slots(len(routed.choice))
+        slots = exchange.slots(routed.choice, experts=experts, size=size)
+        kept = exchange.kept(slots, experts=experts, size=size)
+        return Route(jnp.where(kept, routed.choice, NO_EXPERT), routed.weights), kept
 
 
 class Groups(NamedTuple):
@@ -169,7 +187,7 @@ def _in_chunks(compute: Callable, x_ND: jax.Array, routed: Route) -> jax.Array:
         padding = jnp.full((missing, array.shape[1]), fill, array.dtype)
         return jnp.concatenate([array, padding]).reshape(count, CHUNK, array.shape[1])
 
-    parts = chunks(x_ND, 0), chunks(routed.choice, jnp.iinfo(jnp.int32).max), chunks(routed.weights, 0)
+    parts = chunks(x_ND, 0), chunks(routed.choice, NO_EXPERT), chunks(routed.weights, 0)
     body = jax.checkpoint(lambda part: compute(part[0], Route(*part[1:])), prevent_cse=False)
     return lax.map(body, parts).reshape(count * CHUNK, -1)[: len(x_ND)]
 

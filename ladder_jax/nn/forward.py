@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax import residual
-from ladder_jax.config import CollectiveMatmul, Launch, Loop, Remat, check_collective_matmul
+from ladder_jax.config import CollectiveMatmul, ExpertParallelism, Launch, Loop, Remat, check_collective_matmul
 from ladder_jax.nn import loss, modules, prefetch
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.model_def import ModelDef, Params
@@ -48,7 +48,13 @@ class ForwardPass:
         normalise = lambda x: modules.normalise(x, eps=config.norm_eps).astype(self._dtype)
         topology = definition.topology
         split = dict(normalise=normalise, collective_matmul=collective_matmul)
-        self._steps = sequence.layers(topology, **split) if self._split else topology.layers
+        self.exchanges = self._split and definition.experts is ExpertParallelism.EXCHANGE
+        if self.exchanges:
+            from ladder_jax.residual import exchange
+
+            self._steps = exchange.layers(topology, normalise=normalise, moe=config.moe)
+        else:
+            self._steps = sequence.layers(topology, **split) if self._split else topology.layers
         self._context = layer_context(
             config,
             length,
@@ -57,6 +63,7 @@ class ForwardPass:
             positions=positions,
             launch=launch,
             normalised=self._split,
+            exchanges=self.exchanges,
         )
 
     def embed(self, params: Params, tokens: jax.Array) -> State:
@@ -101,7 +108,10 @@ class ForwardPass:
 
     def stream(self, state: State) -> jax.Array:
         """The stream [B, T, D] (of a split one this rank's positions), to which all that is pending was added."""
-        return (sequence.flush if self._split else residual.flush)(state, axes=self._axes)
+        flush = sequence.flush if self._split else residual.flush
+        if self.exchanges:
+            from ladder_jax.residual.exchange import flush
+        return flush(state, axes=self._axes)
 
     def finish(self, params: Params, state: State) -> jax.Array:
         """The final, normed stream [B, T, D] after the last layer."""

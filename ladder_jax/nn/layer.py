@@ -1,6 +1,7 @@
 """One Transformer layer: two sublayers, (norm, attention) and (norm, MLP), wired by the topology's steps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -30,6 +31,7 @@ class LayerContext:
     positions: Positions
     launch: Launch = Launch.CHAINED
     normalised: bool = False  # what the steps hand to a sublayer (see residual/sequence.py)
+    exchanges: bool = False  # the ranks exchange the rows of experts (see residual/exchange.py)
 
 
 def layer_context(
@@ -41,10 +43,12 @@ def layer_context(
     positions: Positions = FULL_SEQUENCE,
     launch: Launch = Launch.CHAINED,
     normalised: bool = False,
+    exchanges: bool = False,
 ) -> LayerContext:
     """For blocks of `length` tokens, on one rank of `axes`."""
     table, first_rank = rotary_tables(positions.indices(length), config=config), rank(axes) == 0
-    return LayerContext(axes, jnp.dtype(config.dtype.value), kernel, table, first_rank, positions, launch, normalised)
+    of_pass = positions, launch, normalised, exchanges
+    return LayerContext(axes, jnp.dtype(config.dtype.value), kernel, table, first_rank, *of_pass)
 
 
 class Layer(Module):
@@ -105,6 +109,12 @@ class Layer(Module):
             functions = attention, *self._experts(mlp_norm, context, None if routing is None else of_layer.append)
         gains = (norm.scale[...] for norm in (*norms, norms[1]))  # farskip has two sublayers behind the second norm
         sublayers = [Normed(function, gain) for function, gain in zip(functions, gains)]
+        if context.exchanges:
+            from ladder_jax.nn import exchanged
+
+            on_routing = None if routing is None else of_layer.append
+            gained = functools.partial(mlp_norm, dtype=context.dtype)
+            sublayers[1:] = exchanged.sublayers(self.mlp, gained, axes=context.axes, on_routing=on_routing)
         for step in steps:
             scope = "attention" if step.sublayers == (0,) else "joint" if 0 in step.sublayers else "mlp"
             with jax.named_scope(scope):

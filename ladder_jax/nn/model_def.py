@@ -9,8 +9,16 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ladder_jax import residual
-from ladder_jax.config import CollectiveMatmul, Launch, Loop, ModelConfig, Phase
-from ladder_jax.errors import wrong_type
+from ladder_jax.config import (
+    CollectiveMatmul,
+    ExpertParallelism,
+    Launch,
+    Loop,
+    ModelConfig,
+    Phase,
+    check_exchange,
+)
+from ladder_jax.errors import member, wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
 from ladder_jax.nn.modules import Embedding, RMSNorm
@@ -21,16 +29,23 @@ Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDef:
-    """Everything about a model but its parameters' values: hashable, so that compiled functions are cached by it."""
+    """Everything about a model but its parameters' values: hashable, so that compiled functions are cached by it.
+
+    experts: how a program with sequence parallelism reaches experts; others, as decoding, reduce their sums.
+    """
 
     config: ModelConfig
     layout: Layout
+    experts: ExpertParallelism = ExpertParallelism.REDUCE
 
     def __post_init__(self):
         if not isinstance(self.config, ModelConfig):
             raise wrong_type("config", self.config, ModelConfig)
         if not isinstance(self.layout, Layout):
             raise wrong_type("layout", self.layout, Layout)
+        if self.experts is ExpertParallelism.EXCHANGE:
+            names = "experts='exchange'", "model.moe.capacity", "sequence_parallel=True"
+            check_exchange(self.config.moe, residual=self.config.residual, sequence_parallel=True, names=names)
 
     @functools.cached_property
     def topology(self) -> residual.Topology:
@@ -53,6 +68,7 @@ class ModelDef:
         """The traits of a program of this model, by which compiler options are chosen."""
         split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
         split[Split.EXPERTS] = self.config.moe is not None
+        split[Split.ROWS] = split[Split.SEQUENCE] and self.experts is ExpertParallelism.EXCHANGE
         of_program = frozenset(what for what, is_split in split.items() if is_split)
         return Traits(self.topology.overlap, phase, loop, of_program, collective_matmul, launch)
 
@@ -86,8 +102,8 @@ class ModelDef:
         return nnx.merge(self._graphs[fused][name], params)
 
 
-def define(config: ModelConfig, *, mesh: Mesh) -> ModelDef:
-    return ModelDef(config, layout(config, mesh=mesh))
+def define(config: ModelConfig, *, mesh: Mesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE) -> ModelDef:
+    return ModelDef(config, layout(config, mesh=mesh), member(ExpertParallelism, "experts", experts))
 
 
 def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str, nnx.Module]:

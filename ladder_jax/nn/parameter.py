@@ -100,7 +100,7 @@ class Sizes:
 
 def _expert_sizes(moe: MoEConfig, ranks: int) -> dict[str, int]:
     return {
-        "E": -(-moe.experts // ranks) * ranks,
+        "E": moe.padded(ranks),
         "C": moe.experts,
         "M": moe.expert_width,
         "X": 2 * moe.expert_width,

@@ -37,7 +37,7 @@ class RouterLosses:
         return routing.shapes(config.moe, num_layers=config.num_layers)
 
     def metrics(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return routing.metrics(Routing(**terms), top_k=self.definition.config.moe.top_k)
+        return routing.metrics(Routing(**terms), moe=self.definition.config.moe)
 
     def scheduled(
         self, terms: Callable[[Any, dict], dict], batch: Any, *, predicted: int | jax.Array, config: TrainConfig
@@ -77,7 +77,7 @@ class RouterLosses:
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
         loss = forward.loss_sum(definition, params, x, batch.targets, **settings)
         with jax.named_scope(LOSS):
-            chosen = routing.of_group(state.routing, axes=layout.tensor)
+            chosen = routing.of_group(state.routing, axes=layout.tensor, own=run.exchanges)
             counts = scheduled.get(COUNTS)
             penalty = routing.penalty(
                 chosen,

@@ -24,7 +24,7 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     if len(target_devices) < request.fsdp * request.tensor:
         raise UserError(f"{request.target.name} has {len(target_devices)} devices, fewer than --fsdp x --tensor")
     mesh = make_mesh(fsdp=request.fsdp, tensor=request.tensor, devices=target_devices)
-    definition = nn.define(request.config, mesh=mesh)
+    definition = nn.define(request.config, mesh=mesh, experts=request.experts)
 
     def tokens(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)]))

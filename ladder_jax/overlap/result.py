@@ -32,7 +32,9 @@ class Result:
 
         flops: of matmuls, without kernels of attention; flops_active: the least of them (see `request.active_flops`).
         parameters: of all layers and tables, over all devices; parameters_active: those that a token passes.
-        experts: whether grouped matmuls are kernels, or expanded by XLA; absent of a dense model.
+        grouped_matmuls: whether they are kernels, or expanded by XLA; absent of a dense model.
+        all_reduces, asynchronous, hidden, merged, exposed: of the sublayers' reductions, and of the gathers and
+            scatters of a split stream; all_to_alls, all_to_alls_hidden: of the experts' rows.
         bytes_accessed: counted by `schedule.traffic`.
         bytes_accessed_by_compiler: the compiler's own count, null if it gives none. It counts a loop's body once, a
             prefetched array up to three times, and on TPUs a cache that attention reads once five times.
@@ -44,6 +46,7 @@ class Result:
         return {
             **settings,
             **{name: getattr(report, name) for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")},
+            **{name: getattr(report, name) for name in ("all_to_alls", "all_to_alls_hidden")},
             "window_flops_fraction": report.window_flops_fraction,
             "hidden_time_fraction": report.hidden_time_fraction,
             "step_cycles": report.step_cycles,
@@ -76,7 +79,7 @@ class Result:
     @property
     def _parameters(self) -> dict:
         counts = {"parameters": self.parameters.held, "parameters_active": self.parameters.active}
-        return counts if self.request.config.moe is None else {**counts, "experts": self.experts.value}
+        return counts if self.request.config.moe is None else {**counts, "grouped_matmuls": self.experts.value}
 
     @property
     def fits(self) -> bool | None:
@@ -153,6 +156,8 @@ def _is_used(name: str, request: Request) -> bool:
         "fsdp": request.phase is Phase.TRAIN,
         "sequence_parallel": request.phase is not Phase.DECODE,
         "collective_matmul": request.sequence_parallel,
+        "experts": request.config.moe is not None and request.sequence_parallel,
+        "capacity": request.capacity is not None,
         "ladder_layers": request.ladder_layers is not None,
     }
     return used.get(name, True)

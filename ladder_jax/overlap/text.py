@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from ladder_jax.config import CollectiveMatmul, Phase
+from ladder_jax.config import CollectiveMatmul, ExpertParallelism, Phase
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.result import Result
 from ladder_jax.schedule import text as report_text
@@ -23,6 +23,8 @@ def lines(answer: Result) -> list:
     title = f"{request.model}, {request.residual}, {request.phase.value}, {request.layers} layers"
     mesh = (f"fsdp {request.fsdp}, " if request.fsdp > 1 else "") + f"tensor {request.tensor}"
     split = f", sequence-parallel{FORMS[request.collective_matmul]}" if request.sequence_parallel else ""
+    if request.experts is ExpertParallelism.EXCHANGE:
+        split += f", experts exchanged with capacity {request.capacity:g}"
     head = [*answer.verdict.split("; "), f"{title}, {mesh}{split}, {request.loop.value}, on {request.target.name}"]
     tail = report_text.explained(answer.report)
     if record.bytes_per_device is not None:

@@ -148,7 +148,18 @@ _GATHER = Option(
     split=(Split.EXPERTS,),
 )
 
-_OFFLOADED = (*_HALVES, _GATHER, _OFFLOAD, _SEVERAL, _SEVERAL_SIDES, _OFFLOAD_SMALL, _EARLIER_BESIDE_EXPERTS)
+_ALL_TO_ALL = Option(
+    "xla_tpu_enable_async_all_to_all",
+    True,
+    "every all-to-all is synchronous without it (schedules of v5p and tpu7x)",
+    overlap=tuple(Overlap),
+    split=(Split.ROWS,),
+)
+
+_OFFLOADED = (
+    *(*_HALVES, _GATHER, _ALL_TO_ALL, _OFFLOAD, _SEVERAL, _SEVERAL_SIDES),
+    *(_OFFLOAD_SMALL, _EARLIER_BESIDE_EXPERTS),
+)
 
 TABLE: dict[str, tuple[Option, ...]] = {
     "TPU v5 lite": (
@@ -193,6 +204,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
         *_COLLECTIVE_MATMUL,
         _GATHER,
         _EARLIER_BESIDE_EXPERTS,
+        _ALL_TO_ALL,
         _OFFLOAD_SMALL,
         Option(
             "xla_tpu_sparse_core_all_gather_latency_multiplier",

@@ -105,7 +105,7 @@ def as_dict(answer: Answer) -> dict:
 def _plan(plan: Plan, request: Request) -> dict:
     candidate = plan.candidate
     return {
-        "mesh": dataclasses.asdict(candidate.mesh),
+        "mesh": candidate.mesh.axes,
         "remat": candidate.remat.value,
         "sequence_parallel": candidate.sequence_parallel,
         "microbatch": candidate.rows,

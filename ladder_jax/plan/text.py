@@ -68,7 +68,7 @@ def _smallest(answer: Answer) -> str:
 
 def _name(plan: Plan) -> str:
     mesh = plan.candidate.mesh
-    sizes = ", ".join(f"{name} {size}" for name, size in vars(mesh).items() if size > 1) or "one device"
+    sizes = ", ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one device"
     split = ", sequence-parallel" if plan.candidate.sequence_parallel else ""
     count = plan.candidate.rows
     rows = "1 sequence" if count == 1 else f"{count} sequences"

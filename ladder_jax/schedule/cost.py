@@ -126,6 +126,17 @@ class Costs:
         return sum(estimates) if estimates else None
 
 
+def attention_kernel_flops(instruction: Instruction, *, within: Computation) -> int:
+    """Of scores and values, if the instruction is a kernel of causal attention on TPUs: queries [.., N, T, H] are the
+    last T of S positions."""
+    if instruction.opcode != "custom-call" or "splash_mha_fwd" not in instruction.op_name:
+        return 0
+    *heads, queries, size = instruction.arrays[0][1]
+    operands = [dims for name in instruction.operands for _, dims in within.by_name[name].arrays]
+    positions = max(dims[-2] for dims in operands if len(dims) > 2 and dims[-1] == size)
+    return 2 * math.prod(heads) * size * queries * (2 * positions - queries + 1)
+
+
 # The loop itself: names of loops in its body continue with /body.
 _TOKENS = re.compile(rf"(?<!\w){TOKEN_LOOP}/while(?!/)")
 

@@ -86,6 +86,8 @@ def _reduction(collective: Collective, flops: Mapping[str, float], default: floa
     name = collective.op_name
     backward = "transpose(" in name
     window = _window(collective, flops, default)
+    if collective.kind == "all-to-all":  # beside attention, on TPUs often up to its kernel's end and no further
+        window += collective.scores / flops.get("attention", default)
     layer, sublayer = owner(name)
     return Reduction(collective, layer, backward, window / 2 if backward and flops else window, sublayer)
 
