@@ -69,5 +69,7 @@ def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
     for path, array in jax.tree.leaves_with_path((params, caches)):
         size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         routed = any(getattr(key, "key", None) == "experts" for key in path)
-        total += size * (shards.chosen(moe, tokens=request.batch) if routed else 1)
+        if routed:  # without those that fill up the last ranks
+            size *= shards.chosen(moe, tokens=request.batch) * moe.experts / array.shape[0]
+        total += size
     return round(total)
