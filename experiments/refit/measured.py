@@ -108,9 +108,19 @@ class Study:
                 if original is not None:
                     original.advance(layer, index, original=True)
                 if fitted and row.way in (Way.OUTPUTS, Way.STREAM):
-                    run.replace(ways.outputs(run, layer, index, original=original, ridge=row.ridge))
+                    run.replace(self._output(row, run, layer, index, original=original))
                 run.advance(layer, index)
         return run.source.arrays, fits
+
+    def _output(self, row: Row, run: Pass, layer: int, index: int, *, original: Pass | None) -> Mapping[Key, Stored]:
+        """original: after the sublayer."""
+        goals, key = None, fit.output_key(layer, fit.SUBLAYERS[index])
+        if original is not None:
+            pairs = zip(original.streams, run.streams, strict=True)
+            goals = [after.newest_first[0] - before.newest_first[0] for after, before in pairs]
+        statistics = run.output_statistics(layer, index, goals=goals)
+        array, _ = fit.refitted_output(run.source.arrays[key].read(), statistics, ridge=row.ridge)
+        return {key: Stored(array.shape, array.dtype, lambda: array)}
 
     def _statistics(self, row: Row, run: Pass, layer: int, index: int, *, original: Pass | None) -> Statistics:
         if row.way in (Way.FISHER, Way.GRADIENT):

@@ -25,7 +25,7 @@ class Way(enum.Enum):
     CONTROL = "inputs of the original"  # all sublayers of the standard model, whose inputs are whole
     FISHER = "inputs, tokens by squared gradient"  # of the loss with respect to the original's input there
     GRADIENT = "inputs, tokens by gradient"  # by that gradient's norm
-    OUTPUTS = "inputs and outputs"  # the output projections too, to what they gave behind the whole input
+    OUTPUTS = "inputs and outputs"  # the output projections too: `--refit both`
     STREAM = "inputs and outputs, to the original's"  # the output projections too, to the original's stream
     # These change the program, so they are no checkpoints:
     PREVIOUS = "inputs, from two tokens"  # from the previous token's late input too

@@ -5,7 +5,7 @@ A sublayer is computed here from its normalised input, so that any function of t
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -17,39 +17,24 @@ from experiments.refit.plan import Way
 from ladder_jax import nn, residual
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.modules import normalise
-from ladder_jax.pretrained.refit.fit import SUBLAYERS, Pass
 from ladder_jax.pretrained.refit.least_squares import Statistics
-from ladder_jax.pretrained.source import Key, Stored
-from ladder_jax.residual.sequence import Projections
+from ladder_jax.pretrained.refit.passes import Pass
+from ladder_jax.pretrained.refit.programs import ReadOutput
 
 RANK = 64  # of Way.LOW_RANK
 SURROGATES = (Way.PREVIOUS, Way.LOW_RANK)
 """The ways that change the program."""
-WRITERS = {"attention": "out", "mlp": "down"}
-
-
-@dataclasses.dataclass(frozen=True)
-class _FromInput:
-    """A step whose state is a sublayer's normalised input [B, T, D], and then what `sublayer` returns."""
-
-    sublayers: tuple[int, ...]
-
-    def __call__(self, normed, sublayers, **_):
-        read = []
-        out = lambda product, x, weights: product(read.append(x) or x, weights)
-        output = sublayers[self.sublayers[0]](normed, Projections(out=out))
-        return read[0].reshape(*normed.shape[:2], -1), output
 
 
 @functools.cache
 def sublayer(definition: nn.ModelDef, index: int):
-    """Compiled: (layer's params, normalised input [B, T, D]) -> (its out-projection's input [B, T, M], its output)."""
+    """Compiled: (layer's params, normalised input [B, T, D]) -> its output [B, T, D]."""
 
     @jax.jit
     def run(params, normed):
         context = layer_context(definition.config, normed.shape[1], axes=(), normalised=True)
         layer = definition.bind("layers", params)
-        return layer.advance(normed, None, steps=(_FromInput((index,)),), context=context)[0]
+        return layer.advance(normed, None, steps=(ReadOutput((index,)),), context=context)[0][1]
 
     return run
 
@@ -101,31 +86,6 @@ def weighted(run: Pass, layer: int, index: int, *, weights: np.ndarray) -> Stati
     return Statistics(products, total.energy, np.array([total.energy * total.left(np.eye(len(total.gram)))]))
 
 
-def outputs(run: Pass, layer: int, index: int, *, original: Pass | None, ridge: float) -> Mapping[Key, Stored]:
-    """The output projection of a sublayer whose inputs are fitted, fitted too, near what it is.
-
-    original: after the same sublayer, whose stream is the target; None for the target of the sublayer's own output
-    as the original's weights give it from the whole input.
-    """
-    compute, name = sublayer(run.definition, index), SUBLAYERS[index]
-    key = Key(f"layers/{name}/{WRITERS[name]}", layer)
-
-    def batches():
-        for number, (streams, (_, rows)) in enumerate(zip(run.streams, run.batches, strict=True)):
-            late, whole = _inputs(run, streams, layer, index)
-            read, output = compute(run.params(layer, False), late)
-            if original is None:
-                target = compute(run.params(layer, True), whole)[1]
-            else:
-                target = original.streams[number].newest_first[0] - streams.newest_first[0]
-            yield read, target - output, np.repeat(rows[:, None], late.shape[1], axis=1)
-
-    weight, total = run.source.arrays[key].read(), sums(batches())
-    change = total.solve(prior=np.zeros_like(total.cross), ridge=ridge)
-    fitted = (weight + change.reshape(weight.shape)).astype(weight.dtype)
-    return {key: Stored(fitted.shape, fitted.dtype, lambda: fitted)}
-
-
 def surrogate(runs: tuple[Pass, Pass], layer: int, index: int, *, way: Way, ridge: float) -> tuple[float, float]:
     """Fits on the first run what stands for the sublayer's whole input, and advances both by it; what is missing
     before and after the fit, relative to what is fitted.
@@ -166,7 +126,7 @@ def gradients(definition: nn.ModelDef, params: nn.Params, loss: Callable, rows: 
             def layer(x, entry):
                 of_layer, change = entry
                 for index in (0, 1):
-                    x = x + sublayer(definition, index)(of_layer, normalise(x, eps=config.norm_eps) + change[index])[1]
+                    x = x + sublayer(definition, index)(of_layer, normalise(x, eps=config.norm_eps) + change[index])
                 return x, None
 
             x = params["embedding"]["table"][row[None]].astype(jnp.float32)
@@ -205,5 +165,5 @@ def _advanced(run: Pass, compute, streams, layer: int, index: int, matrix: jax.A
     normed = _features(late, way) @ matrix
     if way is Way.LOW_RANK:
         normed = normalise(normed, eps=run.definition.config.norm_eps)
-    newest = streams.newest_first[0] + jax.device_get(compute(run.params(layer, False), normed)[1])
+    newest = streams.newest_first[0] + jax.device_get(compute(run.params(layer), normed))
     return dataclasses.replace(streams, newest_first=(newest, *streams.newest_first[:-1]))

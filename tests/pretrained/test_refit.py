@@ -25,7 +25,7 @@ from ladder_jax.pretrained import sensitivity
 from ladder_jax.pretrained.convert import calibrated
 from ladder_jax.pretrained.convert import command as convert_command
 from ladder_jax.pretrained.convert.request import parse
-from ladder_jax.pretrained.refit import Refit, fit, refit
+from ladder_jax.pretrained.refit import Projections, Refit, fit, refit
 from ladder_jax.pretrained.refit.least_squares import Statistics, folded
 from ladder_jax.pretrained.refit.programs import programs
 from ladder_jax.pretrained.sensitivity import Text
@@ -38,6 +38,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 RIDGE = 1e-2
 TOKENS = cases.tokens((5, 30), seed=4)
 PROJECTIONS = {"attention": ("query", "key", "value"), "mlp": ("gate", "up")}
+WRITERS = {"attention": "out", "mlp": "down"}
 
 
 def small_model(name: str = "standard", **changes):
@@ -73,8 +74,8 @@ def as_source(params, model) -> Source:
     return Source(__file__, model, arrays)
 
 
-def expected(name: str, *, ranks: int):
-    """The fitted matrices, {(layer, array): [D, ...]}, and how far float32 activations may move them.
+def expected(name: str, *, ranks: int, both: bool = False):
+    """The fitted matrices, {(layer, array): [...]}, and how far float32 activations may move them.
 
     Every activation is there at once, in float64, and each M is the solution of one stacked least-squares problem.
     """
@@ -107,20 +108,48 @@ def expected(name: str, *, ranks: int):
                     amplified = max(amplified, factor)
                 layers[sublayer][array][layer] = found[layer, f"{sublayer}/{array}"] = np.concatenate(columns, axis=1)
             layers[f"{sublayer}_norm"]["scale"][layer] = 1.0
-        with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-            settings = dict(attends=sublayer == "attention", shape=call)
-            newest = np.asarray(reference.sublayer(jax.tree.map(jnp.asarray, layers), layer, inputs, **settings))
+        output = functools.partial(reference_output, layer=layer, attends=sublayer == "attention", shape=call)
+        newest = output(layers, inputs)
+        if delay and both:
+            lacking = (output(params["layers"], np.stack([xs[i - 1]] * ranks)) - newest).sum(0)
+            array, read = WRITERS[sublayer], hidden(layers, layer, sublayer, lambda these: output(these, inputs).sum(0))
+            change, factor = stacked_least_squares(read, lacking.reshape(len(read), -1), prior=0)
+            layers[sublayer][array][layer] += change.reshape(layers[sublayer][array][layer].shape)
+            found[layer, f"{sublayer}/{array}"] = layers[sublayer][array][layer].copy()
+            amplified = max(amplified, factor)
+            newest = output(layers, inputs)
         xs.append(xs[-1] + newest.sum(0))
     return found, amplified
 
 
-def stacked_least_squares(late, whole):
-    """argmin |late M - whole|^2 + l |M - 1|^2, and the factor by which a small relative error of both enters M.
+def reference_output(layers, inputs, *, layer, attends, shape) -> np.ndarray:
+    """Each rank's partial sum [R, B, T, D] in float64."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        layers = jax.tree.map(jnp.asarray, layers)
+        return np.asarray(reference.sublayer(layers, layer, inputs, attends=attends, shape=shape))
+
+
+def hidden(layers, layer, sublayer, output) -> np.ndarray:
+    """What the output projection reads, [n, M]: the output where that copies D columns, and again for the next D."""
+    copied = jax.tree.map(np.copy, layers)
+    array = copied[sublayer][WRITERS[sublayer]][layer]
+    copied[sublayer][f"{WRITERS[sublayer]}_bias"][layer] = 0
+    count, width = array.size // array.shape[-1], array.shape[-1]
+    columns = []
+    for start in range(0, count, width):
+        array[...] = np.eye(count, width, k=-start).reshape(array.shape)
+        columns.append(output(copied).reshape(-1, width)[:, : count - start])
+    return np.concatenate(columns, axis=1)
+
+
+def stacked_least_squares(late, whole, *, prior=1):
+    """argmin |late M - whole|^2 + l |M - prior|^2, and the factor by which a small relative error of both enters M.
 
     The factor is k + k^2 |r| / (|A| |M|), of the least-squares solution's perturbation (Golub & Van Loan, 5.3.7).
     """
     penalty = np.sqrt(RIDGE * np.sum(late * late) / late.shape[1]) * np.eye(late.shape[1])
-    rows, targets = np.concatenate([late, penalty]), np.concatenate([whole, penalty])
+    wanted = prior * penalty if late.shape[1] == whole.shape[1] else np.zeros((late.shape[1], whole.shape[1]))
+    rows, targets = np.concatenate([late, penalty]), np.concatenate([whole, wanted])
     matrix, *_ = np.linalg.lstsq(rows, targets)
     singular = np.linalg.svd(rows, compute_uv=False)
     ratio = np.linalg.norm(rows @ matrix - targets, 2) / (singular[0] * np.linalg.norm(matrix, 2))
@@ -128,21 +157,27 @@ def stacked_least_squares(late, whole):
     return matrix, condition + condition**2 * ratio
 
 
+INPUTS, BOTH = Projections.INPUTS, Projections.BOTH
 CASES = [
-    ("ladder", 1, 1), ("ladder", 1, 8), ("ladder-2", 1, 2), ("parallel-ladder", 1, 4), ("hybrid-list", 2, 2),
-    ("hybrid-delay-3-first", 1, 1), ("hybrid-parallel-ladder", 1, 8), ("ladder-fresh", 1, 2), ("ladder-fresh", 1, 4),
-    ("ladder-fresh", 1, 8), ("hybrid-fresh", 2, 2),
+    ("ladder", 1, 1, INPUTS), ("ladder", 1, 8, BOTH), ("ladder-2", 1, 2, INPUTS), ("parallel-ladder", 1, 4, BOTH),
+    ("hybrid-list", 2, 2, BOTH), ("hybrid-delay-3-first", 1, 1, BOTH), ("hybrid-parallel-ladder", 1, 8, INPUTS),
+    ("ladder-fresh", 1, 2, INPUTS), ("ladder-fresh", 1, 4, BOTH), ("ladder-fresh", 1, 8, INPUTS),
+    ("hybrid-fresh", 2, 2, INPUTS),
 ]  # fmt: skip
+SWAPPED = {INPUTS: BOTH, BOTH: INPUTS}
+OTHERS = [pytest.param(*case, SWAPPED[projections], marks=pytest.mark.full) for *case, projections in CASES]
 
 
-@pytest.mark.parametrize("name, data, tensor", CASES)
-def test_the_fit_is_the_least_squares_solution(name, data, tensor):
+@pytest.mark.parametrize("name, data, tensor, projections", CASES + OTHERS)
+def test_the_fit_is_the_least_squares_solution(name, data, tensor, projections):
     """On real ranks. With eight, two share each key/value head of a fresh ladder, and so its fit."""
     model = small_model(name, ranks=tensor if name in cases.DEPEND_ON_RANKS else None)
-    settings = dict(mesh=parallel.make_mesh(data=data, tensor=tensor), settings=Refit(ridge=RIDGE))
-    result = refit(standard(), model=model, rows=TOKENS, **settings)
-    matrices, amplified = expected(name, ranks=tensor)
-    fitted = {(f.layer, f"{f.sublayer}/{array}") for f in result.fits for array in PROJECTIONS[f.sublayer]}
+    settings = Refit(ridge=RIDGE, projections=projections)
+    mesh = parallel.make_mesh(data=data, tensor=tensor)
+    result = refit(standard(), model=model, rows=TOKENS, mesh=mesh, settings=settings)
+    matrices, amplified = expected(name, ranks=tensor, both=projections is BOTH)
+    fitted = {(f.layer, f"{f.sublayer}/{array}") for f in result.fits for array in PROJECTIONS.get(f.sublayer, ())}
+    fitted |= {(f.layer, f.sublayer) for f in result.fits if f.sublayer not in PROJECTIONS}
     assert fitted == matrices.keys() and all(f.after < f.before for f in result.fits)
     for (layer, array), matrix in matrices.items():
         actual = result.source.arrays[Key(f"layers/{array}", layer)].read()
@@ -158,9 +193,9 @@ def test_the_fit_is_the_least_squares_solution(name, data, tensor):
 
 def test_emulated_ranks_are_real_ones():
     model = small_model("hybrid-fresh", ranks=2)
-    settings = dict(model=model, rows=TOKENS, settings=Refit(ridge=RIDGE))
+    settings = dict(model=model, rows=TOKENS, settings=Refit(ridge=RIDGE, projections=BOTH))
     real, emulated = (refit(standard(), mesh=parallel.make_mesh(tensor=n), **settings) for n in (2, 1))
-    _, amplified = expected("hybrid-fresh", ranks=2)
+    _, amplified = expected("hybrid-fresh", ranks=2, both=True)
     for key, stored in real.source.arrays.items():
         assert cases.error(emulated.source.arrays[key].read(), stored.read()) <= amplified * cases.bound(model)
 
@@ -172,6 +207,7 @@ def test_a_model_without_late_inputs_is_left_alone():
         assert result.fits == () and result.source.arrays == standard().arrays
     definition = nn.define(small_model(), mesh=parallel.make_mesh())
     run = fit.Pass(definition, standard(), TOKENS)
+    assert not run.output_statistics(0, 0).change(ridge=1e-3).any()
     (matrix,) = run.statistics(0, 0).matrices(1, ridge=1e-3)
     assert np.abs(matrix - np.eye(32)).max() <= 32 * 2.0**-24 / 1e-3  # of sums in float32 that are not quite symmetric
 
@@ -337,10 +373,18 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_and_resumed_bit_for_bit(signum, small, texts, tmp_path, monkeypatch):
+STATISTICS = ("statistics", "output_statistics")
+RESUMED = [
+    (signal.SIGKILL, INPUTS, [("statistics", *where) for where in ((2, 1), (3, 0), (3, 1))]),
+    (signal.SIGTERM, BOTH, [("output_statistics", 1, 0), ("output_statistics", 1, 1)]  # the first file is damaged
+     + [(name, layer, index) for layer in (2, 3) for index in (0, 1) for name in STATISTICS]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("signum, projections, resumed", RESUMED)
+def test_killed_and_resumed_bit_for_bit(signum, projections, resumed, small, texts, tmp_path, monkeypatch, capsys):
     """What was fitted is read, not fitted again; the result is that of an undisturbed run."""
-    command = ["convert", str(small), str(tmp_path / "out"), "--ladder-layers", "3"]
+    command = ["convert", str(small), str(tmp_path / "out"), "--ladder-layers", "3", "--refit", projections.value]
     command += ["--calibration", str(texts / "a.txt"), "--calibration-tokens", "128"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-c", KILLED, str(int(signum)), *command]
@@ -350,14 +394,19 @@ def test_killed_and_resumed_bit_for_bit(signum, small, texts, tmp_path, monkeypa
     left = tmp_path / ".out.refitting" / "chosen"
     assert len(list(left.glob("*.npz"))) == 3 and not (tmp_path / "out").exists()
     if signum == signal.SIGTERM:  # a damaged file is fitted again
-        (left / "0002-attention.npz").write_bytes(b"nonsense")
+        (left / "0001-attention-out.npz").write_bytes(b"nonsense")
     fitted = []
-    statistics = fit.Pass.statistics
-    monkeypatch.setattr(
-        fit.Pass, "statistics", lambda self, *where: (fitted.append(where), statistics(self, *where))[1]
-    )
+    for name in STATISTICS:
+        method = getattr(fit.Pass, name)
+        recorded = lambda self, *where, name=name, method=method: (fitted.append((name, *where)), method(self, *where))[
+            1
+        ]
+        monkeypatch.setattr(fit.Pass, name, recorded)
     assert main(command) == 0
-    assert fitted == [(2, 0)] * (signum == signal.SIGTERM) + [(2, 1), (3, 0), (3, 1)]
+    assert fitted == resumed
+    printed = capsys.readouterr().out
+    assert "refitted 6 sublayers: the late inputs" in printed
+    assert ("behind these inputs, the sublayers' outputs lacked" in printed) == (projections is BOTH)
     command[2] = str(tmp_path / "undisturbed")
     assert main(command) == 0
     first, second = (pretrained.open(tmp_path / name) for name in ("out", "undisturbed"))

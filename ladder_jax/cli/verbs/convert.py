@@ -29,7 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration-tokens", type=int, metavar="N", help="how many of its tokens (default 16384; to choose 2048)"
     )
     parser.add_argument(
-        "--refit", metavar="WHAT", help="inputs: fit the converted layers' first projections (default); or none"
+        "--refit",
+        metavar="WHAT",
+        help="inputs: fit the converted layers' first projections (default); both: their output projections, too; none",
     )
     parser.add_argument("--ridge", type=float, metavar="X", help="of the refit: how near it stays (default 0.001)")
     parser.add_argument("--search", metavar="HOW", help="for auto:N: ranked, or greedy too (the default, and slower)")

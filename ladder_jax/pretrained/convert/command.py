@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import statistics
+from collections.abc import Sequence
 
 from ladder_jax import nn, parallel, pyplot
 from ladder_jax.pretrained import formats, staging
@@ -14,7 +15,7 @@ from ladder_jax.pretrained.convert import calibrated, native
 from ladder_jax.pretrained.convert.calibrated import Texts
 from ladder_jax.pretrained.convert.request import Format, Request, parse
 from ladder_jax.pretrained.huggingface import write as huggingface
-from ladder_jax.pretrained.refit import Refitted
+from ladder_jax.pretrained.refit import SUBLAYERS, Fit, Refitted
 from ladder_jax.pretrained.sensitivity import Result, picture, text
 from ladder_jax.pretrained.source import Source
 from ladder_jax.progress import progress
@@ -103,12 +104,16 @@ def _print_summary(
         return
     layers = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
     print(f"{request.destination}: {parameters:,} parameters, {model.residual}{layers}; read back and compared")
-    if fits:
-        before, after = (statistics.fmean(getattr(fit, name) for fit in fits) for name in ("before", "after"))
-        print(
-            f"refitted {len(fits)} sublayers: the late inputs lacked {before:.1%} of the whole ones (mean square), and"
-            f" lack {after:.1%} now; each sublayer's is in {REFIT}.json"
-        )
+    if inputs := [fit for fit in fits if fit.sublayer in SUBLAYERS]:
+        where = f"each sublayer's is in {REFIT}.json"
+        print(f"refitted {len(inputs)} sublayers: the late inputs lacked {_means(inputs)}; {where}")
+        if outputs := [fit for fit in fits if fit not in inputs]:
+            print(f"behind these inputs, the sublayers' outputs lacked {_means(outputs)}")
     if result is not None:
         picture_file = f" and {MEASURED}.png" if pyplot.installed() else "; its picture needs 'ladder-jax[plot]'"
         print(f"the measurement is in {request.destination}, in {MEASURED}.json{picture_file}")
+
+
+def _means(fits: Sequence[Fit]) -> str:
+    before, after = (statistics.fmean(getattr(fit, name) for fit in fits) for name in ("before", "after"))
+    return f"{before:.1%} of the whole ones (mean square), and lack {after:.1%} now"

@@ -7,7 +7,7 @@ import pathlib
 from ladder_jax.config import Dtype, ModelConfig, stacks
 from ladder_jax.errors import UserError, member
 from ladder_jax.pretrained.formats import with_ladder_layers
-from ladder_jax.pretrained.refit import Refit
+from ladder_jax.pretrained.refit import Projections, Refit
 from ladder_jax.pretrained.sensitivity import Search, Text, parse_text
 
 AUTO, ALL = "auto:", "all"
@@ -26,6 +26,7 @@ class What(enum.Enum):
     """What to fit again of the converted layers."""
 
     INPUTS = "inputs"  # the projections that read the sublayers' inputs
+    BOTH = "both"  # and their output projections
     NONE = "none"
 
 
@@ -87,19 +88,20 @@ def _refit(args: dict, *, choose: int | None) -> Refit | None:
     what = member(What, "value for --refit:", args["refit"] or What.INPUTS.value)
     if not args["calibration"]:
         needing = [name for name in ("calibration_tokens", "tensor", "ridge") if args[name] is not None]
-        if args["refit"] == What.INPUTS.value:
+        if args["refit"] and what is not What.NONE:
             needing = ["refit"]
         if needing:
             raise UserError(f"--{needing[0].replace('_', '-')} needs a text: name one by --calibration FILE")
         return None
     if args["ladder_layers"] is None:
         raise UserError("--calibration needs --ladder-layers, the layers to convert")
-    if what is What.INPUTS:
-        return Refit() if args["ridge"] is None else Refit(ridge=args["ridge"])
+    if what is not What.NONE:
+        ridge = {} if args["ridge"] is None else {"ridge": args["ridge"]}
+        return Refit(projections=Projections(what.value), **ridge)
     if args["ridge"] is not None:
-        raise UserError("--ridge is for --refit inputs")
+        raise UserError("--ridge is for --refit inputs and both")
     if choose is None:
-        raise UserError("--calibration is for --refit inputs and for --ladder-layers auto:N")
+        raise UserError("--calibration is for --refit inputs and both, and for --ladder-layers auto:N")
     return None
 
 

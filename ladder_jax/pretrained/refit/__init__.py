@@ -1,4 +1,4 @@
-"""Fit the first projections of converted sublayers again, in closed form, to the inputs that they now have.
+"""Fit the projections of converted sublayers again, in closed form, to the inputs that they now have.
 
 A converted sublayer was trained to read n(x), the normalised stream, and now reads n(z), where z lacks the newest
 outputs. Those are largely predictable from z. So for each sublayer, in the order of the forward pass and behind the
@@ -11,11 +11,18 @@ input (query, key, value; gate, up; of experts the router, every expert's gate a
 share): W <- M diag(g) W, and the gain becomes 1. So the model has the same parameters and the same program. Nothing is
 trained, and biases and the other parameters stay.
 
-In reading order: least_squares.py, the statistics and M; programs.py, the forward pass by sublayers; fit.py, the loop
-over sublayers; kept.py, the results of an interrupted run.
+Then, if that is requested, the output projection W: with h what it reads now, and y the output that the sublayer as it
+was gives of the whole input, it becomes W + X,
+
+    X = argmin |h (W + X) - y|^2 + l |X|^2,  l = ridge * trace(h^T h) / M
+
+In reading order: least_squares.py, the statistics, M and X; programs.py and passes.py, the forward pass by sublayers;
+fit.py, the loop over sublayers; kept.py, the results of an interrupted run.
 """
 
+from ladder_jax.pretrained.refit.fit import SUBLAYERS as SUBLAYERS
 from ladder_jax.pretrained.refit.fit import Fit as Fit
+from ladder_jax.pretrained.refit.fit import Projections as Projections
 from ladder_jax.pretrained.refit.fit import Refit as Refit
 from ladder_jax.pretrained.refit.fit import Refitted as Refitted
 from ladder_jax.pretrained.refit.fit import check_rows as check_rows

@@ -1,32 +1,37 @@
 """Refit the projections of all converted sublayers, one layer after another."""
 
 import dataclasses
-import functools
+import enum
 import hashlib
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 
-from ladder_jax import nn, parallel, residual
+from ladder_jax import nn, parallel
 from ladder_jax.config import ModelConfig, parse_residual, stacks, to_dict
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained.load import reader
 from ladder_jax.pretrained.refit.kept import Kept
-from ladder_jax.pretrained.refit.least_squares import Statistics, folded
-from ladder_jax.pretrained.refit.programs import programs
-from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.refit.least_squares import OutputStatistics, Statistics, folded
+from ladder_jax.pretrained.refit.passes import Pass
+from ladder_jax.pretrained.source import Key, Source
 
-ROWS = 4  # rows per batch, at most
 SUBLAYERS = ("attention", "mlp")
 """The names of a layer's two sublayers, in their order."""
 EXPERTS = {"router": 1, "experts/gate": 0, "experts/up": 0, "shared/gate": 1, "shared/up": 1, "shared/share": 0}
 READERS = {"attention": {"query": 1, "key": 1, "value": 1}, "mlp": {"gate": 1, "up": 1, **EXPERTS}}
 """The arrays that may read a sublayer's input, and the dimension of each that tensor parallelism splits (where it
 splits none, any)."""
+WRITERS = {"attention": "out", "mlp": "down"}
+"""The output projections."""
+
+
+class Projections(enum.Enum):
+    """Which projections of a sublayer are fitted."""
+
+    INPUTS = "inputs"  # those that read its input
+    BOTH = "both"  # and its output projection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Refit:
     """
 
     ridge: float = 1e-3
+    projections: Projections = Projections.INPUTS
     alone: bool = False
 
     def __post_init__(self):
@@ -47,8 +53,10 @@ class Refit:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """One fitted sublayer. The mean square of what its input lacks of the whole one's, relative to the latter's: as it
-    reads the late input, and after the fit, both on the calibration text.
+    """One fitted sublayer, "attention" or "mlp". The mean square of what its input lacks of the whole one's, relative
+    to the latter's: as it reads the late input, and after the fit, both on the calibration text.
+
+    Or its output projection, "attention/out" or "mlp/down": the same of its output, behind the fitted input.
     """
 
     layer: int
@@ -93,6 +101,8 @@ def refit(
     check_rows(rows, model=model)
     if len(stacks(model)) > 1:
         raise UserError(f"a refit is for layers that are all alike; {source.path!r} has model.moe.dense_layers")
+    if model.moe is not None and settings.projections is Projections.BOTH:
+        raise UserError("a refit of models with experts is of input projections alone, not of both")
     if source.model.residual != "standard":
         raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
     if model.residual != "standard" and not parse_residual(model.residual).is_ladder:
@@ -104,11 +114,11 @@ def refit(
     passes, fits = Pass(definition, source, rows), []
     for layer in range(model.num_layers):
         entering = passes.streams
-        for index, name in enumerate(SUBLAYERS):
+        for index in (0, 1):
             if passes.late(layer, index):
-                arrays, about = _fitted(passes, layer, index, settings=settings, kept=kept)
-                passes.replace(arrays)
-                fits.append(Fit(layer, name, **about))
+                fits.append(_fit_inputs(passes, layer, index, ridge=settings.ridge, kept=kept))
+                if settings.projections is Projections.BOTH:
+                    fits.append(_fit_output(passes, layer, index, ridge=settings.ridge, kept=kept))
             passes.advance(layer, index)
             on_sublayer()
         if settings.alone and passes.converted(layer):
@@ -127,93 +137,51 @@ def check_rows(rows: np.ndarray, *, model: ModelConfig) -> None:
         )
 
 
-class Pass:
-    """The forward pass of a model on the calibration text, sublayer by sublayer.
+def _fit_inputs(passes: Pass, layer: int, index: int, *, ridge: float, kept: Kept) -> Fit:
+    name, source = SUBLAYERS[index], passes.source
 
-    source: the model's arrays, which `replace` replaces. batches: (tokens [B, T], weights [B]) of equal shape; the
-    rows that fill the last one have the weight 0. streams: of each batch, on the host.
-    params(layer, original): a layer's arrays on the devices; original: as they were before `replace`.
-    """
+    def compute():
+        statistics = passes.statistics(layer, index)
+        arrays, matrices = refitted_arrays(source, statistics, layer=layer, sublayer=name, ridge=ridge)
+        return arrays, {"before": statistics.share_missing(), "after": statistics.share_missing(matrices)}
 
-    def __init__(self, definition: nn.ModelDef, source: Source, rows: np.ndarray):
-        self.definition, self.original = definition, source
-        self.source = dataclasses.replace(source, model=definition.config)
-        self._programs, layout = programs(definition), definition.layout
-        self._delays = np.array(residual.of_model(definition.config).delays, np.int32).reshape(-1, 2)
-        self.params = functools.lru_cache(maxsize=2)(self._layer)
-        self._place = lambda tree, dims: jax.tree.map(lambda a, d: jax.device_put(a, layout.sharding(d)), tree, dims)
-        self.batches = list(_batches(rows, multiple=layout.batch_ranks))
-        embedding = {"table": next(reader(self.source, definition)([Key("embedding/table")]))}
-        self.streams = [
-            jax.device_get(self._programs.begin(embedding, self._place(tokens, "BT"))) for tokens, _ in self.batches
-        ]
-
-    def converted(self, layer: int) -> bool:
-        return bool(self._delays[layer].any())
-
-    def late(self, layer: int, sublayer: int) -> bool:
-        """Whether the sublayer's input lacks some output; the model's first sublayers have none to lack."""
-        return min(self._delays[layer, sublayer], 2 * layer + sublayer) > 0
-
-    def replace(self, arrays: Mapping[Key, Stored]) -> None:
-        self.source = dataclasses.replace(self.source, arrays={**self.source.arrays, **arrays})
-        self.params.cache_clear()
-
-    def advance(self, layer: int, sublayer: int, *, original: bool = False) -> None:
-        """All batches through one sublayer. original: as the standard model computes it, from `original`'s arrays."""
-        params, delay = self.params(layer, original), 0 if original else self._delays[layer, sublayer]
-        run = self._programs.advance[sublayer]
-        self.streams = [
-            jax.device_get(run(params, self._place(streams, self._programs.dims), jnp.int32(delay)))
-            for streams in self.streams
-        ]
-
-    def statistics(self, layer: int, sublayer: int, *, targets: Sequence[np.ndarray] | None = None) -> Statistics:
-        """Of the sublayer's late input, and its whole one or each batch's `targets`, streams [B, T, D]."""
-        total, delay = Statistics.zero(self.definition.config.d_model), jnp.int32(self._delays[layer, sublayer])
-        targets = [streams.newest_first[0] for streams in self.streams] if targets is None else targets
-        for streams, target, (_, weights) in zip(self.streams, targets, self.batches, strict=True):
-            arguments = self._place((streams, target), (self._programs.dims, "BTD"))
-            total.add(*jax.device_get(self._programs.statistics(*arguments, delay, self._place(weights, "B"))))
-        return total
-
-    def _layer(self, layer: int, original: bool):
-        source = dataclasses.replace(self.original, model=self.source.model) if original else self.source
-        names = [key.name for key in source.arrays if key.layer == layer]
-        arrays = reader(source, self.definition)([Key(name, layer) for name in names])
-        flat = {name.removeprefix("layers/"): array for name, array in zip(names, arrays, strict=True)}
-        return traverse_util.unflatten_dict(flat, sep="/")
-
-
-def _fitted(
-    passes: Pass, layer: int, index: int, *, settings: Refit, kept: Kept
-) -> tuple[Mapping[Key, Stored], dict[str, float]]:
-    """The fitted arrays of a sublayer, as they are kept, and its errors before and after."""
-    name = SUBLAYERS[index]
-    sublayer, source = f"{layer:04d}-{name}", passes.source
     keys = [Key(f"layers/{name}_norm/scale", layer), *readers(source, layer, name)]
-    if (earlier := kept.get(sublayer, {key: source.arrays[key] for key in keys})) is not None:
-        return earlier
-    statistics = passes.statistics(layer, index)
-    arrays, matrices = refitted_arrays(source, statistics, layer=layer, sublayer=name, ridge=settings.ridge)
-    about = {"before": statistics.share_missing(), "after": statistics.share_missing(matrices)}
-    return kept.put(sublayer, arrays, about), about
+    return _replaced(passes, layer, name, keys, compute, kept=kept)
+
+
+def _fit_output(passes: Pass, layer: int, index: int, *, ridge: float, kept: Kept) -> Fit:
+    """Behind the sublayer's fitted inputs."""
+    key = output_key(layer, SUBLAYERS[index])
+
+    def compute():
+        statistics = passes.output_statistics(layer, index)
+        array, change = refitted_output(passes.source.arrays[key].read(), statistics, ridge=ridge)
+        return {key: array}, {"before": statistics.share_missing(), "after": statistics.share_missing(change)}
+
+    return _replaced(passes, layer, key.name.removeprefix("layers/"), [key], compute, kept=kept)
+
+
+def _replaced(
+    passes: Pass, layer: int, name: str, keys: Sequence[Key], compute: Callable[[], tuple], *, kept: Kept
+) -> Fit:
+    """Gives `passes` the fitted arrays of `keys`: those that were kept, or those that `compute` returns."""
+    place = f"{layer:04d}-{name.replace('/', '-')}"
+    found = kept.get(place, {key: passes.source.arrays[key] for key in keys})
+    if found is None:
+        arrays, about = compute()
+        found = kept.put(place, arrays, about), about
+    passes.replace(found[0])
+    return Fit(layer, name, **found[1])
+
+
+def output_key(layer: int, sublayer: str) -> Key:
+    return Key(f"layers/{sublayer}/{WRITERS[sublayer]}", layer)
 
 
 def readers(source: Source, layer: int, sublayer: str) -> dict[Key, int]:
     """The arrays of `source` that read the sublayer's input, each with the dimension that READERS has."""
     keys = {Key(f"layers/{sublayer}/{name}", layer): axis for name, axis in READERS[sublayer].items()}
     return {key: axis for key, axis in keys.items() if key in source.arrays}
-
-
-def _batches(rows: np.ndarray, *, multiple: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens [B, T], weights [B]) of equal shape; the rows that fill the last batch have the weight 0."""
-    size = -(-min(ROWS, len(rows)) // multiple) * multiple
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        missing = size - len(part)
-        weights = np.repeat(np.float32([1, 0]), [len(part), missing])
-        yield np.pad(part, ((0, missing), (0, 0))).astype(np.int32), weights
 
 
 def _request(
@@ -227,7 +195,7 @@ def _request(
         "model": to_dict(model),
         "rows": [*rows.shape, hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest()],
         "mesh": dict(mesh.shape),
-        "settings": dataclasses.asdict(settings),
+        "settings": dataclasses.asdict(settings) | {"projections": settings.projections.value},
     }
 
 
@@ -249,3 +217,9 @@ def refitted_arrays(
         else:
             arrays[key] = folded(weight, gain, solved[parts], axis=axis)
     return arrays, solved[max(solved)]
+
+
+def refitted_output(weight: np.ndarray, statistics: OutputStatistics, *, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+    """An output projection, fitted, in its dtype; and the change [M, D] before it was rounded to that."""
+    change = statistics.change(ridge=ridge)
+    return (weight.astype(np.float64) + change.reshape(weight.shape)).astype(weight.dtype), change

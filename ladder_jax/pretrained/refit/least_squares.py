@@ -1,4 +1,4 @@
-"""The statistics of a sublayer's inputs in float64, and the matrix that they give."""
+"""The statistics of a sublayer's inputs and outputs in float64, and the matrices that they give."""
 
 import dataclasses
 
@@ -12,7 +12,8 @@ class Statistics:
     """Sums over tokens, in float64 on the host.
 
     Each batch is summed in float32 on the devices: an entry errs by at most n u sum |a| |b|, with n tokens a batch and
-    u = 2^-24 (about sqrt(n) u of it, where the roundings' signs are random), however many batches there are.
+    u = 2^-24 (about sqrt(n) u of it, where the roundings' signs are random), however many batches there are. So is it
+    with OutputStatistics.
 
     products: [R, D, 2D], of late with late and with whole inputs. energy: of the whole inputs. missing: [R], of what
     the late inputs lack. R is the number of ranks with inputs of their own.
@@ -36,7 +37,8 @@ class Statistics:
     def matrices(self, parts: int, *, ridge: float) -> list[np.ndarray]:
         """M [D, D] for each of `parts` equal groups of ranks, or one for all where all ranks have the same input."""
         groups = self.products.reshape(min(parts, len(self.products)), -1, *self.products.shape[1:])
-        return [solve(products, ridge=ridge) for products in groups.sum(axis=1)]
+        prior = np.eye(self.products.shape[1])
+        return [solve(products, prior=prior, ridge=ridge) for products in groups.sum(axis=1)]
 
     def share_missing(self, matrices: list[np.ndarray] | None = None) -> float:
         """The mean of |n(z) M - n(x)|^2 over that of |n(x)|^2, with each rank's M; without, of |n(z) - n(x)|^2."""
@@ -47,14 +49,47 @@ class Statistics:
         return float(1 + np.mean([np.sum(m * (gram @ m - 2 * cross)) for gram, cross, m in pairs]) / self.energy)
 
 
-def solve(products: np.ndarray, *, ridge: float) -> np.ndarray:
-    """(G + l 1)^-1 (C + l 1) of `products` [D, 2D] = (G, C), with l = `ridge` * trace(G) / D. Raises RunFailed."""
+@dataclasses.dataclass
+class OutputStatistics:
+    """Sums over tokens: h is what a sublayer's output projection reads (all ranks'), and e what its output lacks.
+
+    products: [M, M + D], of h with h and with e. energy: of the outputs that are to be reached. missing: of e.
+    """
+
+    products: np.ndarray | float = 0.0
+    energy: float = 0.0
+    missing: float = 0.0
+
+    def add(self, products: np.ndarray, energy: np.ndarray, missing: np.ndarray) -> None:
+        """Adds a batch's sums."""
+        self.products = self.products + np.asarray(products, np.float64)
+        self.energy += float(energy)
+        self.missing += float(missing)
+
+    def change(self, *, ridge: float) -> np.ndarray:
+        """What to add to the output projection [M, D]: argmin |h X - e|^2 + l |X|^2, with l as for `Statistics`."""
+        inner, outer = self.products.shape
+        return solve(self.products, prior=np.zeros((inner, outer - inner)), ridge=ridge)
+
+    def share_missing(self, change: np.ndarray | None = None) -> float:
+        """The mean of |e|^2 over that of the outputs to be reached; with a change, of |e - h X|^2."""
+        if change is None:
+            return self.missing / self.energy
+        gram, cross = np.split(self.products, [len(self.products)], axis=1)
+        return float(self.missing + np.sum(change * (gram @ change - 2 * cross))) / self.energy
+
+
+def solve(products: np.ndarray, *, prior: np.ndarray, ridge: float) -> np.ndarray:
+    """(G + l 1)^-1 (C + l P) of `products` [K, K + D] = (G, C) and `prior` P [K, D], with l = `ridge` * trace(G) / K.
+
+    Raises RunFailed.
+    """
     import scipy.linalg  # slow to import
 
-    gram, cross = np.split(products, 2, axis=1)
-    penalty = ridge * np.trace(gram) / len(gram) * np.eye(len(gram))
+    gram, cross = np.split(products, [len(products)], axis=1)
+    penalty = ridge * np.trace(gram) / len(gram)
     try:
-        return scipy.linalg.solve(gram + penalty, cross + penalty, assume_a="pos")
+        return scipy.linalg.solve(gram + penalty * np.eye(len(gram)), cross + penalty * prior, assume_a="pos")
     except (np.linalg.LinAlgError, ValueError) as error:  # ValueError: not finite
         raise RunFailed(f"no least squares: {error} (too small a ridge, {ridge:g}, or infinite activations)") from None
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,10 @@ from jax import lax
 from ladder_jax import nn, residual
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.modules import normalise
-from ladder_jax.parallel import all_reduce, on_mesh, over_ranks, pvary, rank
+from ladder_jax.parallel import all_gather, all_reduce, on_mesh, over_ranks, pvary, rank
 from ladder_jax.parallel.collectives import ranks
 from ladder_jax.pretrained.sensitivity.programs import Streams, delayed_step, delays_of
+from ladder_jax.residual.sequence import Projections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +25,40 @@ class Programs:
     begin(embedding's params, tokens [B, T]) -> Streams before the first sublayer
     advance[0], advance[1]: (layer's params, streams, delay) -> Streams after its attention, its MLP
     statistics(streams, target [B, T, D], delay, rows [B]) -> float32 (products, energy, missing)
+    output[0], output[1]: (layer's params, streams, delay) -> the output of its attention, its MLP, [B, T, D]
+    output_statistics[0], [1]: (layer's params, streams, goal [B, T, D], delay, rows [B]) -> as `statistics`
 
     `products` [R, D, 2D] are n(z)^T [n(z), n(target)], summed over tokens, each row of the batch times its entry of
     `rows`. R is 1, or, where each rank has its own input (ladder-fresh), the number of ranks. `energy` is the sum of
     |n(target)|^2, and `missing` [R] that of |n(z) - n(target)|^2.
+
+    Of outputs, `products` [M, M + D] are h^T [h, goal - output], where h is the input of the output projection;
+    `energy` is the sum of |goal|^2, and `missing` that of |goal - output|^2.
     """
 
     begin: Callable
     advance: tuple[Callable, Callable]
     statistics: Callable
+    output: tuple[Callable, Callable]
+    output_statistics: tuple[Callable, Callable]
     dims: Any  # of Streams
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOutput:
+    """A step from a sublayer's input [B, T, D] to one rank's (input of the output projection [B, T, M], output)."""
+
+    sublayers: tuple[int, ...]
+
+    def __call__(self, x: jax.Array, sublayers: Sequence[residual.Normed], **_) -> tuple[jax.Array, jax.Array]:
+        read = []
+
+        def out(product, hidden, weights):
+            read.append(hidden)
+            return product(hidden, weights)
+
+        output = sublayers[self.sublayers[0]](x, Projections(out=out))
+        return read[0].reshape(*x.shape[:2], -1), output
 
 
 @functools.cache
@@ -58,12 +83,14 @@ def programs(definition: nn.ModelDef) -> Programs:
         after, _ = layer.advance(streams, None, steps=(step,), context=context)
         return after if fresh else dataclasses.replace(after, partial=streams.partial)
 
+    def late_input(streams, delay):
+        late = pvary(lax.select_n(delay, *streams.newest_first), axes)
+        return residual.add(late, (jnp.where(delay > 0, streams.partial, 0),)) if fresh else late
+
     def statistics(streams, target, delay, rows):
-        late = lax.select_n(delay, *streams.newest_first)
-        if fresh:
-            late = residual.add(pvary(late, axes), (jnp.where(delay > 0, streams.partial, 0),))
+        late = late_input(streams, delay)
         flat = lambda x: normalise(x, eps=config.norm_eps).reshape(-1, config.d_model)
-        late, whole = pvary(flat(late), axes), pvary(flat(target), axes)
+        late, whole = flat(late), pvary(flat(target), axes)
         weights = jnp.repeat(rows, target.shape[1])[:, None]
         both = weights * jnp.concatenate([late, whole], axis=1)
         energy = jnp.sum(weights * jnp.square(flat(target)))
@@ -73,6 +100,25 @@ def programs(definition: nn.ModelDef) -> Programs:
             both = jnp.pad(both, ((0, 0), (0, share * ranks(axes) - both.shape[1])))
             both = lax.dynamic_slice_in_dim(both, rank(axes) * share, share, axis=1)
         products = jnp.einsum("td,te->de", late, both, precision=lax.Precision.HIGHEST)[None]
+        return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
+
+    def read(sublayer, params, streams, delay):
+        context = layer_context(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
+        layer, steps = definition.bind("layers", params), (ReadOutput((sublayer,)),)
+        hidden, partial = layer.advance(late_input(streams, delay), None, steps=steps, context=context)[0]
+        return hidden, all_reduce(partial.astype(jnp.float32), axes)
+
+    def output(sublayer, params, streams, delay):
+        return read(sublayer, params, streams, delay)[1]
+
+    def output_statistics(sublayer, params, streams, goal, delay, rows):
+        hidden, reached = read(sublayer, params, streams, delay)
+        flat = lambda x: x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        weights, goal, hidden = jnp.repeat(rows, goal.shape[1])[:, None], flat(goal), flat(hidden)
+        lacking = goal - flat(reached)
+        both = jnp.concatenate([all_gather(hidden, axes, dimension=1), pvary(lacking, axes)], axis=1)
+        products = jnp.einsum("tm,te->me", weights * hidden, both, precision=lax.Precision.HIGHEST)
+        energy, missing = (jnp.sum(weights * jnp.square(x)) for x in (goal, lacking))
         return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
 
     # Each rank has its own partial sum. It is declared as one array whose last dimension is split over the ranks.
@@ -88,5 +134,10 @@ def programs(definition: nn.ModelDef) -> Programs:
         tuple(compiled(functools.partial(advance, which), (layer, streams, ""), streams) for which in (0, 1)),
         # "F" is the dimension that the ranks split; "1" and "m" no mesh axis splits.
         compiled(statistics, (streams, "BTD", "", "B"), ("Fmm" if fresh else "1mF", "", "F")),
+        tuple(compiled(functools.partial(output, which), (layer, streams, ""), "BTD") for which in (0, 1)),
+        tuple(
+            compiled(functools.partial(output_statistics, which), (layer, streams, "BTD", "", "B"), ("Fm", "", ""))
+            for which in (0, 1)
+        ),
         streams,
     )
