@@ -174,10 +174,10 @@ def test_the_real_models_table(tmp_path, capsys):
     assert smollm2.main(["--tables", "--out", str(tmp_path)]) == 0
     for text in (capsys.readouterr().out, (tmp_path / "README.md").read_text()):
         assert "| refitted | not retrained | 0 | 0 | 1 | 3.000 | +0.500 | +0.500 | +0.500 | +0.500 | +0.500 |" in text
-        assert "| refitted | text | 16,384 | 0.0001 | 1 | 2.700 | +0.200 | +0.200 | +0.200 | +0.200 | +0.300 |" in text
+        assert "| refitted | text | 8,192 | 0.0001 | 1 | 2.700 | +0.200 | +0.200 | +0.200 | +0.200 | +0.300 |" in text
         # The original is the control of what its own predictions teach.
         twice = " | ".join(["+0.350 ± 0.071"] * 5)
-        assert f"| refitted | original's predictions | 16,384 | 0.0001 | 2 | 2.850 ± 0.071 | {twice} |" in text
+        assert f"| refitted | original's predictions | 8,192 | 0.0001 | 2 | 2.850 ± 0.071 | {twice} |" in text
     assert smollm2.main(["--tables", "--out", str(tmp_path / "none")]) == 2
     assert smollm2.main(["original=a", "plain=b"]) == 2
     assert "name the three models" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A real model: SmolLM2's last 15 layers converted, plain and refitted, then retrained on 16,384 tokens.
+"""A real model: SmolLM2's last 15 layers converted, plain and refitted, then retrained on 8,192 tokens or more.
 
     python -m experiments.distil.smollm2 original=MODEL plain=MODEL refitted=MODEL
         --wikitext FILE --gsm8k FILE --shakespeare FILE [--rows N]
@@ -30,7 +30,7 @@ from ladder_jax.train import folder
 HERE = pathlib.Path(__file__).parent
 NAME = "smollm2.json"
 STARTS = ("original", "plain", "refitted")
-TOKENS, FEW = 16_384, 4096
+TOKENS, MORE = 8192, 32_768
 RATE, LOW = 1e-4, 2e-5
 TEXT, TEACHER, BOTH = Recipe.TEXT, Recipe.TEACHER, Recipe.BOTH
 BLOCK = 2048  # characters of one text before the next one of the other
@@ -65,11 +65,11 @@ def rows() -> list[Row]:
     """In the order in which they are made: first what decides most."""
     found = [*map(Row, STARTS), Row("refitted", TEACHER, TOKENS, RATE), Row("plain", TEACHER, TOKENS, RATE)]
     found += [Row(start, TEXT, TOKENS, RATE) for start in ("original", "refitted", "plain")]
-    found += [Row("refitted", TEACHER, TOKENS, LOW)]
-    found += [Row(start, TEACHER, FEW, RATE) for start in ("refitted", "plain")]
     found += [Row(start, TEACHER, TOKENS, RATE, seed=1) for start in ("refitted", "plain")]
+    found += [Row("refitted", TEACHER, TOKENS, LOW)]
     found += [Row(start, BOTH, TOKENS, RATE) for start in ("original", "refitted")]
-    return found + [Row(start, TEXT, TOKENS, LOW) for start in ("original", "refitted")]
+    found += [Row(start, TEACHER, MORE, RATE) for start in ("refitted", "plain")]
+    return found + [Row(start, TEXT, MORE, RATE) for start in ("original", "refitted")]
 
 
 def main(argv: list[str]) -> int:
