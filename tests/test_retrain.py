@@ -29,7 +29,7 @@ LADDER = ["model.residual=ladder", "data.format=examples"]
 EVERYTHING = [*LADDER, "train.freeze=1", "lora.rank=2", "distill.teacher=start", "distill.residual=standard",
               "distill.alpha=0.5", "distill.hidden_weight=0.1", "conversion.steps=6"]  # fmt: skip
 FROZEN = [*LADDER, "train.freeze=1", "data.validation_fraction=0.2"]
-GREEDY = DecodeConfig(max_new_tokens=1, temperature=0.0)
+GREEDY = DecodeConfig(max_new_tokens=3, temperature=0.0)
 STAGED = [*LADDER, "lora.rank=2", "data.validation_fraction=0.2"]
 SIDE = [*LADDER, "model.side.reduction=2", "distill.teacher=start", "distill.residual=standard"]
 
@@ -132,6 +132,7 @@ def staged(place):
     return place / "staged", run(place, place / "staged", *STAGED, f"data.path={place / 'stages.yaml'}")
 
 
+@pytest.mark.full
 def test_an_adapter_is_carried_through_stages(staged):
     """One run, of which each step knows its stage."""
     directory, said = staged
@@ -147,16 +148,16 @@ def test_only_the_side_network_trains(side, place):
     ends, blocks = after.pop("side"), after["layers"].pop("side")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))
     assert all(np.abs(a).max() > 0 for a in jax.tree.leaves((ends["up"], blocks["gate"])))
-    model = open_model(side[0])
-    tokens = np.array([[5, 6, 7, 8, 9]])
-    new = model.generator(settings=DecodeConfig(), tensor=1).tokens(tokens.tolist(), config=GREEDY)
+    model, prompt = open_model(side[0]), [5, 6, 7, 8, 9]
+    (new,) = model.generator(settings=DecodeConfig(), tensor=1).tokens([prompt], config=GREEDY).tolist()
     definition = model.define(tensor=1)
-    scores = nn.compiled_logits(definition)(model.params(definition), tokens)[0, -1]
-    assert new[0, 0] == scores.argmax()
+    scores = nn.compiled_logits(definition)(model.params(definition), np.array([prompt + new]))
+    assert new == scores[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     with pytest.raises(UserError, match="has a side network .model.side., which no other format has"):
         open_source(side[0])
 
 
+@pytest.mark.full
 def test_a_side_network_is_trained_further(side, place, tmp_path):
     """From another run's; the settings of the model are that checkpoint's."""
     start = ["data.format=examples", "train.steps=1", f"train.start={side[0]}"]
@@ -173,8 +174,11 @@ def test_a_side_network_is_trained_further(side, place, tmp_path):
             run(place, tmp_path / "wrong", *start, *wrong)
 
 
+OF_FULL = pytest.param("staged", STAGED, marks=pytest.mark.full)
+
+
 @pytest.mark.parametrize(
-    "which, settings", [("everything", EVERYTHING), ("frozen", FROZEN), ("side", SIDE), ("staged", STAGED)]
+    "which, settings", [("everything", EVERYTHING), ("frozen", FROZEN), ("side", SIDE), OF_FULL]
 )
 def test_resumed_runs_go_on_exactly(which, settings, request, place, tmp_path):
     """From the checkpoint of step 4."""
@@ -193,7 +197,7 @@ def test_resumed_runs_go_on_exactly(which, settings, request, place, tmp_path):
     [
         ("everything", EVERYTHING),
         pytest.param("side", SIDE, marks=pytest.mark.full),
-        pytest.param("staged", STAGED, marks=pytest.mark.full),
+        OF_FULL,
     ],
 )
 def test_killed_and_started_again(which, settings, request, place, tmp_path):

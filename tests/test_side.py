@@ -15,12 +15,12 @@ from ladder_jax.data.batch import Batch, Targets
 from ladder_jax.decode import Generator
 from ladder_jax.errors import UserError
 from ladder_jax.retrain import Retraining
-from ladder_jax.train.gradients import task_gradients
+from ladder_jax.train.gradients import held_out_loss, task_gradients
 from tests import cases, reference
 
 SIZES = dict(num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=61)
 TOKENS = cases.tokens((4, 7), vocab=61)
-# Each pair of a loop and a policy, and each mesh, once; the first rows are the quick suite's.
+# Each loop with each policy, and each kind of mesh; the first row is the quick suite's.
 ROWS = [
     ("ladder", dict(tensor=2), Loop.SCAN, Remat.FULL),
     ("hybrid-list", dict(fsdp=2, tensor=2), Loop.UNROLLED, Remat.NONE),
@@ -79,7 +79,7 @@ def compute(plan, params, tokens=TOKENS, **train):
 
 @pytest.mark.parametrize(
     "name, mesh, loop, remat",
-    [pytest.param(*row, marks=() if number < 2 else FULL, id=str(row)) for number, row in enumerate(ROWS)],
+    [pytest.param(*row, marks=FULL if number else (), id=str(row)) for number, row in enumerate(ROWS)],
 )
 def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
     definition = define(name, **mesh)
@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (side, params))
         expected, wanted = jax.jit(jax.value_and_grad(dense(definition)))(*wide, TOKENS)
-    limit = cases.bound(definition.config, passes=2)
+    limit = 2 * cases.bound(definition.config, passes=2)  # its sublayers stand behind as many of the model
     assert cases.error(loss, expected) < limit
     assert set(grads) == {"side"}
     worst = jax.tree.map(cases.error, grads["side"], wanted)
@@ -98,22 +98,22 @@ def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
 
 @pytest.mark.parametrize("more", [
     dict(tensor=2),
-    pytest.param(dict(tensor=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16), marks=FULL),
     pytest.param(dict(fsdp=2, tensor=2), marks=FULL),
     pytest.param(dict(tensor=4, biases="all", qk_norm=True, reduction=2), marks=FULL),
+    pytest.param(dict(tensor=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16), marks=FULL),
 ], ids=str)  # fmt: skip
 def test_the_first_step_starts_from_the_model_itself(more):
-    """To the bit."""
+    """To the bit. In bfloat16 XLA may leave out roundings between operations, other ones in another program: not here."""
     plan = Retraining(define("hybrid-list", **more))
     base = Retraining(plan.without_side)
     params = cases.place(cases.parameters(base.definition), base.definition)
-    trained, frozen = plan.split(params)[1], plan.initial_side(seed=3)
-    trained, frozen = frozen, trained
-    function = lambda plan: jax.jit(task_gradients(plan, config=TrainConfig()))
-    (loss, _), grads = function(plan)(trained, frozen, TOKENS, {})
-    (before, _), _ = function(base)(params, {}, TOKENS, {})
-    assert float(loss) == float(before)
-    assert jnp.abs(grads["side"]["up"]).max() > 0  # and yet it learns
+    exact = dict(compiler_options={"xla_allow_excess_precision": False})
+    loss = lambda task, *args: jax.jit(held_out_loss(task).__wrapped__, **exact)(*args, TOKENS)
+    frozen, before = plan.split(params)[1], loss(base, params, {})
+    side = plan.initial_side(seed=3)
+    assert float(loss(plan, side, frozen)) == float(before)
+    moved = {"side": {**side["side"], "up": side["side"]["up"] + 0.1}}
+    assert abs(float(loss(plan, moved, frozen)) - float(before)) > 1e-3
 
 
 def kept_for_backward(plan, *, loop, remat):
@@ -133,7 +133,12 @@ def kept_for_backward(plan, *, loop, remat):
     return kept
 
 
-@pytest.mark.parametrize("loop, remat", [*itertools.product(Loop, (Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS))])
+KEPT = [*itertools.product(Loop, (Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS))]
+
+
+@pytest.mark.parametrize(
+    "loop, remat", [pytest.param(*row, marks=() if number in (0, 4) else FULL) for number, row in enumerate(KEPT)]
+)
 def test_nothing_of_the_model_is_kept_but_the_taps(loop, remat):
     definition = define(d_model=44, d_ff=52)  # sizes that nothing else has
     shapes = kept_for_backward(Retraining(definition), loop=loop, remat=remat)
@@ -158,8 +163,11 @@ def test_the_side_network_communicates_nothing(loop):
     plan = Retraining(define(tensor=2))
 
     def forward(definition):
-        local = lambda params, tokens: nn.hidden(definition, params, tokens, loop_form=loop)[0]
-        ranked = parallel.on_mesh(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="BTD")
+        def local(params, tokens):
+            x, _ = nn.hidden(definition, params, tokens, loop_form=loop)
+            return parallel.all_reduce(x.sum(), definition.layout.all_axes)
+
+        ranked = parallel.on_mesh(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")
         return collectives(jax.make_jaxpr(ranked)(definition.abstract, TOKENS))
 
     assert forward(plan.definition) == forward(plan.without_side) > 0
@@ -171,10 +179,11 @@ def test_the_side_network_communicates_nothing(loop):
     assert whole - mine >= layers
 
 
+@FULL  # the quick suite's is in test_retrain.py
 @pytest.mark.parametrize("name, tensor, loop", [
     ("ladder", 2, Loop.UNROLLED),
-    pytest.param("hybrid-list", 4, Loop.SCAN, marks=FULL),
-    pytest.param("standard", 1, Loop.UNROLLED, marks=FULL),
+    ("hybrid-list", 4, Loop.SCAN),
+    ("standard", 1, Loop.UNROLLED),
 ])  # fmt: skip
 def test_decoding_runs_the_side_network(name, tensor, loop):
     """With a cache of its own: greedy tokens are those of whole forward passes, also where prompts come in chunks."""
@@ -237,7 +246,7 @@ def test_the_sizes_of_the_network():
 
 
 @pytest.mark.parametrize("given, said", [
-    (["model.side.reduction=3"], r"model.side.reduction=3 does not divide .*\(allowed: 1, 2, 4, 8\)"),
+    (["model.side.reduction=3"], r"model.side.reduction=3 does not divide .*\(allowed: 1, 2, 4, 8, 16, 32\)"),
     (["model.side.reduction=0"], "model.side.reduction must be positive"),
     (["model.side.reductoin=8"], "did you mean 'model.side.reduction'"),
     (["model.side.reduction=8"], "model.side needs train.start"),
