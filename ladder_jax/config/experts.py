@@ -18,7 +18,8 @@ class MoEConfig:
     """A token's MLP is the weighted sum of `top_k` of `experts` SwiGLU MLPs, chosen by a router; no token is dropped.
 
     `shared_width`: of one more MLP, the shared expert, that every token passes; `shared_gate`: its output is multiplied
-    with a sigmoid of the token's stream.
+    with a sigmoid of the token's stream. `router_bias`: each expert has a bias that counts in choosing experts, and not
+    in their weights (arXiv 2408.15664); training moves it by train.router_bias_rate.
     """
 
     experts: int = 8
@@ -27,6 +28,7 @@ class MoEConfig:
     softmax: RouterSoftmax = RouterSoftmax.CHOSEN
     shared_width: int = 0  # 0: no shared expert
     shared_gate: bool = False
+    router_bias: bool = False
 
     __repr__ = shown
 

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn import quantized
-from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of
+from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of, zeros
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.nn.routing import Route, Routing, measured, route
 from ladder_jax.parallel import pvary, rank, varying
@@ -100,6 +100,8 @@ class MoE(Module):
         sizes = sizes_of(config)
         self.moe = sizes.config.moe
         self.router = declare("DC", sizes=sizes, init=Normal(0.02), rngs=rngs)
+        if self.moe.router_bias:
+            self.router_bias = declare("C", sizes=sizes, init=zeros, rngs=rngs)
         self.experts = ExpertMLPs(sizes, rngs=rngs)
         if self.moe.shared_width:
             self.shared = SharedExpert(sizes, rngs=rngs)
@@ -119,7 +121,7 @@ class MoE(Module):
         logits = jnp.einsum(
             "ND,DC->NC", x_ND.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST
         )  # as TPUs would round its float32 operands to bfloat16
-        routed = route(logits, moe=self.moe)
+        routed = route(logits, moe=self.moe, bias_C=self.router_bias[...] if self.moe.router_bias else None)
         if on_routing:
             on_routing(measured(logits, routed.choice))
         compute = functools.partial(self.experts, axes=axes)

@@ -101,7 +101,7 @@ def _kind_with_experts(model: ModelConfig) -> tuple[str, dict[str, Any]]:
         and model.biases is Biases.NONE
         and moe.softmax is RouterSoftmax.CHOSEN,
     }
-    name = next((name for name, fits in families.items() if fits), None)
+    name = next((name for name, fits in families.items() if fits and not moe.router_bias), None)
     if residual.of_model(model) != residual.topology("standard", num_layers=model.num_layers):
         raise UserError(f"a model with experts and residual={model.residual!r} cannot be written for transformers yet")
     if name is None or model.d_model % model.num_heads:
