@@ -27,7 +27,7 @@ TOPOLOGIES = {
 # Six experts, which 4 and 8 ranks do not divide.
 KINDS = {
     "shared": dict(experts=6, top_k=2, expert_width=16, shared_width=24, shared_gate=True, softmax="all"),
-    "ungated": dict(experts=6, top_k=3, expert_width=16, shared_width=16),
+    "ungated": dict(experts=6, top_k=3, expert_width=16, shared_width=16, router_bias=True),
     "routed": dict(experts=6, top_k=2, expert_width=24),
     "all": dict(experts=5, top_k=5, expert_width=16, softmax="all"),
     "one": dict(experts=1, top_k=1, expert_width=16),
@@ -77,7 +77,7 @@ def penalties(layers, seen, shape):
         norm = layers["mlp_norm" if "mlp_norm" in layers else "attention_norm"]["scale"][l]
         x = reference.rms(inputs[0], norm, shape.eps).reshape(-1, inputs.shape[-1])
         scores = x @ layers["mlp"]["router"][l]
-        best = jnp.argsort(-scores, axis=-1, stable=True)[:, : shape.experts[0]]
+        best = reference.best_experts(jax.tree.map(lambda a: a[l], layers["mlp"]), scores, shape.experts[0])
         probabilities = jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True)
         count = scores.shape[-1]
         shares = jnp.array([(best == e).mean() for e in range(count)])

@@ -140,11 +140,19 @@ def mlp(p, x, shape):
     return on_first(matmul(p, "down", hidden, "rbtf", "rbtd", split, shape), p.get("down_bias"), shape)
 
 
+def best_experts(p, scores, top_k):
+    """[..., top_k]: by the router's scores [..., C], or by their softmax and the bias."""
+    if "router_bias" in p:
+        powers = jnp.exp(scores - scores.max(-1, keepdims=True))
+        scores = powers / powers.sum(-1, keepdims=True) + p["router_bias"]
+    return jnp.argsort(-scores, axis=-1, stable=True)[..., :top_k]
+
+
 def routed(p, x, shape):
     """Every expert on every token, of which each token's chosen ones count: [R, B, T, D], all of it on the one rank."""
     (top_k, over), r = shape.experts, shape.rounds
     scores = jnp.einsum("rbtd,dc->rbtc", r(x, forward=False), p["router"])
-    best = jnp.argsort(-scores, axis=-1, stable=True)[..., :top_k]
+    best = best_experts(p, scores, top_k)
     chosen = (best[..., None] == np.arange(scores.shape[-1])).any(-2)
     powers = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = (powers if over == "all" else jnp.where(chosen, powers, 0)).sum(-1, keepdims=True)

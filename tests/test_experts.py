@@ -147,8 +147,9 @@ def dense(params, x, moe):
     swiglu = lambda x, gate, up, down: (x @ gate / (1 + np.exp(-x @ gate)) * (x @ up)) @ down
     for n, token in enumerate(np.asarray(x, np.float64)):
         scores = token @ params["router"]
-        chosen = sorted(range(moe.experts), key=lambda c: (-scores[c], c))[: moe.top_k]
         powers = np.exp(scores)
+        for_choice = powers / powers.sum() + params["router_bias"] if moe.router_bias else scores
+        chosen = sorted(range(moe.experts), key=lambda c: (-for_choice[c], c))[: moe.top_k]
         total = powers.sum() if moe.softmax.value == "all" else powers[chosen].sum()
         for e in chosen:
             matrices = (params["experts"][name][e] for name in ("gate", "up", "down"))

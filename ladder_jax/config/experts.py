@@ -29,7 +29,8 @@ class MoEConfig:
     `shared_width`: of one more MLP, the shared expert, that every token passes; `shared_gate`: its output is multiplied
     with a sigmoid of the token's stream. `dense_layers`: how many of the first layers have an MLP of `model.d_ff`.
     `capacity`: in training, and wherever rows are exchanged, an expert takes at most so many times the mean rows of an
-    expert (1: as many as if the load were even); the rest are dropped.
+    expert (1: as many as if the load were even); the rest are dropped. `router_bias`: each expert has a bias that
+    counts in choosing experts, not in their weights (arXiv 2408.15664); training moves it by train.router_bias_rate.
     """
 
     experts: int = 8
@@ -40,6 +41,7 @@ class MoEConfig:
     shared_gate: bool = False
     dense_layers: int = 0
     capacity: float | None = None  # empty: no row is dropped
+    router_bias: bool = False
 
     __repr__ = shown
 

@@ -129,6 +129,7 @@ class TrainConfig:
     z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
     load_balance: float = 0.01  # of experts: times the Switch loss, which is 1 where all have the same load
     router_z_loss: float = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
+    router_bias_rate: float = 0.001  # of experts with model.moe.router_bias: a step's change; 0 keeps the biases
     loss_chunk: int = 2048  # tokens whose logits a device holds at once
     log_every: int = 10
     evaluate_every: int = 1_000  # 0: only after the last step
@@ -151,7 +152,7 @@ class TrainConfig:
         check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
         check_positive(self, "train", "accumulate", "loss_chunk")
         check(self.freeze >= 0, f"train.freeze must not be negative, not {self.freeze}")
-        for name in ("z_loss", "load_balance", "router_z_loss"):
+        for name in ("z_loss", "load_balance", "router_z_loss", "router_bias_rate"):
             check(getattr(self, name) >= 0, f"train.{name} must not be negative, not {getattr(self, name)}")
         check_positive(self, "train", "log_every", "checkpoint_every", "keep_checkpoints", "evaluation_batches")
         check_positive(self, "train", "spike_window", "max_bad_steps", "rollback_batches")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ladder_jax.nn import quantized
 from ladder_jax.nn.experts import ExpertMLPs, MoE
 from ladder_jax.nn.quantized import Int8
-from ladder_jax.nn.routing import Routing, measured, route
+from ladder_jax.nn.routing import Routing, measured
 from ladder_jax.parallel import exchange, ranks
 from ladder_jax.residual.exchange import RoutedExperts
 
@@ -31,7 +31,7 @@ def sublayers(
             x_ND = norm(x_BTD).reshape(-1, x_BTD.shape[-1])
             logits, settings = moe.logits(x_ND), dict(experts=moe.experts.count * ranks(axes))
             settings |= dict(size=moe.moe.slots(len(x_ND)))
-            choice, weights = route(logits, moe=moe.moe)
+            choice, weights = moe.route(logits)
             slots = exchange.slots(choice, **settings)
             if on_routing:
                 dropped = jnp.sum(~exchange.kept(slots, **settings), dtype=jnp.float32)

@@ -25,7 +25,7 @@ from jax import lax
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn import quantized
 from ladder_jax.nn.grouped import Groups, grouped_matmul
-from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of
+from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of, zeros
 from ladder_jax.nn.routing import Route, Routing, measured, route
 from ladder_jax.parallel import exchange, pvary, rank, varying
 
@@ -102,6 +102,8 @@ class MoE(Module):
         sizes = sizes_of(config)
         self.moe = sizes.config.moe
         self.router = declare("DC", sizes=sizes, init=Normal(0.02), rngs=rngs)
+        if self.moe.router_bias:
+            self.router_bias = declare("C", sizes=sizes, init=zeros, rngs=rngs)
         self.experts = ExpertMLPs(sizes, rngs=rngs)
         if self.moe.shared_width:
             self.shared = SharedExpert(sizes, rngs=rngs)
@@ -119,7 +121,7 @@ class MoE(Module):
         """A rank's partial sum [B, T, D] of routed experts. on_routing: called with the statistics of all tokens."""
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         logits = self.logits(x_ND)
-        routed = route(logits, moe=self.moe)
+        routed = self.route(logits)
         if on_routing:
             statistics = measured(logits, routed.choice)
             if self.moe.capacity is not None:
@@ -135,6 +137,9 @@ class MoE(Module):
         """Float32 [N, C], of float32 products: a TPU would round their operands to bfloat16."""
         wide = x_ND.astype(jnp.float32)
         return jnp.einsum("ND,DC->NC", wide, self.router[...], precision=lax.Precision.HIGHEST)
+
+    def route(self, logits_NC: jax.Array) -> Route:
+        return route(logits_NC, moe=self.moe, bias_C=self.router_bias[...] if self.moe.router_bias else None)
 
     def _within_capacity(self, routed: Route) -> tuple[Route, jax.Array]:
         """`routed`, where rows beyond their experts' capacity choose no expert, and bool [N, K]: which do not."""

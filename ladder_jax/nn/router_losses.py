@@ -27,7 +27,7 @@ PREDICTED, COUNTS = "predicted", "expert_counts"
 
 @dataclasses.dataclass(frozen=True)
 class RouterLosses:
-    """Of one model; all methods but `metrics` run on one rank."""
+    """Of one model; all methods but `metrics` and `balanced` run on one rank."""
 
     definition: ModelDef
 
@@ -43,6 +43,16 @@ class RouterLosses:
 
     def metrics(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return routing.metrics(Routing(**terms), moe=self.definition.config.moe)
+
+    def balanced(self, params: Params, terms: dict[str, jax.Array], *, config: TrainConfig) -> Params:
+        """`params` after a step, with the biases of the routers that train moved against the batch's load."""
+        moe, layers = self.definition.config.moe, params.get("layers")  # low-rank factors train without them
+        if not (moe.router_bias and config.router_bias_rate and layers):
+            return params
+        bias, choices = layers["mlp"]["router_bias"], config.batch * config.sequence * moe.top_k
+        signs = routing.toward_balance(terms["counts"][-len(bias) :], choices=choices)  # the lowest may be frozen
+        mlp = {**layers["mlp"], "router_bias": bias + config.router_bias_rate * signs}
+        return {**params, "layers": {**layers, "mlp": mlp}}
 
     def measures(self, scheduled: dict[str, jax.Array]) -> bool:
         """Whether the step counts the routers' losses; a held-out loss does not."""

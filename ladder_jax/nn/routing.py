@@ -44,9 +44,13 @@ class Routing:
         return jax.tree.map(lambda all_layers, one: jnp.concatenate([all_layers[1:], one[None]]), self, layer)
 
 
-def route(logits_NC: jax.Array, *, moe: MoEConfig) -> Route:
-    """The experts with the largest logits; of equal ones that with the lowest index."""
-    choice = checkpoint_name(lax.stop_gradient(lax.top_k(logits_NC, moe.top_k)[1]), EXPERTS)
+def route(logits_NC: jax.Array, *, moe: MoEConfig, bias_C: jax.Array | None = None) -> Route:
+    """The experts with the largest logits, or sums of probability and bias; of equal ones that with the lowest index.
+
+    A bias has no gradient: `toward_balance` moves it.
+    """
+    scores = logits_NC if bias_C is None else jax.nn.softmax(logits_NC, axis=1) + bias_C[None]
+    choice = checkpoint_name(lax.stop_gradient(lax.top_k(scores, moe.top_k)[1]), EXPERTS)
     chosen = jnp.take_along_axis(logits_NC, choice, axis=1)
     over = chosen if moe.softmax is RouterSoftmax.CHOSEN else logits_NC
     return Route(choice, jnp.exp(chosen - jax.nn.logsumexp(over, axis=1, keepdims=True)))
@@ -102,6 +106,16 @@ def penalty(
     shares = counts / jnp.sum(counts, axis=1, keepdims=True)
     uneven = experts * jnp.sum(lax.stop_gradient(shares) * routing.probabilities)
     return (load_balance * uneven + router_z_loss * jnp.sum(routing.log_squares)) / (positions * layers)
+
+
+def toward_balance(counts_LC: jax.Array, *, choices: int) -> jax.Array:
+    """[L, C]: 1 for an expert with less load than the mean, -1 for one with more (arXiv 2408.15664, algorithm 1).
+
+    choices: how many a layer's tokens made. `counts_LC` are the experts' shares of them, up to a factor; they are
+    rounded to whole numbers, since ranks and parts add them in another order, and must not change a sign.
+    """
+    counts = jnp.round(counts_LC * (choices / jnp.sum(counts_LC, axis=1, keepdims=True)))
+    return jnp.sign(choices / counts_LC.shape[1] - counts)
 
 
 def metrics(routing: Routing, *, moe: MoEConfig) -> dict[str, jax.Array]:

@@ -91,6 +91,8 @@ def _kind(model: ModelConfig) -> tuple[str, dict[str, Any]]:
             f"a model with residual={model.residual!r} cannot be written for transformers: what it computes depends on"
             " the number of tensor-parallel ranks, of which PyTorch has one here"
         )
+    if model.moe is not None and model.moe.router_bias:
+        raise UserError("a model with model.moe.router_bias cannot be written for transformers")
     topology, standard = residual.of_model(model), residual.topology("standard", num_layers=model.num_layers)
     # Transformers' own classes require that the number of heads divides hidden_size, even if head_dim is set.
     if topology == standard and model.d_model % model.num_heads == 0 and (plain := _plain(model)):
