@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import typing
 
 from ladder_jax.config.fields import check, check_positive, fit, shown
 
@@ -45,16 +44,6 @@ class MoEConfig:
             self.shared_width > 0 or not self.shared_gate,
             "model.moe.shared_gate needs a shared expert: model.moe.shared_width",
         )
-
-
-DENSE, LAYERS = STACKS = ("dense", "layers")
-"""The names under which stacks of layers with equal parameters are stored: the first one is of `dense_layers`."""
-
-
-def stacks(model: typing.Any) -> dict[str, range]:
-    """Which layers of a ModelConfig each stack holds."""
-    dense = 0 if model.moe is None else model.moe.dense_layers
-    return {**({DENSE: range(dense)} if dense else {}), LAYERS: range(dense, model.num_layers)}
 
 
 _QWEN3 = dict(head_dim=128, vocab_size=151936, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True)

@@ -9,11 +9,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ladder_jax import residual
-from ladder_jax.config import DENSE, STACKS, CollectiveMatmul, Launch, Loop, ModelConfig, Phase, stacks
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, ModelConfig, Phase
 from ladder_jax.errors import wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
 from ladder_jax.nn.modules import Embedding, RMSNorm
+from ladder_jax.nn.parameter import DENSE, STACKS, stacks
 from ladder_jax.parallel import Layout, Split, Traits, layout
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store

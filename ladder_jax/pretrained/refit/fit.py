@@ -12,8 +12,9 @@ import numpy as np
 from flax import traverse_util
 
 from ladder_jax import nn, parallel, residual
-from ladder_jax.config import ModelConfig, parse_residual, stacks, to_dict
+from ladder_jax.config import ModelConfig, parse_residual, to_dict
 from ladder_jax.errors import UserError
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained.load import reader
 from ladder_jax.pretrained.refit.kept import Kept
 from ladder_jax.pretrained.refit.least_squares import Statistics, folded
