@@ -16,9 +16,9 @@ import numpy as np
 import tensorstore
 
 from ladder_jax.checkpoint.stream import METADATA, described
-from ladder_jax.config import STACKS
 from ladder_jax.files import AnyPath, kvstore
 from ladder_jax.nn import Params
+from ladder_jax.nn.parameter import STACKS
 from ladder_jax.parallel import mesh as meshes
 
 LARGEST = 400 << 20  # bytes of a chunk, and of an object before its last chunk; S3 takes at most 5 GB in one request

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import tensorstore
 
-from ladder_jax.config import STACKS
+from ladder_jax.nn.parameter import STACKS
 
 METADATA = "_METADATA"
 CHUNK = 1 << 25  # bytes that are copied or compressed at a time, at most

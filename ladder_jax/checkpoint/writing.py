@@ -17,9 +17,9 @@ from etils import epath  # the paths that Orbax's handlers take
 
 from ladder_jax.checkpoint import manifest
 from ladder_jax.checkpoint.saved import check_listed, named
-from ladder_jax.config import STACKS
 from ladder_jax.files import AnyPath, absolute, by_orbax
 from ladder_jax.nn import Params
+from ladder_jax.nn.parameter import STACKS
 
 
 class Writing:

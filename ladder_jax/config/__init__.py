@@ -9,14 +9,10 @@ from ladder_jax.config.execution import Loop as Loop
 from ladder_jax.config.execution import Phase as Phase
 from ladder_jax.config.execution import QKNorm as QKNorm
 from ladder_jax.config.execution import Remat as Remat
-from ladder_jax.config.experts import DENSE as DENSE
-from ladder_jax.config.experts import LAYERS as LAYERS
-from ladder_jax.config.experts import STACKS as STACKS
 from ladder_jax.config.experts import ExpertParallelism as ExpertParallelism
 from ladder_jax.config.experts import MoEConfig as MoEConfig
 from ladder_jax.config.experts import RouterSoftmax as RouterSoftmax
 from ladder_jax.config.experts import check_exchange as check_exchange
-from ladder_jax.config.experts import stacks as stacks
 from ladder_jax.config.load import from_dict as from_dict
 from ladder_jax.config.load import load as load
 from ladder_jax.config.load import model_from_dict as model_from_dict

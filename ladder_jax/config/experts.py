@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import math
-import typing
 
 from ladder_jax.config.fields import check, check_positive, fit, shown
 
@@ -90,16 +89,6 @@ def check_exchange(
         f" {moe.experts / moe.top_k:g} drops no row",
     )
     check(sequence_parallel, f"{setting} needs {split}: each rank sends the rows of its own positions")
-
-
-DENSE, LAYERS = STACKS = ("dense", "layers")
-"""The names under which stacks of layers with equal parameters are stored: the first one is of `dense_layers`."""
-
-
-def stacks(model: typing.Any) -> dict[str, range]:
-    """Which layers of a ModelConfig each stack holds."""
-    dense = 0 if model.moe is None else model.moe.dense_layers
-    return {**({DENSE: range(dense)} if dense else {}), LAYERS: range(dense, model.num_layers)}
 
 
 _QWEN3 = dict(head_dim=128, vocab_size=151936, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True)

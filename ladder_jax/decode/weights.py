@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from ladder_jax.config import Loop, Quantize, stacks
+from ladder_jax.config import Loop, Quantize
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, parameter, quantized
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import Layout, is_v5e, mesh, on_mesh, over_ranks
 

@@ -7,20 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax import residual
-from ladder_jax.config import (
-    LAYERS,
-    CollectiveMatmul,
-    ExpertParallelism,
-    Launch,
-    Loop,
-    Remat,
-    check_collective_matmul,
-    stacks,
-)
+from ladder_jax.config import CollectiveMatmul, ExpertParallelism, Launch, Loop, Remat, check_collective_matmul
 from ladder_jax.config.fields import check
 from ladder_jax.nn import loss, modules, prefetch
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.model_def import ModelDef, Params
+from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import all_reduce, fsdp, pvary
 from ladder_jax.parallel.collectives import HEAD

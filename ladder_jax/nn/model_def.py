@@ -10,8 +10,6 @@ from jax.sharding import Mesh
 
 from ladder_jax import residual
 from ladder_jax.config import (
-    DENSE,
-    STACKS,
     CollectiveMatmul,
     ExpertParallelism,
     Launch,
@@ -19,12 +17,12 @@ from ladder_jax.config import (
     ModelConfig,
     Phase,
     check_exchange,
-    stacks,
 )
 from ladder_jax.errors import wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
 from ladder_jax.nn.modules import Embedding, RMSNorm
+from ladder_jax.nn.parameter import DENSE, STACKS, stacks
 from ladder_jax.parallel import Layout, Split, Traits, layout
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store

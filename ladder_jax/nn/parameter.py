@@ -26,6 +26,8 @@ from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.mesh import SHARDED
 
+DENSE, LAYERS = STACKS = ("dense", "layers")
+"""The names under which stacks of layers with equal parameters are stored: the first is of `moe.dense_layers`."""
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32 values
 
 
@@ -48,6 +50,12 @@ class Normal:
 def _quantiles() -> np.ndarray:
     inverse, count = statistics.NormalDist().inv_cdf, 2**16
     return np.array([inverse((index + 0.5) / count) for index in range(count)])
+
+
+def stacks(config: ModelConfig) -> dict[str, range]:
+    """Which layers of the model each stack holds."""
+    dense = 0 if config.moe is None else config.moe.dense_layers
+    return {**({DENSE: range(dense)} if dense else {}), LAYERS: range(dense, config.num_layers)}
 
 
 def residual_writer(config: ModelConfig) -> Normal:

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.config import LAYERS, TrainConfig, stacks
+from ladder_jax.config import TrainConfig
 from ladder_jax.nn import forward, routing
 from ladder_jax.nn.model_def import ModelDef, Params
+from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.nn.positions import FullSequence, Packed
 from ladder_jax.nn.routing import Routing
 from ladder_jax.parallel import all_reduce, pvary, varying

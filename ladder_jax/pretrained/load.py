@@ -9,7 +9,8 @@ import numpy as np
 from flax import traverse_util
 
 from ladder_jax import nn, parallel
-from ladder_jax.config import Loop, stacks
+from ladder_jax.config import Loop
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.parallel import mesh as meshes
 from ladder_jax.pretrained.source import Key, Source
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ladder_jax.config import ModelConfig, stacks
+from ladder_jax.config import ModelConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.nn import model_def, parameter
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained import tokenizer_files
 
 EMPTY: Mapping[str, Any] = types.MappingProxyType({})

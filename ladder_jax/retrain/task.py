@@ -10,10 +10,11 @@ import numpy as np
 
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
-from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig, stacks
+from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
 from ladder_jax.data.batch import Targets
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.parallel import Agreement
 from ladder_jax.pretrained import OpenedModel
 from ladder_jax.retrain import conversion, lora, loss, parts, sources

@@ -10,10 +10,11 @@ import pytest
 import safetensors.numpy
 
 from ladder_jax import nn, parallel, pretrained
-from ladder_jax.config import Biases, QKNorm, RouterSoftmax, stacks
+from ladder_jax.config import Biases, QKNorm, RouterSoftmax
 from ladder_jax.errors import UserError
 from ladder_jax.nn import routing
 from ladder_jax.nn.forward import ForwardPass
+from ladder_jax.nn.parameter import stacks
 from tests.pretrained import ladders, models
 from tests.pretrained.expert_models import FAMILIES, arrays, config, fused, write
 from tests.pretrained.test_convert import convert, restored

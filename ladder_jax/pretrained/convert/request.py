@@ -4,8 +4,9 @@ import dataclasses
 import enum
 import pathlib
 
-from ladder_jax.config import Dtype, ModelConfig, stacks
+from ladder_jax.config import Dtype, ModelConfig
 from ladder_jax.errors import UserError, member
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained.formats import with_ladder_layers
 from ladder_jax.pretrained.refit import Projections, Refit
 from ladder_jax.pretrained.sensitivity import Search, Text, parse_text

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import LAYERS, ModelConfig, stacks
+from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError
+from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.pretrained.huggingface.tensors import Pending, Tensor
 from ladder_jax.pretrained.source import Key, Stored
 

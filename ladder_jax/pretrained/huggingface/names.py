@@ -1,6 +1,7 @@
 """The names of our arrays and of the tensors in Hugging Face's Llama, Mistral, Qwen2 and Qwen3, in one table."""
 
-from ladder_jax.config import LAYERS, ModelConfig
+from ladder_jax.config import ModelConfig
+from ladder_jax.nn.parameter import LAYERS
 from ladder_jax.pretrained.source import Key
 
 _BLOCK = {

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from ladder_jax import nn, parallel
-from ladder_jax.config import ModelConfig, parse_residual, stacks, to_dict
+from ladder_jax.config import ModelConfig, parse_residual, to_dict
 from ladder_jax.errors import UserError
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained.refit.kept import Kept
 from ladder_jax.pretrained.refit.least_squares import OutputStatistics, Statistics, folded
 from ladder_jax.pretrained.refit.passes import Pass
