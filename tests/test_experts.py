@@ -238,16 +238,22 @@ def test_gradients_of_a_sublayer(router, moe):
 
 
 def test_chunks_of_tokens(monkeypatch):
-    """Values and gradients are those of all tokens at once, where a chunk is smaller, and the last one is padded."""
+    """Values and gradients are those of all tokens at once, where a chunk is smaller, and the last one is padded. No
+    more rows are in memory than those of a chunk's tokens.
+    """
     call, params, moe, x = sublayer(as_drawn)
 
     def outcome():
         compute = lambda params, x: jnp.sum(jnp.sin(call(params, x)))
         return jax.device_get(jax.value_and_grad(compute, (0, 1))(params, x))
 
-    whole = outcome()
+    of_all, of_chunk = (f"[{tokens * moe.top_k},32]" for tokens in (12, 5))
+    whole, arrays = outcome(), str(jax.make_jaxpr(call)(params, x))
+    assert of_all in arrays and of_chunk not in arrays
     monkeypatch.setattr(package, "CHUNK", 5)
     call, *_ = sublayer(as_drawn)
+    arrays = str(jax.make_jaxpr(call)(params, x))
+    assert of_all not in arrays and of_chunk in arrays
     errors = jax.tree.map(cases.error, outcome(), whole)
     assert max(jax.tree.leaves(errors)) < cases.bound(experts.model(), passes=2)
 
