@@ -177,9 +177,7 @@ def test_a_side_network_is_trained_further(side, place, tmp_path):
 OF_FULL = pytest.param("staged", STAGED, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize(
-    "which, settings", [("everything", EVERYTHING), ("frozen", FROZEN), ("side", SIDE), OF_FULL]
-)
+@pytest.mark.parametrize("which, settings", [("everything", EVERYTHING), ("frozen", FROZEN), ("side", SIDE), OF_FULL])
 def test_resumed_runs_go_on_exactly(which, settings, request, place, tmp_path):
     """From the checkpoint of step 4."""
     directory, _ = request.getfixturevalue(which)

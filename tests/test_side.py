@@ -103,7 +103,7 @@ def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
     pytest.param(dict(tensor=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16), marks=FULL),
 ], ids=str)  # fmt: skip
 def test_the_first_step_starts_from_the_model_itself(more):
-    """To the bit. In bfloat16 XLA may leave out roundings between operations, other ones in another program: not here."""
+    """To the bit. In bfloat16 XLA leaves out roundings, other ones in another program: not here."""
     plan = Retraining(define("hybrid-list", **more))
     base = Retraining(plan.without_side)
     params = cases.place(cases.parameters(base.definition), base.definition)

@@ -18,7 +18,8 @@ def records(tmp_path):
     """Thirty, in no order of their scores 0.0 to 0.29; the completion says the tenth."""
     order = np.random.default_rng(0).permutation(30)
     lines = [
-        {"prompt": "draft", "completion": f" {i // 10}" * 8, "score": i / 100, "languages": "a-ü"} for i in order.tolist()
+        {"prompt": "draft", "completion": f" {i // 10}" * 8, "score": i / 100, "languages": "a-ü"}
+        for i in order.tolist()
     ]
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -73,7 +74,7 @@ def test_a_folder_that_is_not_empty_is_refused(records, capsys):
 
 @pytest.mark.parametrize("score", ['"good"', "true", "NaN", "null"])
 def test_a_score_is_a_number(tmp_path, score):
-    (tmp_path / "one.jsonl").write_text('{"score": 1}\n{"score": %s}\n' % score)
+    (tmp_path / "one.jsonl").write_text(f'{{"score": 1}}\n{{"score": {score}}}\n')
     with pytest.raises(UserError, match="one.jsonl:2"):
         stages.split(tmp_path / "one.jsonl", score="score", names=["a", "b"])
 

@@ -77,7 +77,8 @@ def write(place: pathlib.Path, *, seed: int) -> None:
 
 def run(folder: pathlib.Path, *overrides: str) -> None:
     if not (folder / "result.json").exists():
-        often = ["train.checkpoint_every=50", "train.keep_checkpoints=1", "train.evaluate_every=0", "train.log_every=25"]
+        often = ["train.checkpoint_every=50", "train.keep_checkpoints=1"]
+        often += ["train.evaluate_every=0", "train.log_every=25"]
         recipe = folder.parent / "recipe.yaml"
         recipe.write_text("run: {name: staged}\n")
         start = "tiny" if folder.name == "base" else str(recipe)

@@ -85,9 +85,7 @@ def _caches(definition: ModelDef, leaf: Callable[[ModelConfig, Kernel, str], Any
     return one() if led else tuple(one() for _ in range(config.num_layers))
 
 
-def _shape(
-    config: ModelConfig, kernel: Kernel, dims: str, *, rows: int, capacity: int, heads: int
-) -> tuple[int, ...]:
+def _shape(config: ModelConfig, kernel: Kernel, dims: str, *, rows: int, capacity: int, heads: int) -> tuple[int, ...]:
     heads = config.num_kv_heads if "n" in dims else heads
     sizes = dict(L=config.num_layers, B=rows, S=-(-capacity // kernel.page) * kernel.page, N=heads, H=config.head_dim)
     return tuple(sizes[dim.upper()] for dim in dims)
