@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ladder_jax import config, nn, parallel
-from ladder_jax.config import START, DecodeConfig, DistillConfig, Dtype, Loop, Remat, SideConfig, TrainConfig
+from ladder_jax.config import START, DecodeConfig, DistillConfig, Dtype, Loop, Quantize, Remat, SideConfig, TrainConfig
 from ladder_jax.data.batch import Batch, Targets
-from ladder_jax.decode import Generator
+from ladder_jax.decode import Engine, Generator, Request
 from ladder_jax.errors import UserError
 from ladder_jax.retrain import Retraining
 from ladder_jax.train.gradients import held_out_loss, task_gradients
@@ -103,7 +103,7 @@ def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
     pytest.param(dict(tensor=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16), marks=FULL),
 ], ids=str)  # fmt: skip
 def test_the_first_step_starts_from_the_model_itself(more):
-    """To the bit. In bfloat16 XLA may leave out roundings between operations, other ones in another program: not here."""
+    """To the bit. In bfloat16 XLA leaves out roundings, other ones in another program: not here."""
     plan = Retraining(define("hybrid-list", **more))
     base = Retraining(plan.without_side)
     params = cases.place(cases.parameters(base.definition), base.definition)
@@ -199,6 +199,21 @@ def test_decoding_runs_the_side_network(name, tensor, loop):
         best = np.sort(scores)[:, -2:]
         assert (best[:, 1] - best[:, 0] > 1e-3).all(), "a near tie"
         assert new.tolist() == scores.argmax(-1).tolist()
+
+
+@FULL
+@pytest.mark.parametrize("quantize", Quantize)
+def test_slots_hold_the_side_networks_caches(quantize):
+    """Requests of several lengths, one after another in the same slots: each gets the tokens that it gets alone."""
+    definition = define(tensor=2)
+    params = cases.place(cases.parameters(definition), definition)
+    generator = Generator(definition, params, quantize=quantize)
+    prompts = [list(map(int, row[:length])) for row, length in zip(cases.tokens((5, 40), vocab=61), (3, 40, 17, 8, 33))]
+    with Engine(definition, params, slots=2, capacity=64, chunk=5, quantize=quantize) as engine:
+        handles = [engine.submit(Request(prompt, max_new_tokens=6)) for prompt in prompts]
+        found = [handle.result().tokens for handle in handles]
+    settings = DecodeConfig(max_new_tokens=6, temperature=0.0)
+    assert [list(one) for one in found] == [generator.tokens([one], config=settings)[0].tolist() for one in prompts]
 
 
 @FULL

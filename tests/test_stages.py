@@ -74,7 +74,7 @@ def test_a_folder_that_is_not_empty_is_refused(records, capsys):
 
 @pytest.mark.parametrize("score", ['"good"', "true", "NaN", "null"])
 def test_a_score_is_a_number(tmp_path, score):
-    (tmp_path / "one.jsonl").write_text('{"score": 1}\n{"score": %s}\n' % score)
+    (tmp_path / "one.jsonl").write_text(f'{{"score": 1}}\n{{"score": {score}}}\n')
     with pytest.raises(UserError, match="one.jsonl:2"):
         stages.split(tmp_path / "one.jsonl", score="score", names=["a", "b"])
 

@@ -2,8 +2,8 @@
 
     nice python -m experiments.side.memory [--only N]      # a minute a program; rows that were measured are kept
 
-One device of a v5p slice of eight, tensor 8: what it holds between steps, and what a step needs beside it. Nothing runs.
-Writes memory.json and the README's table.
+One device of a v5p slice of eight, tensor 8: what it holds between steps, and what a step needs beside it. Nothing
+runs. Writes memory.json and the README's table.
 """
 
 import argparse
@@ -35,9 +35,8 @@ def main() -> None:
     for case in CASES[: args.only]:
         if case not in measured:
             rows.append(measure(*case))
-            args.out.write_text(
-                json.dumps({"target": TARGET, "tensor": TENSOR, "model": MODEL, **STEP, "rows": rows}, indent=1) + "\n"
-            )
+            about = {"target": TARGET, "tensor": TENSOR, "model": MODEL, "ladder_layers": LADDER_LAYERS, **STEP}
+            args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
             print(rows[-1], flush=True)
     from experiments import readme
 

@@ -24,9 +24,9 @@ HERE = pathlib.Path(__file__).parent
 RECORDS, HELD_OUT = 3000, 200
 STAGES = ["easy", "medium", "hard"]
 WAYS = ["easy to hard", "shuffled", "hard to easy"]
-BASE = ["model.d_model=64", "model.num_heads=4", "model.num_kv_heads=4", "model.d_ff=160", "model.num_layers=4",
-        "model.residual=ladder", "model.ladder_layers=2", "model.dtype=float32", "model.residual_dtype=float32",
-        "train.batch=16", "train.sequence=128", "train.learning_rate=3e-3", "train.warmup_steps=30",
+SHAPE = ["model.d_model=64", "model.num_heads=4", "model.num_kv_heads=4", "model.d_ff=160", "model.num_layers=4"]
+BASE = ["model.residual=ladder", "model.ladder_layers=2", "model.dtype=float32", "model.residual_dtype=float32",
+        "train.batch=8", "train.sequence=128", "train.learning_rate=3e-3", "train.warmup_steps=30",
         "data.format=examples", "run.tensorboard=false"]  # fmt: skip
 TUNED = ["lora.rank=16", "lora.alpha=16"]
 
@@ -34,12 +34,12 @@ TUNED = ["lora.rank=16", "lora.alpha=16"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, nargs=2, default=(300, 150), help="of pretraining, and of tuning")
+    parser.add_argument("--steps", type=int, nargs=2, default=(300, 100), help="of pretraining, and of tuning")
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/staged"))
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     args = parser.parse_args()
     rows = [row for seed in range(args.seeds) for row in of_seed(seed, args.runs / f"seed-{seed}", *args.steps)]
-    about = {"records": RECORDS, "held_out": HELD_OUT, "steps": list(args.steps), "settings": [*BASE, *TUNED]}
+    about = {"records": RECORDS, "held_out": HELD_OUT, "steps": list(args.steps), "settings": [*SHAPE, *BASE, *TUNED]}
     measure.report({**about, "rows": rows}, file=args.out)
     if args.out.parent == HERE:
         readme.write(HERE, {"order": table(rows)})
@@ -47,13 +47,20 @@ def main() -> None:
 
 def of_seed(seed: int, place: pathlib.Path, *steps: int) -> list[dict]:
     write(place, seed=seed)
-    run(place / "base", f"data.path={place / 'pairs.jsonl'}", f"train.steps={steps[0]}", f"train.seed={seed}", *BASE)
+    run(
+        place / "base",
+        f"data.path={place / 'pairs.jsonl'}",
+        f"train.steps={steps[0]}",
+        f"train.seed={seed}",
+        *SHAPE,
+        *BASE,
+    )
     held_out = records.made(RECORDS + HELD_OUT, seed=seed)[RECORDS:]
     rows = [{"seed": seed, "way": "not tuned", **scored(place / "base", held_out)}]
     for way, path in zip(WAYS, ("stages/stages.yaml", "records.jsonl", "backwards.yaml")):
         name = path.partition(".")[0].replace("/", "-")
         overrides = [f"train.start={place / 'base'}", f"data.path={place / path}", f"train.steps={steps[1]}"]
-        run(place / name, *overrides, f"train.seed={seed}", *BASE[5:], *TUNED)
+        run(place / name, *overrides, f"train.seed={seed}", *BASE, *TUNED)
         rows.append({"seed": seed, "way": way, **scored(place / name, held_out)})
         print(rows[-1], flush=True)
     return rows
@@ -77,12 +84,8 @@ def write(place: pathlib.Path, *, seed: int) -> None:
 
 def run(folder: pathlib.Path, *overrides: str) -> None:
     if not (folder / "result.json").exists():
-        often = [
-            "train.checkpoint_every=50",
-            "train.keep_checkpoints=1",
-            "train.evaluate_every=0",
-            "train.log_every=25",
-        ]
+        often = ["train.checkpoint_every=50", "train.keep_checkpoints=1"]
+        often += ["train.evaluate_every=0", "train.log_every=25"]
         recipe = folder.parent / "recipe.yaml"
         recipe.write_text("run: {name: staged}\n")
         start = "tiny" if folder.name == "base" else str(recipe)

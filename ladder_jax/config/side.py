@@ -1,16 +1,10 @@
 """The section `model.side`: a small network beside the model, which trains in its place (see nn/side.py)."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ladder_jax.config.fields import check, check_positive, fit, shown
-
-if TYPE_CHECKING:
-    from ladder_jax.config.model import ModelConfig
-    from ladder_jax.config.run import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +12,7 @@ class SideConfig:
     """Ladder side-tuning (arXiv 2206.06522): the model is frozen, and a network beside it reads its layers' streams.
 
     `reduction`: the side network's width, feed-forward size and heads are the model's divided by it. Heads are fewer as
-    far as it divides the key/value heads, and beyond that smaller.
+    far as it divides the key/value heads, and beyond that smaller. `model` is the ModelConfig with this section.
     """
 
     reduction: int = 8
@@ -29,7 +23,7 @@ class SideConfig:
         fit(self, "model.side")
         check_positive(self, "model.side", "reduction")
 
-    def network(self, model: ModelConfig) -> ModelConfig:
+    def network(self, model: Any) -> Any:
         """The configuration of the side network's blocks, as many as the model has layers."""
         fewer, r = math.gcd(self.reduction, model.num_kv_heads), self.reduction
         return dataclasses.replace(
@@ -45,7 +39,7 @@ class SideConfig:
             side=None,
         )
 
-    def check(self, model: ModelConfig) -> None:
+    def check(self, model: Any) -> None:
         """Raises UserError where the model's sizes cannot be divided, or it has experts."""
         check(model.moe is None, "model.side is for dense models only, not those with experts (model.moe)")
         if not _divides(self.reduction, model):
@@ -57,29 +51,21 @@ class SideConfig:
                 f" {model.num_kv_heads} for keys and values) into a smaller model's (allowed: {allowed})",
             )
 
-    def check_run(self, config: RunConfig) -> None:
-        """Raises UserError for settings that a run with `model.side` cannot have."""
+    def check_run(self, config: Any) -> None:
+        """Raises UserError for settings that a run (a RunConfig) with `model.side` cannot have."""
         train = config.train
-        check(
-            train.start is not None, "model.side needs train.start, the checkpoint whose weights stay frozen beside it"
-        )
-        also = {
-            "train.freeze": train.freeze,
-            "lora.rank": config.lora.rank,
-            "conversion.steps": config.conversion.steps,
-        }
+        check(train.start is not None, "model.side needs train.start, the checkpoint whose weights stay frozen")
+        also = {"train.freeze": train.freeze, "lora.rank": config.lora.rank}
+        also["conversion.steps"] = config.conversion.steps
         for name, value in also.items():
             check(not value, f"{name}={value} and model.side exclude each other: beside a side network nothing trains")
         whole = "the side network reads whole streams"
         check(not train.sequence_parallel, f"train.sequence_parallel splits the stream, but {whole} (model.side)")
         hidden = config.distill.hidden_weight
-        check(
-            not hidden,
-            f"distill.hidden_weight={hidden} compares the model's own streams, which model.side leaves frozen",
-        )
+        check(not hidden, f"distill.hidden_weight={hidden} compares the model's own streams, which model.side freezes")
 
 
-def _divides(reduction: int, model: ModelConfig) -> bool:
+def _divides(reduction: int, model: Any) -> bool:
     fewer = math.gcd(reduction, model.num_kv_heads)
     heads = model.head_dim * fewer % (2 * reduction) == 0  # rotary positions turn pairs
     return heads and model.d_model % reduction == 0 and model.d_ff % reduction == 0

@@ -33,7 +33,7 @@ def read(path: pathlib.Path) -> Source:
     if model.side is not None:
         raise UserError(
             f"{str(path)!r} has a side network (model.side), which no other format has: generate, serve, evaluate and"
-            " train read it as it is"
+            " train read the checkpoint itself"
         )
     store = functools.cache(functools.partial(_open, opened.path / "params"))
     # Keeps the last stack only, for its other layers.

@@ -19,7 +19,7 @@ def explanation(error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: M
     if not exhausted:
         return None
     kind = mesh.devices.flat[0].device_kind
-    if config.model.moe is None:
+    if config.model.moe is None and config.model.side is None:
         fits = f"settings that fit: {command(config, mesh=mesh)}"
     else:
         fits = "a larger mesh.fsdp or mesh.tensor, train.remat=full or a larger train.accumulate needs less"

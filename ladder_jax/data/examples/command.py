@@ -12,9 +12,7 @@ def run(args: dict) -> None:
     """Writes the stages, and prints how many records each has. Raises UserError; then nothing has been written."""
     names = args["stages"].split(",")
     if not all(re.fullmatch(r"[\w-]+", name) for name in names) or len(set(names)) != len(names):
-        raise UserError(
-            f"--stages {args['stages']}: not different names of letters, digits, _ and -, such as easy,hard"
-        )
+        raise UserError(f"--stages {args['stages']}: not different names of letters, digits, _, -, such as easy,hard")
     if len(names) < 2:
         raise UserError(f"--stages {args['stages']}: one stage is no order; name two or more")
     at = None if args["at"] is None else _bounds(args["at"], stages=len(names))

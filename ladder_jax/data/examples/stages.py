@@ -31,9 +31,7 @@ def read(file: pathlib.Path) -> list[pathlib.Path]:
     tree = parse_yaml(text, what=f"the stages {str(file)!r}")
     names = tree.get("stages") if isinstance(tree, dict) and len(tree) == 1 else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
-        raise UserError(
-            f"{str(file)!r} must hold one section 'stages:', a list of JSON lines files such as '- easy.jsonl'"
-        )
+        raise UserError(f"{str(file)!r} must hold one section 'stages:', a list of files such as '- easy.jsonl'")
     return [file.parent / pathlib.Path(name).expanduser() for name in names]
 
 
@@ -74,9 +72,9 @@ def split(
     for value, record in records:
         parts[ascending[bisect.bisect_right(at, value)]].append(json.dumps(record, ensure_ascii=False) + "\n")
     if empty := [name for name, lines in parts.items() if not lines]:
-        bounds = ", ".join(f"{bound:g}" for bound in at)
+        bounds = ", ".join(f"{bound:g}" for bound in at) or "-"
         raise UserError(
-            f"{str(source)!r}: none of {len(records)} records is {empty[0]!r}, with {score!r} divided at {bounds or '-'}"
+            f"{str(source)!r}: none of {len(records)} records is {empty[0]!r}, with {score!r} divided at {bounds}"
         )
     return parts
 
