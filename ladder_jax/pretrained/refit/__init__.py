@@ -7,8 +7,9 @@ sublayers that are fitted already, one matrix M is fitted by ridge regression on
     M = argmin |n(z) M - n(x)|^2 + l |M - 1|^2 = (G + l 1)^-1 (C + l 1),  G = n(z)^T n(z),  C = n(z)^T n(x)
 
 n is the normalisation without its gain g, and l = ridge * trace(G) / D. M becomes part of the projections that read the
-input (query, key, value; gate, up): W <- M diag(g) W, and the gain becomes 1. So the model has the same parameters and
-the same program. Nothing is trained, and biases and the other parameters stay.
+input (query, key, value; gate, up; of experts the router, every expert's gate and up, and the shared one's gate, up and
+share): W <- M diag(g) W, and the gain becomes 1. So the model has the same parameters and the same program. Nothing is
+trained, and biases and the other parameters stay.
 
 Then, if that is requested, the output projection W: with h what it reads now, and y the output that the sublayer as it
 was gives of the whole input, it becomes W + X,

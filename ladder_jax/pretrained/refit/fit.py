@@ -19,10 +19,12 @@ from ladder_jax.pretrained.source import Key, Source
 
 SUBLAYERS = ("attention", "mlp")
 """The names of a layer's two sublayers, in their order."""
-READERS = {"attention": {"query": 1, "key": 1, "value": 1}, "mlp": {"gate": 1, "up": 1}}
-"""The arrays that read a sublayer's input, and the dimension of each that tensor parallelism splits."""
+EXPERTS = {"router": 1, "experts/gate": 0, "experts/up": 0, "shared/gate": 1, "shared/up": 1, "shared/share": 0}
+READERS = {"attention": {"query": 1, "key": 1, "value": 1}, "mlp": {"gate": 1, "up": 1, **EXPERTS}}
+"""The arrays that may read a sublayer's input, and the dimension of each that tensor parallelism splits (where it
+splits none, any)."""
 WRITERS = {"attention": "out", "mlp": "down"}
-"""The output projections."""
+"""The output projections; those of experts stay."""
 
 
 class Projections(enum.Enum):
@@ -113,7 +115,7 @@ def refit(
         for index in (0, 1):
             if passes.late(layer, index):
                 fits.append(_fit_inputs(passes, layer, index, ridge=settings.ridge, kept=kept))
-                if settings.projections is Projections.BOTH:
+                if settings.projections is Projections.BOTH and output_key(layer, SUBLAYERS[index]) in source.arrays:
                     fits.append(_fit_output(passes, layer, index, ridge=settings.ridge, kept=kept))
             passes.advance(layer, index)
             on_sublayer()
@@ -141,7 +143,8 @@ def _fit_inputs(passes: Pass, layer: int, index: int, *, ridge: float, kept: Kep
         arrays, matrices = refitted_arrays(source, statistics, layer=layer, sublayer=name, ridge=ridge)
         return arrays, {"before": statistics.share_missing(), "after": statistics.share_missing(matrices)}
 
-    return _replaced(passes, layer, name, _keys(layer, name), compute, kept=kept)
+    keys = [Key(f"layers/{name}_norm/scale", layer), *readers(source, layer, name)]
+    return _replaced(passes, layer, name, keys, compute, kept=kept)
 
 
 def _fit_output(passes: Pass, layer: int, index: int, *, ridge: float, kept: Kept) -> Fit:
@@ -173,9 +176,10 @@ def output_key(layer: int, sublayer: str) -> Key:
     return Key(f"layers/{sublayer}/{WRITERS[sublayer]}", layer)
 
 
-def _keys(layer: int, sublayer: str) -> list[Key]:
-    names = [f"{sublayer}_norm/scale", *(f"{sublayer}/{name}" for name in READERS[sublayer])]
-    return [Key(f"layers/{name}", layer) for name in names]
+def readers(source: Source, layer: int, sublayer: str) -> dict[Key, int]:
+    """The arrays of `source` that read the sublayer's input, each with the dimension that READERS has."""
+    keys = {Key(f"layers/{sublayer}/{name}", layer): axis for name, axis in READERS[sublayer].items()}
+    return {key: axis for key, axis in keys.items() if key in source.arrays}
 
 
 def _request(
@@ -200,14 +204,16 @@ def refitted_arrays(
     gain_key = Key(f"layers/{sublayer}_norm/scale", layer)
     gain, solved = source.arrays[gain_key].read(), {}
     arrays = {gain_key: np.ones_like(gain)}
-    for name, axis in READERS[sublayer].items():
-        key = Key(f"layers/{sublayer}/{name}", layer)
+    for key, axis in readers(source, layer, sublayer).items():
         weight = source.arrays[key].read()
         # Where several ranks share a key/value head, they share its fit.
         parts = min(len(statistics.products), weight.shape[axis])
         if parts not in solved:
             solved[parts] = statistics.matrices(parts, ridge=ridge)
-        arrays[key] = folded(weight, gain, solved[parts], axis=axis)
+        if key.name.startswith("layers/mlp/experts/"):  # in float64 one at a time
+            arrays[key] = np.stack([folded(expert, gain, solved[parts], axis=1) for expert in weight])
+        else:
+            arrays[key] = folded(weight, gain, solved[parts], axis=axis)
     return arrays, solved[max(solved)]
 
 
