@@ -264,6 +264,20 @@ def test_the_costs_of_conversions_are_what_was_measured():
         assert shown[1] == ("" if name == "original" else over)
 
 
+def test_what_fitted_outputs_give_back_is_what_was_measured():
+    rows = json.loads((DOCS.parent / "experiments" / "refit" / "results.json").read_text())["rows"]
+    text, mixed = (DOCS / "guides" / "models.md").read_text(), dict(text="mixture", tokens=12_288, seed=0, ridge=1e-3)
+    for shown, layers, asked in (
+        ("nothing: the original", "0", dict(way="plain")),
+        ("`--refit none`", "15", dict(way="plain")),
+        ("`--refit inputs`", "15", dict(way="inputs", **mixed)),
+        ("`--refit both`", "15", dict(way="inputs and outputs", **mixed)),
+    ):
+        kind = {"residual": "ladder", "layers": layers, **asked}
+        (losses,) = (row["losses"] for row in rows if kind.items() <= row.items() and len(row["losses"]) == 4)
+        assert f"| {shown} | {' | '.join(f'{loss:.3f}' for loss in losses.values())} |" in text
+
+
 def shown_predictions() -> list[tuple]:
     rows = re.findall(
         r"^\|[^|]*\| ([^|]+) \| (\d\.\d\d)(: no)? \| (\d\.\d\d) \| `ladder-jax (predict [^`]+)` \|$", README, re.M

@@ -1,10 +1,10 @@
 """How much time and memory does a refit of a larger model take? Of random values: both are the same for any.
 
-    python -m experiments.refit.memory [--preset llama-3.2-1b] [--layers 8] [--tokens 4096] --text FILE
+    python -m experiments.refit.memory --text FILE [--preset llama-3.2-1b] [--layers 8] [--tokens 4096] [OVERRIDE ...]
 
 Writes a bfloat16 model of the preset's shape, with SmolLM2's tokenizer, as a Hugging Face folder; converts it by
-`ladder-jax convert`, plain and with a refit, each in a process of its own; and reads the processor seconds and the
-peak resident memory of each process from the kernel. To memory.json.
+`ladder-jax convert`, plain and with each kind of refit, in processes of their own; and reads the processor seconds and
+the peak resident memory of each from the kernel. To memory.json. OVERRIDE: of the model, such as model.num_layers=4.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from experiments.convert_smollm2 import prepare
 from ladder_jax import config, files, pretrained
 from ladder_jax.config import ModelConfig
 from ladder_jax.pretrained import source as sources
+from ladder_jax.pretrained.refit import Projections
 
 HERE = pathlib.Path(__file__).parent
 NAME = "memory.json"
@@ -61,6 +62,7 @@ def converted(command: list[str]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE")
     parser.add_argument("--preset", default="llama-3.2-1b")
     parser.add_argument("--layers", default="8", metavar="LAYERS", help="the layers to convert")
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of calibration text")
@@ -68,18 +70,24 @@ def main() -> None:
     parser.add_argument("--folder", help="where there is room for the model three times (default: a temporary folder)")
     parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of memory.json")
     args = parser.parse_args()
-    model = config.load(args.preset, overrides=["model.residual=standard", "model.dtype=bfloat16"]).model
-    source = random_source(model)
-    content = {**measure.environment(), "command": "python -m experiments.refit.memory", "preset": args.preset}
+    fixed = ["model.residual=standard", "model.dtype=bfloat16"]
+    source = random_source(config.load(args.preset, overrides=[*args.overrides, *fixed]).model)
+    content = {
+        **measure.environment(),
+        "command": "python -m experiments.refit.memory",
+        "preset": args.preset,
+        "overrides": args.overrides,
+    }
     content |= {"parameters": sum(int(np.prod(stored.shape)) for stored in source.arrays.values()), "rows": []}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         file = pathlib.Path(folder, "model")
         pretrained.write_huggingface(source, file)
-        refit = ["--calibration", args.text, "--calibration-tokens", str(args.tokens)]
-        for kind, more in (("plain", []), ("refitted", refit)):
-            out = str(pathlib.Path(folder, kind))
-            row = converted(["convert", str(file), out, "--ladder-layers", args.layers, *more])
-            content["rows"].append({"converted": kind, "layers": args.layers, "tokens": args.tokens, **row})
+        for projections in (None, *Projections):
+            kind = "plain" if projections is None else projections.value
+            refit = ["--calibration", args.text, "--calibration-tokens", str(args.tokens), "--refit", kind]
+            command = ["convert", str(file), str(pathlib.Path(folder, kind)), "--ladder-layers", args.layers]
+            row = converted(command if projections is None else [*command, *refit])
+            content["rows"].append({"refit": kind, "layers": args.layers, "tokens": args.tokens, **row})
             print(content["rows"][-1], flush=True)
     text = json.dumps(content, indent=1) + "\n"
     files.write_atomically(str(args.out / NAME), lambda path: pathlib.Path(path).write_text(text))

@@ -19,7 +19,7 @@ from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.modules import normalise
 from ladder_jax.pretrained.refit.least_squares import Statistics
 from ladder_jax.pretrained.refit.passes import Pass
-from ladder_jax.pretrained.refit.programs import ReadOutput
+from ladder_jax.pretrained.refit.programs import Entering, ReadOutput
 
 RANK = 64  # of Way.LOW_RANK
 SURROGATES = (Way.PREVIOUS, Way.LOW_RANK)
@@ -34,7 +34,7 @@ def sublayer(definition: nn.ModelDef, index: int):
     def run(params, normed):
         context = layer_context(definition.config, normed.shape[1], axes=(), normalised=True)
         layer = definition.bind("layers", params)
-        return layer.advance(normed, None, steps=(ReadOutput((index,)),), context=context)[0][1]
+        return layer.advance(Entering(normed), None, steps=(ReadOutput((index,)),), context=context)[0][1]
 
     return run
 

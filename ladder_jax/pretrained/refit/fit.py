@@ -25,7 +25,7 @@ READERS = {"attention": {"query": 1, "key": 1, "value": 1}, "mlp": {"gate": 1, "
 """The arrays that may read a sublayer's input, and the dimension of each that tensor parallelism splits (where it
 splits none, any)."""
 WRITERS = {"attention": "out", "mlp": "down"}
-"""The output projections."""
+"""The output projections; those of experts stay."""
 
 
 class Projections(enum.Enum):
@@ -118,7 +118,7 @@ def refit(
         for index in (0, 1):
             if passes.late(layer, index):
                 fits.append(_fit_inputs(passes, layer, index, ridge=settings.ridge, kept=kept))
-                if settings.projections is Projections.BOTH:
+                if settings.projections is Projections.BOTH and output_key(layer, SUBLAYERS[index]) in source.arrays:
                     fits.append(_fit_output(passes, layer, index, ridge=settings.ridge, kept=kept))
             passes.advance(layer, index)
             on_sublayer()

@@ -30,7 +30,7 @@ class Statistics:
     def add(self, products: np.ndarray, energy: np.ndarray, missing: np.ndarray) -> None:
         """Adds a batch's sums, of which `products` may have padded columns."""
         width = self.products.shape[1]
-        self.products = self.products + np.asarray(products[:, :, : 2 * width], np.float64)
+        self.products = _added(self.products, products[:, :, : 2 * width])
         self.energy += float(energy)
         self.missing = self.missing + np.asarray(missing, np.float64)[: len(self.products)]
 
@@ -62,7 +62,7 @@ class OutputStatistics:
 
     def add(self, products: np.ndarray, energy: np.ndarray, missing: np.ndarray) -> None:
         """Adds a batch's sums."""
-        self.products = self.products + np.asarray(products, np.float64)
+        self.products = _added(self.products, products)
         self.energy += float(energy)
         self.missing += float(missing)
 
@@ -88,10 +88,20 @@ def solve(products: np.ndarray, *, prior: np.ndarray, ridge: float) -> np.ndarra
 
     gram, cross = np.split(products, [len(products)], axis=1)
     penalty = ridge * np.trace(gram) / len(gram)
+    gram, cross = np.array(gram, order="F"), np.array(cross + penalty * prior, order="F")  # which LAPACK overwrites
+    gram[np.diag_indices_from(gram)] += penalty
     try:
-        return scipy.linalg.solve(gram + penalty * np.eye(len(gram)), cross + penalty * prior, assume_a="pos")
+        return scipy.linalg.solve(gram, cross, assume_a="pos", overwrite_a=True, overwrite_b=True)
     except (np.linalg.LinAlgError, ValueError) as error:  # ValueError: not finite
         raise RunFailed(f"no least squares: {error} (too small a ridge, {ridge:g}, or infinite activations)") from None
+
+
+def _added(total: np.ndarray | float, more: np.ndarray) -> np.ndarray:
+    """In float64, and in place where the shapes agree: of a large model it has gigabytes."""
+    if np.shape(total) != more.shape:
+        return total + np.asarray(more, np.float64)
+    total += more
+    return total
 
 
 def folded(weight: np.ndarray, gain: np.ndarray, matrices: list[np.ndarray], *, axis: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,20 +45,28 @@ class Programs:
 
 
 @dataclasses.dataclass(frozen=True)
+class Entering:
+    """A sublayer's input [B, T, D]. routing: of `residual.State`; no router is measured here."""
+
+    x: jax.Array
+    routing: ClassVar[None] = None
+
+
+@dataclasses.dataclass(frozen=True)
 class ReadOutput:
-    """A step from a sublayer's input [B, T, D] to one rank's (input of the output projection [B, T, M], output)."""
+    """A step from `Entering` to one rank's (input of the sublayer's output projection [B, T, M], output [B, T, D])."""
 
     sublayers: tuple[int, ...]
 
-    def __call__(self, x: jax.Array, sublayers: Sequence[residual.Normed], **_) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, state: Entering, sublayers: Sequence[residual.Normed], **_) -> tuple[jax.Array, jax.Array]:
         read = []
 
         def out(product, hidden, weights):
             read.append(hidden)
             return product(hidden, weights)
 
-        output = sublayers[self.sublayers[0]](x, Projections(out=out))
-        return read[0].reshape(*x.shape[:2], -1), output
+        output = sublayers[self.sublayers[0]](state.x, Projections(out=out))
+        return read[0].reshape(*state.x.shape[:2], -1), output
 
 
 @functools.cache
@@ -105,7 +113,7 @@ def programs(definition: nn.ModelDef) -> Programs:
     def read(sublayer, params, streams, delay):
         context = layer_context(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
         layer, steps = definition.bind("layers", params), (ReadOutput((sublayer,)),)
-        hidden, partial = layer.advance(late_input(streams, delay), None, steps=steps, context=context)[0]
+        hidden, partial = layer.advance(Entering(late_input(streams, delay)), None, steps=steps, context=context)[0]
         return hidden, all_reduce(partial.astype(jnp.float32), axes)
 
     def output(sublayer, params, streams, delay):
