@@ -23,7 +23,7 @@ Norm = Callable[[jax.Array], jax.Array]  # of a normalised input: times the gain
 
 def sublayers(
     moe: MoE, norm: Norm, *, axes: tuple[str, ...], on_routing: Callable[[Routing], None] | None
-) -> tuple[RoutedExperts, Callable[[jax.Array], jax.Array]]:
+) -> tuple[RoutedExperts, Callable[..., jax.Array]]:
     """(the routed experts, the shared one) of a layer, on one rank. on_routing: called with its tokens' statistics."""
 
     def routed(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -39,7 +39,7 @@ def sublayers(
             return x_ND, slots, weights
 
     compute = functools.partial(_compute, moe.experts)
-    return RoutedExperts(routed, compute), lambda x_BTD: moe.shared(norm(x_BTD))
+    return RoutedExperts(routed, compute), lambda x_BTD, *tied: moe.shared(norm(x_BTD), *tied)
 
 
 def _compute(

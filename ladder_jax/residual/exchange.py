@@ -15,7 +15,7 @@ Barriers tie what arrives in each half to the half's products. Without them a co
 where it has issued it, and one for GPUs leaves the reduce-scatters nothing.
 
 A shared expert stays tensor-parallel: its input is gathered, and its partial sum reduce-scattered with attention's
-("farskip"), or on its own beside `combine`.
+("farskip"), or on its own. In a standard layer it is all that the all-to-alls can stand beside, each beside one half.
 """
 
 import dataclasses
@@ -134,11 +134,20 @@ class ExchangeStep:
                 launched = (*launched[:-1], newest)
             return products
 
-        shared = None if step.early or entered.shared is None else sublayers[SHARED](entered.shared)
-        rows = sublayers[ROUTED].compute(entered.rows, with_newest)
+        shared, rows = None, entered.rows
+        if entered.shared is not None and not step.early:
+
+            def with_rows(products):
+                nonlocal rows
+                products, rows = barrier_forward((products, rows)) if step.delay == 0 else (products, rows)
+                return products
+
+            shared = sublayers[SHARED](entered.shared, with_rows)
+        rows = sublayers[ROUTED].compute(rows, with_newest)
         fresh = dataclasses.replace(entered, rows=rows, shared=shared)
         if step.pending_after == 0:
-            return State(add(stream, (*launched, collect(combine(fresh, axes, ""), like=stream))))
+            arrived = combine(fresh, axes, "", shared_last=True)
+            return State(add(stream, (*launched, collect(arrived, like=stream))))
         added = step.pending_before + 1 - step.pending_after
         stream, sums = add(stream, launched[:added]), launched[added:]
         following = gather(self.normalise(stream), axes, FOLLOWING)
@@ -179,9 +188,11 @@ class ExchangeStep:
         experts, size = self.moe.padded(ranks(axes)), self.moe.slots(len(tokens))
         slots = exchange.as_float(slots, experts=experts, size=size)
         buffers = exchange.fill(tokens, slots, experts=experts, size=size)
+        shared = gather(x, axes, scope) if self.moe.shared_width else None
+        if self.step.delay == 0 and shared is not None:
+            buffers, shared = barrier_forward((buffers, shared))  # first what the shared expert waits for
         with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
             rows = exchange.dispatch(buffers, axes=axes)
-        shared = gather(x, axes, scope) if self.moe.shared_width else None
         return Routed(checkpoint_name(rows, EXCHANGED), slots, weights, shared)
 
 
@@ -229,13 +240,21 @@ def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     return add(state.residual, (*state.sums, newest))
 
 
-def combine(partial: Routed | None, axes: tuple[str, ...], scope: str = PREVIOUS) -> Routed | None:
-    """Computed rows on the ranks of their tokens, and this rank's positions of the shared expert's sum."""
+def combine(
+    partial: Routed | None, axes: tuple[str, ...], scope: str = PREVIOUS, *, shared_last: bool = False
+) -> Routed | None:
+    """Computed rows on the ranks of their tokens, and this rank's positions of the shared expert's sum.
+
+    shared_last: it is reduce-scattered after the rows have arrived, beside which its last product can be.
+    """
     if partial is None:
         return None
     with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
         rows = checkpoint_name(exchange.combine(partial.rows, axes=axes), EXCHANGED)
-    return dataclasses.replace(partial, rows=rows, shared=scatter(partial.shared, axes, scope))
+    shared = partial.shared
+    if shared_last and shared is not None:
+        shared, rows = barrier_forward((shared, rows))
+    return dataclasses.replace(partial, rows=rows, shared=scatter(shared, axes, scope))
 
 
 def collect(arrived: Routed | None, *, like: jax.Array) -> jax.Array | None:
