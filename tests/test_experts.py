@@ -107,7 +107,7 @@ def dense_gradients_with_all_heads(name: str):
 
 @pytest.mark.parametrize("name, mesh, loop, remat", NORMS)
 def test_query_and_key_norms_over_all_heads(name, mesh, loop, remat):
-    """Values and gradients, and what they communicate: one small all-reduce a layer and direction, beside the two."""
+    """Values and gradients, and what they communicate: a small gather forward, a scatter backward, beside the two."""
     data, fsdp, tensor, split = MESHES[mesh]
     definition = experts.define(name, data=data, fsdp=fsdp, tensor=tensor, **ALL_HEADS)
     params = cases.place(cases.parameters(definition), definition)
@@ -120,8 +120,8 @@ def test_query_and_key_norms_over_all_heads(name, mesh, loop, remat):
     errors = experts.errors(gradients, expected[1])
     assert max(jax.tree.leaves(errors)) < limit, errors
     if tensor > 1:
-        found = [line for line in program.as_text().splitlines() if re.search(r" all-reduce(-start)?\(", line)]
-        norms = [line for line in found if QK_NORM in line]
+        communicate = re.compile(r" (all-gather|reduce-scatter|all-reduce)(-start)?\(")
+        norms = [line for line in program.as_text().splitlines() if communicate.search(line) and QK_NORM in line]
         bodies = 1 if loop is Loop.SCAN else definition.config.num_layers
         assert len(norms) == 2 * bodies, norms
     if tensor > 1 and not split:
@@ -312,6 +312,10 @@ def test_presets_and_overrides():
     assert config.preset("tiny-moe", moe=dict(top_k=4)).moe == expected
     assert config.load("tiny-moe", overrides=["model.moe=null"]).model.moe is None
     assert config.model_from_dict(config.to_dict(changed)) == changed
+    norms = [config.load("olmoe-1b-7b", overrides=[f"model.qk_norm={text}"]).model for text in ("true", "false")]
+    olmoe = config.preset("olmoe-1b-7b")
+    assert [config.to_dict(one)["qk_norm"] for one in (*norms, olmoe)] == [True, False, "all-heads"]
+    assert olmoe.qk_norm and not norms[1].qk_norm and config.model_from_dict(config.to_dict(olmoe)) == olmoe
     with pytest.raises(UserError, match="model.moe.shared_width=128 is not divisible by mesh.tensor=3"):
         three = config.preset("tiny-moe", num_heads=6, head_dim=16, num_kv_heads=3)
         config.check_fits_mesh(three, config.MeshConfig(tensor=3))
