@@ -32,7 +32,14 @@ def test_prefill_chunks_and_decode_equal_the_full_pass(name, kind, tensor, loop)
 
 
 DENSE_FIRST = covering.marked(
-    covering.array(("standard", "ladder", "farskip", "hybrid-farskip"), (1, 2), (1, 4, 8), Loop),
+    covering.array(
+        ("standard", "ladder", "farskip", "hybrid-farskip"),
+        (1, 2),
+        (1, 4, 8),
+        Loop,
+        pairs=[(0, 1), (2, 3)],
+        even=[0, 1],
+    ),
     chosen=[("farskip", 1, 4, Loop.SCAN)],
 )
 

@@ -70,7 +70,7 @@ def test_gradients(name, kind, mesh, loop, remat, parts):
 DENSE_FIRST = covering.marked(
     covering.array(("standard", "ladder", "farskip", "hybrid-farskip", "farskip-first", "ladder-2", "parallel"),
                    ("shared", "routed"), (1, 2), MESHES, Loop, Remat,
-                   pairs=[(0, 2), (0, 4), (2, 3), (3, 4), (3, 5)]),
+                   pairs=[(0, 2), (0, 4), (2, 3), (3, 4)], even=[0, 1, 5]),
     chosen=[("farskip", "shared", 1, "fsdp-2-tensor-4", Loop.SCAN, Remat.FULL)],
 )  # fmt: skip
 
@@ -93,7 +93,7 @@ def test_dense_layers_first(name, kind, dense, mesh, loop, remat):
 
 ALL_HEADS = dict(qk_norm="all-heads", num_kv_heads=2)  # OLMoE's; of its few keys, several ranks hold the same ones
 NORMS = covering.marked(
-    covering.array(("standard", "ladder", "farskip"), MESHES, Loop, Remat, pairs=[(0, 1), (1, 2), (0, 3)]),
+    covering.array(("standard", "ladder", "farskip"), MESHES, Loop, Remat, pairs=[(1, 2), (0, 2)], even=[0, 3]),
     chosen=[("farskip", "tensor-8", Loop.SCAN, Remat.FULL)],
 )
 
