@@ -32,15 +32,22 @@ def test_prefill_chunks_and_decode_equal_the_full_pass(name, kind, tensor, loop)
 
 
 DENSE_FIRST = covering.marked(
-    covering.array(("standard", "ladder", "farskip", "hybrid-farskip"), (1, 2), (1, 4, 8), Loop),
+    covering.array(
+        ("standard", "ladder", "farskip", "hybrid-farskip"),
+        (1, 2),
+        (1, 4, 8),
+        Loop,
+        pairs=[(0, 1), (2, 3)],
+        even=[0, 1],
+    ),
     chosen=[("farskip", 1, 4, Loop.SCAN)],
 )
 
 
 @pytest.mark.parametrize("name, dense, tensor, loop", DENSE_FIRST)
 def test_dense_layers_first_from_a_checkpoint(name, dense, tensor, loop, tmp_path):
-    """And what is read from it layer by layer is what is made of all of it."""
-    definition = experts.define(name, tensor=tensor, dense_layers=dense)
+    """What is read from it layer by layer is what is made of all of it. Query and key norms run over all heads, too."""
+    definition = experts.define(name, tensor=tensor, dense_layers=dense, qk_norm="all-heads", num_kv_heads=2)
     starts.save(tmp_path, definition)
     saved = checkpoint.open_checkpoint(tmp_path)
     stored = weights.prepare(definition, checkpoint.Pieces(saved, definition), loop=loop)

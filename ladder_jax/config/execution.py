@@ -21,7 +21,7 @@ class QKNorm(enum.Enum):
 
     NONE = False  # there are none
     HEAD = True  # those of a head (Qwen3)
-    ALL = "all-heads"  # those of all heads, which are split over the ranks: one more all-reduce a layer (OLMoE)
+    ALL = "all-heads"  # those of all heads, which are split over the ranks: one more, small collective a layer (OLMoE)
 
     def __bool__(self) -> bool:
         return self is not QKNorm.NONE

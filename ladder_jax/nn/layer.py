@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ladder_jax import residual
-from ladder_jax.config import Launch, ModelConfig
+from ladder_jax.config import Launch, ModelConfig, QKNorm
 from ladder_jax.nn import kernels
 from ladder_jax.nn.modules import MLP, Attention, RMSNorm
 from ladder_jax.nn.parameter import Module, Sizes, sizes_of
@@ -126,10 +126,15 @@ class Layer(Module):
         for step in steps:
             scope = "attention" if step.sublayers == (0,) else "joint" if 0 in step.sublayers else "mlp"
             with jax.named_scope(scope):
-                state = step(state, sublayers, axes=context.axes, launch=context.launch)
+                state = step(state, sublayers, axes=context.axes, launch=self._launch(step, context))
         if routing is not None:
             state = dataclasses.replace(state, routing=routing.with_layer(*of_layer) if of_layer else routing)
         return state, cache
+
+    def _launch(self, step: Step, context: LayerContext) -> Launch:
+        """Compilers fail where attention's norms communicate while a started all-reduce is awaited after it."""
+        communicates = self.config.qk_norm is QKNorm.ALL and 0 in step.sublayers
+        return Launch.CHAINED if communicates else context.launch
 
     def _experts(
         self, norm: Callable, context: LayerContext, on_routing: Callable | None

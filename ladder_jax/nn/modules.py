@@ -13,8 +13,8 @@ from ladder_jax.config import Biases, ModelConfig, QKNorm
 from ladder_jax.nn import kernels, quantized
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables, rotate
-from ladder_jax.parallel import all_reduce, pvary, rank, ranks, varying
-from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM
+from ladder_jax.parallel import all_reduce, rank, ranks
+from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM, all_gather
 from ladder_jax.residual import REDUCED
 from ladder_jax.residual.sequence import LOCAL, Product, Project, Projections
 
@@ -231,13 +231,15 @@ def normalise(x: jax.Array, *, eps: float) -> jax.Array:
 
 
 def normalise_heads(arrays: Sequence[jax.Array], *, eps: float, axes: tuple[str, ...]) -> list[jax.Array]:
-    """Each [B, T, heads, H], a rank's heads, by the rms of all ranks' heads, in float32: one all-reduce of [n, B, T].
+    """Each [B, T, heads, H], a rank's heads, by the rms of all ranks' heads, in float32: one all-gather of [n, B, T].
 
-    Heads that several ranks hold are counted once a rank, all alike, which does not change the mean.
+    Heads that several ranks hold are counted once a rank, all alike, which does not change the mean. A compiler could
+    merge an all-reduce, or backward that of an equal result, with a sublayer's, which then nothing would hide.
     """
     arrays = [x.astype(jnp.float32) for x in arrays]
     means = jnp.stack([jnp.mean(jnp.square(x), axis=(2, 3)) for x in arrays])
-    with jax.named_scope(QK_NORM):
-        means = checkpoint_name(all_reduce(means, axes), REDUCED) / ranks(axes)
-        means = pvary(means, varying(arrays[0]))
+    if ranks(axes) > 1:
+        with jax.named_scope(QK_NORM):
+            of_ranks = all_gather(means[None], axes, dimension=0)
+            means = checkpoint_name(jnp.mean(of_ranks, axis=0), REDUCED)
     return [x * jax.lax.rsqrt(mean + eps)[:, :, None, None] for x, mean in zip(arrays, means)]
