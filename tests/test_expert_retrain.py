@@ -110,6 +110,21 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     assert float(jnp.sum(terms["counts"])) == pytest.approx(len(fraction) * definition.config.moe.top_k)
 
 
+def test_a_model_with_dense_layers_is_trained_further():
+    """All its weights, by a task of retraining."""
+    definition = experts.define("farskip", "shared", tensor=2, dense_layers=1)
+    plan = Retraining(definition)
+    trained, frozen = plan.split(cases.place(cases.parameters(definition), definition))
+    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
+    (loss, _), grads = jax.jit(task_gradients(plan, config=TrainConfig(**losses)))(
+        trained, frozen, experts.tokens(), {}
+    )
+    expected, limit = experts.dense_gradients("farskip", "shared", 1), cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected[0]) < limit
+    errors = experts.errors(grads, expected[1])
+    assert max(jax.tree.leaves(errors)) < limit, errors
+
+
 @pytest.mark.full
 def test_low_rank_factors_of_attention_and_of_the_shared_expert():
     """Merged they compute the same, and their gradients are the chain rule's of the merged matrices'."""

@@ -13,6 +13,7 @@ from ladder_jax.config import TrainConfig
 from ladder_jax.data.batch import Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.divergence import divergence_sum
+from ladder_jax.nn.parameter import DENSE
 from ladder_jax.residual import Delayed, State
 from ladder_jax.retrain import lora, parts
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
@@ -35,6 +36,8 @@ class _PartedModel:
 
     def layers(self, state: State, first: int, last: int) -> State:
         """The state after the layers first..last-1, which must lie in one of the two stacks."""
+        if DENSE in self.params:  # all are trained, at once (see task.of_sources)
+            return self.forward.all_layers(state, self.params)[0]
         name, offset = (parts.LOWER, 0) if last <= self.below else (parts.LAYERS, self.below)
         stack, dims = self.params[name], self.dims[name]
         if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):

@@ -41,8 +41,6 @@ def with_side(params: Params, side: Params) -> Params:
 
 
 def _parts(params: Params, below: int, layers: int, take: Callable[[Any, int, int], Any]) -> Params:
-    if below == 0:
-        return dict(params)
     parts = {name: part for name, part in params.items() if name != LAYERS}
     stack = {name: group for name, group in params[LAYERS].items() if name != SIDE}
     if SIDE in parts:
