@@ -38,10 +38,11 @@ class Form(enum.Enum):
 
 
 def form(program: Program) -> Form:
-    """EXPANDED if at least one of them is."""
-    everything = (i for computation in program.computations.values() for i in computation.instructions)
-    dots = (i for i in everything if i.opcode in ("dot", "convolution"))
-    return Form.EXPANDED if any("ragged_dot" in i.op_name for i in dots) else Form.KERNELS
+    """Of a program with experts: KERNELS if there are kernels, and no matmul in the place of one."""
+    everything = [i for computation in program.computations.values() for i in computation.instructions]
+    named = [i.opcode for i in everything if any(name in i.op_name for name in KERNELS)]
+    expanded = "dot" in named or "convolution" in named or "custom-call" not in named  # a CPU's have no name
+    return Form.EXPANDED if expanded else Form.KERNELS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,270 @@
+"""Experts in the audit, the speed model, the planner and `bench`: what is active and what is held, by hand."""
+
+import dataclasses
+import fractions
+import itertools
+import json
+import math
+
+import jax
+import pytest
+
+from ladder_jax import cli, nn, parallel
+from ladder_jax.bench import work as bench_work
+from ladder_jax.config import MeshConfig, MoEConfig, Phase, Remat, preset
+from ladder_jax.errors import UserError
+from ladder_jax.hardware import HARDWARE
+from ladder_jax.nn.parameter import is_matrix
+from ladder_jax.overlap import request as requests
+from ladder_jax.plan import memory
+from ladder_jax.plan import request as plan_requests
+from ladder_jax.plan import speed as plan_speed
+from ladder_jax.plan.candidate import Candidate
+from ladder_jax.predict import implementation, machine, work
+from ladder_jax.predict import model as speeds
+from ladder_jax.predict import request as predict_requests
+from ladder_jax.schedule import grouped, hlo, shards, traffic
+from ladder_jax.schedule.cost import Costs
+from ladder_jax.schedule.grouped import Experts, Form
+
+QWEN = preset("qwen3-30b-a3b")
+D, M, E, K = 2048, 768, 128, 8
+
+# Instructions as the compilers write them, without the kernels' code.
+FORWARD = """%ragged-dot-none.1 = bf16[128,768]{1,0:T(8,128)(2,1)S(1)} custom-call(%sizes, %rows, %matrices),\
+ custom_call_target="tpu_custom_call", operand_layout_constraints={s32[17]{0}, bf16[128,2048]{1,0},\
+ bf16[16,2048,768]{2,1,0}}, frontend_attributes={mosaic_fusion_entry_point="true",ragged_dot_tiling="128,2048,768"},\
+ metadata={op_name="jit(local)/shard_map/layer_0/mlp/ragged_dot_general/ragged-dot-none"}"""
+OVER_ROWS = """%ragged-dot-none.7 = f32[16,2048,768]{2,1,0:T(8,128)} custom-call(%sizes, %rows, %gradient#0),\
+ custom_call_target="tpu_custom_call", operand_layout_constraints={s32[17]{0}, bf16[128,2048]{1,0},\
+ bf16[128,768]{1,0}}, frontend_attributes={mosaic_fusion_entry_point="true",ragged_dot_tiling="128,2048,128"},\
+ metadata={op_name="jit(step)/shard_map/transpose(jvp(layer_0))/mlp/ragged_dot_general/ragged-dot-none"}"""
+TRITON = """%pallas_call.32 = bf16[128,768]{1,0} custom-call(%rows, %matrices, %sizes),\
+ custom_call_target="__gpu$xla.gpu.triton", operand_layout_constraints={bf16[128,2048]{1,0}, bf16[16,2048,768]{2,1,0},\
+ s32[17]{0}}, metadata={op_name="jit(local)/shard_map/layer_0/mlp/grouped_matmul/pallas_call"}"""
+TILES = """%ragged-dot-metadata = (s32[17]{0}, s32[1]{0}) custom-call(%sizes), custom_call_target="tpu_custom_call",\
+ metadata={op_name="ragged-dot-metadata"}"""
+EXPANDED = """%dot.83 = bf16[128,768]{1,0} dot(%expanded, %flat), lhs_contracting_dims={1}, rhs_contracting_dims={0},\
+ metadata={op_name="jit(local)/shard_map/layer_0/mlp/ragged_dot_general"}"""
+MODULE = """HloModule jit_local, is_scheduled=true
+
+ENTRY %main (rows: bf16[128,2048]) -> bf16[128,768] {{
+  %rows = bf16[128,2048]{{1,0}} parameter(0)
+  %sizes = s32[17]{{0}} parameter(1)
+  %matrices = bf16[16,2048,768]{{2,1,0}} parameter(2)
+  %gradient = (bf16[128,768]{{1,0}}, f32[9]{{0}}) parameter(3)
+  %expanded = bf16[128,32768]{{1,0}} parameter(4)
+  %flat = bf16[32768,768]{{1,0}} parameter(5)
+  ROOT {}
+}}
+"""
+ROWS = 128  # of 16 tokens
+CHOSEN = E / 8 * (1 - (1 - K / E) ** 16)  # a device's experts
+
+
+def counted(line, experts):
+    program = hlo.parse(MODULE.format(line))
+    one = program.entry.instructions[-1]
+    return program, grouped.kernel(one, within=program.entry, experts=experts)
+
+
+@pytest.mark.parametrize("line, moved", [
+    (FORWARD, ROWS / 8 * D * 2 + CHOSEN * D * M * 2),  # the result is on the chip
+    (TRITON, ROWS / 8 * (D + M) * 2 + CHOSEN * D * M * 2),
+    (OVER_ROWS, ROWS / 8 * (D + M) * 2 + 16 * D * M * 4),  # gradients of all of the device's experts
+], ids=["tpu", "gpu", "over rows"])  # fmt: skip
+def test_a_kernel_computes_its_own_rows_and_reads_the_chosen_experts(line, moved):
+    program, one = counted(line, Experts(QWEN.moe, 8))
+    assert one.flops == 2 * ROWS / 8 * D * M and one.bytes == pytest.approx(moved)
+    assert traffic.bytes_moved(program, experts=Experts(QWEN.moe, 8)) == round(moved)
+    flops = Costs(program, experts=Experts(QWEN.moe, 8)).matmul_flops(
+        program.entry.instructions[-1], within=program.entry
+    )
+    assert flops == {"mlp": one.flops} and grouped.form(program) is Form.KERNELS
+
+
+def test_of_an_unknown_model_all_rows_and_matrices_count():
+    program, one = counted(FORWARD, None)
+    assert one.flops == 2 * ROWS * D * M and one.bytes == (ROWS * D + 16 * D * M) * 2
+    assert Costs(program).cycles(program.entry.instructions[-1], within=program.entry) is None
+
+
+def test_what_finds_the_tiles_is_no_matmul():
+    assert counted(TILES, None)[1] is None
+
+
+def test_a_kernel_takes_as_long_as_reading_or_its_whole_tiles():
+    v5p, experts = HARDWARE["v5p"], Experts(QWEN.moe, 8, HARDWARE["v5p"])
+    program, one = counted(FORWARD, experts)
+    assert one.seconds(v5p) == one.bytes / v5p.bandwidth  # 16 rows, but of 10 experts a tile of 128 each
+    slow = dataclasses.replace(v5p, flops=1e12)
+    assert one.seconds(slow) == pytest.approx(2 * (ROWS / 8 + CHOSEN * 127) * D * M / 1e12)
+    # Cycles are given where the compiler estimates those of the others.
+    cycles = lambda text: Costs(hlo.parse(text), experts=experts).total_cycles()
+    estimated = MODULE.format(FORWARD).replace(
+        "  ROOT", '  %copy.1 = s32[17]{0} copy(%sizes), backend_config={"estimated_cycles":"1000"}\n  ROOT'
+    )
+    assert cycles(MODULE.format(FORWARD)) is None
+    assert cycles(estimated) == 1000 + round(one.seconds(v5p) * v5p.clock)
+
+
+def test_where_xla_expands_every_row_passes_every_expert():
+    program, one = counted(EXPANDED, Experts(QWEN.moe, 8))
+    assert one is None and grouped.form(program) is Form.EXPANDED
+    flops = Costs(program).matmul_flops(program.entry.instructions[-1], within=program.entry)
+    assert flops == {"mlp": 16 * 2 * ROWS * D * M}
+    request = requests.make(model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.DECODE)
+    by_form = {form: requests.sublayer_flops(request, form=form) for form in Form}
+    assert by_form[Form.KERNELS]["mlp"] == 2 * 16 * (D * E + K / 8 * 3 * D * M)
+    assert by_form[Form.EXPANDED]["mlp"] == 2 * 16 * (D * E + K * 16 * 3 * D * M)
+    assert by_form[Form.EXPANDED]["attention"] == by_form[Form.KERNELS]["attention"]
+
+
+@pytest.mark.parametrize("experts, top_k, tokens", [(4, 2, 3), (5, 1, 4), (3, 3, 1)])
+def test_how_many_experts_are_chosen(experts, top_k, tokens):
+    """Over all choices of all tokens."""
+    each = list(itertools.combinations(range(experts), top_k))
+    counts = [len(set(itertools.chain(*one))) for one in itertools.product(each, repeat=tokens)]
+    expected = fractions.Fraction(sum(counts), len(counts) * experts)
+    assert shards.chosen(MoEConfig(experts=experts, top_k=top_k), tokens=tokens) == pytest.approx(float(expected))
+
+
+def test_parameters_held_and_active():
+    found = shards.parameters(QWEN)
+    assert (round(found.held / 1e9, 1), round(found.active / 1e9, 2)) == (30.5, 3.35)
+    for name in ("tiny-moe", "qwen1.5-moe-a2.7b"):
+        definition = nn.define(preset(name, num_layers=2, vocab_size=256), mesh=parallel.make_mesh())
+        config, count = definition.config, shards.parameters(definition.config)
+        leaves = zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True)
+        assert count.held == sum(leaf.size for leaf, dims in leaves if is_matrix(dims))
+        assert count.active == nn.model_def.matrix_elements(definition) + config.vocab_size * config.d_model
+    dense = shards.parameters(preset("tiny"))
+    assert dense.held == dense.active
+
+
+def test_overlap_reports_them(tmp_path, run_cli):
+    words = "--model tiny-moe --target cpu:2 --phase prefill --residual farskip --layers 1 --prompt-length 16"
+    environment = dict(LADDER_JAX_CACHE=str(tmp_path), check_status=0)
+    found = json.loads(run_cli("overlap", *words.split(), "--json", **environment).stdout)
+    assert (found["all_reduces"], found["grouped_matmuls"]) == (2, "expanded")
+    attention, router, expert, tables = 2 * 128 * (128 + 64), 128 * 8, 3 * 128 * 128, 2 * 256 * 128
+    assert found["parameters"] == attention + router + 9 * expert + tables
+    assert found["parameters_active"] == attention + router + 3 * expert + tables
+    assert found["flops_active"] == 2 * (16 * (attention / 2 + router + 3 / 2 * expert) + 128 * 128)
+    expanded = 16 * (2 * 4 - 2 / 2) * expert * 2  # 4 experts a device, for each of 2 choices
+    scores = 2 * 2 * 4 * 16 * 16 * 16  # of 4 heads of 16, the masked half too
+    assert found["flops"] == found["flops_active"] + expanded + scores
+    text = run_cli("overlap", *words.split(), **environment).stdout
+    assert "experts   a token passes" in text and "expands grouped matmuls" in text
+
+
+def test_predicted_kernels():
+    """A decode step of 16 rows: the router's float32 matrix, the products of this device's rows."""
+    ours = work.Model(QWEN, 8, implementation.OURS)
+    block = work.decode_step(rows=16, prompt_length=1024, new_tokens=512, implementation=implementation.OURS)
+    kernels = {one.name: one for one in ours.step((work.MLP,), block, shared_norm=False)}
+    assert kernels["router"].weights == 4 * D * E and kernels["router"].flops == 2 * 16 * D * E
+    assert kernels["gate, up"].flops == 2 * (16 * K / 8) * D * 2 * M
+    assert kernels["down"].weights == pytest.approx(CHOSEN * M * D * 2)
+    assert kernels["sort"].activations == 2 * 16 * K * D * 2
+    assert list(kernels) == ["norm", "router", "sort", "gate, up", "activate", "down", "add up"]
+    layer = shards.shard(QWEN, ranks=8)
+    cache = 48 * 2 * 16 * 2048 * 128 * 2
+    tables = 2 * layer.vocabulary * D * 2
+    held = 48 * (layer.attention + D * E + 16 * 3 * D * M) * 2
+    gains = 4 * D * (2 * 48 + 1)
+    assert ours.memory(rows=16, capacity=2048) == held + tables + gains + cache
+
+
+def test_predicted_shared_expert():
+    """In farskip it is computed alone, in other topologies behind the routed ones."""
+    names = lambda residual, sublayers: [
+        one.name
+        for one in work.Model(preset("qwen1.5-moe-a2.7b", residual=residual), 4, implementation.OURS).step(
+            sublayers, work.Block(1, 64, 32, 64), shared_norm=False
+        )
+    ]
+    dense, routed = ["gate, up", "activate", "down"], ["router", "sort", "gate, up", "activate", "down", "add up"]
+    assert names("ladder", (1,)) == ["norm", *routed, *dense]
+    assert names("farskip", (1,)) == ["norm", *routed] and names("farskip", (2,)) == ["norm", *dense]
+    assert names("farskip", (1, 2)) == ["norm", *routed, *dense]
+
+
+def test_predicted_farskip_hides_as_a_ladder():
+    v5p = machine.load("v5p")
+    settings = dict(machine=v5p, tensor=8, rows=8)
+    found = {
+        name: speeds.speed(preset("qwen1.5-moe-a2.7b", residual=name, num_layers=6), **settings)
+        for name in ("standard", "ladder", "farskip", "no-communication")
+    }
+    for phase in ("prefill", "step"):
+        exposed = {name: getattr(one, phase).exposed for name, one in found.items()}
+        assert exposed["farskip"] < exposed["standard"] and exposed["ladder"] < exposed["standard"]
+        timelines = {name: getattr(found[name], phase).sublayers for name in ("ladder", "farskip")}
+        assert [one.all_reduces for one in timelines.values()] == [12, 12]
+        assert timelines["farskip"].compute >= timelines["ladder"].compute  # a norm more
+        assert len([bar for bar in timelines["farskip"].bars if bar.name == "shared expert"]) == 6
+
+
+def test_predicted_farskip_reduces_the_shared_expert_with_attention():
+    """The shared expert, then the all-reduce of its sum with attention's, beside the routed ones."""
+    v5p = machine.load("v5p")
+    model = work.Model(preset("qwen1.5-moe-a2.7b", residual="farskip", num_layers=2), 8, implementation.OURS)
+    found = speeds.speed(model.config, machine=v5p, tensor=8, rows=8).step.sublayers
+    first, second = [bar for bar in found.bars if bar.name == "shared expert"]
+    wires = [bar for bar in found.bars if bar.wire]
+    assert wires[0].start == first.stop and wires[1].start >= wires[0].stop and second.start >= wires[1].stop
+
+
+def test_predict_offers_what_experts_allow(capsys):
+    one = predict_requests.make(model="qwen1.5-moe-a2.7b", hardware="v5p", tensor=4)
+    assert "farskip" in one.residuals and not {"ladder-fresh", "desync-2"} & set(one.residuals)
+    assert "farskip" not in predict_requests.make(model="qwen3-30b-a3b", hardware="v5p").residuals
+    with pytest.raises(UserError, match="authors has no experts"):
+        predict_requests.make(model="qwen3-30b-a3b", hardware="v5p", implementation="authors")
+    words = "--model qwen1.5-moe-a2.7b --hardware v5p --tensor 8 --batch 8 --layers 4 --phase".split()
+    for phase in ("train", "prefill"):
+        assert cli.main(["predict", *words, phase, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        rows = {row["residual"]: row["seconds"] for row in found["rows"]}
+        assert rows["farskip"] < rows["standard"]
+        assert not any("ring collective" in one["form"] for one in found["opponents"])
+
+
+def test_plan_holds_all_and_computes_the_active():
+    request = plan_requests.make(model="qwen3-30b-a3b", target="v5p:4x4x4", tokens=64 * 4096, sequence=4096)
+    one = Candidate(MeshConfig(fsdp=16, tensor=4), Remat.NONE, False, 1, 4)
+    shard = shards.shard(QWEN, ranks=4)
+    held = 48 * (shard.attention + D * E + 32 * 3 * D * M) + 2 * shard.vocabulary * D
+    assert memory.estimate(one, request=request).state == 12 * (held // 16)
+    forward, recomputed = plan_speed._flops(one, request=request)
+    active = 48 * (shard.attention + D * E + K / 4 * 3 * D * M) + shard.vocabulary * D
+    scores = 48 * 2 * 8 * 128 * 4096 * 4097
+    assert forward == 2 * 4096 * active + scores and recomputed == 0
+    # Of more tokens than a chunk no rows are kept; the experts are computed again.
+    large = dataclasses.replace(one, rows=4, accumulate=1)
+    assert plan_speed._flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M
+    kept = [memory.kept_activations(each, request=request) for each in (one, large)]
+    assert kept[1] < 4 * kept[0]
+
+
+def test_bench_counts_the_chosen_and_the_active():
+    """Six experts over 4 ranks: two on each, of which two fill up."""
+    moe = dict(experts=6, top_k=2, expert_width=16, shared_width=0)
+    shape = dict(num_layers=2, d_model=64, num_heads=4, num_kv_heads=4, head_dim=16, vocab_size=512)
+    config = preset("tiny-moe", moe=moe, **shape)
+    definition = nn.define(config, mesh=parallel.make_mesh(tensor=4))
+    attention, router, expert = 4 * 64 * 16, 64 * 6, 3 * 64 * 16
+    chosen = 6 / 4 * (1 - (1 - 2 / 6) ** 3) * expert
+    weights = 2 * ((attention + chosen) * 2 + 4 * router + 2 * 4 * 64) + 128 * 64 * 2 + 4 * 64
+    lookup, cache = 3 * 64 * 2, 2 * 2 * 3 * 16 * 2 * (8 + 5 / 2)
+    found = bench_work.decode_bytes(definition, rows=3, prompt_length=8, new_tokens=5)
+    assert found == pytest.approx(weights + lookup + cache)
+    flops = 2 * 3 * 8 * 2 * (attention + router + 2 / 4 * expert) + 2 * 3 * 128 * 64
+    scores = 2 * 2 * 3 * 1 * 16 * 8 * 9
+    assert bench_work.prefill_flops(definition, rows=3, prompt_length=8) == math.floor(flops) + scores
+
+
+def test_bench_has_no_share_of_experts(capsys):
+    assert cli.main("bench --model tiny-moe --residual ladder --share 2".split()) == 2
+    assert "--share is for dense models" in capsys.readouterr().err
