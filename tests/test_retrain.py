@@ -31,7 +31,7 @@ EVERYTHING = [*LADDER, "train.freeze=1", "lora.rank=2", "distill.teacher=start",
 FROZEN = [*LADDER, "train.freeze=1", "data.validation_fraction=0.2"]
 GREEDY = DecodeConfig(max_new_tokens=3, temperature=0.0)
 STAGED = [*LADDER, "lora.rank=2", "data.validation_fraction=0.2"]
-SIDE = [*LADDER, "model.side.reduction=2", "distill.teacher=start", "distill.residual=standard"]
+SIDE = [*LADDER, "model.side.reduction=2"]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from ladder_jax.data.batch import Batch, Targets
 from ladder_jax.decode import Engine, Generator, Request
 from ladder_jax.errors import UserError
 from ladder_jax.retrain import Retraining
-from ladder_jax.train.gradients import held_out_loss, task_gradients
+from ladder_jax.train.gradients import held_out_loss, loss_and_gradients, task_gradients
 from tests import cases, reference
 
 SIZES = dict(num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=61)
@@ -29,6 +29,7 @@ ROWS = [
     ("ladder-2", dict(tensor=4), Loop.SCAN, Remat.SAVE_MATMULS),
     ("hybrid-delay-2", dict(data=2, fsdp=2, tensor=2), Loop.SCAN, Remat.NONE),
     ("ladder", dict(fsdp=2), Loop.UNROLLED, Remat.SAVE_MATMULS),
+    ("ladder", dict(tensor=2), Loop.SCAN, Remat.OFFLOAD),
 ]
 FULL = pytest.mark.full
 
@@ -275,6 +276,11 @@ def test_settings_that_cannot_be(given, said):
     with pytest.raises(UserError, match=said) as error:
         config.load("tiny", overrides=given)
     assert "\n" not in str(error.value)
+
+
+def test_all_weights_do_not_train_beside_a_side_network():
+    with pytest.raises(UserError, match="model.side trains beside frozen weights"):
+        loss_and_gradients(define())
 
 
 def test_experts_have_no_side_network():

@@ -21,14 +21,15 @@ from ladder_jax.train import metrics
 HERE = pathlib.Path(__file__).parent
 LADDER = ("model.residual=ladder", "model.ladder_layers=6")
 CONTROL = "control: standard, all weights"
-WAYS = {  # and the learning rates: a third of pretraining's for its own weights; of what is new the papers', and others
+UNTUNED = "nothing"
+WAYS = {  # and learning rates: a third of pretraining's for its weights; for new ones the paper's, and higher ones
+    UNTUNED: (LADDER, (1e-12,)),  # one step of no effect, and the held-out loss after it
     CONTROL: (("model.residual=standard",), (1e-3,)),
     "all weights": (LADDER, (1e-3,)),
     "upper half": ((*LADDER, "train.freeze=6"), (1e-3,)),
     "low rank 16": ((*LADDER, "lora.rank=16"), (3e-3,)),
     "side 1/8": ((*LADDER, "model.side.reduction=8"), (3e-3,)),
-    "side 1/4": ((*LADDER, "model.side.reduction=4"), (3e-3,)),
-    "side 1/2": ((*LADDER, "model.side.reduction=2"), (3e-3,)),
+    "side 1/2": ((*LADDER, "model.side.reduction=2"), (3e-3, 1e-2, 3e-2)),
 }
 
 
@@ -59,16 +60,16 @@ def measured(way: str, rate: float, seed: int, args: argparse.Namespace) -> dict
 
 
 def retraining(way: str, rate: float, seed: int, args: argparse.Namespace, place: pathlib.Path) -> RunConfig:
-    texts = args.runs / "texts"
+    texts, steps = args.runs / "texts", 1 if way == UNTUNED else args.steps
     held_out = json.loads((texts / "texts.json").read_text())["held_out"]["retrain.txt"]
     recipe = args.work / "recipe.yaml"
     recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text("run: {name: side}\n")
     overrides = [
-        f"train.start={args.runs / 'seed-0' / 'pretrained'}", f"train.steps={args.steps}", f"train.seed={seed}",
+        f"train.start={args.runs / 'seed-0' / 'pretrained'}", f"train.steps={steps}", f"train.seed={seed}",
         f"train.learning_rate={rate}", f"train.warmup_steps={args.steps // 10}", "train.weight_decay=0",
         "train.batch=8", "train.sequence=128", "train.evaluate_every=0", "train.evaluation_batches=32",
-        f"train.checkpoint_every={args.steps}", "train.log_every=25", "run.tensorboard=false", f"run.dir={place}",
+        f"train.checkpoint_every={steps}", "train.log_every=25", "run.tensorboard=false", f"run.dir={place}",
         f"data.path={texts / 'retrain.txt'}", f"data.validation_fraction={held_out!r}",
     ]  # fmt: skip
     return config.load(str(recipe), overrides=[*overrides, *WAYS[way][0]])

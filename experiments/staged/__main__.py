@@ -28,13 +28,13 @@ SHAPE = ["model.d_model=64", "model.num_heads=4", "model.num_kv_heads=4", "model
 BASE = ["model.residual=ladder", "model.ladder_layers=2", "model.dtype=float32", "model.residual_dtype=float32",
         "train.batch=8", "train.sequence=128", "train.learning_rate=3e-3", "train.warmup_steps=30",
         "data.format=examples", "run.tensorboard=false"]  # fmt: skip
-TUNED = ["lora.rank=16", "lora.alpha=16"]
+TUNED = ["lora.rank=16", "lora.alpha=16", "train.warmup_steps=10"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, nargs=2, default=(300, 100), help="of pretraining, and of tuning")
+    parser.add_argument("--steps", type=int, nargs=2, default=(100, 60), help="of pretraining, and of tuning")
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/staged"))
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     args = parser.parse_args()

@@ -15,6 +15,7 @@ from jax import lax
 from ladder_jax import nn
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import CollectiveMatmul, Loop, Phase, Remat, TrainConfig
+from ladder_jax.config.fields import check
 from ladder_jax.data.batch import Batch, Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.parallel import Compiled, Layout, all_reduce, on_mesh, over_ranks, pvary, varying
@@ -76,6 +77,7 @@ class Pretraining:
     frozen_dims, origin = {}, None
 
     def __init__(self, definition: ModelDef):
+        check(definition.config.side is None, "model.side trains beside frozen weights: its task is retrain.Retraining")
         self.definition, self.held_out = definition, self
         self.trained_dims, self.abstract = definition.dims, definition.abstract
         self.routers = None
@@ -289,7 +291,7 @@ def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
 
 
 def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """Sum over the axes whose ranks each have a copy of the parameter, and a gradient of their own."""
+    """Sum over every axis whose ranks have gradients of their own: data, for some fsdp, for some the tensor ranks."""
     axes = _replicated(dims, layout)
     with jax.named_scope(SHARED_GRADIENTS if set(axes) & set(layout.tensor) else DATA_GRADIENTS):
         return all_reduce(gradient, axes)
