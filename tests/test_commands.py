@@ -60,6 +60,8 @@ def place(tmp_path_factory):
     for name, animal in (("arc.jsonl", "cat"), ("arc-train.jsonl", "rat")):
         told = [{"question": f"{animal} {i}", "choices": [" sat", " ran"], "answer": 0} for i in range(6)]
         (folder / name).write_text("".join(json.dumps(one) + "\n" for one in told))
+    scored = [{"prompt": f"{i} ", "completion": "sat", "score": i / 9} for i in range(9)]
+    (folder / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in scored))
     (folder / "gsm8k.jsonl").write_text(json.dumps({"question": "2 + 2 =", "answer": "It is 4.\n#### 4"}) + "\n")
     for name in ("fast.yaml", "mine.yaml"):
         (folder / name).write_text("based_on: h100-nvlink\nlink: {latency: 5.5e-6}\n")

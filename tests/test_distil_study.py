@@ -5,10 +5,13 @@ import json
 import pytest
 
 from experiments.distil import __main__ as command
-from experiments.distil import figures, plan, tables, texts
+from experiments.distil import figures, plan, smollm2, tables, texts
 from experiments.distil.plan import Layers, Recipe, Row, Start
-from ladder_jax import config
+from experiments.refit import texts as refit_texts
+from ladder_jax import config, evaluate
 from ladder_jax.errors import UserError
+from ladder_jax.pretrained.convert import command as convert
+from tests.pretrained import gguf_files
 
 TINY = ["model.num_layers=2", "model.d_model=16", "model.num_heads=2", "model.num_kv_heads=2", "model.d_ff=16",
         "train.steps=20", "train.batch=4", "train.sequence=32", "train.evaluation_batches=2", "train.log_every=10",
@@ -145,3 +148,73 @@ def test_a_stopped_study_goes_on(folder, capsys, monkeypatch):
     assert converted.count("1") == 3 + (converted[5] == "1")  # the less sensitive half may be the last
     assert not list(folder.glob("runs/seed-0/*-10-*/run/checkpoints"))  # scored, and gone
     assert "last half" in capsys.readouterr().out
+
+
+def of_the_real_model() -> list[dict]:
+    """Rows of smollm2.json: each start's losses are its own, in all domains alike."""
+    made = {smollm2.Row("original"): 2.5, smollm2.Row("plain"): 4.0, smollm2.Row("refitted"): 3.0}
+    long = dict(tokens=smollm2.TOKENS, rate=smollm2.RATE)
+    made |= {smollm2.Row("original", Recipe.TEXT, **long): 2.4, smollm2.Row("refitted", Recipe.TEXT, **long): 2.7}
+    made |= {smollm2.Row("refitted", Recipe.TEACHER, **long, seed=seed): 2.8 + seed / 10 for seed in (0, 1)}
+    domains = ("wikitext", "gsm8k", "shakespeare", "python")
+    return [{**row.asked, "losses": dict.fromkeys(domains, loss)} for row, loss in made.items()]
+
+
+def test_every_row_of_the_real_model_has_its_control():
+    rows = smollm2.rows()
+    assert len({row.name for row in rows}) == len(set(rows)) == len(rows)
+    assert {row.control for row in rows} <= set(rows)
+    assert rows[:3] == [smollm2.Row(start) for start in smollm2.STARTS]
+    assert all(row.tokens % (512 * 8) == 0 for row in rows)  # whole steps
+
+
+def test_the_real_models_table(tmp_path, capsys):
+    (tmp_path / "smollm2.json").write_text(json.dumps({"rows": of_the_real_model()}))
+    (tmp_path / "README.md").write_text("<!-- table: smollm2 -->\n\n<!-- end -->\n")
+    assert smollm2.main(["--tables", "--out", str(tmp_path)]) == 0
+    for text in (capsys.readouterr().out, (tmp_path / "README.md").read_text()):
+        assert "| refitted | not retrained | 0 | 0 | 1 | 3.000 | +0.500 | +0.500 | +0.500 | +0.500 | +0.500 |" in text
+        assert "| refitted | text | 8,192 | 0.0001 | 1 | 2.700 | +0.200 | +0.200 | +0.200 | +0.200 | +0.300 |" in text
+        # The original is the control of what its own predictions teach.
+        twice = " | ".join(["+0.350 ± 0.071"] * 5)
+        assert f"| refitted | original's predictions | 8,192 | 0.0001 | 2 | 2.850 ± 0.071 | {twice} |" in text
+    assert smollm2.main(["--tables", "--out", str(tmp_path / "none")]) == 2
+    assert smollm2.main(["original=a", "plain=b"]) == 2
+    assert "name the three models" in capsys.readouterr().err
+    assert smollm2.main(["original=a", "plain=b", "refitted=c", "--wikitext", "text.txt"]) == 2
+    assert "--gsm8k FILE is missing" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_real_model_goes_on_where_it_stood(folder, monkeypatch):
+    """A tiny model in its place: what the first call measured is kept, and the second one goes on."""
+    monkeypatch.setattr(refit_texts, "HELD_OUT", 64)
+    monkeypatch.setattr(refit_texts, "SEQUENCE", 64)
+    monkeypatch.setattr(smollm2, "SKIPPED", (0, 0))
+    text, record = folder / "book.txt", json.dumps({"question": "how many?", "answer": "#### 4"})
+    text.write_text("".join(f"line {number} and so on\n" for number in range(4000)))
+    (folder / "sums.jsonl").write_text(f"{record}\n" * 2500)
+    source, models = gguf_files.write(folder / "tiny.gguf", "llama-2", num_hidden_layers=4), {}
+    for name in smollm2.STARTS:
+        asked = dict.fromkeys("ladder_layers residual ranks calibration calibration_tokens refit ridge search".split())
+        asked |= {"source": str(source), "destination": str(folder / name), "dtype": "float32", "to": "checkpoint"}
+        asked |= {} if name == "original" else {"ladder_layers": "2"}
+        asked |= {"calibration": [str(text)], "calibration_tokens": 512} if name == "refitted" else {}
+        convert.run({**asked, "tensor": None, "json": False})
+        models[name] = str(folder / name)
+    long = dict(tokens=2 * 512, rate=1e-3)
+    rows = [*map(smollm2.Row, smollm2.STARTS), *(smollm2.Row("refitted", recipe, **long) for recipe in
+            (Recipe.TEACHER, Recipe.TEXT, Recipe.BOTH))]  # fmt: skip
+    monkeypatch.setattr(smollm2, "rows", lambda: rows)
+    named = [f"{name}={model}" for name, model in models.items()]
+    named += ["--wikitext", str(text), "--shakespeare", str(text), "--out", str(folder)]
+    named += ["--gsm8k", str(folder / "sums.jsonl"), "--runs", str(folder / "real")]
+    assert smollm2.main([*named, "--rows", "4"]) == 0
+    before = json.loads((folder / "smollm2.json").read_text())["rows"]
+    assert smollm2.main(named) == 0
+    found = json.loads((folder / "smollm2.json").read_text())["rows"]
+    assert [row["recipe"] for row in found] == [row.recipe.value for row in rows] and found[:4] == before
+    assert len({row["losses"]["wikitext"] for row in found}) == len(rows)
+    retrained = evaluate.open_model(folder / "real" / rows[3].name / "model")
+    assert retrained.definition.config == evaluate.open_model(models["refitted"]).definition.config
+    assert not (folder / "real" / rows[3].name / "run" / "checkpoints").exists()

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import decode
+from ladder_jax import checkpoint, decode
 from ladder_jax.config import DecodeConfig, Loop, Quantize
 from ladder_jax.decode import Engine, Request, steps, weights
 from ladder_jax.nn import experts as package
 from ladder_jax.nn.quantized import Int8
-from tests import cases, covering, experts, one_step, reference
+from tests import cases, covering, experts, one_step, reference, starts
 
 LENGTHS = np.array([1, 4, 6, 3], np.int32)
 CASES = covering.rows(
@@ -27,9 +27,35 @@ def test_prefill_chunks_and_decode_equal_the_full_pass(name, kind, tensor, loop)
     """With prompts of different lengths in one batch and rubbish beyond their ends."""
     definition = experts.define(name, kind, tensor=tensor)
     params = cases.place(cases.parameters(definition), definition)
-    tokens, rows, full = experts.tokens(), np.arange(4), experts.dense_logits(name, kind)
+    stored = weights.prepare(definition, params, loop=loop)
+    check(definition, stored, loop=loop, full=experts.dense_logits(name, kind))
+
+
+DENSE_FIRST = covering.marked(
+    covering.array(("standard", "ladder", "farskip", "hybrid-farskip"), (1, 2), (1, 4, 8), Loop),
+    chosen=[("farskip", 1, 4, Loop.SCAN)],
+)
+
+
+@pytest.mark.parametrize("name, dense, tensor, loop", DENSE_FIRST)
+def test_dense_layers_first_from_a_checkpoint(name, dense, tensor, loop, tmp_path):
+    """And what is read from it layer by layer is what is made of all of it."""
+    definition = experts.define(name, tensor=tensor, dense_layers=dense)
+    starts.save(tmp_path, definition)
+    saved = checkpoint.open_checkpoint(tmp_path)
+    stored = weights.prepare(definition, checkpoint.Pieces(saved, definition), loop=loop)
+    same = weights.prepare(definition, saved.params(definition), loop=loop)
+    jax.tree.map(np.testing.assert_array_equal, stored, same)
+    shapes = weights.abstract(definition, loop=loop)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.shape == b.shape, stored, shapes)))
+    of = experts.shape(name, definition.config)
+    full = reference.evaluate(reference.logits, cases.parameters(definition), experts.tokens(), of)
+    check(definition, stored, loop=loop, full=full)
+
+
+def check(definition, stored, *, loop, full):
+    tokens, rows, limit = experts.tokens(), np.arange(4), 2 * cases.bound(definition.config)
     prompts = np.where(np.arange(8)[None] < LENGTHS[:, None], tokens[:, :8], 99)
-    stored, limit = weights.prepare(definition, params, loop=loop), 2 * cases.bound(definition.config)
     error = lambda logits, lengths: cases.error(np.asarray(logits)[:, :251], full[rows, lengths - 1])
 
     logits, _ = steps.prefill_in_chunks(definition, stored, prompts, LENGTHS, capacity=32, chunk=4, loop=loop)

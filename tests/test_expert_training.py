@@ -1,4 +1,4 @@
-"""Training runs of models with experts: metrics, another mesh on resuming, a checkpoint to start from, refusals."""
+"""Training runs of models with experts: metrics, another mesh on resuming, retraining from a checkpoint, refusals."""
 
 import dataclasses
 import shutil
@@ -6,15 +6,20 @@ import shutil
 import numpy as np
 import pytest
 
-from ladder_jax import checkpoint, config, train
+from ladder_jax import checkpoint, config, nn, parallel, train
 from ladder_jax.errors import UserError
+from ladder_jax.nn import routing
 from ladder_jax.train import metrics, timing
 
 TINY = [
     "model.num_layers=2", "model.d_model=32", "model.dtype=float32", "model.moe.experts=6",
-    "model.moe.expert_width=16", "model.moe.shared_width=16", "model.residual=farskip", "train.batch=4",
-    "train.sequence=32", "train.warmup_steps=1", "train.log_every=1", "train.checkpoint_every=2",
+    "model.moe.expert_width=16", "model.moe.shared_width=16", "model.moe.router_bias=true", "model.residual=farskip",
+    "train.batch=4", "train.sequence=32", "train.warmup_steps=1", "train.log_every=1", "train.checkpoint_every=2",
     "train.evaluate_every=0", "train.evaluation_batches=1", "run.tensorboard=false",
+]  # fmt: skip
+EVERYTHING = [
+    "model.ladder_layers=1", "train.freeze=1", "lora.rank=2", "distill.teacher=start", "distill.residual=standard",
+    "conversion.steps=3", "train.steps=4", "mesh.tensor=2",
 ]  # fmt: skip
 NAMES = {"expert_load", "dead_experts", "load_balance", "router_z", "router_entropy"}
 
@@ -48,22 +53,62 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
     for name in ("loss", *NAMES):
         np.testing.assert_allclose([row[name] for row in rows], [row[name] for row in same], rtol=2e-4)
     # 2 layers: attention 32 x (32 + 16 + 16 + 32), router, experts, the shared one, norms; two tables and a norm
-    layer = 32 * (32 + 16 + 16 + 32) + 32 * 6 + 6 * 3 * 32 * 16 + 3 * 32 * 16 + 2 * 32
+    layer = 32 * (32 + 16 + 16 + 32) + 32 * 6 + 6 + 6 * 3 * 32 * 16 + 3 * 32 * 16 + 2 * 32
     assert result.parameters == 2 * layer + 2 * 256 * 32 + 32
 
-    started = run(book, tmp_path / "on", f"train.start={tmp_path / 'same'}", "train.steps=1")
-    assert NAMES <= metrics.read(tmp_path / "on")[0].keys() and started.steps == 1
+    # Each router's biases moved by the rate a step, and they are those of the batch, not of a rank or a part.
+    biases = {name: bias_of(tmp_path / name) for name in ("run", "same")}
+    np.testing.assert_array_equal(biases["run"], biases["same"])
+    moves = biases["run"] / 0.001
+    assert (
+        np.abs(moves).max() <= 4.01 and np.abs(moves - moves.round()).max() < 1e-3 and len(np.unique(moves.round())) > 2
+    )
+
+    started = run(book, tmp_path / "on", f"train.start={tmp_path / 'same'}", *EVERYTHING)
+    rows = metrics.read(tmp_path / "on")
+    assert all(NAMES <= row.keys() for row in rows) and started.steps == 4
+    assert [row["turned"] for row in rows] == pytest.approx([0.5, 2 / 3, 5 / 6, 1])  # of one in two layers
+    first = rows[0]  # a standard model, as its teacher is
+    assert first["divergence"] == pytest.approx(0, abs=1e-6) and rows[3]["divergence"] > 0
+    losses = 0.01 * first["load_balance"] + 0.001 * first["router_z"]
+    assert first["loss"] == pytest.approx(first["divergence"] + losses, rel=1e-5)
     saved = checkpoint.open_checkpoint(tmp_path / "on")
-    assert saved.config.model == checkpoint.open_checkpoint(tmp_path / "same").config.model
+    before = checkpoint.open_checkpoint(tmp_path / "same").config.model
+    assert saved.config.model == dataclasses.replace(before, ladder_layers="1")
+    np.testing.assert_array_equal(bias_of(tmp_path / "on"), biases["same"])  # frozen beside low-rank factors
 
 
-@pytest.mark.parametrize("setting", ["train.freeze=1", "lora.rank=4", "distill.teacher=start"])
-def test_retraining_is_refused(setting):
-    with pytest.raises(UserError, match="retrains dense models only"):
-        config.load("tiny-moe", overrides=[setting])
+def bias_of(folder):
+    saved = checkpoint.open_checkpoint(folder)
+    params = saved.params(nn.define(saved.config.model, mesh=parallel.make_mesh()))
+    return np.asarray(params["layers"]["mlp"]["router_bias"])
 
 
-@pytest.mark.parametrize("name", ["load_balance", "router_z_loss"])
+def test_a_bias_moves_toward_less_load():
+    counts = np.float32([[3, 3, 6, 0], [3, 3, 3, 3]])
+    for factor in (1, 1 / 3, 7e-8):
+        signs = routing.toward_balance(counts * np.float32(factor), choices=12)
+        np.testing.assert_array_equal(signs, [[0, 0, -1, 1], [0, 0, 0, 0]])
+
+
+@pytest.mark.full
+def test_biases_balance_the_load(book, tmp_path):
+    """Without any loss for it, over 60 steps; frozen layers keep theirs."""
+    plain = ["train.steps=60", "train.load_balance=0", "train.router_z_loss=0", "train.learning_rate=1e-2"]
+    settings = {"off": ["train.router_bias_rate=0"], "on": ["train.router_bias_rate=0.01"]}
+    loads = {}
+    for name, more in settings.items():
+        run(book, tmp_path / name, *plain, *more)
+        loads[name] = np.mean([row["expert_load"] for row in metrics.read(tmp_path / name)[-20:]])
+    assert loads["on"] < 0.8 * loads["off"], loads
+    assert not bias_of(tmp_path / "off").any() and bias_of(tmp_path / "on").any()
+    start = [f"train.start={tmp_path / 'on'}", "train.freeze=1", "train.steps=3"]
+    run(book, tmp_path / "frozen", *plain[1:], *start, *settings["on"])
+    before, after = bias_of(tmp_path / "on"), bias_of(tmp_path / "frozen")
+    assert (before[0] == after[0]).all() and (before[1] != after[1]).any()
+
+
+@pytest.mark.parametrize("name", ["load_balance", "router_z_loss", "router_bias_rate"])
 def test_a_negative_factor_is_refused(name):
     with pytest.raises(UserError, match=f"train.{name} must not be negative"):
         dataclasses.replace(config.TrainConfig(), **{name: -0.1})

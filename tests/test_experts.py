@@ -1,6 +1,8 @@
 """A mixture of experts against a dense loop over experts in float64: values, gradients, and what communicates."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,8 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import experts as package
 from ladder_jax.nn.experts import MoE
 from ladder_jax.nn.parameter import Sizes
-from ladder_jax.parallel.collectives import ENTER, LAUNCH
-from tests import cases, communication, covering, experts, rounding, test_gradients_bfloat16
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, QK_NORM
+from tests import cases, communication, covering, experts, reference, rounding, test_gradients_bfloat16
 
 # data x fsdp x tensor, and whether the stream is split along the sequence
 MESHES = {
@@ -65,6 +67,68 @@ def test_gradients(name, kind, mesh, loop, remat, parts):
         assert found.count(ENTER) == a_layer and found.count(LAUNCH) - a_layer in (0, loop is Loop.SCAN)
 
 
+DENSE_FIRST = covering.marked(
+    covering.array(("standard", "ladder", "farskip", "hybrid-farskip", "farskip-first", "ladder-2", "parallel"),
+                   ("shared", "routed"), (1, 2), MESHES, Loop, Remat,
+                   pairs=[(0, 2), (0, 4), (2, 3), (3, 4), (3, 5)]),
+    chosen=[("farskip", "shared", 1, "fsdp-2-tensor-4", Loop.SCAN, Remat.FULL)],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, kind, dense, mesh, loop, remat", DENSE_FIRST)
+def test_dense_layers_first(name, kind, dense, mesh, loop, remat):
+    """Values and gradients where the first layers have no experts: a stack of parameters of their own."""
+    data, fsdp, tensor, split = MESHES[mesh]
+    definition = experts.define(name, kind, data=data, fsdp=fsdp, tensor=tensor, dense_layers=dense)
+    params = cases.place(cases.parameters(definition), definition)
+    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
+    compute = train.loss_and_gradients(definition, loop=loop, remat=remat, sequence_parallel=split, **losses)
+    loss, gradients = jax.jit(compute)(params, experts.tokens())
+    expected, limit = experts.dense_gradients(name, kind, dense), cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected[0]) < limit
+    errors = experts.errors(gradients, expected[1])
+    assert errors.keys() == {"embedding", "dense", "layers", "final_norm", "head"}
+    assert max(jax.tree.leaves(errors)) < limit, errors
+
+
+ALL_HEADS = dict(qk_norm="all-heads", num_kv_heads=2)  # OLMoE's; of its few keys, several ranks hold the same ones
+NORMS = covering.marked(
+    covering.array(("standard", "ladder", "farskip"), MESHES, Loop, Remat, pairs=[(0, 1), (1, 2), (0, 3)]),
+    chosen=[("farskip", "tensor-8", Loop.SCAN, Remat.FULL)],
+)
+
+
+@functools.cache
+def dense_gradients_with_all_heads(name: str):
+    definition = experts.define(name, **ALL_HEADS)
+    shape = experts.shape(name, definition.config)
+    return reference.evaluate(experts.loss, cases.parameters(definition), experts.tokens(), shape, gradient=True)
+
+
+@pytest.mark.parametrize("name, mesh, loop, remat", NORMS)
+def test_query_and_key_norms_over_all_heads(name, mesh, loop, remat):
+    """Values and gradients, and what they communicate: one small all-reduce a layer and direction, beside the two."""
+    data, fsdp, tensor, split = MESHES[mesh]
+    definition = experts.define(name, data=data, fsdp=fsdp, tensor=tensor, **ALL_HEADS)
+    params = cases.place(cases.parameters(definition), definition)
+    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
+    compute = train.loss_and_gradients(definition, loop=loop, remat=remat, sequence_parallel=split, **losses)
+    program = jax.jit(compute).lower(params, experts.tokens()).compile()
+    loss, gradients = program(params, experts.tokens())
+    expected, limit = dense_gradients_with_all_heads(name), cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected[0]) < limit
+    errors = experts.errors(gradients, expected[1])
+    assert max(jax.tree.leaves(errors)) < limit, errors
+    if tensor > 1:
+        found = [line for line in program.as_text().splitlines() if re.search(r" all-reduce(-start)?\(", line)]
+        norms = [line for line in found if QK_NORM in line]
+        bodies = 1 if loop is Loop.SCAN else definition.config.num_layers
+        assert len(norms) == 2 * bodies, norms
+    if tensor > 1 and not split:
+        count = [direction for direction, *_ in communication.all_reduces(program.as_text())]
+        assert count.count(ENTER) == 2 * bodies and count.count(LAUNCH) - 2 * bodies in (0, loop is Loop.SCAN)
+
+
 @pytest.mark.parametrize("name", ["standard", "ladder", "farskip"])
 def test_two_all_reduces_a_layer(name):
     definition = experts.define(name, tensor=4, num_kv_heads=4)
@@ -84,8 +148,9 @@ def dense(params, x, moe):
     swiglu = lambda x, gate, up, down: (x @ gate / (1 + np.exp(-x @ gate)) * (x @ up)) @ down
     for n, token in enumerate(np.asarray(x, np.float64)):
         scores = token @ params["router"]
-        chosen = sorted(range(moe.experts), key=lambda c: (-scores[c], c))[: moe.top_k]
         powers = np.exp(scores)
+        for_choice = powers / powers.sum() + params["router_bias"] if moe.router_bias else scores
+        chosen = sorted(range(moe.experts), key=lambda c: (-for_choice[c], c))[: moe.top_k]
         total = powers.sum() if moe.softmax.value == "all" else powers[chosen].sum()
         for e in chosen:
             matrices = (params["experts"][name][e] for name in ("gate", "up", "down"))
@@ -138,6 +203,38 @@ def test_sublayer(router, kind):
     real = {**params, "experts": jax.tree.map(lambda a: a[: moe.experts], params["experts"])}
     expected = dense(real, x.reshape(-1, 32), moe).reshape(x.shape)
     assert cases.error(call(params, x), expected) < cases.bound(experts.model(kind=kind))
+
+
+@pytest.mark.parametrize(
+    "router, moe",
+    [
+        (all_to_one, dict(experts=6, top_k=1, expert_width=16, softmax="all")),
+        (ties, dict(experts=6, top_k=2, expert_width=16, softmax="all")),
+    ],
+    ids=["all to one", "ties"],
+)
+def test_gradients_of_a_sublayer(router, moe):
+    """All tokens to one expert, the others empty; and ties, whose derivative is that of the chosen ones."""
+    call, params, moe, x = sublayer(router, "routed", moe=moe)
+    found = jax.device_get(jax.grad(lambda params, x: jnp.sum(jnp.sin(call(params, x))), (0, 1))(params, x))
+    scores = x.reshape(-1, 32).astype(np.float64) @ params["router"].astype(np.float64)
+    chosen = np.argsort(-scores, axis=1, kind="stable")[:, : moe.top_k]
+
+    def dense(params, x):
+        swiglu = lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        matrices = [params["experts"][name] for name in ("gate", "up", "down")]
+        weights = jax.nn.softmax(x.reshape(-1, 32) @ params["router"])
+        outputs = jnp.stack([swiglu(x.reshape(-1, 32), *(m[e] for m in matrices)) for e in range(moe.experts)])
+        passed = (np.arange(moe.experts)[:, None, None] == chosen).any(-1)
+        return jnp.sum(jnp.sin(jnp.sum(jnp.where(passed[:, :, None], weights.T[:, :, None] * outputs, 0), axis=0)))
+
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params, x))
+        expected = jax.tree.map(np.asarray, jax.grad(dense, (0, 1))(*wide))
+    empty = np.setdiff1d(np.arange(moe.experts), chosen)
+    assert len(empty) and not any(np.any(a[empty]) for a in found[0]["experts"].values())
+    errors = jax.tree.map(cases.error, found, expected)
+    assert max(jax.tree.leaves(errors)) < cases.bound(experts.model(), passes=2), errors
 
 
 def test_chunks_of_tokens(monkeypatch):
@@ -227,6 +324,9 @@ def test_topology_in_words():
         (dict(moe=dict(top_k=0)), "top_k must be positive"),
         (dict(moe=dict(shared_gate=True)), "needs a shared expert"),
         (dict(moe=dict(shared_width=-1)), "must not be negative"),
+        (dict(moe=dict(dense_layers=4)), "dense_layers=4 leaves none of 4 layers experts"),
+        (dict(moe=dict(dense_layers=-1)), "dense_layers must not be negative"),
+        (dict(qk_norm="some"), r"unknown value for model.qk_norm: 'some' \(allowed: false, true, all-heads\)"),
         (dict(moe=dict(softmax="some")), "unknown value for model.moe.softmax"),
         (dict(moe=dict(expert=3)), "did you mean 'model.moe.experts'"),
         (dict(moe=8), "model.moe must be a section"),

@@ -101,6 +101,7 @@ FAMILY = {
     "qkv-biases": dict(biases=Biases.QKV),
     "biases": dict(biases=Biases.ALL),
     "qk-norm": dict(qk_norm=True),
+    "qk-norm-of-all-heads": dict(qk_norm="all-heads", num_kv_heads=2, biases=Biases.ALL),
     "1-kv-head": dict(num_kv_heads=1),
     "8-kv-heads": dict(num_kv_heads=8),
     "head-of-6": dict(num_kv_heads=2, head_dim=6),

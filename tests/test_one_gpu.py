@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.one_gpu import exposed
+from experiments.one_gpu import experts, exposed
 from experiments.one_gpu.wire import as_long_as, copies, host_wire
 from ladder_jax import decode, nn, parallel
 from ladder_jax.bench import programs
@@ -118,6 +118,20 @@ def test_a_run_goes_on_where_it_stood(tmp_path):
     other = run("--parts", "share", "--repeats", "0", out=out)  # other settings are measured, here in vain
     assert other.returncode == 1 and "--repeats must be positive" in other.stderr
     assert json.loads(out.read_text()) == found and [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_experts(monkeypatch, tmp_path, capsys):
+    """Of tiny rows on a CPU, where the kernel is interpreted; a form that fails hides no other."""
+    out = tmp_path / "experts.json"
+    words = ["--model", "tiny-moe", "--share", "4", "--tokens", "4", "--repeats", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["experts", *words])
+    monkeypatch.setattr(experts, "PRODUCTS", ("of-rows",))
+    monkeypatch.setattr(experts, "COUNT", 2)
+    monkeypatch.setattr(experts.lax, "ragged_dot", lambda *args: 1 / 0)
+    assert experts.main() == 1 and capsys.readouterr().err == "failed or wrong: xla of-rows 4\n"
+    kernel, xla, batched = json.loads(out.read_text())["rows"]
+    assert kernel["error"] < 2.0**-8 and batched["error"] < 2.0**-8 and xla["failed"] == "division by zero"
+    assert kernel["rows"] <= 8 and kernel["flops"] == 2 * kernel["rows"] * 128 * 256 and kernel["seconds"] > 0
 
 
 @pytest.mark.hf

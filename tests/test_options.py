@@ -92,6 +92,16 @@ def test_experts_rows_are_not_gathered_where_sums_are_reduced():
         assert gather not in options_for(kind, dense) and gather not in options_for(kind, traits["standard"])
 
 
+def test_what_a_reduction_takes_is_believed_to_be_longer_beside_experts():
+    longer, settings = "xla_tpu_sparse_core_all_reduce_latency_multiplier", dict(phase=Phase.TRAIN, loop=Loop.SCAN)
+    traits = {name: experts.define(name, tensor=2).traits(**settings) for name in ("ladder", "standard")}
+    dense = cases.define("ladder", tensor=2).traits(**settings)
+    found = lambda kind, traits: options_for(kind, traits).get(longer)
+    for kind, of_dense in ((V5P, None), ("TPU v6e", 3.0), (TPU7X, None)):
+        assert (found(kind, traits["ladder"]), found(kind, dense)) == (20.0, of_dense)
+        assert found(kind, traits["standard"]) is None
+
+
 def test_what_a_topology_needs():
     waiting = {"standard", "parallel", "parallel-shared-norm", "no-communication"}
     for name in cases.TOPOLOGIES:

@@ -13,8 +13,10 @@ import pytest
 
 from ladder_jax import checkpoint, config, nn, parallel, train
 from ladder_jax.checkpoint import manifest
+from ladder_jax.config import DecodeConfig
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.convert.command import REFIT
+from ladder_jax.pretrained.formats import open_model, open_source
 from ladder_jax.train import metrics
 from tests import tokenizers
 
@@ -27,6 +29,9 @@ LADDER = ["model.residual=ladder", "data.format=examples"]
 EVERYTHING = [*LADDER, "train.freeze=1", "lora.rank=2", "distill.teacher=start", "distill.residual=standard",
               "distill.alpha=0.5", "distill.hidden_weight=0.1", "conversion.steps=6"]  # fmt: skip
 FROZEN = [*LADDER, "train.freeze=1", "data.validation_fraction=0.2"]
+GREEDY = DecodeConfig(max_new_tokens=3, temperature=0.0)
+STAGED = [*LADDER, "lora.rank=2", "data.validation_fraction=0.2"]
+SIDE = [*LADDER, "model.side.reduction=2", "distill.teacher=start", "distill.residual=standard"]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,10 @@ def place(tmp_path_factory):
             file.write(json.dumps({"messages": chat}) + "\n")
             file.write(json.dumps({"prompt": f"the {i} ", "completion": "cat sat"}) + "\n")
         file.write(json.dumps({"text": "and the rat sat on the mat " * 9}) + "\n")
+    for name, count, text in (("easy", 12, "cat sat"), ("hard", 30, "and the rat sat on the mat")):
+        lines = [json.dumps({"prompt": f"{i}: ", "completion": text}) + "\n" for i in range(count)]
+        (place / f"{name}.jsonl").write_text("".join(lines))
+    (place / "stages.yaml").write_text("stages: [easy.jsonl, hard.jsonl]\n")
     overrides = [*RUN, *SHAPE, "model.residual=standard", f"data.path={place / 'book.txt'}", f"data.tokenizer={folder}"]
     train.run(config.load("tiny", overrides=[*overrides, f"run.dir={place / 'base'}"]), say=lambda line: None)
     return place
@@ -61,6 +70,10 @@ def run(place, directory, *more):
     said = []
     train.run(config.load(str(place / "recipe.yaml"), overrides=given(place, directory, *more)), say=said.append)
     return said
+
+
+def at_stages(place, which):
+    return [f"data.path={place / 'stages.yaml'}"] if which == "staged" else []
 
 
 def params_of(path):
@@ -82,6 +95,11 @@ def everything(place):
 @pytest.fixture(scope="module")
 def frozen(place):
     return place / "frozen", run(place, place / "frozen", *FROZEN)
+
+
+@pytest.fixture(scope="module")
+def side(place):
+    return place / "side", run(place, place / "side", *SIDE)
 
 
 def test_the_model_and_the_tokenizer_are_the_checkpoints(everything, place):
@@ -109,23 +127,82 @@ def test_what_is_frozen_stays_bit_for_bit(which, request, place):
     assert moved["mlp_norm"]["scale"] == (which == "frozen")
 
 
-@pytest.mark.parametrize("which, settings", [("everything", EVERYTHING), ("frozen", FROZEN)])
+@pytest.fixture(scope="module")
+def staged(place):
+    return place / "staged", run(place, place / "staged", *STAGED, f"data.path={place / 'stages.yaml'}")
+
+
+@pytest.mark.full
+def test_an_adapter_is_carried_through_stages(staged):
+    """One run, of which each step knows its stage."""
+    directory, said = staged
+    assert [line[:28] for line in said if line.startswith("stage ")] == [
+        "stage 1 of 2: steps 1 to 1, ", "stage 2 of 2: steps 2 to 8, "
+    ]  # fmt: skip
+    assert [row["stage"] for row in metrics.read(directory)] == [1] + [2] * 7
+
+
+def test_only_the_side_network_trains(side, place):
+    """The checkpoint holds both, and generates and scores with both; other formats have no such network."""
+    before, after = params_of(place / "base"), params_of(side[0])
+    ends, blocks = after.pop("side"), after["layers"].pop("side")
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))
+    assert all(np.abs(a).max() > 0 for a in jax.tree.leaves((ends["up"], blocks["gate"])))
+    model, prompt = open_model(side[0]), [5, 6, 7, 8, 9]
+    (new,) = model.generator(settings=DecodeConfig(), tensor=1).tokens([prompt], config=GREEDY).tolist()
+    definition = model.define(tensor=1)
+    scores = nn.compiled_logits(definition)(model.params(definition), np.array([prompt + new]))
+    assert new == scores[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+    with pytest.raises(UserError, match="has a side network .model.side., which no other format has"):
+        open_source(side[0])
+
+
+@pytest.mark.full
+def test_a_side_network_is_trained_further(side, place, tmp_path):
+    """From another run's; the settings of the model are that checkpoint's."""
+    start = ["data.format=examples", "train.steps=1", f"train.start={side[0]}"]
+    run(place, tmp_path / "more", *start)
+    before, after = params_of(side[0]), params_of(tmp_path / "more")
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)
+    assert moved["side"]["up"] and moved["layers"]["side"]["tap"] and not moved["layers"]["mlp"]["up"]
+    for wrong, said in (
+        (["model.side.reduction=1"], "train.start=.*: the checkpoint has a side network, .*reduction=2"),
+        (["model.side=null"], "train.start=.*: the checkpoint has a side network, .* and this run has None"),
+        ([f"distill.teacher={side[0]}"], "distill.teacher=.*: .* a teacher is a model without one"),
+    ):
+        with pytest.raises(UserError, match=said):
+            run(place, tmp_path / "wrong", *start, *wrong)
+
+
+OF_FULL = pytest.param("staged", STAGED, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("which, settings", [("everything", EVERYTHING), ("frozen", FROZEN), ("side", SIDE), OF_FULL])
 def test_resumed_runs_go_on_exactly(which, settings, request, place, tmp_path):
     """From the checkpoint of step 4."""
     directory, _ = request.getfixturevalue(which)
     shutil.copytree(directory, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy" / "checkpoints" / "8")
-    said = run(place, tmp_path / "copy", *settings)
+    said = run(place, tmp_path / "copy", *settings, *at_stages(place, which))
     assert any("from step 4" in line for line in said)
     assert losses(tmp_path / "copy") == losses(directory)
     for a, b in zip(jax.tree.leaves(params_of(directory)), jax.tree.leaves(params_of(tmp_path / "copy")), strict=True):
         assert (a == b).all()
 
 
-def test_killed_and_started_again(everything, place, tmp_path):
-    directory, _ = everything
+@pytest.mark.parametrize(
+    "which, settings",
+    [
+        ("everything", EVERYTHING),
+        pytest.param("side", SIDE, marks=pytest.mark.full),
+        OF_FULL,
+    ],
+)
+def test_killed_and_started_again(which, settings, request, place, tmp_path):
+    directory, _ = request.getfixturevalue(which)
+    settings = [*settings, *at_stages(place, which)]
     command = [sys.executable, "-m", "ladder_jax", "train", str(place / "recipe.yaml"), "--cpu-devices", "8",
-               *given(place, tmp_path / "run", *EVERYTHING)]  # fmt: skip
+               *given(place, tmp_path / "run", *settings)]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:
@@ -135,7 +212,7 @@ def test_killed_and_started_again(everything, place, tmp_path):
         time.sleep(0.001)
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
-    run(place, tmp_path / "run", *EVERYTHING)
+    run(place, tmp_path / "run", *settings)
     assert losses(tmp_path / "run") == losses(directory)
 
 

@@ -1,11 +1,13 @@
-"""Train a Ladder and a Standard Transformer side by side on eight simulated devices, and let the Ladder write.
+"""Train a Ladder and a Standard Transformer side by side on simulated devices, and let the Ladder write.
 
     python -m experiments.demo [path.to.field=value ...]      # data.path=book.txt, train.steps=400, ...
+    python -m experiments.demo --experts                      # mixtures of experts: FarSkip, Ladder and Standard
 
-A second call goes on where a killed one stopped; a finished one shows its results again. Both runs and
-the picture go to runs/demo; another text or shape needs that folder out of the way.
+A second call goes on where a killed one stopped; a finished one shows its results again. Runs and picture go to
+runs/demo (runs/moe-demo); another text or shape needs that folder out of the way.
 """
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -14,11 +16,23 @@ import time
 from rich.console import Console
 
 HERE = pathlib.Path(__file__).parent
-RUNS = pathlib.Path("runs/demo")
 PROMPT = "def "
 
 
-def main(overrides: list[str]) -> int:
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """residuals: the topologies to train; the first one writes."""
+
+    recipe: str
+    runs: pathlib.Path
+    residuals: tuple[str, ...]
+
+
+DENSE = Demo("tiny.yaml", pathlib.Path("runs/demo"), ("ladder", "standard"))
+EXPERTS = Demo("experts.yaml", pathlib.Path("runs/moe-demo"), ("farskip", "ladder", "standard"))
+
+
+def main(arguments: list[str]) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     from experiments.demo import curves
@@ -26,16 +40,19 @@ def main(overrides: list[str]) -> int:
     from ladder_jax.errors import RunFailed, UserError
 
     cli.prepare_devices(None)
+    demo = EXPERTS if "--experts" in arguments else DENSE
+    overrides = [argument for argument in arguments if argument != "--experts"]
     console, began = Console(), time.perf_counter()
     folders, results = {}, {}
     try:
-        for residual in ("ladder", "standard"):
-            console.rule(f"{residual}: training on data 2 x tensor 4 simulated devices")
-            folders[residual] = RUNS / residual
+        for residual in demo.residuals:
+            folders[residual] = demo.runs / residual
             settings = config.load(
-                str(HERE / "tiny.yaml"),
+                str(HERE / demo.recipe),
                 overrides=[*overrides, f"model.residual={residual}", f"run.dir={folders[residual]}"],
             )
+            mesh = settings.mesh
+            console.rule(f"{residual}: training on data {mesh.data} x tensor {mesh.tensor} simulated devices")
             results[residual] = train.run(settings, say=console.print)
     except UserError as error:
         print(f"demo: {error}", file=sys.stderr)
@@ -44,19 +61,22 @@ def main(overrides: list[str]) -> int:
         print(f"demo: {error}", file=sys.stderr)
         return error.status
 
-    entropy = results["ladder"].bigram_entropy
+    writer = demo.residuals[0]
+    entropy = results[writer].bigram_entropy
     console.print(curves.table(folders, baseline=entropy))
-    curves.plot(folders, RUNS / "loss.png", baseline=entropy)
+    if demo is EXPERTS:
+        console.print(curves.experts(folders))
+    curves.plot(folders, demo.runs / "loss.png", baseline=entropy)
     for residual, result in results.items():
         verdict = "below" if result.validation_loss < entropy else "NOT below"
         console.print(
             f"{residual:<9} held-out loss {result.validation_loss:.3f} nats a byte,"
             f" {verdict} the text's bigram entropy of {entropy:.3f}"
         )
-    console.print(f"curves: {RUNS / 'loss.png'}   checkpoints: {RUNS}/*/checkpoints")
-    console.rule("a sample from the Ladder")
+    console.print(f"curves: {demo.runs / 'loss.png'}   checkpoints: {demo.runs}/*/checkpoints")
+    console.rule(f"a sample from the {writer} model")
     arguments = ["--prompt", PROMPT, "--max-new-tokens", "240", "--temperature", "0.7", "--seed", "1"]
-    status = cli.main(["generate", str(folders["ladder"]), *arguments])
+    status = cli.main(["generate", str(folders[writer]), *arguments])
     console.rule(f"{time.perf_counter() - began:.0f} seconds")
     return status
 

@@ -21,6 +21,17 @@ def table(runs: Mapping[str, pathlib.Path], *, baseline: float | None = None, ro
     return shown
 
 
+def experts(runs: Mapping[str, pathlib.Path]) -> Table:
+    """What the routers of each run chose in its last logged step."""
+    columns = {"largest load over mean": "expert_load", "experts never chosen": "dead_experts"}
+    columns["router entropy, nats"] = "router_entropy"
+    shown = Table("", *columns, title="experts, last step", min_width=40)
+    for name, path in runs.items():
+        last = metrics.read(path)[-1]
+        shown.add_row(name, *(f"{last[field]:.2f}" for field in columns.values()))
+    return shown
+
+
 def plot(runs: Mapping[str, pathlib.Path], path: pathlib.Path, *, baseline: float | None = None) -> None:
     """The curves of `table` as a PNG (or whatever `path`'s ending says)."""
     plt = pyplot.load()

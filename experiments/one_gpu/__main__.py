@@ -1,6 +1,6 @@
 """One GPU by the paper's protocol: its roofline, a rank's share of a large model, PyTorch beside it, an emulated wire.
 
-    python -m experiments.one_gpu [--torch-python .venv-hf/bin/python] [--parts dense share torch wire wire-no-graphs]
+    python -m experiments.one_gpu [--torch-python .venv-hf/bin/python] [--parts dense experts ...]
 
 Each part is a process of its own, so that the card's memory is free for it. What stands in the results is not measured
 again (--again does). Everything can be overridden: --dense tiny --split tiny --share 4 --batch 1 --repeats 2
@@ -18,13 +18,18 @@ from ladder_jax import files
 
 HERE = pathlib.Path(__file__).parent
 NUMBERS = ("prompt_length", "new_tokens", "warmup", "repeats", "layers")
-NO_GRAPHS = "--xla_gpu_enable_command_buffer="  # nothing is recorded into CUDA graphs, which can undo an overlap
+FLAGS = {
+    "wire-no-graphs": "--xla_gpu_enable_command_buffer=",  # no CUDA graphs, which can undo an overlap
+    "experts-cudnn": "--xla_gpu_experimental_use_ragged_dot_fusion=true",  # where cuDNN is 9.22 or newer
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dense", default="llama-3-8b", metavar="PRESET", help="a model that fits whole")
     parser.add_argument("--split", default="llama-3-70b", metavar="PRESET", help="one of which a rank's share fits")
+    parser.add_argument("--experts", default="qwen3-30b-a3b", metavar="PRESET", help="a mixture of experts")
+    parser.add_argument("--tokens", metavar="N[,N]", help="that pass the experts at once (default: 1,32,2048)")
     parser.add_argument("--share", default="8", metavar="N", help="ranks that split it")
     parser.add_argument("--batch", default="1,64", metavar="B[,B]")
     for name in NUMBERS:
@@ -39,7 +44,7 @@ def main() -> int:
     results, failed = json.loads(args.out.read_text()) if args.out.exists() else {}, []
     for part in args.parts:
         python, *words = command(part, args)
-        flags = NO_GRAPHS if part == "wire-no-graphs" else ""
+        flags = FLAGS.get(part, "")
         told = f"{flags and f'XLA_FLAGS={flags} '}python {' '.join(words)}"
         if results.get(part, {}).get("command") == told and not args.again:  # of other settings is another result
             print(f"{part}: stands in {args.out}", file=sys.stderr)
@@ -68,12 +73,17 @@ def command(part: str, args: argparse.Namespace) -> list[str]:
             return [*bench, *split, "--residual", "standard,ladder,parallel", *words]
         case "torch":
             return [args.torch_python, "-m", "experiments.one_gpu.torch_generation", "--model", args.dense, *words]
+        case "experts" | "experts-cudnn":
+            tokens = ["--tokens", args.tokens] if args.tokens else []
+            repeats = ["--repeats", args.repeats] if args.repeats else []
+            experts = ["--model", args.experts, "--share", args.share, *tokens, *repeats]
+            return [sys.executable, "-m", "experiments.one_gpu.experts", *experts]
         case _:
             wires = ["--wires", args.wires] if args.wires else []
             return [sys.executable, "-m", "experiments.one_gpu.exposed", *split, *wires, *words]
 
 
-PARTS = ("dense", "share", "torch", "wire", "wire-no-graphs")
+PARTS = ("dense", "share", "torch", "wire", "wire-no-graphs", "experts", "experts-cudnn")
 
 
 def measured(command: list[str], *, flags: str) -> dict | None:

@@ -50,7 +50,7 @@ class Request:
 def make(*, model: str, residual: str, batch: str | None = None, **numbers: int | None) -> Request:
     """A checked request. None gives a default. Raises UserError for an invalid request."""
     shape = models.by_name(model)
-    models.check_dense(shape, verb="bench")
+    models.check_alone(shape, verb="bench")
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
@@ -63,6 +63,8 @@ def make(*, model: str, residual: str, batch: str | None = None, **numbers: int 
     request = Request(model=model, shape=shape, residuals=residuals, **settings)
     if request.new_tokens < 2:
         raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
+    if request.share and shape.moe is not None:
+        raise UserError("--share is for dense models: a rank alone cannot route among all experts of the model")
     if request.share and request.tensor not in (None, 1):
         raise UserError(f"--share runs one rank on one device: leave --tensor {request.tensor} out")
     for option, ranks in (("tensor", request.tensor), ("share", request.share)):

@@ -18,6 +18,7 @@ import tensorstore
 from ladder_jax.checkpoint.stream import METADATA, described
 from ladder_jax.files import AnyPath, kvstore
 from ladder_jax.nn import Params
+from ladder_jax.nn.parameter import STACKS
 from ladder_jax.parallel import mesh as meshes
 
 LARGEST = 400 << 20  # bytes of a chunk, and of an object before its last chunk; S3 takes at most 5 GB in one request
@@ -114,7 +115,7 @@ def _chunk(name: str, array: jax.Array) -> list[int]:
     It divides the shard, since a chunk of two processes' shards would be written twice.
     """
     chunk = list(array.sharding.shard_shape(array.shape))
-    if name.startswith("layers/"):
+    if name.partition("/")[0] in STACKS:
         chunk[0] = 1
     for axis, length in enumerate(chunk):
         slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])

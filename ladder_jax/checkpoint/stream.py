@@ -15,6 +15,8 @@ import jax
 import numpy as np
 import tensorstore
 
+from ladder_jax.nn.parameter import STACKS
+
 METADATA = "_METADATA"
 CHUNK = 1 << 25  # bytes that are copied or compressed at a time, at most
 DICT_KEY = 2  # Orbax's number for a key of a dict
@@ -93,7 +95,7 @@ class Stream:
         self._stores = {name: self._on_disk(lambda: self._open(name, array)) for name, array in self.arrays.items()}
 
     def _open(self, name: str, array: jax.ShapeDtypeStruct) -> tensorstore.TensorStore:
-        stacked = name.startswith("layers/")
+        stacked = name.partition("/")[0] in STACKS
         shape = array.shape[1:] if stacked else array.shape
         step = _step(shape, array.dtype.itemsize)
         chunks = (*((1,) if stacked else ()), min(step, shape[0]), *shape[1:])

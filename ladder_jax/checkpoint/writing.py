@@ -19,6 +19,7 @@ from ladder_jax.checkpoint import manifest
 from ladder_jax.checkpoint.saved import check_listed, named
 from ladder_jax.files import AnyPath, absolute, by_orbax
 from ladder_jax.nn import Params
+from ladder_jax.nn.parameter import STACKS
 
 
 class Writing:
@@ -86,6 +87,6 @@ def _chunks(tree: Params) -> Params:
     """Orbax's settings for each array: one layer of a stack per chunk, so that inference can read single layers."""
 
     def save_args(path, array):
-        return ocp.SaveArgs(shard_axes=(0,) if getattr(path[0], "key", None) == "layers" else ())
+        return ocp.SaveArgs(shard_axes=(0,) if getattr(path[0], "key", None) in STACKS else ())
 
     return jax.tree_util.tree_map_with_path(save_args, tree)

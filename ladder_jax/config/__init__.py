@@ -7,8 +7,12 @@ from ladder_jax.config.execution import Dtype as Dtype
 from ladder_jax.config.execution import Launch as Launch
 from ladder_jax.config.execution import Loop as Loop
 from ladder_jax.config.execution import Phase as Phase
+from ladder_jax.config.execution import QKNorm as QKNorm
+from ladder_jax.config.execution import Remat as Remat
+from ladder_jax.config.experts import ExpertParallelism as ExpertParallelism
 from ladder_jax.config.experts import MoEConfig as MoEConfig
 from ladder_jax.config.experts import RouterSoftmax as RouterSoftmax
+from ladder_jax.config.experts import check_exchange as check_exchange
 from ladder_jax.config.load import from_dict as from_dict
 from ladder_jax.config.load import load as load
 from ladder_jax.config.load import model_from_dict as model_from_dict
@@ -35,9 +39,9 @@ from ladder_jax.config.run import Format as Format
 from ladder_jax.config.run import MeshConfig as MeshConfig
 from ladder_jax.config.run import OnBadStep as OnBadStep
 from ladder_jax.config.run import OnDamaged as OnDamaged
-from ladder_jax.config.run import Remat as Remat
 from ladder_jax.config.run import RunConfig as RunConfig
 from ladder_jax.config.run import TrainConfig as TrainConfig
 from ladder_jax.config.run import check_fits_mesh as check_fits_mesh
+from ladder_jax.config.side import SideConfig as SideConfig
 
 presets = PRESETS  # `lj.presets`

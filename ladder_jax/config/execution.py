@@ -1,4 +1,4 @@
-"""How a program is built: choices that several sections and the library itself share."""
+"""Choices that several sections and the library itself share: how a program is built, and what it computes in."""
 
 import enum
 
@@ -16,11 +16,31 @@ class Dtype(enum.Enum):
         return next((one for one in cls if one.value == name), None)
 
 
+class QKNorm(enum.Enum):
+    """Over which elements the RMS norms of queries and keys run."""
+
+    NONE = False  # there are none
+    HEAD = True  # those of a head (Qwen3)
+    ALL = "all-heads"  # those of all heads, which are split over the ranks: one more all-reduce a layer (OLMoE)
+
+    def __bool__(self) -> bool:
+        return self is not QKNorm.NONE
+
+
 class Loop(enum.Enum):
     """How the layers are iterated: one compiled body, or one copy of the body a layer."""
 
     SCAN = "scan"
     UNROLLED = "unrolled"
+
+
+class Remat(enum.Enum):
+    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/layers.py)."""
+
+    NONE = "none"  # keep every activation
+    FULL = "full"  # recompute the layer from its input
+    SAVE_MATMULS = "save-matmuls"  # keep matmul results, recompute the rest
+    OFFLOAD = "offload"  # as full, with each layer's input and the reduced sums in the host's memory
 
 
 class CollectiveMatmul(enum.Enum):

@@ -1,7 +1,8 @@
-"""The section `model.moe`: a mixture of experts in the place of each layer's MLP."""
+"""The section `model.moe`: a mixture of experts in the place of the layers' MLPs."""
 
 import dataclasses
 import enum
+import math
 
 from ladder_jax.config.fields import check, check_positive, fit, shown
 
@@ -13,12 +14,22 @@ class RouterSoftmax(enum.Enum):
     ALL = "all"  # those of all experts: the weights sum to less than 1 (OLMoE, Qwen2-MoE)
 
 
+class ExpertParallelism(enum.Enum):
+    """How the rows of experts on other ranks are computed."""
+
+    REDUCE = "reduce"  # each rank computes its experts for all tokens of its group; the sums are reduced
+    EXCHANGE = "exchange"  # each rank sends its own tokens' rows to the ranks of their experts, and back
+
+
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """A token's MLP is the weighted sum of `top_k` of `experts` SwiGLU MLPs, chosen by a router; no token is dropped.
+    """A token's MLP is the weighted sum of `top_k` of `experts` SwiGLU MLPs, chosen by a router.
 
     `shared_width`: of one more MLP, the shared expert, that every token passes; `shared_gate`: its output is multiplied
-    with a sigmoid of the token's stream.
+    with a sigmoid of the token's stream. `dense_layers`: how many of the first layers have an MLP of `model.d_ff`.
+    `capacity`: in training, and wherever rows are exchanged, an expert takes at most so many times the mean rows of an
+    expert (1: as many as if the load were even); the rest are dropped. `router_bias`: each expert has a bias that
+    counts in choosing experts, not in their weights (arXiv 2408.15664); training moves it by train.router_bias_rate.
     """
 
     experts: int = 8
@@ -27,6 +38,9 @@ class MoEConfig:
     softmax: RouterSoftmax = RouterSoftmax.CHOSEN
     shared_width: int = 0  # 0: no shared expert
     shared_gate: bool = False
+    dense_layers: int = 0
+    capacity: float | None = None  # empty: no row is dropped
+    router_bias: bool = False
 
     __repr__ = shown
 
@@ -38,10 +52,43 @@ class MoEConfig:
             f"model.moe.top_k={self.top_k} chooses more than model.moe.experts={self.experts}",
         )
         check(self.shared_width >= 0, f"model.moe.shared_width must not be negative, not {self.shared_width}")
+        check(self.dense_layers >= 0, f"model.moe.dense_layers must not be negative, not {self.dense_layers}")
         check(
             self.shared_width > 0 or not self.shared_gate,
             "model.moe.shared_gate needs a shared expert: model.moe.shared_width",
         )
+        if self.capacity is not None:
+            check_positive(self, "model.moe", "capacity")
+
+    def padded(self, ranks: int) -> int:
+        """How many experts are stored: a multiple of the ranks."""
+        return -(-self.experts // ranks) * ranks
+
+    def slots(self, tokens: int) -> int:
+        """How many rows of a group of `tokens` an expert takes, by `capacity`."""
+        return min(tokens, math.ceil(self.capacity * tokens * self.top_k / self.experts))
+
+
+def check_exchange(
+    moe: MoEConfig | None, *, residual: str, sequence_parallel: bool, names: tuple[str, str, str]
+) -> None:
+    """Raises UserError for a program whose experts cannot be exchanged.
+
+    names: the user's words for the setting, for the capacity and for sequence parallelism.
+    """
+    setting, capacity, split = names
+    check(moe is not None, f"{setting} needs experts (model.moe)")
+    check(
+        residual.partition("-")[0] in ("standard", "ladder", "farskip") or residual == "no-communication",
+        f"{setting}: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip,"
+        " no-communication)",
+    )
+    check(
+        moe.capacity is not None,
+        f"{setting} needs {capacity}, such as 1.25: rows are sent in buffers of a fixed size, of which"
+        f" {moe.experts / moe.top_k:g} drops no row",
+    )
+    check(sequence_parallel, f"{setting} needs {split}: each rank sends the rows of its own positions")
 
 
 _QWEN3 = dict(head_dim=128, vocab_size=151936, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True)
@@ -79,6 +126,15 @@ EXPERT_SHAPES = {
         vocab_size=32000,
         rope_theta=1_000_000.0,
         moe=dict(experts=8, top_k=2, expert_width=14336),
+    ),
+    "olmoe-1b-7b": dict(
+        num_layers=16,
+        d_model=2048,
+        num_heads=16,
+        num_kv_heads=16,
+        vocab_size=50304,
+        qk_norm="all-heads",
+        moe=dict(experts=64, top_k=8, expert_width=1024, softmax="all"),
     ),
     "qwen1.5-moe-a2.7b": dict(
         num_layers=24,

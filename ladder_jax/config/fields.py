@@ -92,7 +92,7 @@ def _coerce(value: object, hint: typing.Any, path: str) -> typing.Any:
             return hint(value)
         except ValueError:
             # YAML reads a bare `none` as text but `null` and an empty value as nothing.
-            raise unknown(f"value for {path}:", value, [member.value for member in hint]) from None
+            raise unknown(f"value for {path}:", value, [_json(member.value).strip('"') for member in hint]) from None
     if not isinstance(value, type) and getattr(value, "ndim", None) == 0:  # NumPy's scalars are Python's here
         value = value.item()
     if hint is str and isinstance(value, os.PathLike):

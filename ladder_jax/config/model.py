@@ -6,9 +6,10 @@ import numbers
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.execution import CollectiveMatmul, Dtype
+from ladder_jax.config.execution import CollectiveMatmul, Dtype, QKNorm
 from ladder_jax.config.experts import EXPERT_SHAPES, MoEConfig
 from ladder_jax.config.fields import build, check, check_positive, fit, shown
+from ladder_jax.config.side import SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
 
 RESIDUALS = (
@@ -135,7 +136,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-family decoder, dense or with experts (`moe`), and its residual topology.
+    """A Llama-family decoder, dense or with experts (`moe`), its residual topology, and a network beside it (`side`).
 
     `ladder_layers` makes a hybrid: `"N"` the last N layers, `"i,j"` 0-based layers, `"all"`; or a number, or a list.
     `ranks`: for the topologies whose function depends on the number of tensor-parallel ranks (ladder-fresh, desync-n);
@@ -147,15 +148,16 @@ class ModelConfig:
     num_heads: int = 8
     num_kv_heads: int = 4
     head_dim: int | None = None  # empty: d_model / num_heads
-    d_ff: int = 352  # of the MLP, which a model with `moe` does not have
+    d_ff: int = 352  # of the MLP, which with `moe` only `moe.dense_layers` have
     vocab_size: int = 256
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     biases: Biases = Biases.NONE
-    qk_norm: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
     moe: MoEConfig | None = None
+    side: SideConfig | None = None
     residual: str = "ladder"
     ladder_layers: str | None = None
     ranks: int | None = None
@@ -163,7 +165,8 @@ class ModelConfig:
     residual_dtype: Dtype = Dtype.BFLOAT16
 
     def __repr__(self) -> str:
-        return shown(self, always=[name for name in SHAPE if self.moe is None or name != "d_ff"])
+        has_mlp = self.moe is None or self.moe.dense_layers
+        return shown(self, always=[name for name in SHAPE if has_mlp or name != "d_ff"])
 
     def __post_init__(self):
         object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))
@@ -190,18 +193,22 @@ class ModelConfig:
             check(self.ranks > 0, f"model.ranks must be positive, not {self.ranks}")
             check(name.depends_on_ranks, f"model.ranks belongs to ladder-fresh and desync-n, not to {self.residual!r}")
         self._check_experts(name)
+        if self.side is not None:
+            self.side.check(self)
 
     def _check_experts(self, name: ResidualName) -> None:
+        needs = f"model.residual={self.residual!r} needs experts (model.moe); of a dense model it is 'ladder'"
+        check(self.moe is not None or self.residual not in EXPERT_RESIDUALS, needs)
         if self.moe is None:
-            check(
-                self.residual not in EXPERT_RESIDUALS,
-                f"model.residual={self.residual!r} needs experts (model.moe); of a dense model it is 'ladder'",
-            )
             return
         check(
             not name.depends_on_ranks,
             f"model.residual={self.residual!r} gives each rank another input, by which ranks would choose other experts"
             " (allowed with model.moe: standard, ladder, ladder-K, parallel, parallel-ladder, farskip)",
+        )
+        dense = self.moe.dense_layers
+        check(
+            dense < self.num_layers, f"model.moe.dense_layers={dense} leaves none of {self.num_layers} layers experts"
         )
         check(
             self.biases is not Biases.ALL,
@@ -255,13 +262,7 @@ _SHAPES = {
     "llama-3.2-3b": _llama3(28, 3072, 24, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
     "llama-3-8b": _llama3(32, 4096, 32, 8, 14336),
     "codellama-34b": dict(
-        num_layers=48,
-        d_model=8192,
-        num_heads=64,
-        num_kv_heads=8,
-        d_ff=22016,
-        vocab_size=32000,
-        rope_theta=1_000_000.0,
+        num_layers=48, d_model=8192, num_heads=64, num_kv_heads=8, d_ff=22016, vocab_size=32000, rope_theta=1_000_000.0
     ),
     "llama-3-70b": _llama3(80, 8192, 64, 8, 28672),
     "llama-3.1-405b": _llama3(126, 16384, 128, 16, 53248, rope_scaling=RopeScaling(factor=8.0)),

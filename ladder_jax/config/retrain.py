@@ -1,11 +1,17 @@
 """The sections `distill`, `conversion` and `lora`: ways to retrain a checkpoint's model (see retrain/)."""
 
+from __future__ import annotations
+
 import dataclasses
 import enum
+from typing import TYPE_CHECKING
 
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import parse_residual
+from ladder_jax.config.model import layer_indices, parse_residual
 from ladder_jax.errors import unknown
+
+if TYPE_CHECKING:
+    from ladder_jax.config.run import RunConfig
 
 START = "start"
 """The value of `distill.teacher` that stands for the weights that training starts from."""
@@ -93,3 +99,52 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+def check_retraining(config: RunConfig) -> None:
+    """Raises UserError for settings of retraining that exclude each other or need another one."""
+    train, layers = config.train, config.model.num_layers
+    if config.model.side is not None:
+        config.model.side.check_run(config)
+    if config.model.moe is not None and config.lora.rank and config.lora.targets != "all":
+        targets = [] if config.model.moe.shared_width else [t for t in config.lora.names if t in ("gate", "up", "down")]
+        check(
+            not targets,
+            f"lora.targets={config.lora.targets}: routed experts have no low-rank factors (allowed here: query, key,"
+            " value, out)",
+        )
+    check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
+    check(
+        not (config.lora.rank and train.freeze == layers),
+        f"train.freeze={train.freeze} leaves no layer for lora.rank={config.lora.rank} to train",
+    )
+    needs = {
+        "train.freeze": train.freeze,
+        "lora.rank": config.lora.rank,
+        f"distill.teacher={START}": config.distill.teacher == START,
+    }
+    for name, needed in needs.items():
+        check(train.start is not None or not needed, f"{name} needs train.start, the checkpoint to begin with")
+    check(
+        not (train.z_loss and config.distill.teacher),
+        f"train.z_loss={train.z_loss} has no place in a teacher's loss: leave it out with distill.teacher",
+    )
+    kind = parse_residual(config.model.residual).kind
+    check(
+        not config.conversion.steps or kind in ("ladder", "ladder-fresh", "farskip"),
+        "conversion.steps needs a model.residual of ladder, ladder-K, ladder-fresh or farskip, not"
+        f" {config.model.residual!r}",
+    )
+    which = config.model.ladder_layers
+    check(
+        not config.conversion.steps or bool(layer_indices(which or "all", layers)),
+        f"conversion.steps={config.conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
+    )
+    for name, value in (
+        ("conversion.steps", config.conversion.steps),
+        ("distill.hidden_weight", config.distill.hidden_weight),
+    ):
+        check(
+            not (value and train.sequence_parallel),
+            f"{name} reads whole streams: not with train.sequence_parallel",
+        )

@@ -4,25 +4,31 @@ import dataclasses
 import enum
 
 from ladder_jax.config.decode import DecodeConfig
-from ladder_jax.config.execution import CollectiveMatmul, Loop
+from ladder_jax.config.execution import CollectiveMatmul, Loop, Remat
+from ladder_jax.config.experts import ExpertParallelism, check_exchange
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import ModelConfig, check_collective_matmul, layer_indices, parse_residual
-from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig
+from ladder_jax.config.model import ModelConfig, check_collective_matmul
+from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices an axis: data x fsdp x tensor."""
+    """Devices an axis: data x fsdp x tensor; and how experts, which are split over tensor, are reached."""
 
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    experts: ExpertParallelism = ExpertParallelism.REDUCE
 
     __repr__ = shown
 
     def __post_init__(self):
         fit(self, "mesh")
         check_positive(self, "mesh", "data", "fsdp", "tensor")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
 
     @property
     def size(self) -> int:
@@ -33,8 +39,9 @@ def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
     """Raises UserError for a mesh over which the model's dimensions cannot be split."""
     ranks = mesh.tensor if model.ranks is None or mesh.tensor > 1 else model.ranks
     check(model.d_model % mesh.fsdp == 0, f"model.d_model={model.d_model} is not divisible by mesh.fsdp={mesh.fsdp}")
-    width = dict(d_ff=model.d_ff) if model.moe is None else {"moe.shared_width": model.moe.shared_width}
-    for name, value in (("num_heads", model.num_heads), *width.items()):
+    widths = {} if model.moe is None else {"moe.shared_width": model.moe.shared_width}
+    widths |= dict(d_ff=model.d_ff) if model.moe is None or model.moe.dense_layers else {}
+    for name, value in (("num_heads", model.num_heads), *widths.items()):
         check(value % ranks == 0, f"model.{name}={value} is not divisible by mesh.tensor={ranks}")
     kv = model.num_kv_heads
     check(
@@ -84,15 +91,6 @@ class DataConfig:
         )
 
 
-class Remat(enum.Enum):
-    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/layers.py)."""
-
-    NONE = "none"  # keep every activation
-    FULL = "full"  # recompute the layer from its input
-    SAVE_MATMULS = "save-matmuls"  # keep matmul results, recompute the rest
-    OFFLOAD = "offload"  # as full, with each layer's input and the reduced sums in the host's memory
-
-
 class OnBadStep(enum.Enum):
     """What happens at a bad step: its loss or gradient is not finite, or its loss jumps (see train/bad_steps.py)."""
 
@@ -131,6 +129,7 @@ class TrainConfig:
     z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
     load_balance: float = 0.01  # of experts: times the Switch loss, which is 1 where all have the same load
     router_z_loss: float = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
+    router_bias_rate: float = 0.001  # of experts with model.moe.router_bias: a step's change; 0 keeps the biases
     loss_chunk: int = 2048  # tokens whose logits a device holds at once
     log_every: int = 10
     evaluate_every: int = 1_000  # 0: only after the last step
@@ -153,7 +152,7 @@ class TrainConfig:
         check_positive(self, "train", "steps", "batch", "sequence", "learning_rate", "eps", "clip_norm")
         check_positive(self, "train", "accumulate", "loss_chunk")
         check(self.freeze >= 0, f"train.freeze must not be negative, not {self.freeze}")
-        for name in ("z_loss", "load_balance", "router_z_loss"):
+        for name in ("z_loss", "load_balance", "router_z_loss", "router_bias_rate"):
             check(getattr(self, name) >= 0, f"train.{name} must not be negative, not {getattr(self, name)}")
         check_positive(self, "train", "log_every", "checkpoint_every", "keep_checkpoints", "evaluation_batches")
         check_positive(self, "train", "spike_window", "max_bad_steps", "rollback_batches")
@@ -226,7 +225,8 @@ class RunConfig:
     def __post_init__(self):
         fit(self, "")
         check_fits_mesh(self.model, self.mesh)
-        self._check_retraining()
+        if self.retrains or self.model.side is not None:
+            check_retraining(self)
         rows = self.mesh.data * self.mesh.fsdp
         check(
             self.train.batch % rows == 0,
@@ -237,12 +237,12 @@ class RunConfig:
             f"train.sequence_parallel splits train.sequence={self.train.sequence} positions over mesh.tensor="
             f"{self.mesh.tensor} ranks, which does not divide them",
         )
-        check_collective_matmul(
-            self.train.collective_matmul,
-            model=self.model,
-            sequence_parallel=self.train.sequence_parallel,
-            names=("train.collective_matmul", "train.sequence_parallel=true"),
-        )
+        form, split = self.train.collective_matmul, self.train.sequence_parallel
+        names = "train.collective_matmul", "train.sequence_parallel=true"
+        check_collective_matmul(form, model=self.model, sequence_parallel=split, names=names)
+        if self.mesh.experts is ExpertParallelism.EXCHANGE:
+            names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
+            check_exchange(self.model.moe, residual=self.model.residual, sequence_parallel=split, names=names)
         check(
             self.train.batch // rows % self.train.accumulate == 0,
             f"train.accumulate={self.train.accumulate} does not divide a device's {self.train.batch // rows} rows"
@@ -254,45 +254,3 @@ class RunConfig:
         """Whether a run starts from a checkpoint, or a section of retraining is set: more than plain pretraining."""
         train = self.train
         return bool(train.start or train.freeze or self.lora.rank or self.distill.teacher or self.conversion.steps)
-
-    def _check_retraining(self) -> None:
-        train, layers = self.train, self.model.num_layers
-        if self.model.moe is not None:
-            settings = {"train.freeze": train.freeze, "lora.rank": self.lora.rank}
-            settings |= {"distill.teacher": self.distill.teacher, "conversion.steps": self.conversion.steps}
-            for name, value in settings.items():
-                check(not value, f"{name}={value} retrains dense models only, not those with model.moe")
-        check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
-        check(
-            not (self.lora.rank and train.freeze == layers),
-            f"train.freeze={train.freeze} leaves no layer for lora.rank={self.lora.rank} to train",
-        )
-        needs = {
-            "train.freeze": train.freeze,
-            "lora.rank": self.lora.rank,
-            f"distill.teacher={START}": self.distill.teacher == START,
-        }
-        for name, needed in needs.items():
-            check(train.start is not None or not needed, f"{name} needs train.start, the checkpoint to begin with")
-        check(
-            not (train.z_loss and self.distill.teacher),
-            f"train.z_loss={train.z_loss} has no place in a teacher's loss: leave it out with distill.teacher",
-        )
-        kind = parse_residual(self.model.residual).kind
-        check(
-            not self.conversion.steps or kind in ("ladder", "ladder-fresh"),
-            f"conversion.steps needs a model.residual of ladder, ladder-K or ladder-fresh, not {self.model.residual!r}",
-        )
-        which = self.model.ladder_layers
-        check(
-            not self.conversion.steps or bool(layer_indices(which or "all", layers)),
-            f"conversion.steps={self.conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
-        )
-        for name, value in (
-            ("conversion.steps", self.conversion.steps),
-            ("distill.hidden_weight", self.distill.hidden_weight),
-        ):
-            check(
-                not (value and train.sequence_parallel),
-                f"{name} reads whole streams: not with train.sequence_parallel",
-            )

@@ -21,10 +21,10 @@ from ladder_jax.files import absolute, is_remote
 class Dataset:
     """training, held_out: endless rows, each T + 1 tokens, or one row's Batch if documents are packed.
 
-    held_out_rows: the number of held-out rows before they repeat.
+    held_out_rows: the number of held-out rows before they repeat; training_rows likewise, of examples.
     fingerprint: a digest of all tokens and their order. Together with the seed and the step, it determines every batch.
     text: the training text as bytes, uint8; None for other tokenizers and formats.
-    notes: lines to show to the user.
+    notes: lines to show to the user. stages: the last step of each, if there are any (see data/examples/stages.py).
     """
 
     training: grain.MapDataset
@@ -33,7 +33,9 @@ class Dataset:
     tokenizer: Tokenizer
     fingerprint: str
     text: np.ndarray | None = None
+    training_rows: int | None = None
     notes: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
 
 
 def load(config: DataConfig, *, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Dataset:
@@ -48,6 +50,8 @@ def load(config: DataConfig, *, train: TrainConfig, vocab_size: int, tokenizer: 
         tokenizer = tokenizers.load(config.tokenizer)
         _check_same(f"data.tokenizer={config.tokenizer!r}", tokenizer, required)
     if config.format is Format.EXAMPLES:
+        if path.suffix in mixture.ENDINGS and path.is_file():
+            return _staged(path, config, train, vocab_size, tokenizer)
         return _examples(config, train, vocab_size, tokenizer)
     if path.suffix in mixture.ENDINGS and path.is_file():
         dataset = _mixed(mixture.read(path), config, train, vocab_size)
@@ -80,6 +84,33 @@ def _examples(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer
         tokenizer,
         _digest([tokenizer.name, loaded.fingerprint]),
         notes=(loaded.summary(),),
+        training_rows=len(rows),
+    )
+
+
+def _staged(
+    file: pathlib.Path, config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer
+) -> Dataset:
+    """Packed examples of several files, one file after another. Of each the last ones are held out."""
+    from ladder_jax.data.examples import stages
+
+    paths = stages.read(file)
+    parts = [_examples(dataclasses.replace(config, path=str(path)), train, vocab_size, tokenizer) for path in paths]
+    last = stages.last_steps([part.training_rows for part in parts], steps=train.steps, path=config.path)
+    first, ordered, notes = 0, [], []
+    for number, (path, part, end) in enumerate(zip(paths, parts, last), start=1):
+        ordered.append(part.training[: (end - first) * train.batch])
+        notes.append(f"stage {number} of {len(paths)}: steps {first + 1:,} to {end:,}, {path}, {part.notes[0]}")
+        first = end
+    rows = [part.held_out_rows for part in parts]
+    return Dataset(
+        grain.MapDataset.concatenate(ordered).repeat(),
+        grain.MapDataset.mix([part.held_out for part in parts], rows),
+        sum(rows),
+        tokenizer,
+        _digest([[part.fingerprint, end] for part, end in zip(parts, last)]),
+        notes=tuple(notes),
+        stages=last,
     )
 
 

@@ -6,12 +6,15 @@ its dimensions in memory is the attention kernel's: `ModelDef.kernel.cache_dims`
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.config import Loop
+from ladder_jax.config import Loop, ModelConfig
 from ladder_jax.nn import Cache, ModelDef
+from ladder_jax.nn.kernels import Kernel
+from ladder_jax.parallel import pvary
 
 UNIT = 32  # the shortest padded prompt, and the unit of a cache's length, in tokens
 
@@ -32,10 +35,13 @@ def padded_length(length: int, *, positions: int) -> int:
 
 def empty(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
     """On one rank: zeros for `rows` rows of at least `capacity` positions, one cache a layer, or stacked for a scan."""
-    heads = max(1, definition.config.num_kv_heads // definition.layout.ranks)
-    shape = _shape(definition, rows=rows, capacity=capacity, heads=heads, loop=loop)
-    zeros = lambda _: jnp.zeros(shape, definition.config.dtype.value)
-    return jax.tree.map(zeros, dims(definition, loop=loop))
+    sizes, ranks = dict(rows=rows, capacity=capacity), definition.layout.ranks
+
+    def zeros(config: ModelConfig, kernel: Kernel, dims: str) -> jax.Array:
+        shape = _shape(config, kernel, dims, heads=max(1, config.num_kv_heads // ranks), **sizes)
+        return pvary(jnp.zeros(shape, config.dtype.value), definition.layout.own_axes(dims))
+
+    return _caches(definition, zeros, loop=loop)
 
 
 @functools.cache
@@ -48,23 +54,38 @@ def make(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Calla
 
 def dims(definition: ModelDef, *, loop: Loop) -> tuple[Cache, ...] | Cache:
     """The dimensions of `empty`'s arrays."""
-    each = definition.kernel.cache_dims
-    if loop is Loop.SCAN:
-        return Cache("L" + each, "L" + each)
-    return (Cache(each, each),) * definition.config.num_layers
+    return _caches(definition, lambda config, kernel, dims: dims, loop=loop)
 
 
 def abstract(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
     """Shapes, dtypes and shardings of the caches of all ranks, `rows` rows in total."""
-    config, layout = definition.config, definition.layout
-    heads = max(config.num_kv_heads, layout.ranks)
-    shape = _shape(definition, rows=rows, capacity=capacity, heads=heads, loop=loop)
-    place = lambda d: jax.ShapeDtypeStruct(shape, config.dtype.value, sharding=layout.sharding(d))
-    return jax.tree.map(place, dims(definition, loop=loop))
+    sizes, layout = dict(rows=rows, capacity=capacity), definition.layout
+
+    def place(config: ModelConfig, kernel: Kernel, dims: str) -> jax.ShapeDtypeStruct:
+        shape = _shape(config, kernel, dims, heads=max(config.num_kv_heads, layout.ranks), **sizes)
+        return jax.ShapeDtypeStruct(shape, config.dtype.value, sharding=layout.sharding(dims))
+
+    return _caches(definition, place, loop=loop)
 
 
-def _shape(definition: ModelDef, *, rows: int, capacity: int, heads: int, loop: Loop) -> tuple[int, ...]:
-    page = definition.kernel.page
-    sizes = dict(B=rows, S=-(-capacity // page) * page, N=heads, H=definition.config.head_dim)
-    lead = (definition.config.num_layers,) if loop is Loop.SCAN else ()
-    return (*lead, *(sizes[dim] for dim in definition.kernel.cache_dims))
+def _caches(definition: ModelDef, leaf: Callable[[ModelConfig, Kernel, str], Any], *, loop: Loop) -> Any:
+    """A cache a layer, or one for all, of what `leaf` makes of a model, its kernel and a cache's dimensions.
+
+    A side network's blocks have caches of their own, small letters and all heads on every rank.
+    """
+    config, kernel, led = definition.config, definition.kernel, "L" * (loop is Loop.SCAN)
+    array, of_block = functools.partial(leaf, config, kernel, led + kernel.cache_dims), lambda: None
+    if config.side is not None:
+        from ladder_jax.nn import side_pass
+
+        model, of_side = side_pass.network(definition), side_pass.kernel(definition)
+        small = functools.partial(leaf, model, of_side, led + of_side.cache_dims.replace("N", "n"))
+        of_block = lambda: Cache(small(), small())
+    one = lambda: Cache(array(), array(), of_block())
+    return one() if led else tuple(one() for _ in range(config.num_layers))
+
+
+def _shape(config: ModelConfig, kernel: Kernel, dims: str, *, rows: int, capacity: int, heads: int) -> tuple[int, ...]:
+    heads = config.num_kv_heads if "n" in dims else heads
+    sizes = dict(L=config.num_layers, B=rows, S=-(-capacity // kernel.page) * kernel.page, N=heads, H=config.head_dim)
+    return tuple(sizes[dim.upper()] for dim in dims)

@@ -17,7 +17,7 @@ from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.parallel import Compiled, Overlap, Traits, on_mesh, over_ranks, pvary, resolve_launch
+from ladder_jax.parallel import Compiled, Overlap, Traits, on_mesh, over_ranks, resolve_launch
 from ladder_jax.parallel.collectives import TOKEN_LOOP
 
 CHUNK = 16  # tokens that a call of `decode_many` makes by default, without a round trip to the host between them
@@ -47,7 +47,6 @@ def prefill(
 
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
-        caches = jax.tree.map(lambda c: pvary(c, definition.layout.all_axes), caches)
         x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches, launch=launch, **split)
         return nn.logits(definition, params, sampling.pick_last(x, lengths))[:, 0], caches
 

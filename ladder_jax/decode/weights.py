@@ -19,6 +19,7 @@ from flax import traverse_util
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, parameter, quantized
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import Layout, is_v5e, mesh, on_mesh, over_ranks
 
@@ -29,10 +30,8 @@ type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
 """Yields each key's array in turn, laid out as the definition has it, without L: `checkpoint.Pieces`, for example."""
 
 FUSED = {  # matrices that are concatenated, and along which axis from the end: the same in a matrix and its scales
-    "layers/attention/query_key_value": (("query", "key", "value"), -2),
-    "layers/mlp/gate_up": (("gate", "up"), -1),
-    "layers/mlp/experts/gate_up": (("gate", "up"), -1),
-    "layers/mlp/shared/gate_up": (("gate", "up"), -1),
+    "query_key_value": (("query", "key", "value"), -2),
+    "gate_up": (("gate", "up"), -1),
 }
 
 
@@ -105,11 +104,12 @@ def _each(definition: ModelDef, loop: Loop, fn: Callable, *trees: Params) -> Par
     whole = functools.partial(fn, layer=None)
     if loop is Loop.SCAN:
         return jax.tree.map(whole, *trees)
-    rest = [{name: below for name, below in tree.items() if name != "layers"} for tree in trees]
-    stacks = [tree["layers"] for tree in trees]
-    count = definition.config.num_layers
-    layers = tuple(jax.tree.map(functools.partial(fn, layer=layer), *stacks) for layer in range(count))
-    return {**jax.tree.map(whole, *rest), "layers": layers}
+    done = {}
+    for name in trees[0]:
+        below, of = [tree[name] for tree in trees], range(len(stacks(definition.config).get(name, ())))
+        each = tuple(jax.tree.map(functools.partial(fn, layer=layer), *below) for layer in of)
+        done[name] = each or jax.tree.map(whole, *below)
+    return done
 
 
 def _stored_dims(quantize: Quantize, dims: str) -> str | Int8:
@@ -144,12 +144,13 @@ class _Target:
     @classmethod
     def of(cls, definition: ModelDef, name: str, dims: str) -> _Target:
         folder, _, own = name.rpartition("/")
-        parts, axis = FUSED.get(name, ((own,), 0))
+        parts, axis = FUSED.get(own, ((own,), 0))
         return cls(definition, name, dims.removeprefix("L"), tuple(f"{folder}/{part}" for part in parts), axis)
 
     @property
-    def stacked(self) -> bool:
-        return self.name.startswith("layers/")
+    def layers(self) -> int:
+        """How many its stack has; of an array outside the layers 0."""
+        return len(stacks(self.definition.config).get(self.name.partition("/")[0], ()))
 
     @functools.cached_property
     def part_dims(self) -> tuple[str, ...]:
@@ -161,7 +162,7 @@ class _Target:
         """A device's share of each part, of one layer."""
         stored = traverse_util.flatten_dict(self.definition.abstract, sep="/")
         leaves = [stored[part] for part in self.parts]
-        return tuple(leaf.sharding.shard_shape(leaf.shape)[self.stacked :] for leaf in leaves)
+        return tuple(leaf.sharding.shard_shape(leaf.shape)[self.layers > 0 :] for leaf in leaves)
 
 
 def _targets(definition: ModelDef, kept: Params) -> list[_Target]:
@@ -182,10 +183,10 @@ def _bytes(definition: ModelDef, kept: Params, *, loop: Loop, quantize: Quantize
 
     done, most = 0, 0
     for target in _targets(definition, kept):
-        layers = definition.config.num_layers if target.stacked else 1
+        layers = target.layers or 1
         stored, read = zip(*map(sizes, target.part_shapes, target.part_dims))
         total = layers * sum(stored)
-        in_place = loop is Loop.SCAN and target.stacked  # into a stack, which is allocated with the first layer
+        in_place = loop is Loop.SCAN and target.layers  # into a stack, which is allocated with the first layer
         for index, size in enumerate(read):
             before = total + sum(stored[: index + 1]) if in_place else layers * sum(stored[: index + 1])
             most = max(most, done + before + size)
@@ -200,14 +201,13 @@ def _build(definition: ModelDef, params: Params | Reader, kept: Params, *, loop:
     read = params if callable(params) else _in_memory(params)
     work = [_Work(target, loop, quantize) for target in _targets(definition, kept)]
     pieces = read([key for one in work for key in one.keys])
-    done = {one.target.name: one.build(pieces) for one in work}
-    alone = {name: value for name, value in done.items() if not name.startswith("layers/")}
-    layers = {name.removeprefix("layers/"): value for name, value in done.items() if name.startswith("layers/")}
-    nested = functools.partial(traverse_util.unflatten_dict, sep="/")
-    if loop is Loop.SCAN:
-        return {**nested(alone), "layers": nested(layers)}
-    each = range(definition.config.num_layers)
-    return {**nested(alone), "layers": tuple(nested({n: of[i] for n, of in layers.items()}) for i in each)}
+    done = traverse_util.unflatten_dict({one.target.name: one.build(pieces) for one in work}, sep="/")
+    if loop is Loop.UNROLLED:
+        for name, of in stacks(definition.config).items():
+            is_layers, below = (lambda leaf: isinstance(leaf, tuple)), done[name]
+            pick = lambda layer: jax.tree.map(lambda each: each[layer], below, is_leaf=is_layers)
+            done[name] = tuple(map(pick, range(len(of))))
+    return done
 
 
 def _in_memory(params: Params) -> Callable:
@@ -227,8 +227,8 @@ class _Work:
     @property
     def keys(self) -> list[Key]:
         """The parts in the order of reading: unrolled part by part, so that a stack is read once; scanned by layer."""
-        parts, layers = self.target.parts, range(self.target.definition.config.num_layers)
-        if not self.target.stacked:
+        parts, layers = self.target.parts, range(self.target.layers)
+        if not self.target.layers:
             return [(part, None) for part in parts]
         if self.loop is Loop.SCAN:
             return [(part, layer) for layer in layers for part in parts]
@@ -272,7 +272,7 @@ class _Work:
 
     def _empty(self, value: jax.Array | Int8) -> jax.Array | Int8:
         definition = self.target.definition
-        sharding, count = definition.layout.sharding, definition.config.num_layers
+        sharding, count = definition.layout.sharding, self.target.layers
         zeros = lambda a, d: mesh.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
         return jax.tree.map(zeros, value, _stored_dims(self.quantize, self.target.dims))
 

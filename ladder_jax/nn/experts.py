@@ -6,29 +6,31 @@
     combine  each token's rows, weighted and summed in float32: this rank's partial sum
 
 Ranks read the same input and so choose the same experts, without communication; their partial sums are reduced as an
-MLP's are. No token is dropped, and a token's output does not depend on the others. Letters: N tokens, K choices of one,
-R = N K rows, E this rank's experts, M the width of one, W of the shared expert.
+MLP's are. No token is dropped (but in training with `capacity`), and a token's output does not depend on the others.
+Letters: N tokens, K choices of one, R = N K rows, E this rank's experts, M the width of one, W of the shared expert.
+
+The other form, in which ranks exchange the rows of their own tokens, is in nn/exchanged.py.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn import quantized
-from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of
-from ladder_jax.nn.quantized import Int8
+from ladder_jax.nn.grouped import Groups, grouped_matmul
+from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of, zeros
 from ladder_jax.nn.routing import Route, Routing, measured, route
-from ladder_jax.parallel import pvary, rank, varying
-from ladder_jax.residual import MATMUL
+from ladder_jax.parallel import exchange, pvary, rank, varying
 
 CHUNK = 8192  # tokens whose rows are in memory at once
+NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
 
 
 class ExpertMLPs(Module):
@@ -100,6 +102,8 @@ class MoE(Module):
         sizes = sizes_of(config)
         self.moe = sizes.config.moe
         self.router = declare("DC", sizes=sizes, init=Normal(0.02), rngs=rngs)
+        if self.moe.router_bias:
+            self.router_bias = declare("C", sizes=sizes, init=zeros, rngs=rngs)
         self.experts = ExpertMLPs(sizes, rngs=rngs)
         if self.moe.shared_width:
             self.shared = SharedExpert(sizes, rngs=rngs)
@@ -116,39 +120,33 @@ class MoE(Module):
     ) -> jax.Array:
         """A rank's partial sum [B, T, D] of routed experts. on_routing: called with the statistics of all tokens."""
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        logits = jnp.einsum(
-            "ND,DC->NC", x_ND.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST
-        )  # as TPUs would round its float32 operands to bfloat16
-        routed = route(logits, moe=self.moe)
+        logits = self.logits(x_ND)
+        routed = self.route(logits)
         if on_routing:
-            on_routing(measured(logits, routed.choice))
+            statistics = measured(logits, routed.choice)
+            if self.moe.capacity is not None:
+                routed, kept = self._within_capacity(routed)
+                statistics = dataclasses.replace(statistics, dropped=jnp.sum(~kept, dtype=jnp.float32))
+            on_routing(statistics)
         compute = functools.partial(self.experts, axes=axes)
         if len(x_ND) > CHUNK:
             return _in_chunks(compute, x_ND, routed).reshape(x_BTD.shape)
         return compute(x_ND, routed).reshape(x_BTD.shape)
 
+    def logits(self, x_ND: jax.Array) -> jax.Array:
+        """Float32 [N, C], of float32 products: a TPU would round their operands to bfloat16."""
+        wide = x_ND.astype(jnp.float32)
+        return jnp.einsum("ND,DC->NC", wide, self.router[...], precision=lax.Precision.HIGHEST)
 
-class Groups(NamedTuple):
-    """The order of rows by expert. R rows are sorted, of which this rank's come first.
+    def route(self, logits_NC: jax.Array) -> Route:
+        return route(logits_NC, moe=self.moe, bias_C=self.router_bias[...] if self.moe.router_bias else None)
 
-    order: [R], the row that stands in each sorted place; place: [R], its inverse; sizes: [E], of each expert's group.
-    """
-
-    order: jax.Array
-    place: jax.Array
-    sizes: jax.Array
-
-    @property
-    def mine(self) -> jax.Array:
-        """[R, 1]: which sorted rows are of this rank's experts. What a kernel leaves in the others is undefined."""
-        return (jnp.arange(len(self.order)) < jnp.sum(self.sizes))[:, None]
-
-    @property
-    def experts(self) -> jax.Array:
-        """[R]: the expert of each sorted row; of the other ranks' rows any."""
-        ends = jnp.cumsum(self.sizes)
-        found = jnp.searchsorted(ends, jnp.arange(len(self.order)), side="right")
-        return jnp.minimum(found, len(self.sizes) - 1)
+    def _within_capacity(self, routed: Route) -> tuple[Route, jax.Array]:
+        """`routed`, where rows beyond their experts' capacity choose no expert, and bool [N, K]: which do not."""
+        experts, size = self.moe.experts, self.moe.slots(len(routed.choice))
+        slots = exchange.slots(routed.choice, experts=experts, size=size)
+        kept = exchange.kept(slots, experts=experts, size=size)
+        return Route(jnp.where(kept, routed.choice, NO_EXPERT), routed.weights), kept
 
 
 def _groups(choice_NK: jax.Array, *, first: jax.Array, count: int) -> Groups:
@@ -169,50 +167,9 @@ def _in_chunks(compute: Callable, x_ND: jax.Array, routed: Route) -> jax.Array:
         padding = jnp.full((missing, array.shape[1]), fill, array.dtype)
         return jnp.concatenate([array, padding]).reshape(count, CHUNK, array.shape[1])
 
-    parts = chunks(x_ND, 0), chunks(routed.choice, jnp.iinfo(jnp.int32).max), chunks(routed.weights, 0)
+    parts = chunks(x_ND, 0), chunks(routed.choice, NO_EXPERT), chunks(routed.weights, 0)
     body = jax.checkpoint(lambda part: compute(part[0], Route(*part[1:])), prevent_cse=False)
     return lax.map(body, parts).reshape(count * CHUNK, -1)[: len(x_ND)]
-
-
-def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Groups) -> jax.Array:
-    """[R, O]: each row times its expert's matrix, in its dtype; undefined in the rows of other ranks' experts.
-
-    As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once.
-    """
-    if isinstance(weight_EIO, Int8):
-        sums = lax.ragged_dot(
-            rows_RI, weight_EIO.values.astype(rows_RI.dtype), groups.sizes, preferred_element_type=jnp.float32
-        )
-        return (sums * jnp.take(weight_EIO.scale, groups.experts, axis=0)).astype(rows_RI.dtype)
-    axes = varying(rows_RI) | varying(weight_EIO)
-    return checkpoint_name(_grouped(pvary(rows_RI, axes), pvary(weight_EIO, axes), groups), MATMUL)
-
-
-@jax.custom_vjp
-def _grouped(rows: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
-    return lax.ragged_dot(rows, weight.astype(rows.dtype), groups.sizes)
-
-
-def _grouped_forward(rows: jax.Array, weight: jax.Array, groups: Groups) -> tuple:
-    used = weight.astype(rows.dtype)
-    return _grouped(rows, used, groups), (rows, used, groups, jnp.zeros((), weight.dtype))
-
-
-# sum over the rows of a group: [R, I] and [R, O] to [E, I, O]
-_OVER_ROWS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-)
-
-
-def _grouped_backward(residuals: tuple, gradient: jax.Array) -> tuple:
-    rows, weight, groups, like = residuals
-    rows, gradient = jnp.where(groups.mine, rows, 0), jnp.where(groups.mine, gradient, 0)
-    of_rows = jnp.where(groups.mine, lax.ragged_dot(gradient, weight.swapaxes(1, 2), groups.sizes), 0)
-    summed = lax.ragged_dot_general(rows, gradient, groups.sizes, _OVER_ROWS, preferred_element_type=jnp.float32)
-    return of_rows.astype(rows.dtype), summed.astype(rows.dtype).astype(like.dtype), None
-
-
-_grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -1,6 +1,7 @@
 """One Transformer layer: two sublayers, (norm, attention) and (norm, MLP), wired by the topology's steps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -30,6 +31,7 @@ class LayerContext:
     positions: Positions
     launch: Launch = Launch.CHAINED
     normalised: bool = False  # what the steps hand to a sublayer (see residual/sequence.py)
+    exchanges: bool = False  # the ranks exchange the rows of experts (see residual/exchange.py)
 
 
 def layer_context(
@@ -41,10 +43,12 @@ def layer_context(
     positions: Positions = FULL_SEQUENCE,
     launch: Launch = Launch.CHAINED,
     normalised: bool = False,
+    exchanges: bool = False,
 ) -> LayerContext:
     """For blocks of `length` tokens, on one rank of `axes`."""
     table, first_rank = rotary_tables(positions.indices(length), config=config), rank(axes) == 0
-    return LayerContext(axes, jnp.dtype(config.dtype.value), kernel, table, first_rank, positions, launch, normalised)
+    of_pass = positions, launch, normalised, exchanges
+    return LayerContext(axes, jnp.dtype(config.dtype.value), kernel, table, first_rank, *of_pass)
 
 
 class Layer(Module):
@@ -63,6 +67,10 @@ class Layer(Module):
             from ladder_jax.nn.experts import MoE
 
             self.mlp = MoE(sizes, rngs=rngs)
+        if sizes.config.side is not None:
+            from ladder_jax.nn.side import SideBlock
+
+            self.side = SideBlock(sizes)  # computed beside the layer, by nn/side_pass.py
 
     def __call__(self, x_BTD: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
         """The stream [B, T, D] of a model with only this layer, by the steps of its topology's first layer.
@@ -92,6 +100,7 @@ class Layer(Module):
                 first_rank=context.first_rank,
                 positions=context.positions,
                 projections=projections,
+                axes=context.axes,
             )
             return partial
 
@@ -99,18 +108,27 @@ class Layer(Module):
             normed = mlp_norm(x, dtype=context.dtype, scale=gain)
             return self.mlp(normed, first_rank=context.first_rank, projections=projections)
 
-        functions, routing = (attention, mlp), None
+        functions, routing, of_layer = (
+            (attention, mlp),
+            state.routing,
+            [],
+        )  # the statistics of all layers, and this one's
         if self.config.moe is not None:
-            routing, of_layer = state.routing, []  # the routers' statistics of all layers, and this one's
             functions = attention, *self._experts(mlp_norm, context, None if routing is None else of_layer.append)
         gains = (norm.scale[...] for norm in (*norms, norms[1]))  # farskip has two sublayers behind the second norm
         sublayers = [Normed(function, gain) for function, gain in zip(functions, gains)]
+        if context.exchanges:
+            from ladder_jax.nn import exchanged
+
+            on_routing = None if routing is None else of_layer.append
+            gained = functools.partial(mlp_norm, dtype=context.dtype)
+            sublayers[1:] = exchanged.sublayers(self.mlp, gained, axes=context.axes, on_routing=on_routing)
         for step in steps:
             scope = "attention" if step.sublayers == (0,) else "joint" if 0 in step.sublayers else "mlp"
             with jax.named_scope(scope):
                 state = step(state, sublayers, axes=context.axes, launch=context.launch)
         if routing is not None:
-            state = dataclasses.replace(state, routing=routing.with_layer(*of_layer))
+            state = dataclasses.replace(state, routing=routing.with_layer(*of_layer) if of_layer else routing)
         return state, cache
 
     def _experts(

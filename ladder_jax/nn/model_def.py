@@ -9,11 +9,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ladder_jax import residual
-from ladder_jax.config import CollectiveMatmul, Launch, Loop, ModelConfig, Phase
+from ladder_jax.config import (
+    CollectiveMatmul,
+    ExpertParallelism,
+    Launch,
+    Loop,
+    ModelConfig,
+    Phase,
+    check_exchange,
+)
 from ladder_jax.errors import wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
 from ladder_jax.nn.modules import Embedding, RMSNorm
+from ladder_jax.nn.parameter import DENSE, STACKS, stacks
 from ladder_jax.parallel import Layout, Split, Traits, layout
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
@@ -21,16 +30,23 @@ Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDef:
-    """Everything about a model but its parameters' values: hashable, so that compiled functions are cached by it."""
+    """Everything about a model but its parameters' values: hashable, so that compiled functions are cached by it.
+
+    experts: how a program with sequence parallelism reaches experts; others, as decoding, reduce their sums.
+    """
 
     config: ModelConfig
     layout: Layout
+    experts: ExpertParallelism = ExpertParallelism.REDUCE
 
     def __post_init__(self):
         if not isinstance(self.config, ModelConfig):
             raise wrong_type("config", self.config, ModelConfig)
         if not isinstance(self.layout, Layout):
             raise wrong_type("layout", self.layout, Layout)
+        if self.experts is ExpertParallelism.EXCHANGE:
+            names = "experts='exchange'", "model.moe.capacity", "sequence_parallel=True"
+            check_exchange(self.config.moe, residual=self.config.residual, sequence_parallel=True, names=names)
 
     @functools.cached_property
     def topology(self) -> residual.Topology:
@@ -53,6 +69,7 @@ class ModelDef:
         """The traits of a program of this model, by which compiler options are chosen."""
         split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
         split[Split.EXPERTS] = self.config.moe is not None
+        split[Split.ROWS] = split[Split.SEQUENCE] and self.experts is ExpertParallelism.EXCHANGE
         of_program = frozenset(what for what, is_split in split.items() if is_split)
         return Traits(self.topology.overlap, phase, loop, of_program, collective_matmul, launch)
 
@@ -81,25 +98,33 @@ class ModelDef:
         return {fused: {name: nnx.split(m)[0] for name, m in modules.items()} for fused, modules in forms.items()}
 
     def bind(self, name: str, params: Params) -> Any:
-        """The module called `name` over a rank's arrays; "layers" gives one layer. Only while tracing."""
-        fused = name == "layers" and "query_key_value" in params["attention"]
+        """The module called `name` over a rank's arrays; one of STACKS gives one layer. Only while tracing."""
+        fused = name in STACKS and "query_key_value" in params["attention"]
         return nnx.merge(self._graphs[fused][name], params)
 
 
-def define(config: ModelConfig, *, mesh: Mesh) -> ModelDef:
-    return ModelDef(config, layout(config, mesh=mesh))
+def define(config: ModelConfig, *, mesh: Mesh, experts: ExpertParallelism = ExpertParallelism.REDUCE) -> ModelDef:
+    return ModelDef(config, layout(config, mesh=mesh), experts)
 
 
 def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str, nnx.Module]:
     """The model's modules, their parameters declared and without values."""
     sizes = parameter.Sizes(config, ranks)
-    stacked = parameter.Sizes(config, ranks, stacked=True, fused=fused)
-    modules = {
-        "embedding": Embedding(sizes),
-        "layers": Layer(stacked),
-        "final_norm": RMSNorm(sizes),
-    }
+    layers = {}
+    for name, of in stacks(config).items():
+        own = _without_experts(config) if name == DENSE else config
+        layers[name] = Layer(parameter.Sizes(own, ranks, stacked=True, fused=fused, layers=len(of)))
+    modules = {"embedding": Embedding(sizes), **layers, "final_norm": RMSNorm(sizes)}
+    if config.side is not None:
+        from ladder_jax.nn.side import SideEnds
+
+        modules["side"] = SideEnds(sizes)
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
+
+
+def _without_experts(config: ModelConfig) -> ModelConfig:
+    """Of a layer without experts in a model with them; `farskip` is a residual of experts only."""
+    return dataclasses.replace(config, moe=None, residual="ladder" if config.residual == "farskip" else config.residual)
 
 
 def initialize(definition: ModelDef, *, seed: int = 0, key: jax.Array | None = None) -> Params:

@@ -7,13 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from ladder_jax.config import Biases, ModelConfig
+from ladder_jax.config import Biases, ModelConfig, QKNorm
 from ladder_jax.nn import kernels, quantized
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables, rotate
-from ladder_jax.parallel import all_reduce, rank
-from ladder_jax.parallel.collectives import EMBEDDING
+from ladder_jax.parallel import all_reduce, pvary, rank, ranks, varying
+from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM
+from ladder_jax.residual import REDUCED
 from ladder_jax.residual.sequence import LOCAL, Product, Project, Projections
 
 # What a sublayer computes of its input, and last: by `Projections`, because a topology may communicate meanwhile.
@@ -28,7 +30,10 @@ Reduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
 class RMSNorm(Module):
-    """x / rms(x) * scale (arXiv 1910.07467), in float32, over the last dimension: `dim`, D or H (query/key norms)."""
+    """x / rms(x) * scale (arXiv 1910.07467), in float32, over the last dimension: D, or H (query/key norms).
+
+    dim: the gain's dimensions; those of norms over all heads are NH and KH, and `normalise_heads` is their first half.
+    """
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None, dim: str = "D"):
         sizes = sizes_of(config)
@@ -43,7 +48,7 @@ class RMSNorm(Module):
     def gain(self, x: jax.Array, *, dtype: jnp.dtype, scale: jax.Array | None = None) -> jax.Array:
         """`x`, normalised before, times the gain."""
         scale = self.scale[...] if scale is None else scale
-        return (x.astype(jnp.float32) * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(dtype)
+        return (x.astype(jnp.float32) * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(dtype)
 
 
 class Attention(Module):
@@ -70,15 +75,21 @@ class Attention(Module):
             self.value_bias = new("KH", init=zeros)
         if config.biases in (Biases.ATTENTION, Biases.ALL):
             self.out_bias = new("D", init=zeros)
-        if config.qk_norm:
-            self.query_norm = RMSNorm(sizes, rngs=rngs, dim="H")
-            self.key_norm = RMSNorm(sizes, rngs=rngs, dim="H")
+        if config.qk_norm is not QKNorm.NONE:
+            all_heads = config.qk_norm is QKNorm.ALL
+            self.query_norm = RMSNorm(sizes, rngs=rngs, dim="NH" if all_heads else "H")
+            self.key_norm = RMSNorm(sizes, rngs=rngs, dim="KH" if all_heads else "H")
 
-    def __call__(self, x_BTD: jax.Array, *, first_rank: jax.Array | bool = True) -> jax.Array:
-        """A rank's partial sum [B, T, D] of causal attention at positions 0..T-1. first_rank: as in `with_cache`."""
+    def __call__(
+        self, x_BTD: jax.Array, *, first_rank: jax.Array | bool = True, axes: tuple[str, ...] = ()
+    ) -> jax.Array:
+        """A rank's partial sum [B, T, D] of causal attention at positions 0..T-1.
+
+        first_rank, axes: as in `with_cache`.
+        """
         table = rotary_tables(FULL_SEQUENCE.indices(x_BTD.shape[1]), config=self.config)
         settings = dict(table=table, kernel=kernels.Kernel.XLA, first_rank=first_rank, positions=FULL_SEQUENCE)
-        return self.with_cache(x_BTD, None, **settings)[0]
+        return self.with_cache(x_BTD, None, axes=axes, **settings)[0]
 
     def with_cache(
         self,
@@ -90,6 +101,7 @@ class Attention(Module):
         first_rank: jax.Array | bool,
         positions: Positions,
         projections: Projections = LOCAL,
+        axes: tuple[str, ...] = (),
     ) -> tuple[jax.Array, Cache | None]:
         """A rank's partial sum [B, T, D], and the cache with this block's keys and values written.
 
@@ -97,20 +109,29 @@ class Attention(Module):
         positions: the block's, which decide what of the cache it sees.
         first_rank: True on the one rank that adds the output bias.
         projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
+        axes: the ranks over which heads are split, for query and key norms over all heads, which reduce over them.
         """
-        query, key, value = self._project(x_BTD, table, projections)
+        query, key, value = self._project(x_BTD, table, projections, axes)
         attended, cache = positions.attend(query, key, value, cache=cache, kernel=kernel)
         bias = jnp.where(first_rank, self.out_bias[...], 0) if hasattr(self, "out_bias") else None
         return _multiply(projections.out, _OUT, attended, (self.out.get_value(), bias)), cache
 
-    def _project(self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array], projections: Projections):
+    def _project(
+        self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array], projections: Projections, axes: tuple[str, ...]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         dtype = x_BTD.dtype
         query, key, value = self._matmuls(x_BTD, projections)
         if hasattr(self, "query_bias"):
             query = quantized.add_bias(query, self.query_bias[...])
             key = quantized.add_bias(key, self.key_bias[...])
             value = quantized.add_bias(value, self.value_bias[...])
-        if hasattr(self, "query_norm"):
+        if self.config.qk_norm is QKNorm.ALL:
+            gains = (
+                norm.scale[...].astype(dtype) for norm in (self.query_norm, self.key_norm)
+            )  # as inference has them
+            normed = normalise_heads((query, key), eps=self.config.norm_eps, axes=axes)
+            query, key = (self.query_norm.gain(x, dtype=dtype, scale=scale) for x, scale in zip(normed, gains))
+        elif self.config.qk_norm is QKNorm.HEAD:
             query = self.query_norm(query, dtype=dtype)
             key = self.key_norm(key, dtype=dtype)
         return rotate(query, table), rotate(key, table), value
@@ -207,3 +228,16 @@ def normalise(x: jax.Array, *, eps: float) -> jax.Array:
     """x / rms(x) over the last dimension, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def normalise_heads(arrays: Sequence[jax.Array], *, eps: float, axes: tuple[str, ...]) -> list[jax.Array]:
+    """Each [B, T, heads, H], a rank's heads, by the rms of all ranks' heads, in float32: one all-reduce of [n, B, T].
+
+    Heads that several ranks hold are counted once a rank, all alike, which does not change the mean.
+    """
+    arrays = [x.astype(jnp.float32) for x in arrays]
+    means = jnp.stack([jnp.mean(jnp.square(x), axis=(2, 3)) for x in arrays])
+    with jax.named_scope(QK_NORM):
+        means = checkpoint_name(all_reduce(means, axes), REDUCED) / ranks(axes)
+        means = pvary(means, varying(arrays[0]))
+    return [x * jax.lax.rsqrt(mean + eps)[:, :, None, None] for x, mean in zip(arrays, means)]

@@ -4,6 +4,7 @@ Dimensions are single letters: V vocabulary, D model, N query heads, K key/value
 F feed-forward, L layers, R a low rank; J query, key and value heads and G gate and up, side by side (see Sizes).
 Of experts: E all of them, padded to a multiple of the ranks, C those a router chooses from, M the width of one and W of
 the shared one; X and U their gates and ups side by side.
+Small letters are a side network's (nn/side.py), whole on every rank.
 Which mesh axis splits which letter is `parallel.Layout`'s business.
 """
 
@@ -25,6 +26,8 @@ from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.mesh import SHARDED
 
+DENSE, LAYERS = STACKS = ("dense", "layers")
+"""The names under which stacks of layers with equal parameters are stored: the first is of `moe.dense_layers`."""
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32 values
 
 
@@ -49,6 +52,12 @@ def _quantiles() -> np.ndarray:
     return np.array([inverse((index + 0.5) / count) for index in range(count)])
 
 
+def stacks(config: ModelConfig) -> dict[str, range]:
+    """Which layers of the model each stack holds."""
+    dense = 0 if config.moe is None else config.moe.dense_layers
+    return {**({DENSE: range(dense)} if dense else {}), LAYERS: range(dense, config.num_layers)}
+
+
 def residual_writer(config: ModelConfig) -> Normal:
     """For the matrices that write to the residual stream: smaller the more of them there are, as in the paper."""
     return Normal(0.02 / math.sqrt(2 * config.num_layers))
@@ -71,6 +80,7 @@ class Sizes:
         array is in the ranks' order.
     low_rank: R, the size between two factors of a matrix.
     layers: how many are stacked, where that is not all of them.
+    backbone: of a side network (nn/side.py): B, the width of the model that it stands beside. Its letters are small.
     """
 
     config: ModelConfig
@@ -79,6 +89,7 @@ class Sizes:
     fused: bool = False
     low_rank: int = 0
     layers: int | None = None
+    backbone: int = 0
 
     def __getitem__(self, dim: str) -> int:
         config = self.config
@@ -94,13 +105,15 @@ class Sizes:
             "J": config.num_heads + 2 * max(config.num_kv_heads, self.ranks),  # ranks that share a head hold it each
             "G": 2 * config.d_ff,
             "R": self.low_rank,
+            "B": self.backbone,
+            "I": 1,
             "L": config.num_layers if self.layers is None else self.layers,
         }[dim]
 
 
 def _expert_sizes(moe: MoEConfig, ranks: int) -> dict[str, int]:
     return {
-        "E": -(-moe.experts // ranks) * ranks,
+        "E": moe.padded(ranks),
         "C": moe.experts,
         "M": moe.expert_width,
         "X": 2 * moe.expert_width,
@@ -152,8 +165,8 @@ def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None
     Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a jax.ShapeDtypeStruct):
     `initial_values` fills in a whole model, by the parameters' names.
     """
-    dims = "L" + dims if sizes.stacked else dims
-    shape = tuple(sizes[dim] for dim in dims)
+    led = "L" * sizes.stacked
+    shape, dims = tuple(sizes[dim] for dim in led + dims), led + (dims.lower() if sizes.backbone else dims)
     if rngs is None:
         return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
     value = _draw(init, next_key(rngs), dims=dims, shape=shape, config=sizes.config)
@@ -207,7 +220,7 @@ def partition_specs(module: nnx.Module, *, axes: tuple[str, ...] = ("tensor",)) 
 
 def is_matrix(dims: str) -> bool:
     """Whether a parameter of these dimensions is multiplied with activations; norm gains and biases are not."""
-    return len(dims.removeprefix("L")) > 1 and dims.removeprefix("L") not in ("NH", "KH")
+    return len(dims.removeprefix("L")) > 1 and dims.removeprefix("L").upper() not in ("NH", "KH")
 
 
 def abstract(module: nnx.Module, *, layout: Layout) -> dict:

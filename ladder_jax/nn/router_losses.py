@@ -15,10 +15,12 @@ from jax import lax
 from ladder_jax.config import TrainConfig
 from ladder_jax.nn import forward, routing
 from ladder_jax.nn.model_def import ModelDef, Params
+from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.nn.positions import FullSequence, Packed
 from ladder_jax.nn.routing import Routing
 from ladder_jax.parallel import all_reduce, pvary, varying
 from ladder_jax.parallel.collectives import LOSS
+from ladder_jax.residual import State
 
 PREDICTED, COUNTS = "predicted", "expert_counts"
 """What `loss_sum` is given of the whole batch: its predicted positions, [], and the experts' load, [L, C]."""
@@ -26,18 +28,36 @@ PREDICTED, COUNTS = "predicted", "expert_counts"
 
 @dataclasses.dataclass(frozen=True)
 class RouterLosses:
-    """Of one model; all methods but `metrics` run on one rank."""
+    """Of one model; all methods but `metrics` and `balanced` run on one rank."""
 
     definition: ModelDef
 
     @property
     def terms(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the statistics, which are the loss's terms."""
-        config = self.definition.config
-        return routing.shapes(config.moe, num_layers=config.num_layers)
+        return routing.shapes(self.definition.config.moe, num_layers=self._num_layers)
+
+    @property
+    def _num_layers(self) -> int:
+        """How many layers have experts."""
+        return len(stacks(self.definition.config)[LAYERS])
 
     def metrics(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return routing.metrics(Routing(**terms), top_k=self.definition.config.moe.top_k)
+        return routing.metrics(Routing(**terms), moe=self.definition.config.moe)
+
+    def balanced(self, params: Params, terms: dict[str, jax.Array], *, config: TrainConfig) -> Params:
+        """`params` after a step, with the biases of the routers that train moved against the batch's load."""
+        moe, layers = self.definition.config.moe, params.get("layers")  # low-rank factors train without them
+        if not (moe.router_bias and config.router_bias_rate and layers):
+            return params
+        bias, choices = layers["mlp"]["router_bias"], config.batch * config.sequence * moe.top_k
+        signs = routing.toward_balance(terms["counts"][-len(bias) :], choices=choices)  # the lowest may be frozen
+        mlp = {**layers["mlp"], "router_bias": bias + config.router_bias_rate * signs}
+        return {**params, "layers": {**layers, "mlp": mlp}}
+
+    def measures(self, scheduled: dict[str, jax.Array]) -> bool:
+        """Whether the step counts the routers' losses; a held-out loss does not."""
+        return PREDICTED in scheduled
 
     def scheduled(
         self, terms: Callable[[Any, dict], dict], batch: Any, *, predicted: int | jax.Array, config: TrainConfig
@@ -61,7 +81,7 @@ class RouterLosses:
 
         batch: tokens, targets and weights [B, T], and segments [B, T] or None, as `data.batch.Targets` has them.
         """
-        definition, layout = self.definition, self.definition.layout
+        definition = self.definition
         run = forward.ForwardPass(
             definition,
             batch.tokens.shape[1],
@@ -70,14 +90,32 @@ class RouterLosses:
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,
         )
-        nothing = routing.zeros(definition.config.moe, num_layers=definition.config.num_layers, layout=layout)
-        state = dataclasses.replace(run.embed(params, batch.tokens), routing=nothing)
-        state, _ = run.layers(state, params["layers"])
+        state, _ = run.all_layers(self.begin(run.embed(params, batch.tokens)), params)
         x = run.finish(params, state)
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
         loss = forward.loss_sum(definition, params, x, batch.targets, **settings)
+        penalty, terms = self.penalty(state, batch, run=run, scheduled=scheduled, config=config)
+        return loss + penalty, terms
+
+    def begin(self, state: State) -> State:
+        """The state before the first layer, whose layers' routers are to be measured."""
+        definition = self.definition
+        nothing = routing.zeros(definition.config.moe, num_layers=self._num_layers, layout=definition.layout)
+        return dataclasses.replace(state, routing=nothing)
+
+    def penalty(
+        self,
+        state: State,
+        batch: Any,
+        *,
+        run: forward.ForwardPass,
+        scheduled: dict[str, jax.Array],
+        config: TrainConfig,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(the routers' losses, the `terms`) of a state after the last layer of `run`; the rest as in `loss_sum`."""
+        layout = self.definition.layout
         with jax.named_scope(LOSS):
-            chosen = routing.of_group(state.routing, axes=layout.tensor)
+            chosen = routing.of_group(state.routing, axes=layout.tensor, own=run.exchanges)
             counts = scheduled.get(COUNTS)
             penalty = routing.penalty(
                 chosen,
@@ -86,4 +124,4 @@ class RouterLosses:
                 load_balance=config.load_balance,
                 router_z_loss=config.router_z_loss,
             )
-        return loss + penalty * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))
+            return penalty * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))

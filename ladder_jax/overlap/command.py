@@ -3,7 +3,7 @@
 import json
 
 from ladder_jax import files, terminal
-from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase, Quantize, Remat
+from ladder_jax.config import CollectiveMatmul, ExpertParallelism, Launch, Loop, Phase, Quantize, Remat
 from ladder_jax.errors import member
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import picture, result, text
@@ -26,6 +26,8 @@ def run(args: dict) -> None:
         quantize=member(Quantize, "--quantize", args["quantize"]) if args["quantize"] else Quantize.NONE,
         sequence_parallel=args["sequence_parallel"],
         collective_matmul=_collective_matmul(args["collective_matmul"]),
+        experts=member(ExpertParallelism, "--experts", args["experts"] or "reduce"),
+        capacity=args["capacity"],
         **{name: args[name] for name in ("layers", "tensor", "fsdp", "batch", "prompt_length", "context")},
     )
     answer = result.read(request, compiling.compiled(request))

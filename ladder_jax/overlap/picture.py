@@ -11,6 +11,7 @@ from ladder_jax.config import Loop
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import compile as compiling
+from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.request import Request
 from ladder_jax.schedule import hlo, timeline
 from ladder_jax.schedule.cost import sublayer_of
@@ -32,7 +33,8 @@ def timelines(request: Request) -> dict[str, list[Bar]]:
     for name in dict.fromkeys(("standard", request.residual)):
         record = compiling.compiled(dataclasses.replace(drawn, residual=name))
         program = hlo.parse(record.hlo)
-        bars[name] = timeline.play(program, hardware=HARDWARE[request.target.kind], ranks=request.tensor)
+        settings = dict(hardware=HARDWARE[request.target.kind], experts=requests.experts(request))
+        bars[name] = timeline.play(program, ranks=request.tensor, **settings)
     return bars
 
 

@@ -14,6 +14,7 @@ from ladder_jax.decode import steps, weights
 from ladder_jax.errors import UserError
 from ladder_jax.overlap.request import Request
 from ladder_jax.parallel import Compiled, make_mesh
+from ladder_jax.schedule import shards
 from ladder_jax.schedule.targets import Target
 
 
@@ -23,7 +24,7 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
     if len(target_devices) < request.fsdp * request.tensor:
         raise UserError(f"{request.target.name} has {len(target_devices)} devices, fewer than --fsdp x --tensor")
     mesh = make_mesh(fsdp=request.fsdp, tensor=request.tensor, devices=target_devices)
-    definition = nn.define(request.config, mesh=mesh)
+    definition = nn.define(request.config, mesh=mesh, experts=request.experts)
 
     def tokens(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)]))
@@ -56,11 +57,19 @@ def compiler(target: Target) -> str:
 def bytes_minimum(request: Request, arguments: tuple[Any, ...]) -> int | None:
     """Bytes that one device must read in a decode step: its shards of the weights and of the caches, each once.
 
-    The embedding table is left out if the head is another table: a step reads only its tokens' rows.
+    The embedding table is left out if the head is another table: a step reads only its tokens' rows. So are experts
+    that no token chooses, if all are evenly loaded.
     """
     if request.phase is not Phase.DECODE:
         return None
     params, caches, *_ = arguments
     if "head" in params:
         params = {name: value for name, value in params.items() if name != "embedding"}
-    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves((params, caches)))
+    moe, total = request.config.moe, 0.0
+    for path, array in jax.tree.leaves_with_path((params, caches)):
+        size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        routed = any(getattr(key, "key", None) == "experts" for key in path)
+        if routed:  # without those that fill up the last ranks
+            size *= shards.chosen(moe, tokens=request.batch) * moe.experts / array.shape[0]
+        total += size
+    return round(total)

@@ -2,10 +2,12 @@
 
 import dataclasses
 import enum
+import math
 
 from ladder_jax.config import (
     PRESETS,
     CollectiveMatmul,
+    ExpertParallelism,
     Launch,
     Loop,
     MeshConfig,
@@ -14,15 +16,21 @@ from ladder_jax.config import (
     Quantize,
     Remat,
     check_collective_matmul,
+    check_exchange,
     check_fits_mesh,
     model_from_dict,
     parse_residual,
     preset,
     to_dict,
 )
+from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.schedule import models, shards, targets
+from ladder_jax.schedule.grouped import Experts, Form
 from ladder_jax.schedule.targets import Target
+
+CAPACITY = 1.25  # of exchanged experts, unless the model has one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Request:
     context: the cache's capacity in positions per row. Decode fills all of them, prefill those of the prompt.
     sequence_parallel: the residual stream is split along the sequence over the tensor axis (see residual/sequence.py).
     collective_matmul: of sequence parallelism's gathers and scatters that no other sublayer hides.
+    experts: how the rows of other ranks' experts are computed. capacity: of exchanged ones (see config.MoEConfig).
     """
 
     target: Target
@@ -53,13 +62,18 @@ class Request:
     fsdp: int = 1
     sequence_parallel: bool = False
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
+    experts: ExpertParallelism = ExpertParallelism.REDUCE
+    capacity: float | None = None
     shape: ModelConfig | None = None
 
     @property
     def config(self) -> ModelConfig:
         changes = dict(num_layers=self.layers, residual=self.residual, ladder_layers=self.ladder_layers)
         ranks = self.tensor if parse_residual(self.residual).depends_on_ranks else None
-        return dataclasses.replace(self.shape or preset(self.model), **changes, ranks=ranks)
+        config = dataclasses.replace(self.shape or preset(self.model), **changes, ranks=ranks)
+        if self.capacity is None:
+            return config
+        return dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity=self.capacity))
 
     @property
     def tokens(self) -> int:
@@ -74,7 +88,7 @@ class Request:
     @classmethod
     def from_dict(cls, values: dict) -> "Request":
         enums = dict(phase=Phase, loop=Loop, remat=Remat, launch=Launch, quantize=Quantize)
-        enums["collective_matmul"] = CollectiveMatmul
+        enums |= dict(collective_matmul=CollectiveMatmul, experts=ExpertParallelism)
         converted = {name: enums[name](value) if name in enums else value for name, value in values.items()}
         if "shape" in values:
             converted["shape"] = model_from_dict(values["shape"])
@@ -100,13 +114,15 @@ def make(
     fsdp: int | None = None,
     sequence_parallel: bool = False,
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
+    experts: ExpertParallelism = ExpertParallelism.REDUCE,
+    capacity: float | None = None,
 ) -> Request:
     """A checked request. Raises UserError for an invalid one."""
     parsed = targets.parse(target)
     config = models.by_name(model)
-    models.check_dense(config, verb="overlap")
     count = parsed.count
     numbers = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
+    numbers["capacity"] = None if capacity is None else math.ceil(capacity)
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
@@ -133,6 +149,8 @@ def make(
         fsdp=fsdp,
         sequence_parallel=sequence_parallel,
         collective_matmul=collective_matmul,
+        experts=experts,
+        capacity=_capacity(capacity, config=config, experts=experts),
         shape=None if model in PRESETS else config,
     )
     if fsdp > 1 and phase is not Phase.TRAIN:
@@ -147,6 +165,9 @@ def make(
         sequence_parallel=sequence_parallel,
         names=("--collective-matmul", "--sequence-parallel"),
     )
+    if experts is ExpertParallelism.EXCHANGE:
+        names = "--experts exchange", "--capacity", "--sequence-parallel"
+        check_exchange(request.config.moe, residual=residual, sequence_parallel=sequence_parallel, names=names)
     if collective_matmul is CollectiveMatmul.COMPILER and parsed.platform != "tpu":
         raise UserError(f"--collective-matmul compiler is an option of XLA for TPUs, not for {parsed.name}: use ring")
     if launch is Launch.EXPLICIT and phase is Phase.TRAIN:
@@ -157,11 +178,42 @@ def make(
     return request
 
 
-def sublayer_flops(request: Request) -> dict[str, float]:
-    """Forward matmul FLOPs of one sublayer's projections on one device, by kind (see `schedule.judge.read`)."""
-    shard = shards.shard(request.config, ranks=request.tensor)
-    attention, mlp = 2 * request.tokens * shard.attention, 2 * request.tokens * shard.mlp
+def _capacity(capacity: float | None, *, config: ModelConfig, experts: ExpertParallelism) -> float | None:
+    """The model's or CAPACITY, where rows are exchanged; None where none is needed."""
+    if experts is ExpertParallelism.REDUCE or config.moe is None:
+        check(capacity is None, f"--capacity {capacity} is for --experts exchange")
+        return None
+    return capacity or config.moe.capacity or CAPACITY
+
+
+def experts(request: Request) -> Experts | None:
+    """What a device computes of the model's experts; None of a dense model."""
+    moe = request.config.moe
+    return None if moe is None else Experts(moe, request.tensor, HARDWARE.get(request.target.kind))
+
+
+def sublayer_flops(request: Request, *, form: Form = Form.KERNELS) -> dict[str, float]:
+    """Forward matmul FLOPs of one sublayer's projections on one device, by kind (see `schedule.judge.read`).
+
+    form: of the experts' matmuls. Expanded, every (token, choice) row passes all of the device's experts.
+    """
+    shard, moe = shards.shard(request.config, ranks=request.tensor), request.config.moe
+    per_token = shard.active_mlp
+    if moe is not None and form is Form.EXPANDED:
+        held, own = -(-moe.experts // request.tensor), moe.top_k / request.tensor
+        per_token += 3 * shard.d_model * moe.expert_width * (moe.top_k * held - own)
+    attention, mlp = 2 * request.tokens * shard.attention, 2 * request.tokens * per_token
     return {"attention": attention, "mlp": mlp, "joint": attention + mlp}
+
+
+def active_flops(request: Request) -> float:
+    """The least matmul FLOPs of one execution on one device, without attention's scores: each token times the matrices
+    that it passes, forward, and in training twice more backward; the head, of a prompt its last position only."""
+    config, trains = request.config, request.phase is Phase.TRAIN
+    shard = shards.shard(config, ranks=request.tensor)
+    scored = request.tokens if trains else request.batch
+    layers = config.num_layers * request.tokens * (shard.attention + shard.active_mlp)
+    return (3 if trains else 1) * 2 * (layers + scored * shard.vocabulary * shard.d_model)
 
 
 def _json_value(value: object) -> object:

@@ -7,9 +7,11 @@ from ladder_jax.config import Phase
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.record import Record
 from ladder_jax.overlap.request import Request
-from ladder_jax.schedule import hlo, judge, traffic
+from ladder_jax.schedule import grouped, hlo, judge, shards, traffic
 from ladder_jax.schedule.collectives import Collective
+from ladder_jax.schedule.grouped import Form
 from ladder_jax.schedule.report import Other, Reduction, Report, Transfer, hidden, hidden_bytes
+from ladder_jax.schedule.shards import Parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Result:
     record: Record
     report: Report
     bytes_accessed: int
+    experts: Form = Form.KERNELS
 
     def __repr__(self) -> str:
         request = self.request
@@ -27,6 +30,11 @@ class Result:
     def as_dict(self) -> dict:
         """The JSON object. Counts are those of `schedule.report`; bytes are those of one device.
 
+        flops: of matmuls, without kernels of attention; flops_active: the least of them (see `request.active_flops`).
+        parameters: of all layers and tables, over all devices; parameters_active: those that a token passes.
+        grouped_matmuls: whether they are kernels, or expanded by XLA; absent of a dense model.
+        all_reduces, asynchronous, hidden, merged, exposed: of the sublayers' reductions, and of the gathers and
+            scatters of a split stream; all_to_alls, all_to_alls_hidden: of the experts' rows.
         bytes_accessed: counted by `schedule.traffic`.
         bytes_accessed_by_compiler: the compiler's own count, null if it gives none. It counts a loop's body once, a
             prefetched array up to three times, and on TPUs a cache that attention reads once five times.
@@ -38,10 +46,14 @@ class Result:
         return {
             **settings,
             **{name: getattr(report, name) for name in ("all_reduces", "asynchronous", "hidden", "merged", "exposed")},
+            **{name: getattr(report, name) for name in ("all_to_alls", "all_to_alls_hidden")},
             "window_flops_fraction": report.window_flops_fraction,
             "hidden_time_fraction": report.hidden_time_fraction,
             "step_cycles": report.step_cycles,
             "hidden_cycles": report.hidden_cycles,
+            "flops": report.flops,
+            "flops_active": requests.active_flops(self.request),
+            **self._parameters,
             "bytes_accessed": self.bytes_accessed,
             "bytes_accessed_by_compiler": self.record.bytes_accessed,
             "bytes_minimum": self.record.bytes_minimum,
@@ -61,6 +73,15 @@ class Result:
         }
 
     @property
+    def parameters(self) -> Parameters:
+        return shards.parameters(self.request.config)
+
+    @property
+    def _parameters(self) -> dict:
+        counts = {"parameters": self.parameters.held, "parameters_active": self.parameters.active}
+        return counts if self.request.config.moe is None else {**counts, "grouped_matmuls": self.experts.value}
+
+    @property
     def fits(self) -> bool | None:
         memory = self.request.target.memory
         used = self.record.bytes_per_device
@@ -72,9 +93,10 @@ class Result:
 
 
 def read(request: Request, record: Record) -> Result:
-    program = hlo.parse(record.hlo)
-    report = judge.read(program, sublayer_flops=requests.sublayer_flops(request))
-    return Result(request, record, report, traffic.bytes_moved(program))
+    program, experts = hlo.parse(record.hlo), requests.experts(request)
+    form = grouped.form(program)
+    report = judge.read(program, sublayer_flops=requests.sublayer_flops(request, form=form), experts=experts)
+    return Result(request, record, report, traffic.bytes_moved(program, experts=experts), form)
 
 
 def _reduction(one: Reduction) -> dict:
@@ -134,6 +156,8 @@ def _is_used(name: str, request: Request) -> bool:
         "fsdp": request.phase is Phase.TRAIN,
         "sequence_parallel": request.phase is not Phase.DECODE,
         "collective_matmul": request.sequence_parallel,
+        "experts": request.config.moe is not None and request.sequence_parallel,
+        "capacity": request.capacity is not None,
         "ladder_layers": request.ladder_layers is not None,
     }
     return used.get(name, True)

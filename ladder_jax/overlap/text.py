@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from ladder_jax.config import CollectiveMatmul, Phase
+from ladder_jax.config import CollectiveMatmul, ExpertParallelism, Phase
+from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.result import Result
 from ladder_jax.schedule import text as report_text
+from ladder_jax.schedule.grouped import Form
 from ladder_jax.schedule.report import Status, Transfer, hidden, hidden_bytes
 
 FORMS = {
@@ -21,6 +23,8 @@ def lines(answer: Result) -> list:
     title = f"{request.model}, {request.residual}, {request.phase.value}, {request.layers} layers"
     mesh = (f"fsdp {request.fsdp}, " if request.fsdp > 1 else "") + f"tensor {request.tensor}"
     split = f", sequence-parallel{FORMS[request.collective_matmul]}" if request.sequence_parallel else ""
+    if request.experts is ExpertParallelism.EXCHANGE:
+        split += f", experts exchanged with capacity {request.capacity:g}"
     head = [*answer.verdict.split("; "), f"{title}, {mesh}{split}, {request.loop.value}, on {request.target.name}"]
     tail = report_text.explained(answer.report)
     if record.bytes_per_device is not None:
@@ -35,6 +39,8 @@ def lines(answer: Result) -> list:
     if record.bytes_minimum:
         traffic_line += f": {answer.bytes_accessed / record.bytes_minimum:.2f} times its weights and cache"
     tail.append(traffic_line)
+    if request.config.moe is not None:
+        tail.append(f"experts   {_experts_line(answer)}")
     if answer.report.hidden_time_fraction is not None:
         share = f"{answer.report.hidden_time_fraction:.0%} of the step's estimated compute"
         tail.append(f"time      a hidden reduction is in flight during {share}")
@@ -54,6 +60,15 @@ def lines(answer: Result) -> list:
     if request.target.platform == "cuda" and request.phase is not Phase.DECODE:
         tail.append("notice    attention is XLA's here: cuDNN's cannot be compiled without a GPU")
     return [*head, report_text.table(answer.report), *tail]
+
+
+def _experts_line(answer: Result) -> str:
+    count, least = answer.parameters, requests.active_flops(answer.request)
+    line = f"a token passes {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters; "
+    line += f"{answer.report.flops / least:.2f} times the FLOPs of those are computed"
+    if answer.experts is Form.EXPANDED:
+        line += ", as XLA expands grouped matmuls here: every row times every expert of its device"
+    return line
 
 
 def _transfer_line(transfers: Sequence[Transfer]) -> str:

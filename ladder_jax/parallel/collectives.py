@@ -32,7 +32,7 @@ GATHER, SCATTER = "gather_weights", "scatter_gradients"
 # new tokens, so that a program of several is counted a token.
 EMBEDDING, HEAD, LOSS, DIVERGENCE = "embedding_lookup", "head_input", "cross_entropy", "divergence"
 SHARED_GRADIENTS, DATA_GRADIENTS, GRADIENT_NORM = "shared_gradients", "data_parallel_gradients", "gradient_norm"
-CHOICE, TOKEN_LOOP = "choose_token", "token_loop"
+CHOICE, TOKEN_LOOP, QK_NORM = "choose_token", "token_loop", "query_key_norm"
 
 
 def varying(x: jax.Array) -> frozenset[str]:

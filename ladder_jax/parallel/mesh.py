@@ -91,6 +91,13 @@ class Layout:
     def sharding(self, dims: str) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(dims))
 
+    def own_axes(self, dims: str) -> tuple[str, ...]:
+        """The axes each of whose ranks computes its own results with an array of these dimensions: all of them.
+
+        With a side network (small letters, see nn/side.py) all tensor ranks compute the same.
+        """
+        return self.batch if any(map(str.islower, dims)) else self.all_axes
+
     @property
     def all_axes(self) -> tuple[str, ...]:
         return self.batch + self.tensor

@@ -19,6 +19,7 @@ class Split(enum.Enum):
     WEIGHTS = "weights"  # over the fsdp axis
     SEQUENCE = "sequence"  # of the stream, over the tensor ranks
     EXPERTS = "experts"  # over the tensor ranks; each gathers the rows of its own by their places
+    ROWS = "rows"  # of experts, which the tensor ranks exchange
 
 
 @dataclasses.dataclass(frozen=True)

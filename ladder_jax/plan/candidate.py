@@ -40,7 +40,7 @@ class Candidate:
 
     def overrides(self, request: Request) -> dict[str, str]:
         """Settings for `ladder-jax train`, by dotted name."""
-        mesh = {f"mesh.{name}": str(size) for name, size in dataclasses.asdict(self.mesh).items() if size > 1}
+        mesh = {f"mesh.{name}": str(size) for name, size in self.mesh.axes.items() if size > 1}
         split = {"train.sequence_parallel": "true"} if self.sequence_parallel else {}
         model = {name: str(value) for name, value in request.changes}
         return (

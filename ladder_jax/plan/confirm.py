@@ -56,7 +56,7 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
 
 
 def _summary(candidate: Candidate) -> str:
-    sizes = " x ".join(str(size) for size in dataclasses.astuple(candidate.mesh))
+    sizes = " x ".join(str(size) for size in candidate.mesh.axes.values())
     return f"mesh {sizes}, remat {candidate.remat.value}"
 
 

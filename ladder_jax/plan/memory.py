@@ -14,6 +14,7 @@ import dataclasses
 
 from ladder_jax import residual
 from ladder_jax.config import Dtype, ModelConfig, Remat
+from ladder_jax.nn.experts import CHUNK
 from ladder_jax.plan.candidate import Candidate
 from ladder_jax.plan.request import Request
 from ladder_jax.residual import Step
@@ -61,14 +62,31 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
     config, length = request.config, request.sequence
     shard = shards.shard(config, ranks=candidate.mesh.tensor)
     tokens, size, width = candidate.rows * length, size_of(config.dtype), config.d_model
-    matmuls = (shard.queries + 2 * shard.keys + 2 * shard.features) * size
+    mlp_matmuls, mlp_others = _mlp_activations(config, ranks=candidate.mesh.tensor, kept_of=tokens)
+    matmuls = (shard.queries + 2 * shard.keys + mlp_matmuls) * size
     # Per norm: the stream and its normalised value in float32, and the sublayer's input. Then other activations.
-    others = 2 * width * (2 * FLOAT32 + size) + (2 * shard.queries + 3 * shard.features) * size
+    others = 2 * width * (2 * FLOAT32 + size) + (2 * shard.queries + mlp_others) * size
     per_token = {Remat.NONE: matmuls + others, Remat.SAVE_MATMULS: matmuls}.get(candidate.remat, 0)
     scores = _scores(candidate, request=request) if candidate.remat is Remat.NONE else 0
     tables = FLOAT32 * length * config.head_dim  # the positions' cosines and sines
     inputs = sum(_input(steps, candidate, config) for steps in residual.of_model(config).layers)
     return int(tokens * inputs) + config.num_layers * (tokens * per_token + scores + tables)
+
+
+def _mlp_activations(config: ModelConfig, *, ranks: int, kept_of: int) -> tuple[int, int]:
+    """Elements a token: the outputs of matmuls, and the other activations.
+
+    A device sorts the (token, choice) rows of all ranks' experts, so they do not become fewer with more ranks. If there
+    are more tokens than a chunk, it keeps no rows, and computes each chunk again.
+    """
+    moe = config.moe
+    if moe is None:
+        return 2 * config.d_ff // ranks, 3 * config.d_ff // ranks
+    shared = moe.shared_width // ranks
+    if kept_of > CHUNK:
+        return 2 * shared, 3 * shared
+    rows, stream = moe.top_k * moe.expert_width, moe.top_k * config.d_model
+    return 2 * (rows + shared) + stream, 3 * (rows + shared) + 2 * stream
 
 
 def _input(steps: tuple[Step, ...], candidate: Candidate, config: ModelConfig) -> float:
@@ -100,9 +118,12 @@ def _working(candidate: Candidate, *, request: Request) -> int:
     config = request.config
     shard = shards.shard(config, ranks=candidate.mesh.tensor)
     tokens, size = candidate.rows * request.sequence, size_of(config.dtype)
-    layer = 6 * config.d_model * FLOAT32 + (4 * shard.queries + 4 * shard.keys + 6 * shard.features) * size
+    matmuls, others = _mlp_activations(config, ranks=candidate.mesh.tensor, kept_of=0)
+    attention = 6 * config.d_model * FLOAT32 + (4 * shard.queries + 4 * shard.keys) * size
+    mlp = (2 * others if config.moe is None else matmuls + others) * size
     logits = 3 * FLOAT32 * min(tokens, 2048) * shard.vocabulary
-    return tokens * layer + logits + _scores(candidate, request=request)
+    rows_of = tokens if config.moe is None else min(tokens, CHUNK)
+    return tokens * attention + rows_of * mlp + logits + _scores(candidate, request=request)
 
 
 def _scores(candidate: Candidate, *, request: Request) -> int:

@@ -8,6 +8,7 @@ from ladder_jax.plan.confirm import Confirmed, confirm
 from ladder_jax.plan.memory import Memory
 from ladder_jax.plan.request import Request
 from ladder_jax.plan.speed import Speed
+from ladder_jax.schedule import shards
 
 MOST_REFUSED = 4  # number of plans that the compiler refuses before confirmation stops
 
@@ -90,6 +91,8 @@ def as_dict(answer: Answer) -> dict:
         "model": request.name,
         "target": request.target.name,
         "residual": request.config.residual,
+        "parameters": (count := shards.parameters(request.config)).held,
+        "parameters_active": count.active,
         "tokens": request.tokens,
         "sequence": request.sequence,
         "device_memory": request.target.memory,
@@ -102,7 +105,7 @@ def as_dict(answer: Answer) -> dict:
 def _plan(plan: Plan, request: Request) -> dict:
     candidate = plan.candidate
     return {
-        "mesh": dataclasses.asdict(candidate.mesh),
+        "mesh": candidate.mesh.axes,
         "remat": candidate.remat.value,
         "sequence_parallel": candidate.sequence_parallel,
         "microbatch": candidate.rows,

@@ -40,9 +40,8 @@ def make(
     parsed = targets.parse(target)
     changes = {"residual": residual, "num_layers": layers}
     changes = {name: value for name, value in changes.items() if value is not None}
-    shape = models.by_name(model)
-    models.check_dense(shape, verb="plan")
-    config = dataclasses.replace(shape, **changes)
+    config = dataclasses.replace(models.by_name(model), **changes)
+    models.check_alone(config, verb="plan")
     for name, value in (("tokens", tokens), ("sequence", sequence)):
         if value < 1:
             raise UserError(f"--{name} must be positive, not {value}")

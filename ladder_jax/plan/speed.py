@@ -16,6 +16,7 @@ import dataclasses
 
 from ladder_jax import residual
 from ladder_jax.config import ModelConfig, Remat
+from ladder_jax.nn.experts import CHUNK
 from ladder_jax.plan.candidate import Candidate
 from ladder_jax.plan.memory import FLOAT32, estimate, size_of
 from ladder_jax.plan.request import Request
@@ -127,14 +128,22 @@ def _flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
     shard = shards.shard(config, ranks=tensor)
     tokens, heads = candidate.rows * request.sequence, config.num_heads / tensor
     scores = 2 * candidate.rows * heads * config.head_dim * request.sequence * (request.sequence + 1)
-    layers = config.num_layers * (2 * tokens * (shard.attention + shard.mlp) + scores)
+    layers = config.num_layers * (2 * tokens * (shard.attention + shard.active_mlp) + scores)
     head = 2 * tokens * shard.vocabulary * config.d_model
-    outputs = config.num_layers * 2 * tokens * config.d_model * (shard.queries + shard.features)
+    outputs = config.num_layers * 2 * tokens * config.d_model * (shard.queries + shard.active)
     # The reduced sums are kept, so the output projections of both sublayers are not recomputed.
+    again = _experts_again(config, tokens=tokens, ranks=tensor)
     recomputed = {
-        Remat.NONE: 0.0,
-        Remat.SAVE_MATMULS: config.num_layers * scores,
+        Remat.NONE: again,
+        Remat.SAVE_MATMULS: config.num_layers * scores + again,
         Remat.FULL: layers - outputs,
         Remat.OFFLOAD: layers - outputs,
     }
     return layers + head, recomputed[candidate.remat]
+
+
+def _experts_again(config: ModelConfig, *, tokens: int, ranks: int) -> float:
+    """FLOPs of the routed experts if there are more tokens than a chunk: of these no rows are kept."""
+    if config.moe is None or tokens <= CHUNK:
+        return 0.0
+    return config.num_layers * 2 * tokens * 3 * config.d_model * config.moe.top_k * config.moe.expert_width / ranks

@@ -2,6 +2,7 @@
 
 from ladder_jax.config import PRESETS
 from ladder_jax.plan.plans import Answer, Plan
+from ladder_jax.schedule import shards
 from ladder_jax.terminal import Table
 
 SHOWN = 12  # plans in the table, each with its fastest microbatch; --json has all plans
@@ -18,6 +19,9 @@ def lines(answer: Answer) -> list:
     title = (
         f"{request.name}, {request.config.residual}, {request.config.num_layers} layers on {request.target.name}{room};"
     )
+    if request.config.moe is not None:
+        count = shards.parameters(request.config)
+        title += f" {count.active / 1e9:.3g} of {count.held / 1e9:.3g} billion parameters active;"
     title += f" {request.tokens:,} tokens a step, in sequences of {request.sequence:,}"
     if not answer.plans:
         cure = "nothing fits: take more devices, shorter sequences or a smaller model"
@@ -64,7 +68,7 @@ def _smallest(answer: Answer) -> str:
 
 def _name(plan: Plan) -> str:
     mesh = plan.candidate.mesh
-    sizes = ", ".join(f"{name} {size}" for name, size in vars(mesh).items() if size > 1) or "one device"
+    sizes = ", ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one device"
     split = ", sequence-parallel" if plan.candidate.sequence_parallel else ""
     count = plan.candidate.rows
     rows = "1 sequence" if count == 1 else f"{count} sequences"

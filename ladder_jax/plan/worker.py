@@ -3,7 +3,6 @@
 python -m ladder_jax.plan.worker REQUEST.json RESULT
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -36,7 +35,7 @@ def measure(target: targets.Target, *, config: RunConfig) -> dict:
     from ladder_jax.overlap import programs
     from ladder_jax.parallel import make_mesh
 
-    mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=schedule.devices(target))
+    mesh = make_mesh(**config.mesh.axes, devices=schedule.devices(target))
     definition = nn.define(config.model, mesh=mesh)
     settings = dict(config=config.train)
     arguments = train.abstract_state(definition, **settings), train.abstract_batch(definition, **settings)

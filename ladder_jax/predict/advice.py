@@ -10,7 +10,10 @@ from ladder_jax.predict.model import Speed
 WORTH = 1.03  # a smaller gain over the fastest Standard is within the model's error, and no reason to change a model
 SAME = 0.95  # share of the fastest from which topologies count as equally fast: the model's error is larger
 
-PREFERENCE = ("standard", "ladder", "ladder-fresh", "parallel-shared-norm", "parallel", "ladder-K", "parallel-ladder")
+PREFERENCE = (
+    *("standard", "ladder", "farskip", "ladder-fresh"),
+    *("parallel-shared-norm", "parallel", "ladder-K", "parallel-ladder"),
+)
 """Order of recommendation among equally fast topologies: first those closest to trained and measured models."""
 
 
@@ -79,7 +82,7 @@ def _reason(chosen: Candidate, usable: Sequence[Candidate], opponent: Opponent) 
         else:
             compare += f" fits under its shorter sublayer ({microseconds(shortest)})"
         start += f", and {compare}"
-    if kind in ("ladder", "ladder-fresh"):
+    if kind in ("ladder", "ladder-fresh", "farskip"):
         return f"{start}: hiding it under compute gives {gain}"
     fewer = "half as many all-reduces" + (", each under a whole layer," if kind == "parallel-ladder" else "")
     if kind == "desync":

@@ -25,6 +25,7 @@ from ladder_jax.predict.request import BASELINE, Request
 from ladder_jax.predict.work import Model
 from ladder_jax.schedule import hlo, targets, timeline
 from ladder_jax.schedule.collectives import Collective
+from ladder_jax.schedule.grouped import Experts
 
 DEPTHS = (2, 4)
 RESIDUALS = "standard,ladder,no-communication"
@@ -56,7 +57,7 @@ def predict(request: Request, *, target: str, opponents: Opponents = Opponents.S
     return result.of_speeds(request, speeds, nccl=nccl, fidelity=f"from schedules for {target}")
 
 
-Compile = Callable[[str, Phase, int], tuple[hlo.Program, str]]  # of a residual, a phase and a number of layers
+Compile = Callable[[str, Phase, int], tuple[hlo.Program, str, Experts | None]]  # of residual, phase, layers
 
 
 def _speed(request: Request, residual: str, compile_: Compile, opponents: Opponents) -> Speed:
@@ -89,7 +90,8 @@ def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, oppo
     compiled = [compile_(residual, phase, depth) for depth in depths]
     settings = dict(machine=request.machine, ranks=request.tensor, among=program.algorithms)
     passes = [
-        dataclasses.replace(play(schedule, kind=kind, **settings), program=program) for schedule, kind in compiled
+        dataclasses.replace(play(schedule, kind=kind, experts=experts, **settings), program=program)
+        for schedule, kind, experts in compiled
     ]
     if len(passes) == 1:
         return passes[0]
@@ -101,8 +103,10 @@ def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, oppo
     return dataclasses.replace(second, seconds=seconds, wire=wire, exposed=exposed)
 
 
-def _compiled(request: Request, target: str, residual: str, phase: Phase, layers: int) -> tuple[hlo.Program, str]:
-    """The compiled program's schedule, and the kind of device that it is for."""
+def _compiled(
+    request: Request, target: str, residual: str, phase: Phase, layers: int
+) -> tuple[hlo.Program, str, Experts | None]:
+    """The compiled program's schedule, the kind of device that it is for, and the model's experts."""
     program_request = overlaps.make(
         target=target,
         model=request.model,
@@ -116,10 +120,21 @@ def _compiled(request: Request, target: str, residual: str, phase: Phase, layers
         prompt_length=request.prompt_length,
         context=request.prompt_length + request.new_tokens if phase is Phase.DECODE else None,
     )
-    return hlo.parse(compiling.compiled(program_request).hlo), program_request.target.kind
+    experts = overlaps.experts(program_request)
+    if experts is not None:
+        experts = dataclasses.replace(experts, hardware=None)  # their kernels run at the rates that programs reach
+    return hlo.parse(compiling.compiled(program_request).hlo), program_request.target.kind, experts
 
 
-def play(program: hlo.Program, *, machine: Machine, kind: str, ranks: int, among: Iterable[Algorithm] = FITTED) -> Pass:
+def play(
+    program: hlo.Program,
+    *,
+    machine: Machine,
+    kind: str,
+    ranks: int,
+    among: Iterable[Algorithm] = FITTED,
+    experts: Experts | None = None,
+) -> Pass:
     """Simulate a scheduled program for a device of `kind`, with the fastest of the all-reduces `among`.
 
     Its exposed time is the difference to an instant link.
@@ -131,7 +146,7 @@ def play(program: hlo.Program, *, machine: Machine, kind: str, ranks: int, among
         used[algorithm] += 1
         return seconds if collective.kind == "all-reduce" else seconds / 2  # a reduce-scatter or an all-gather
 
-    settings = dict(hardware=hardware, ranks=ranks, launch=machine.launch)
+    settings = dict(hardware=hardware, ranks=ranks, launch=machine.launch, experts=experts)
     bars = timeline.play(program, wire=wire, contention=machine.contention, **settings)
     instant = timeline.play(program, wire=lambda _: 0.0, **settings)
     end = lambda bars: max((bar.stop for bar in bars), default=0.0)

@@ -41,6 +41,7 @@ class Launches:
     norm: of a norm. matmul: of a matrix product. rotate: of rotary embeddings and of writes to the cache.
     attend: of scores, softmax and values. activate: of the MLP's activation.
     join: of the addition of a joint step's two partial sums. last: after the last layer.
+    route: of a router, from its logits to the sorted rows' places.
     """
 
     norm: int = 1
@@ -50,6 +51,7 @@ class Launches:
     activate: int = 1
     join: int = 1
     last: int = 10
+    route: int = 10
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,7 +88,7 @@ def programs(
         if topology.communication is not Communication.DESYNC:
             hides = topology.overlap is Overlap.HIDES
             candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED if hides else None))
-        if parse_residual(config.residual).kind == "standard":
+        if parse_residual(config.residual).kind == "standard" and config.moe is None:  # no ring brings sorted rows
             candidates.append(Program(Form.COLLECTIVE_MATMUL))
     return tuple(candidates)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from ladder_jax.config import RESIDUALS, Launch, ModelConfig, Phase, parse_residual
+from ladder_jax.config import EXPERT_RESIDUALS, RESIDUALS, Launch, ModelConfig, Phase, parse_residual
 from ladder_jax.errors import UserError, member, unknown
 from ladder_jax.predict import implementation as implementations
 from ladder_jax.predict import machine as machines
@@ -78,7 +78,7 @@ def make(
 ) -> Request:
     """A checked request. None gives a default: all devices, one row, all residuals. Raises UserError."""
     shape = models.by_name(model)
-    models.check_dense(shape, verb="predict")
+    models.check_alone(shape, verb="predict")
     machine = machines.load(hardware)
     numbers = dict(tensor=tensor, batch=batch, prompt_length=prompt_length, new_tokens=new_tokens, layers=layers)
     numbers["sequence"] = sequence
@@ -95,15 +95,17 @@ def make(
         raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
     if implementation is not None and implementation not in implementations.ALL:
         raise unknown("implementation", implementation, implementations.ALL)
+    if implementation not in (None, "ours") and shape.moe is not None:
+        raise UserError(f"--implementation {implementation} has no experts (model.moe): it must be ours")
     settings = {name: value for name, value in numbers.items() if value is not None}
-    if residual is not None:
-        settings["residuals"] = words("residual", residual)
+    settings["residuals"] = words("residual", residual) if residual is not None else _possible(shape)
     if launch is not None and member(Launch, "launch", launch) is not Launch.AUTO:
         settings["launches"] = (Launch(launch),)
     if phase != GENERATE:
         settings["phase"] = Phase(phase)
     if phase == Phase.TRAIN.value:
-        settings["residuals"] = _trainable(settings.get("residuals"), implementation, ladder_layers)
+        chosen = None if residual is None else settings["residuals"]
+        settings["residuals"] = _trainable(chosen, implementation, ladder_layers, shape)
     request = Request(
         model=model,
         shape=shape,
@@ -120,15 +122,23 @@ def make(
     return request
 
 
+def _possible(shape: ModelConfig) -> tuple[str, ...]:
+    """Of a model with experts, those that give all ranks the same input; with a shared one, farskip too."""
+    if shape.moe is None:
+        return RESIDUALS
+    more = EXPERT_RESIDUALS if shape.moe.shared_width else ()
+    return (*(name for name in RESIDUALS if not parse_residual(name).depends_on_ranks), *more)
+
+
 def _trainable(
-    residuals: tuple[str, ...] | None, implementation: str | None, ladder_layers: str | None
+    residuals: tuple[str, ...] | None, implementation: str | None, ladder_layers: str | None, shape: ModelConfig
 ) -> tuple[str, ...]:
     """The residuals whose training step can be predicted: those whose layers are all alike, backward too."""
     if implementation not in (None, "ours"):
         raise UserError("--phase train predicts this library's training step: --implementation must be ours")
     if ladder_layers is not None:
         raise UserError("--phase train predicts models whose layers are all alike: leave out --ladder-layers")
-    alike = tuple(name for name in RESIDUALS if parse_residual(name).kind != "desync")
+    alike = tuple(name for name in _possible(shape) if parse_residual(name).kind != "desync")
     for name in residuals or ():
         if parse_residual(name).kind == "desync":
             raise UserError(f"--phase train predicts models whose layers are all alike, not {name}")

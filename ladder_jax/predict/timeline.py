@@ -60,7 +60,7 @@ def beside(work: Work, *, wire: float, contention: float) -> float:
     return length if length <= wire else work.seconds + wire * (1 - 1 / slower)
 
 
-NAMES = {(0,): "attention", (1,): "mlp", (0, 1): "joint"}
+NAMES = {(0,): "attention", (1,): "mlp", (0, 1): "joint", (1, 2): "mlp", (2,): "shared expert"}
 
 
 def play(
@@ -68,11 +68,13 @@ def play(
 ) -> Timeline:
     """The timeline of a topology's steps, of all layers.
 
-    work(step): the step's time without communication. all_reduce: seconds of one all-reduce.
+    work(step): the time of the step's `sublayers` without communication. all_reduce: seconds of one all-reduce.
     contention: as in `Machine`. window: the share of a step's time, its last, that a hidden all-reduce has.
     """
     player = _Player(all_reduce, contention, window)
     for step in steps:
+        if early := getattr(step, "early", ()):
+            player.take_early(early, work(dataclasses.replace(step, sublayers=early)))
         player.take(step, work(step))
     return player.finish()
 
@@ -89,6 +91,14 @@ class _Player:
         self.sums: list[float] = []
         self.partial: float | None = None
         self.bars: list[Bar] = []
+
+    def take_early(self, sublayers: tuple[int, ...], work: Work) -> None:
+        """What a step computes first, of the stream as it is, and reduces with the newest output."""
+        start = max(self.now, self.residual)
+        self.now = start + beside(work, wire=max(0.0, self.wire_free - start), contention=self.contention)
+        self.partial = self.now
+        self.compute += work.seconds
+        self.bars.append(Bar(NAMES[sublayers], start, self.now, wire=False))
 
     def take(self, step: Step, work: Work) -> None:
         issued = self._issued(step, work)

@@ -104,7 +104,12 @@ def _step(
 
 
 def _backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The sublayers from last to first; how many sums a step does without depends on its place, not on its sublayer."""
+    """The sublayers from last to first; how many sums a step does without depends on its place, not on its sublayer.
+
+    What a step computes early forward, it computes with the rest backward: the gradients of their input are one sum.
+    """
+    if any(getattr(one, "early", ()) for one in steps):
+        steps = tuple(dataclasses.replace(one, sublayers=one.sublayers + one.early, early=()) for one in steps)
     if len({dataclasses.replace(one, sublayers=()) for one in steps}) > 1:
         raise ValueError("a hybrid's backward pass is not the mirror image of its forward pass")
     return tuple(dataclasses.replace(one, sublayers=other.sublayers) for one, other in zip(steps, steps[::-1]))

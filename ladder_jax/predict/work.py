@@ -3,6 +3,9 @@
 Letters as in `nn`: B rows, T tokens per row, D model, V vocabulary; on the device (`schedule.shards`) n query columns,
 k key columns, f features and v rows of the vocabulary. Elements have the compute dtype. A matrix product of M x K with
 K x N counts 2 M K N operations, and each element of its three matrices once.
+
+Of E evenly loaded experts over R ranks, c for each token, a device computes B T c / R of the B T c sorted rows, and
+reads the matrices of E / R x (1 - (1 - c / E)^(B T)) experts: those that at least one token chooses.
 """
 
 import dataclasses
@@ -12,7 +15,7 @@ from ladder_jax.predict.implementation import Cache, CacheReads, Head, Implement
 from ladder_jax.schedule import shards
 from ladder_jax.schedule.shards import Shard
 
-ATTENTION, MLP = 0, 1  # as a topology's steps name them
+ATTENTION, MLP, SHARED = 0, 1, 2  # as a topology's steps name them; of farskip, MLP is the routed experts alone
 AFTER_GATHER, BEFORE_SCATTER = ("query, key, value", "gate, up"), ("out", "down")  # kernels, by name
 
 
@@ -82,22 +85,26 @@ class Model:
     def step(
         self, sublayers: tuple[int, ...], block: Block, *, shared_norm: bool, split: int = 1
     ) -> tuple[Kernel, ...]:
-        """The kernels of a step: of one sublayer, or of attention and MLP whose outputs share one all-reduce.
+        """The kernels of a step: of one sublayer, of attention and MLP whose outputs share one all-reduce, or of routed
+        and shared experts.
 
         split: ranks over which sequence parallelism splits the stream, and so the norms' positions.
         """
         own = dataclasses.replace(block, tokens=block.tokens / split) if split > 1 else block
-        launches, joint = self._launches(block), len(sublayers) > 1
+        launches, joint = self._launches(block), ATTENTION in sublayers and len(sublayers) > 1
         one_product = joint and self.implementation.fused
         one_norm = one_product or (joint and shared_norm)
         kernels: list[Kernel] = []
         for index, sublayer in enumerate(sublayers):
-            if index == 0 or not one_norm:
+            if index == 0 or (joint and not one_norm):
                 kernels.append(self._norm(own, launches, gains=len(sublayers) if one_norm else 1))
             if sublayer == ATTENTION:
                 kernels += self._attention(block, launches)
+            elif self.config.moe is None:
+                features = self.shard.features
+                kernels += self._mlp(block, launches, features=features, first=0 if one_product else launches.matmul)
             else:
-                kernels += self._mlp(block, launches, first=0 if one_product else launches.matmul)
+                kernels += self._experts(sublayer, block, launches)
         if joint:
             moved = 3 * own.size * self.config.d_model * self.element_bytes
             kernels.append(Kernel("join", activations=moved, launches=launches.join))
@@ -162,11 +169,45 @@ class Model:
             self._product("out", block, shard.queries, config.d_model, launches.matmul),
         ]
 
-    def _mlp(self, block: Block, launches: Launches, *, first: float) -> list[Kernel]:
-        shard, d_model = self.shard, self.config.d_model
-        moved = 3 * block.size * shard.features * self.element_bytes
+    def _mlp(self, block: Block, launches: Launches, *, features: int, first: float) -> list[Kernel]:
+        d_model = self.config.d_model
+        moved = 3 * block.size * features * self.element_bytes
         return [
-            self._product("gate, up", block, d_model, 2 * shard.features, first),
+            self._product("gate, up", block, d_model, 2 * features, first),
             Kernel("activate", activations=moved, launches=launches.activate),
-            self._product("down", block, shard.features, d_model, launches.matmul),
+            self._product("down", block, features, d_model, launches.matmul),
         ]
+
+    def _experts(self, sublayer: int, block: Block, launches: Launches) -> list[Kernel]:
+        """Routed and shared experts, or of farskip one of them."""
+        moe, kernels = self.config.moe, []
+        if sublayer == MLP:
+            kernels += self._routed(block, launches)
+        if moe.shared_width and (sublayer == SHARED or self.config.residual != "farskip"):
+            features = moe.shared_width // self.ranks
+            kernels += self._mlp(block, launches, features=features, first=launches.matmul)
+        return kernels
+
+    def _routed(self, block: Block, launches: Launches) -> list[Kernel]:
+        """The router's matrix is float32. Sorting, activating and adding up pass the rows of all ranks, as no array may
+        be shorter; the products only this device's."""
+        moe, d_model, size = self.config.moe, self.config.d_model, self.element_bytes
+        rows, stream = block.size * moe.top_k, block.size * d_model * size
+        sorted_rows, hidden = rows * d_model * size, rows * moe.expert_width * size
+        router = d_model * moe.experts
+        return [
+            Kernel("router", 2 * block.size * router, 4 * router, activations=stream, launches=launches.route),
+            Kernel("sort", activations=2 * sorted_rows, launches=1),
+            self._grouped("gate, up", block, d_model, 2 * moe.expert_width, launches.matmul),
+            Kernel("activate", activations=3 * hidden, launches=launches.activate),
+            self._grouped("down", block, moe.expert_width, d_model, launches.matmul),
+            Kernel("add up", activations=3 * sorted_rows + stream, launches=1),
+        ]
+
+    def _grouped(self, name: str, block: Block, inputs: int, outputs: int, launches: float) -> Kernel:
+        """A product of this device's rows with their experts' matrices."""
+        moe = self.config.moe
+        rows, read = block.size * moe.top_k / self.ranks, shards.chosen(moe, tokens=block.size)
+        weights = moe.experts / self.ranks * read * inputs * outputs * self.element_bytes
+        moved = rows * (inputs + outputs) * self.element_bytes
+        return Kernel(name, 2 * rows * inputs * outputs, weights, activations=moved, launches=launches)

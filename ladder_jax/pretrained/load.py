@@ -10,6 +10,7 @@ from flax import traverse_util
 
 from ladder_jax import nn, parallel
 from ladder_jax.config import Loop
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.parallel import mesh as meshes
 from ladder_jax.pretrained.source import Key, Source
 
@@ -40,29 +41,30 @@ def assemble(definition: nn.ModelDef, read: Reader, *, dtype: np.dtype | None = 
     """The parameters of `definition`, read one by one; `dtype` and `loop` as in `load`."""
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     abstract = traverse_util.flatten_dict(definition.abstract, sep="/")
-    layers = range(definition.config.num_layers)
-    keys = [Key(name, layer) for name, letters in dims.items() for layer in (layers if letters[0] == "L" else (None,))]
-    arrays = read(keys)
-    unstacked, stacks, by_layer = {}, {}, [{} for _ in layers]
+    counts = {stack: len(of) for stack, of in stacks(definition.config).items()}
+    layers = {name: range(counts.get(name.partition("/")[0], 0)) for name in dims}
+    arrays = read([Key(name, layer) for name in dims for layer in layers[name] or (None,)])
+    whole, by_layer = {}, {stack: [{} for _ in range(count)] for stack, count in counts.items()}
     for name, letters in dims.items():
         if letters[0] != "L":
-            unstacked[name] = _cast(next(arrays), dtype)
+            whole[name] = _cast(next(arrays), dtype)
             continue
-        suffix = name.removeprefix("layers/")
         if loop is Loop.UNROLLED:
-            for layer in layers:
-                by_layer[layer][suffix] = _cast(next(arrays), dtype)
+            stack, _, suffix = name.partition("/")
+            for layer in layers[name]:
+                by_layer[stack][layer][suffix] = _cast(next(arrays), dtype)
             continue
         stack = None
-        for layer in layers:
+        for layer in layers[name]:
             array = next(arrays)
             if stack is None:
                 stack = meshes.zeros(abstract[name].shape, np.dtype(dtype or array.dtype), abstract[name].sharding)
             stack = jax.block_until_ready(meshes.put(stack, _cast(array, dtype), layer))
             del array
-        stacks[suffix] = stack
+        whole[name] = stack
     nested = functools.partial(traverse_util.unflatten_dict, sep="/")
-    return {**nested(unstacked), "layers": nested(stacks) if loop is Loop.SCAN else tuple(map(nested, by_layer))}
+    apart = {stack: tuple(map(nested, each)) for stack, each in by_layer.items()}
+    return {**nested(whole), **(apart if loop is Loop.UNROLLED else {})}
 
 
 def reader(

@@ -17,13 +17,14 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.nn import model_def, parameter
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained import tokenizer_files
 
 EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Key(NamedTuple):
-    """One array: its name in our checkpoints, such as "layers/attention/query", and its layer, counted from 0.
+    """One array: its name in our checkpoints, such as "layers/attention/query", and its layer in that stack, from 0.
 
     `layer` is None for arrays outside the layers: "embedding/table", "final_norm/scale", "head/table".
     """
@@ -33,6 +34,10 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
+
+    def layers(self, model: ModelConfig) -> range:
+        """Which layers of the model the array's stack holds: of the stack's first one the number is not always 0."""
+        return stacks(model)[self.name.partition("/")[0]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Source:
 def dims(model: ModelConfig) -> dict[str, str]:
     """The dimensions of each array by name: {"layers/attention/query": "DNH", ...}.
 
-    Letters as in nn.parameter. A name that begins with "layers/" stands for one array in each layer.
+    Letters as in nn.parameter. A name that begins with one of STACKS stands for one array in each of its layers.
     """
     modules = model_def.declare(model, ranks=1)
     nested = {name: parameter.dims_of(module) for name, module in modules.items()}
@@ -98,8 +103,8 @@ def expected_shapes(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
     shapes = {}
     for name, letters in dims(model).items():
         shape = tuple(model.vocab_size if letter == "V" else sizes[letter] for letter in letters)
-        layers = range(model.num_layers) if name.startswith("layers/") else (None,)
-        shapes |= {Key(name, layer): shape for layer in layers}
+        of = stacks(model).get(name.partition("/")[0])
+        shapes |= {Key(name, layer): shape for layer in ((None,) if of is None else range(len(of)))}
     return shapes
 
 

@@ -7,7 +7,8 @@ ladder fraction f from 0 (standard) to 1 (ladder),
 
 and for a fresh ladder, whose input holds the rank's own newest partial p, the last factor is (AR(p) - p). At both ends
 it is the topology's own arithmetic. While f may be below 1 a sublayer waits for every all-reduce: none is hidden, and
-no barrier is needed to keep them apart. An annealed step carries the same `State` as the step that it replaces.
+no barrier is needed to keep them apart. A farskip's shared expert has an all-reduce of its own, because its input may
+wait for attention's. An annealed step carries the same `State` as the step that it replaces.
 """
 
 import dataclasses
@@ -40,6 +41,9 @@ class Annealed:
             entered = pvary(stream, axes)
         if step.fresh:
             entered = add(entered, self._share((own,), self.ladder_fraction))
+        if step.early:  # a farskip's shared expert
+            early = compute(entered, step.early, sublayers, axes=axes)
+            launched = (add(launched[0], (reduced(early, axes),)), *launched[1:])
         partial = compute(entered, step.sublayers, sublayers, axes=axes)
         if step.pending_after == 0:
             return State(add(state.residual, (*launched, reduced(partial, axes))))

@@ -20,6 +20,9 @@ MATMUL = "matmul"
 EXPERTS = "experts"
 """The checkpoint name of a router's choice, which every policy keeps: computed again, a near tie might turn out
 otherwise."""
+EXCHANGED = "exchanged"
+"""The checkpoint name of rows that came from other ranks: larger than a layer's input, so a policy that recomputes
+matmuls exchanges them again."""
 
 MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
 
@@ -112,7 +115,7 @@ def rematerialised(body: Callable, *, steps: tuple[Step, ...], remat: Remat, loo
         return body
     policy = policies.save_only_these_names(REDUCED, EXPERTS)
     if remat is Remat.SAVE_MATMULS:
-        named = policies.save_only_these_names(REDUCED, MATMUL, EXPERTS)
+        named = policies.save_only_these_names(REDUCED, MATMUL, EXPERTS, EXCHANGED)
         policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
     elif remat is Remat.OFFLOAD:
         body = _with_named_input(body)

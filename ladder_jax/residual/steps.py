@@ -43,6 +43,7 @@ class State:
     local: in "desync" between two all-reduces, this rank's own stream.
     entered: with sequence parallelism, the next step's input (see sequence.py).
     routing: of a model with experts in training, what its routers have chosen (nn/routing.py), which layers add to.
+    side: the side network's stream (nn/side.py), which layers hand on.
     """
 
     residual: jax.Array
@@ -51,6 +52,7 @@ class State:
     local: jax.Array | None = None
     entered: jax.Array | None = None
     routing: Any = None
+    side: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

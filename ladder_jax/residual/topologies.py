@@ -35,6 +35,7 @@ class Topology:
     period: in a desync, the number of sublayers from one all-reduce to the next.
     shared_norm: attention and MLP of a layer read one norm's output.
     farskip: a layer has three sublayers, (attention, routed experts, shared expert): see farskip.py.
+    dense: of farskip, how many of the first layers have two, (attention, MLP).
     """
 
     delays: tuple[int, ...]
@@ -44,6 +45,7 @@ class Topology:
     period: int = 1
     shared_norm: bool = False
     farskip: bool = False
+    dense: int = 0
 
     def __post_init__(self):
         if not isinstance(self.communication, Communication):
@@ -102,7 +104,7 @@ class Topology:
         if self.farskip:
             from ladder_jax.residual.farskip import of_ladder
 
-            return of_ladder(_delayed_layers(self))
+            return of_ladder(_delayed_layers(self), dense=self.dense)
         return _delayed_layers(self)
 
 
@@ -145,7 +147,12 @@ def of_model(config: ModelConfig) -> Topology:
     name = config.residual
     if name == "farskip" and not config.moe.shared_width:  # no shared expert to reduce early
         name = "ladder"
-    return topology(name, num_layers=config.num_layers, ladder_layers=config.ladder_layers)
+    found = topology(name, num_layers=config.num_layers, ladder_layers=config.ladder_layers)
+    if found.farskip and config.moe.dense_layers:
+        from ladder_jax.residual.farskip import with_dense
+
+        return with_dense(found, layers=config.moe.dense_layers)
+    return found
 
 
 def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:

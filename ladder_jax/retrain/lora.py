@@ -11,8 +11,6 @@ from ladder_jax.nn import ModelDef, Params, parameter
 from ladder_jax.nn.low_rank import LowRank
 from ladder_jax.nn.quantized import CONTRACTED
 
-SUBLAYER = dict.fromkeys(("query", "key", "value", "out"), "attention") | dict.fromkeys(("gate", "up", "down"), "mlp")
-
 
 class Group(nnx.Module):
     """Modules and parameters by name."""
@@ -29,8 +27,7 @@ def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> Group:
         definition.config, definition.layout.ranks, stacked=True, low_rank=config.rank, layers=layers
     )
 
-    def factors(target: str) -> Group:
-        dims = definition.dims["layers"][SUBLAYER[target]][target].removeprefix("L")
+    def factors(dims: str) -> Group:
         down, up = LowRank.dims(dims)
         fan_in = math.prod(shape[dim] for dim in CONTRACTED[dims])
         normal = parameter.Normal(1 / math.sqrt(fan_in))
@@ -39,16 +36,27 @@ def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> Group:
             up=parameter.declare(up, sizes=sizes, init=parameter.zeros),
         )
 
-    targets = lambda group: {name: factors(name) for name in config.names if SUBLAYER[name] == group}
-    return Group(**{group: Group(**targets(group)) for group in ("attention", "mlp") if targets(group)})
+    def groups(modules: Params) -> dict[str, Group]:
+        """Of a shared expert, but not of routed ones, whose matrices are one array."""
+        members = {}
+        for name, dims in modules.items():
+            if isinstance(dims, dict):
+                if inner := groups(dims) if name != "experts" else {}:
+                    members[name] = Group(**inner)
+            elif name in config.names:
+                members[name] = factors(dims.removeprefix("L"))
+        return members
+
+    return Group(**groups(definition.dims["layers"]))
 
 
 def attach(stack: Params, factors: Params, *, scale: float) -> Params:
     """`stack` [L, ...] (arrays, shapes or dimensions) with a LowRank in place of each matrix that has factors."""
     attached = dict(stack)
-    for group, targets in factors.items():
-        pairs = {name: LowRank(stack[group][name], f["down"], f["up"], scale) for name, f in targets.items()}
-        attached[group] = {**stack[group], **pairs}
+    for name, inner in factors.items():
+        is_group = any(isinstance(member, dict) for member in inner.values())
+        pair = lambda base, down, up: LowRank(base, down, up, scale)
+        attached[name] = attach(stack[name], inner, scale=scale) if is_group else pair(stack[name], **inner)
     return attached
 
 

@@ -1,6 +1,8 @@
-"""A retraining run's loss on one rank: cross-entropy, a teacher's divergence, and the distance of hidden streams."""
+"""A retraining run's loss on one rank: cross-entropy, a teacher's divergence, the distance of hidden streams, and of a
+model with experts the routers' losses."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,10 +61,14 @@ def loss_sum(
     frozen: Params,
     batch: Targets,
     *,
-    ladder_fraction: jax.Array | None,
+    routers: Any,
+    scheduled: dict[str, jax.Array],
     config: TrainConfig,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(the loss, its `terms`), each summed over this rank's positions and equal on its tensor ranks."""
+    """(the loss, its `terms`), each summed over this rank's positions and equal on its tensor ranks.
+
+    routers: whose losses are added (nn/router_losses.py), or None. scheduled: as `TrainingTask.scheduled` has it.
+    """
 
     positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
 
@@ -80,15 +86,20 @@ def loss_sum(
     definition, below = plan.definition, plan.frozen_layers
     params, dims = _with_factors(plan, trained, frozen)
     trainable = {parts.LAYERS: lora.trainable(dims[parts.LAYERS])} if plan.lora.rank else {}
-    student = _PartedModel(forward(definition), params, dims, below, trainable, ladder_fraction)
+    student = _PartedModel(forward(definition), params, dims, below, trainable, scheduled.get(nn.LADDER_FRACTION))
     boundaries = _boundaries(plan)
 
     student_streams, teacher_streams, shared = {}, {}, _shared_layers(plan)
     state = student.forward.embed(params, batch.tokens)
+    state = routers.begin(state) if routers else state
     for first, last in zip(boundaries, boundaries[1:]):
         state = student.layers(state, first, last)
         student_streams[last] = lambda state=state: student.forward.stream(state)
     x = student.forward.finish(params, state)
+    penalties, named = [], {}
+    if routers:
+        penalty, named = routers.penalty(state, batch, run=student.forward, scheduled=scheduled, config=config)
+        penalties = [penalty]
     if plan.teacher is None:
         total = nn.loss_sum(
             definition,
@@ -99,7 +110,7 @@ def loss_sum(
             z_loss=config.z_loss,
             chunk=config.loss_chunk,
         )
-        return total, {}
+        return sum(penalties, total), named
 
     shared_params = frozen.get("model", {}) if plan.shares_weights else {}
     teacher_params = lax.stop_gradient({**shared_params, **frozen.get("teacher", {})})
@@ -127,13 +138,14 @@ def loss_sum(
         temperature=plan.distill.temperature,
         chunk=config.loss_chunk,
     )
-    named = {"cross_entropy": sums.cross_entropy, "divergence": sums.divergence}
+    named |= {"cross_entropy": sums.cross_entropy, "divergence": sums.divergence}
+    total = sum(penalties, sums.total)
     if not plan.distill.hidden_weight:
-        return sums.total, named
+        return total, named
     compared = [layer for layer in compared_layers(plan) if layer in teacher_streams]
     distances = [_distance(student_streams[n](), teacher_streams[n], batch.weights) for n in compared]
     hidden = sum(distances) / len(distances)
-    return sums.total + plan.distill.hidden_weight * hidden, {**named, "hidden": lax.stop_gradient(hidden)}
+    return total + plan.distill.hidden_weight * hidden, {**named, "hidden": lax.stop_gradient(hidden)}
 
 
 def compared_layers(plan: RetrainPlan) -> list[int]:
@@ -143,12 +155,14 @@ def compared_layers(plan: RetrainPlan) -> list[int]:
 
 
 def _with_factors(plan: RetrainPlan, trained: Params, frozen: Params) -> tuple[Params, Params]:
-    """All the model's parts and their dimensions, LoRA's factors attached to the layers."""
+    """All the model's parts and their dimensions, LoRA's factors and a side network's blocks attached to the layers."""
     params = {**lax.stop_gradient(frozen.get("model", {})), **trained}
     dims = {**plan.frozen_dims.get("model", {}), **plan.trained_dims}
     if plan.lora.rank:
         for tree in (params, dims):
             tree[parts.LAYERS] = lora.attach(tree[parts.LAYERS], tree.pop(ADAPTERS), scale=plan.lora.scale)
+    if plan.side:
+        params, dims = (parts.with_side(tree, tree[parts.SIDE]) for tree in (params, dims))
     return params, dims
 
 
@@ -160,7 +174,8 @@ def _shared_layers(plan: RetrainPlan) -> int:
     standard = [
         all(isinstance(s, Delayed) and s.delay == 0 for s in mine) and len(mine) == len(its) for mine, its in pairs
     ]
-    return min(plan.frozen_layers, [*standard, False].index(False))
+    frozen = plan.definition.config.num_layers if plan.side else plan.frozen_layers
+    return min(frozen, [*standard, False].index(False))
 
 
 def _boundaries(plan: RetrainPlan) -> list[int]:

@@ -46,6 +46,11 @@ class RetrainPlan:
             return {ADAPTERS: parameter.abstract(self.adapters, layout=self.definition.layout)}
         return self._pick(self._parts(self.definition.abstract), trained=True)
 
+    @property
+    def frozen_abstract(self) -> Params:
+        """Shape, dtype and sharding of the model's frozen parts; without a teacher's."""
+        return _without_empty(model=self._pick(self._parts(self.definition.abstract), trained=False))
+
     @functools.cached_property
     def adapters(self) -> factors.Group:
         """LoRA's factors, declared."""
@@ -56,6 +61,25 @@ class RetrainPlan:
         definition = self.definition
         settings = dict(layout=definition.layout, key=parameter.root_key(seed), config=definition.config)
         return {ADAPTERS: parameter.initial_values(self.adapters, name=ADAPTERS, **settings)}
+
+    @property
+    def side(self) -> bool:
+        """Whether the model has a side network, which alone trains."""
+        return self.definition.config.side is not None
+
+    @property
+    def without_side(self) -> ModelDef:
+        """The model that the side network stands beside; the model itself where there is none."""
+        config = dataclasses.replace(self.definition.config, side=None)
+        return dataclasses.replace(self.definition, config=config) if self.side else self.definition
+
+    def initial_side(self, *, seed: int) -> Params:
+        """The part of the side network: its last projection is zero, so that the model's function is unchanged."""
+        modules, definition = self.definition.modules, self.definition
+        settings = dict(layout=definition.layout, key=parameter.root_key(seed), config=definition.config)
+        ends = parameter.initial_values(modules[parts.SIDE], name=parts.SIDE, **settings)
+        blocks = parameter.initial_values(modules[parts.LAYERS].side, name=f"{parts.SIDE}/{parts.LAYERS}", **settings)
+        return {parts.SIDE: {**ends, parts.LAYERS: blocks}}
 
     def split(self, params: Params, *, teacher: Params | None = None) -> tuple[Params, Params]:
         """(trained, frozen) of all the model's `params`; LoRA's factors are not among them.
@@ -72,7 +96,7 @@ class RetrainPlan:
 
         source = params if teacher is None else teacher
         of_teacher = jax.jit(copy_for_teacher)(source) if self._teacher_parts else {}
-        of_model = params if self.frozen_layers == 0 else jax.jit(self._parts)(params)
+        of_model = self._parts(params) if self.frozen_layers == 0 else jax.jit(self._parts)(params)
         frozen = _without_empty(model=self._pick(of_model, trained=False), teacher=of_teacher)
         return self._pick(of_model, trained=True), frozen
 
@@ -92,15 +116,16 @@ class RetrainPlan:
         if self.teacher is None:
             return ()
         if not self.shares_weights:
-            return tuple(self.dims)
-        return () if self.lora.rank else tuple(self._pick(self.dims, trained=True))
+            return tuple(parts.split_dims(self.teacher, below=self.frozen_layers))
+        return () if self.lora.rank or self.side else tuple(self._pick(self.dims, trained=True))
 
     def _parts(self, params: Params) -> Params:
         return parts.split(params, below=self.frozen_layers, layers=self.definition.config.num_layers)
 
     def _pick(self, named: Params, *, trained: bool) -> Params:
         frozen = ("embedding", parts.LOWER) if self.frozen_layers else ()
-        return {name: part for name, part in named.items() if (not self.lora.rank and name not in frozen) is trained}
+        trains = lambda name: name == parts.SIDE if self.side else not self.lora.rank and name not in frozen
+        return {name: part for name, part in named.items() if trains(name) is trained}
 
 
 def _without_empty(**trees: Params) -> Params:

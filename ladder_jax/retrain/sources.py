@@ -11,7 +11,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import OpenedModel, open_model
 
-FUNCTION = ("residual", "ladder_layers", "ranks", "dtype", "residual_dtype")
+FUNCTION = ("residual", "ladder_layers", "ranks", "side", "dtype", "residual_dtype")
 """The fields in which two models with the same parameters may differ."""
 
 
@@ -53,7 +53,7 @@ def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
     if sources.teacher is None:
         return None
     dtypes = dict(dtype=config.model.dtype, residual_dtype=config.model.residual_dtype)
-    model = dataclasses.replace(sources.teacher.config.model, **dtypes)
+    model = dataclasses.replace(sources.teacher.config.model, **dtypes, side=None)
     if config.distill.residual is None:
         return model
     return dataclasses.replace(model, residual=config.distill.residual, ladder_layers=None, ranks=None)
@@ -78,6 +78,9 @@ def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
             raise UserError(
                 f"{name}: the checkpoint has model.{field}={before[field]}, and this run model.{field}={after[field]}"
             )
+    if theirs.side is not None and (theirs.side != ours.side or name.startswith("distill")):
+        instead = "a teacher is a model without one" if name.startswith("distill") else f"this run has {ours.side}"
+        raise UserError(f"{name}: the checkpoint has a side network, {theirs.side}, and {instead}")
     shared = "parallel-shared-norm"
     if (theirs.residual == shared) != (ours.residual == shared):
         raise UserError(

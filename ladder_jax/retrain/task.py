@@ -14,7 +14,9 @@ from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
 from ladder_jax.data.batch import Targets
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.parallel import Agreement
+from ladder_jax.pretrained import OpenedModel
 from ladder_jax.retrain import conversion, lora, loss, parts, sources
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
 from ladder_jax.retrain.sources import Sources
@@ -33,11 +35,11 @@ class Retraining(RetrainPlan):
 
     @property
     def terms(self) -> dict[str, tuple[int, ...]]:
-        return self.routers.terms if self.routers else dict.fromkeys(loss.terms(self), ())
+        return {**dict.fromkeys(loss.terms(self), ()), **(self.routers.terms if self.routers else {})}
 
     @functools.cached_property
     def routers(self) -> Any:
-        """Of a model with experts, which is only trained further: nothing frozen, no teacher (see config/run.py)."""
+        """Of a model with experts: their losses count beside a teacher's as beside the data's."""
         if self.definition.config.moe is None:
             return None
         from ladder_jax.nn.router_losses import RouterLosses
@@ -60,7 +62,10 @@ class Retraining(RetrainPlan):
         return {"turned": jnp.mean(scheduled[nn.LADDER_FRACTION])} if scheduled else {}
 
     def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return self.routers.metrics(terms) if self.routers else terms
+        if self.routers is None:
+            return terms
+        of_routers = {name: terms[name] for name in self.routers.terms}
+        return {name: terms[name] for name in loss.terms(self)} | self.routers.metrics(of_routers)
 
     def loss_sum(
         self,
@@ -71,10 +76,8 @@ class Retraining(RetrainPlan):
         scheduled: dict[str, jax.Array],
         config: TrainConfig,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        if self.routers and scheduled:
-            return self.routers.loss_sum(trained, batch, scheduled=scheduled, config=config)
-        fraction = scheduled.get(nn.LADDER_FRACTION)
-        return loss.loss_sum(self, trained, frozen, batch, ladder_fraction=fraction, config=config)
+        routers = self.routers if self.routers and self.routers.measures(scheduled) else None
+        return loss.loss_sum(self, trained, frozen, batch, routers=routers, scheduled=scheduled, config=config)
 
     # The host's side: from checkpoints to parameters, and back.
 
@@ -88,10 +91,12 @@ class Retraining(RetrainPlan):
 
     def initial(self, *, seed: int) -> tuple[Params, Params]:
         start, definition = self.sources.start, self.definition
-        params = None if start is None else start.params(definition, dtype=np.float32)
+        params = None if start is None else self._stored(start)
         teacher = self._teacher_params()
         params = nn.initialize(definition, seed=seed) if params is None else params
         trained, frozen = self.split(params, teacher=teacher)
+        if self.side and not trained:
+            return self.initial_side(seed=seed), frozen
         return (self.initial_adapters(seed=seed) if self.lora.rank else trained), frozen
 
     def restored(self, checkpoint: Checkpoint, *, extra: Params) -> tuple[Params, Params]:
@@ -109,14 +114,19 @@ class Retraining(RetrainPlan):
     @functools.cached_property
     def exported(self):
         """A (trained, frozen) -> all the model's parameters, compiled: laid out over the mesh as the model is."""
-        if self.frozen_layers == 0 and not self.lora.rank:
+        if self.frozen_layers == 0 and not self.lora.rank and not self.side:
             return lambda trained, frozen: trained
         shardings = jax.tree.map(lambda a: a.sharding, self.definition.abstract)
         join = jax.jit(self._join, out_shardings=shardings)
         return lambda trained, frozen: join(trained, frozen["model"])
 
     def _teacher_params(self) -> Params | None:
-        return self.teacher and self.sources.teacher.params(self.definition, dtype=np.float32)
+        return self.teacher and self._stored(self.sources.teacher)
+
+    def _stored(self, model: OpenedModel) -> Params:
+        """A source's parameters, which may be those of a model without a side network."""
+        definition = self.without_side if model.config.model.side is None else self.definition
+        return model.params(definition, dtype=np.float32)
 
     def _join(self, trained: Params, frozen: Params) -> Params:
         joined = {**frozen, **trained}
@@ -144,9 +154,15 @@ def of_run(
 def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig | None, sources: Sources) -> Retraining:
     """The task that `config` describes. Raises UserError for a teacher that cannot teach this model."""
     of_teacher = None
+    parts_of_it = config.train.freeze or config.lora.rank or config.conversion.steps or teacher is not None
+    if parts_of_it and len(stacks(definition.config)) > 1:
+        raise UserError(
+            "train.freeze, lora, distill and conversion are for layers that are all alike: not with"
+            f" model.moe.dense_layers={definition.config.moe.dense_layers}"
+        )
     if teacher is not None:
         of_teacher = ModelDef(teacher, definition.layout)
-        if of_teacher.dims != definition.dims:
+        if of_teacher.dims != RetrainPlan(definition).without_side.dims:
             raise UserError(
                 f"a {teacher.residual} teacher has other parameters than a {definition.config.residual} model"
             )

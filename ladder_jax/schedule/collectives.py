@@ -7,7 +7,7 @@ done (see forms.py). On TPUs a reduce-scatter may be one fusion of an all-reduce
 import dataclasses
 
 from ladder_jax.schedule import groups, hlo
-from ladder_jax.schedule.cost import Costs, Flops
+from ladder_jax.schedule.cost import Costs, Flops, attention_kernel_flops
 from ladder_jax.schedule.forms import Form, forms, scheduled
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
@@ -29,6 +29,7 @@ class Collective:
     flops: matmul FLOPs in its window, by sublayer.
     cycles: the compiler's estimate of the window's time; None if it gives none.
     kernels: number of opaque (Pallas) kernels in its window.
+    scores: FLOPs of kernels of attention among them.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Collective:
     cycles: int | None
     kernels: int
     operand_op_names: tuple[str, ...] = ()
+    scores: int = 0
 
     @property
     def synchronous(self) -> bool:
@@ -84,7 +86,7 @@ def _measure(form: Form, computation: Computation, program: Program, costs: Cost
         op_name=collective.op_name
         or computation.instructions[form.issued].op_name
         or _reducer_op_name(collective, program),
-        operands=max(len(collective.operands), _concatenated_arrays(collective, holder, program)),
+        operands=_count_operands(collective, holder, program, ranks=group.ranks),
         bytes=hlo.size_in_bytes(payload),
         axes=group.axes,
         ranks=group.ranks,
@@ -97,7 +99,14 @@ def _measure(form: Form, computation: Computation, program: Program, costs: Cost
         cycles=sum(estimates) if estimates or (not window and costs.total_cycles()) else None,
         kernels=sum(i.opcode == "custom-call" and "tpu_custom_call" in i.attributes for i in window),
         operand_op_names=_operand_op_names(collective, holder) if len(collective.operands) > 1 else (),
+        scores=sum(attention_kernel_flops(i, within=computation) for i in window),
     )
+
+
+def _count_operands(collective: Instruction, holder: Computation, program: Program, *, ranks: int) -> int:
+    """An all-to-all of one array may be written with an operand for each rank."""
+    count = max(len(collective.operands), _concatenated_arrays(collective, holder, program))
+    return count // ranks if "all-to-all" in collective.opcode and ranks and count % ranks == 0 else count
 
 
 def _operand_op_names(collective: Instruction, holder: Computation) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ import math
 import re
 
 from ladder_jax.parallel.collectives import TOKEN_LOOP
+from ladder_jax.schedule import grouped
+from ladder_jax.schedule.grouped import Experts, Grouped
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 GARBAGE_CYCLES = 2**62  # libtpu writes 2^63 - 1 where it has no estimate
@@ -20,28 +22,36 @@ def sublayer_of(op_name: str) -> str:
 
 
 class Costs:
-    """Costs of `program`'s instructions, including the computations that they call."""
+    """Costs of `program`'s instructions, including the computations that they call.
 
-    def __init__(self, program: Program):
-        self._program = program
+    experts: the model's, of whose kernels the text does not show how much they compute (see grouped.py).
+    """
+
+    def __init__(self, program: Program, *, experts: Experts | None = None):
+        self._program, self._experts = program, experts
         self._flops = functools.cache(self._computation_flops)
         self._cycles = functools.cache(self._computation_cycles)
 
     def matmul_flops(self, instruction: Instruction, *, within: Computation) -> Flops:
         """2 x multiply-adds of the instruction's matrix products, by the sublayer named in their scope.
 
-        0 for a kernel (custom call): its text does not show what it computes.
+        0 for a kernel (custom call) other than a grouped matmul: its text does not show what it computes.
         """
         count = _COUNTERS.get(instruction.opcode)
         if instruction.opcode == "custom-call" and "__cublas" in instruction.attributes:
             count = _gemm
         if count:
             return Flops({sublayer_of(instruction.op_name): count(instruction, within)})
+        if one := self.grouped(instruction, within=within):
+            return Flops({sublayer_of(instruction.op_name): one.flops})
         total, trips = Flops(), self._trips(instruction, within)
         for name in instruction.calls:
             for sublayer, flops in self._flops(name).items():
                 total[sublayer] += trips * flops
         return total
+
+    def grouped(self, instruction: Instruction, *, within: Computation) -> Grouped | None:
+        return grouped.kernel(instruction, within=within, experts=self._experts)
 
     def flops_of_scope(self, scope: str, *, within: Computation) -> int:
         """Matmul FLOPs of one run of a computation, of the operations under a named scope; without its loops."""
@@ -55,15 +65,24 @@ class Costs:
         return total
 
     def cycles(self, instruction: Instruction, *, within: Computation) -> int | None:
-        """The compiler's estimate for one execution; None where it gives none."""
+        """The compiler's estimate for one execution; of a grouped matmul, where it gives none, ours; otherwise None."""
         estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
         if estimate:
             return int(estimate[1]) if int(estimate[1]) < GARBAGE_CYCLES else None
+        if one := self.grouped(instruction, within=within):
+            hardware = self._experts.hardware if self._experts and self._compiler_estimates else None
+            return round(one.seconds(hardware) * hardware.clock) if hardware and hardware.clock else None
         if instruction.opcode not in ("while", "call", "conditional"):
             return None
         called = [self._cycles(name) for name in instruction.calls]
         estimates = [cycles for cycles in called if cycles is not None]
         return self._trips(instruction, within) * sum(estimates) if estimates else None
+
+    @functools.cached_property
+    def _compiler_estimates(self) -> bool:
+        """Whether the compiler gives any estimate: without machine code (`record.Until.SCHEDULE`) it has none."""
+        everything = (i for computation in self._program.computations.values() for i in computation.instructions)
+        return any('"estimated_cycles"' in instruction.attributes for instruction in everything)
 
     def total_cycles(self) -> int | None:
         """Estimated cycles of one execution of the program, with every loop's iterations counted; of a program that
@@ -105,6 +124,17 @@ class Costs:
         cycles = [self.cycles(i, within=computation) for i in computation.instructions]
         estimates = [estimate for estimate in cycles if estimate is not None]
         return sum(estimates) if estimates else None
+
+
+def attention_kernel_flops(instruction: Instruction, *, within: Computation) -> int:
+    """Of scores and values, if the instruction is a kernel of causal attention on TPUs: queries [.., N, T, H] are the
+    last T of S positions."""
+    if instruction.opcode != "custom-call" or "splash_mha_fwd" not in instruction.op_name:
+        return 0
+    *heads, queries, size = instruction.arrays[0][1]
+    operands = [dims for name in instruction.operands for _, dims in within.by_name[name].arrays]
+    positions = max(dims[-2] for dims in operands if len(dims) > 2 and dims[-1] == size)
+    return 2 * math.prod(heads) * size * queries * (2 * positions - queries + 1)
 
 
 # The loop itself: names of loops in its body continue with /body.

@@ -38,8 +38,13 @@ class Instruction:
     @functools.cached_property
     def arrays(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """(element type, dimensions) of the result, or of each array of a tuple."""
-        arrays = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", self.shape)
-        return tuple((kind, tuple(int(n) for n in dims.split(",") if n)) for kind, dims in arrays)
+        return arrays(self.shape)
+
+    @functools.cached_property
+    def on_chip(self) -> tuple[bool, ...]:
+        """Of each of these arrays, whether it is in on-chip memory: a layout's space; none or S(0) is main memory."""
+        layouts = re.findall(r"\b[a-z]\w*\[[\d,]*\](\{[^}]*\})?", self.shape)
+        return tuple(bool(re.search(r"S\([1-9]\d*\)", layout)) for layout in layouts)
 
     def attribute(self, name: str) -> str | None:
         """The text after `name=`: a group in braces, or up to the next comma or space; None if there is none."""
@@ -85,6 +90,12 @@ def parse(text: str) -> Program:
     if not any(computation.entry for computation in computations.values()):
         raise ValueError("the HLO module has no ENTRY computation")
     return Program(computations, scheduled="is_scheduled=true" in text[:2000])
+
+
+def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(element type, dimensions) of each array in a shape's text, such as `(f32[8,128], s32[])`."""
+    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
+    return tuple((kind, tuple(int(n) for n in dims.split(",") if n)) for kind, dims in found)
 
 
 def size_in_bytes(arrays: tuple[tuple[str, tuple[int, ...]], ...]) -> int:

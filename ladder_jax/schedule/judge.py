@@ -13,11 +13,14 @@ from ladder_jax.parallel.mesh import FSDP
 from ladder_jax.schedule import collectives, purposes, rings
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import Costs, sublayer_of
+from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Program
 from ladder_jax.schedule.report import Other, Reduction, Report, Status, Transfer
 
 
-def read(program: Program, *, sublayer_flops: Mapping[str, float] | None = None) -> Report:
+def read(
+    program: Program, *, sublayer_flops: Mapping[str, float] | None = None, experts: Experts | None = None
+) -> Report:
     """The report of a scheduled program.
 
     `Report.reductions` are those that a residual topology launched; if there are none and `sublayer_flops` is None,
@@ -25,10 +28,11 @@ def read(program: Program, *, sublayer_flops: Mapping[str, float] | None = None)
 
     sublayer_flops: forward matmul FLOPs on one device of one "attention", "mlp" and "joint" (both) sublayer.
         Without it, a window is measured against the program's matmul FLOPs over its number of reductions.
+    experts: the model's (see `cost.Costs`).
     """
     if not program.scheduled:
         raise ValueError("the program has not been scheduled: pass compiled.as_text(), not lowered.as_text()")
-    costs = Costs(program)
+    costs = Costs(program, experts=experts)
     all_collectives = rings.joined(collectives.find(program, costs=costs), program=program, costs=costs)
     gathers = [c for c in all_collectives if sublayer_flops and _moves_layer_weights(c, GATHER, "all-gather")]
     scatters = [c for c in all_collectives if sublayer_flops and _moves_layer_weights(c, SCATTER, "reduce-scatter")]
@@ -47,6 +51,7 @@ def read(program: Program, *, sublayer_flops: Mapping[str, float] | None = None)
         reductions=reductions,
         others=tuple(_other(c, flops, default) for c in others),
         step_cycles=costs.total_cycles(),
+        flops=total,
         hidden_cycles=_hidden_cycles(reductions, program, costs) if costs.total_cycles() else None,
         gathers=tuple(_transfer(c, flops) for c in gathers),
         scatters=tuple(_transfer(c, flops) for c in scatters),
@@ -81,6 +86,8 @@ def _reduction(collective: Collective, flops: Mapping[str, float], default: floa
     name = collective.op_name
     backward = "transpose(" in name
     window = _window(collective, flops, default)
+    if collective.kind == "all-to-all":  # beside attention, on TPUs often up to its kernel's end and no further
+        window += collective.scores / flops.get("attention", default)
     layer, sublayer = owner(name)
     return Reduction(collective, layer, backward, window / 2 if backward and flops else window, sublayer)
 

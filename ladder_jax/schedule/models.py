@@ -22,10 +22,10 @@ def by_name(name: str) -> ModelConfig:
     return _of_model(name)
 
 
-def check_dense(config: ModelConfig, *, verb: str) -> None:
-    """Raises UserError for a model with experts, whose matrices the verb's formulas do not have."""
-    if config.moe is not None:
-        raise UserError(f"ladder-jax {verb} knows dense models only yet, not those with experts (model.moe)")
+def check_alone(config: ModelConfig, *, verb: str) -> None:
+    """Raises UserError for a model with a side network, whose matrices the verb's formulas do not have."""
+    if config.side is not None:
+        raise UserError(f"ladder-jax {verb} does not count a side network (model.side)")
 
 
 def _of_model(name: str) -> ModelConfig:

@@ -9,6 +9,7 @@ from ladder_jax.parallel.collectives import (
     GRADIENT_NORM,
     HEAD,
     LOSS,
+    QK_NORM,
     SCATTER,
     SHARED_GRADIENTS,
 )
@@ -22,6 +23,7 @@ PURPOSES = {  # by named scope; the first scope that the name contains counts
     EMBEDDING: "embedding",
     DIVERGENCE: "distillation",
     LOSS: "loss",
+    QK_NORM: "query and key norms over all heads",
     HEAD: "gradient of the head's input",
     GRADIENT_NORM: "gradient norm",
     SHARED_GRADIENTS: REPLICATED_GRADIENTS,

@@ -66,6 +66,11 @@ class Reduction(Transfer):
     sublayer: str
 
     @property
+    def exchanges(self) -> bool:
+        """Whether it is no reduction but an all-to-all, of experts' rows."""
+        return self.collective.kind == "all-to-all"
+
+    @property
     def status(self) -> Status:
         return Status.MERGED if self.collective.operands > 1 else super().status
 
@@ -90,11 +95,13 @@ class Other(Transfer):
 class Report:
     """The collectives of a program, by class.
 
-    reductions: of the sublayers, or all reductions of a user's program.
+    reductions: of the sublayers, or all reductions of a user's program; and all-to-alls, which are counted apart.
     others: all collectives of no other class.
     step_cycles: the compiler's estimate of the whole program's compute; None if it gives none (GPU, CPU).
     hidden_cycles: its estimate of the compute in windows of hidden reductions; None likewise.
     gathers, scatters: of the layers' weights and of their gradients, if they are sharded over the fsdp axis.
+    flops: of all matmuls that one execution computes on a device, without kernels of attention; of a program that
+        generates several tokens, per token.
     """
 
     reductions: tuple[Reduction, ...]
@@ -103,6 +110,7 @@ class Report:
     hidden_cycles: int | None
     gathers: tuple[Transfer, ...] = ()
     scatters: tuple[Transfer, ...] = ()
+    flops: int = 0
 
     def __repr__(self) -> str:
         return "\n".join(text.lines(self, width=80))
@@ -117,11 +125,19 @@ class Report:
 
     @property
     def all_reduces(self) -> int:
-        return sum(r.count for r in self.reductions)
+        return sum(r.count for r in self.reductions if not r.exchanges)
 
     @property
     def asynchronous(self) -> int:
-        return sum(r.count for r in self.reductions if not r.collective.synchronous)
+        return sum(r.count for r in self.reductions if not r.exchanges and not r.collective.synchronous)
+
+    @property
+    def all_to_alls(self) -> int:
+        return sum(r.count for r in self.reductions if r.exchanges)
+
+    @property
+    def all_to_alls_hidden(self) -> int:
+        return hidden([r for r in self.reductions if r.exchanges])
 
     @property
     def hidden(self) -> int:
@@ -151,7 +167,7 @@ class Report:
         return hidden(self.others)
 
     def _count(self, status: Status) -> int:
-        return sum(r.count for r in self.reductions if r.status is status)
+        return sum(r.count for r in self.reductions if not r.exchanges and r.status is status)
 
 
 def hidden(transfers: Sequence[Transfer]) -> int:

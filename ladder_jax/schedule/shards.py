@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ladder_jax.config import ModelConfig
+from ladder_jax.config import ModelConfig, MoEConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,7 +10,9 @@ class Shard:
     """One device's shard. A key/value head that several ranks share is replicated on them, and counts on each.
 
     queries: columns of the query projection. keys: columns of the key projection, and of the value projection.
-    features: hidden features of the MLP. vocabulary: rows of the embedding table, including padding.
+    features: hidden features of the MLP that the device holds. vocabulary: rows of the embedding table, including
+    padding. With experts: `features` are those of all its experts and of the shared one, `active` those that a token
+    passes, in the mean over the devices; router: matrix elements, on every device.
     """
 
     queries: int
@@ -18,6 +20,8 @@ class Shard:
     features: int
     vocabulary: int
     d_model: int
+    active: float
+    router: int = 0
 
     @property
     def attention(self) -> int:
@@ -26,19 +30,56 @@ class Shard:
 
     @property
     def mlp(self) -> int:
-        """Matrix elements of an MLP sublayer: gate, up and down."""
-        return 3 * self.d_model * self.features
+        """Matrix elements of an MLP sublayer: gate, up and down, and a router's."""
+        return 3 * self.d_model * self.features + self.router
+
+    @property
+    def active_mlp(self) -> float:
+        """Those of them that multiply a token."""
+        return 3 * self.d_model * self.active + self.router
 
 
 def shard(config: ModelConfig, *, ranks: int) -> Shard:
     """`ranks` must divide the model (see `config.check_fits_mesh`)."""
+    moe = config.moe
+    if moe is None:
+        mlp = dict(features=config.d_ff // ranks, active=config.d_ff // ranks)
+    else:
+        shared = moe.shared_width // ranks
+        mlp = dict(
+            features=-(-moe.experts // ranks) * moe.expert_width + shared,
+            active=moe.top_k * moe.expert_width / ranks + shared,
+            router=config.d_model * moe.experts,
+        )
     return Shard(
         queries=config.num_heads // ranks * config.head_dim,
         keys=max(1, config.num_kv_heads // ranks) * config.head_dim,
-        features=config.d_ff // ranks,
         vocabulary=-(-config.vocab_size // (128 * ranks)) * 128,
         d_model=config.d_model,
+        **mlp,
     )
+
+
+def chosen(moe: MoEConfig, *, tokens: float) -> float:
+    """The share of the experts that at least one of `tokens` tokens chooses, expected of evenly loaded experts:
+
+    1 - (1 - k / E)^tokens     since a token chooses k different ones of E
+    """
+    return 1 - (1 - moe.top_k / moe.experts) ** tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Elements of a model's matrices and tables. active: of those, all but the experts that a token does not choose."""
+
+    held: int
+    active: int
+
+
+def parameters(config: ModelConfig) -> Parameters:
+    one, tables = shard(config, ranks=1), config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
+    of = lambda mlp: config.num_layers * (one.attention + round(mlp)) + tables
+    return Parameters(held=of(one.mlp), active=of(one.active_mlp))
 
 
 def single_rank(config: ModelConfig, *, ranks: int) -> ModelConfig:

@@ -14,12 +14,20 @@ SHOWN = 20  # lines of the table in a repr; the command prints all
 
 
 def verdict(report: Report) -> str:
-    """How many reductions are hidden, and why the others are not."""
-    if not report.all_reduces:
+    """How many reductions are hidden, and why the others are not; and how many all-to-alls."""
+    if not report.all_to_alls:
+        return _verdict(report)
+    exchanged = f"{report.all_to_alls_hidden} of {report.all_to_alls} all-to-alls hidden"
+    return f"{_verdict(report)}; {exchanged}" if report.all_reduces else exchanged
+
+
+def _verdict(report: Report) -> str:
+    reductions = [r for r in report.reductions if not r.exchanges]
+    if not reductions:
         return "no all-reduces: no sublayer of this program communicates"
-    noun = "all-reduces" if {r.collective.kind for r in report.reductions} == {"all-reduce"} else "collectives"
+    noun = "all-reduces" if {r.collective.kind for r in reductions} == {"all-reduce"} else "collectives"
     line = f"{report.hidden} of {report.all_reduces} {noun} hidden"
-    exposed = [r for r in report.reductions if r.status.name != "HIDDEN"]
+    exposed = [r for r in reductions if r.status.name != "HIDDEN"]
     if not exposed:
         return line
     if report.merged:
@@ -45,6 +53,7 @@ def table(report: Report) -> Table:
         end = "input" if ENTER in reduction.collective.op_name else "output"
         last = f"last {end}" if reduction.layer == "last" else reduction.collective.kind
         name = f"{end} of {reduction.sublayer}" if reduction.sublayer else last
+        name += ", exchanged" if reduction.exchanges else ""
         name = f"gradient of the {name}" if reduction.backward else name
         groups.setdefault((name, reduction.collective.bytes, reduction.status), []).append(reduction)
     rows = []

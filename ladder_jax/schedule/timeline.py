@@ -3,7 +3,7 @@
 The device computes one operation after another, in issue order.
 
     operation   the compiler's cycles over the device's clock; if it gives none (GPUs, kernels), the longer of
-                FLOPs / published peak and bytes / published bandwidth
+                FLOPs / published peak and bytes / published bandwidth (of grouped matmuls: see grouped.py)
     collective  bytes / published link, times 2 (n-1)/n for an all-reduce over n devices, (n-1)/n for a
                 reduce-scatter, n-1 for an all-gather (of one shard each), 1 for a permute; it starts when it has been
                 issued and the link is free, and its `done` waits for its end
@@ -19,6 +19,7 @@ from ladder_jax.hardware import Hardware
 from ladder_jax.schedule import collectives, hlo
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.cost import Costs, iterations, token_loop
+from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
 FREE = (
@@ -48,6 +49,7 @@ def play(
     wire: Callable[[Collective], float] | None = None,
     launch: float = 0.0,
     contention: float = 0.0,
+    experts: Experts | None = None,
 ) -> list[Bar]:
     """All bars, sorted by their start.
 
@@ -55,17 +57,20 @@ def play(
     wire(collective): its seconds; by default its bytes over the published link.
     launch: seconds added to each operation.
     contention: relative slowdown of an operation while a collective is in flight (0.5: half as long again).
+    experts: the model's (see `cost.Costs`).
     """
-    player = _Player(program, hardware, wire or _published(hardware, ranks), launch, contention)
+    costs = Costs(program, experts=experts)
+    player = _Player(program, costs, hardware, wire or _published(hardware, ranks), launch, contention)
     player.run(program.entry, iteration=0)
     return sorted(player.bars, key=lambda bar: bar.start)
 
 
 class _Player:
-    def __init__(self, program: Program, hardware: Hardware, wire: Callable, launch: float, contention: float):
-        self.program, self.hardware, self.wire = program, hardware, wire
+    def __init__(
+        self, program: Program, costs: Costs, hardware: Hardware, wire: Callable, launch: float, contention: float
+    ):
+        self.program, self.costs, self.hardware, self.wire = program, costs, hardware, wire
         self.launch, self.contention = launch, contention
-        self.costs = Costs(program)
         loop = token_loop(program)
         self.tokens = 1 if loop is None else iterations(loop, within=program.entry, program=program)
         self.bars: list[Bar] = []
@@ -118,6 +123,8 @@ class _Player:
         cycles = self.costs.cycles(instruction, within=computation)
         if cycles is not None and self.hardware.clock:
             return cycles / self.hardware.clock
+        if one := self.costs.grouped(instruction, within=computation):
+            return one.seconds(self.hardware)
         flops = sum(self.costs.matmul_flops(instruction, within=computation).values())
         arrays = [a for name in instruction.operands for a in computation.by_name[name].arrays]
         moved = hlo.size_in_bytes((*arrays, *instruction.arrays))

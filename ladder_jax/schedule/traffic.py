@@ -5,10 +5,12 @@ of every instruction: a matrix that is prefetched into on-chip memory counts thr
 all, or as its author declared.
 """
 
+import dataclasses
 import math
-import re
 
+from ladder_jax.schedule import grouped
 from ladder_jax.schedule.cost import iterations, token_loop, trip_count
+from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Computation, Instruction, Program, size_in_bytes
 
 # Operations that move no bytes: views of arrays, and the ends of transfers (their starts are counted).
@@ -17,52 +19,60 @@ _FREE = set(
     " copy-done slice-done call-done async-done all-reduce-done all-gather-done collective-permute-done".split()
 )
 _VIEWS = ("bitcast", "convert", "reshape", "copy", "transpose")
-_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; none or S(0) is main memory
 
 
-def bytes_moved(program: Program) -> int:
+def bytes_moved(program: Program, *, experts: Experts | None = None) -> int:
     """Bytes read and written in one execution: every iteration of a loop, the largest branch of a conditional.
+
+    experts: the model's, of which a kernel reads the chosen ones (see grouped.py).
 
     Of a program that generates several tokens, the bytes per token: one iteration of the loop over tokens, and the
     traffic outside the loop divided by the number of tokens.
     """
     entry, loop = program.entry, token_loop(program)
-    total = _computation(entry, program)
+    count = _Count(program, experts)
+    total = count.computation(entry)
     if loop is None:
         return total
-    per_token = _instruction(loop, entry, program)
+    per_token = count.instruction(loop, entry)
     return per_token + (total - per_token) // iterations(loop, within=entry, program=program)
 
 
-def _computation(computation: Computation, program: Program) -> int:
-    return sum(_instruction(i, computation, program) for i in computation.instructions)
+@dataclasses.dataclass(frozen=True)
+class _Count:
+    program: Program
+    experts: Experts | None
 
+    def computation(self, computation: Computation) -> int:
+        return sum(self.instruction(i, computation) for i in computation.instructions)
 
-def _instruction(instruction: Instruction, within: Computation, program: Program) -> int:
-    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
-        return 0
-    called = [program.computations[name] for name in instruction.calls]
-    if instruction.opcode == "while":
-        trips = trip_count(instruction, within=within, program=program)
-        return trips * sum(_computation(one, program) for one in called)
-    if instruction.opcode == "conditional":
-        return max(_computation(one, program) for one in called)
-    if instruction.opcode in ("call", "async-start", "call-start", "async-update", "call-update"):
-        return sum(_computation(one, program) for one in called)
-    operands = [within.by_name[name] for name in instruction.operands]
-    if instruction.opcode == "fusion":
-        return _fusion(instruction, operands, called[0])
-    if instruction.opcode in _PARTIAL:
-        read, written = _PARTIAL[instruction.opcode](instruction, operands)
-        return read + written
-    if instruction.opcode in ("copy-start", "slice-start"):
-        ends = _arrays(instruction)[:2]  # source and destination, in either order; a slice reads only what it keeps
-        return min(size for _, size in ends) * sum(not on_chip for on_chip, _ in ends)
-    if instruction.opcode == "collective-permute-start":  # its result tuple begins with the operands and the results
-        return sum(0 if on_chip else size for on_chip, size in _arrays(instruction)[: 2 * len(operands)])
-    if instruction.opcode.endswith("-start"):  # a collective: its result tuple repeats the operands
-        return 2 * sum(map(_in_memory, operands))
-    return sum(map(_in_memory, operands)) + _in_memory(instruction)
+    def instruction(self, instruction: Instruction, within: Computation) -> int:
+        if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+            return 0
+        called = [self.program.computations[name] for name in instruction.calls]
+        if instruction.opcode == "while":
+            trips = trip_count(instruction, within=within, program=self.program)
+            return trips * sum(self.computation(one) for one in called)
+        if instruction.opcode == "conditional":
+            return max(self.computation(one) for one in called)
+        if instruction.opcode in ("call", "async-start", "call-start", "async-update", "call-update"):
+            return sum(self.computation(one) for one in called)
+        if one := grouped.kernel(instruction, within=within, experts=self.experts):
+            return round(one.bytes)
+        operands = [within.by_name[name] for name in instruction.operands]
+        if instruction.opcode == "fusion":
+            return _fusion(instruction, operands, called[0])
+        if instruction.opcode in _PARTIAL:
+            read, written = _PARTIAL[instruction.opcode](instruction, operands)
+            return read + written
+        if instruction.opcode in ("copy-start", "slice-start"):
+            ends = _arrays(instruction)[:2]  # source and destination, in either order; a slice reads only what it keeps
+            return min(size for _, size in ends) * sum(not on_chip for on_chip, _ in ends)
+        if instruction.opcode == "collective-permute-start":  # its result tuple begins with operands and results
+            return sum(0 if on_chip else size for on_chip, size in _arrays(instruction)[: 2 * len(operands)])
+        if instruction.opcode.endswith("-start"):  # a collective: its result tuple repeats the operands
+            return 2 * sum(map(_in_memory, operands))
+        return sum(map(_in_memory, operands)) + _in_memory(instruction)
 
 
 def _fusion(fusion: Instruction, operands: list[Instruction], body: Computation) -> int:
@@ -118,11 +128,8 @@ def _size(instruction: Instruction) -> int:
 
 def _arrays(instruction: Instruction) -> list[tuple[bool, int]]:
     """(whether it is in on-chip memory, bytes) of each array of the result."""
-    layouts = re.findall(r"\b[a-z]\w*\[[\d,]*\](\{[^}]*\})?", instruction.shape)
-    return [
-        (bool(_ON_CHIP.search(layout)), size_in_bytes((array,)))
-        for array, layout in zip(instruction.arrays, layouts, strict=True)
-    ]
+    pairs = zip(instruction.arrays, instruction.on_chip, strict=True)
+    return [(on_chip, size_in_bytes((array,))) for array, on_chip in pairs]
 
 
 def _in_memory(instruction: Instruction) -> int:

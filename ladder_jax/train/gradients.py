@@ -174,13 +174,16 @@ def task_gradients(
     def local(trained, frozen, batch, scheduled):
         # From here on every rank owns its copy of what is replicated: gradients stay local, in
         # float32, until the one reduction below; none is left for the layer loop to communicate.
-        trained, frozen = jax.tree.map(lambda p: pvary(p, layout.all_axes), (trained, frozen))
+        own = lambda dims, p: pvary(p, layout.own_axes(dims))
+        trained, frozen = jax.tree.map(own, (dims, task.frozen_dims), (trained, frozen))
         # Equal on all tensor ranks, like the residual: otherwise every sublayer's input adds one all-reduce backward.
         scheduled = jax.tree.map(lambda a: pvary(a, layout.batch), scheduled)
         predicted = _num_predicted(batch, layout)
         if task.definition.config.moe is not None:
-            terms = lambda part, scheduled: _loss_sum(task, trained, frozen, part, scheduled, config)[1]
-            scheduled = task.routers.scheduled(terms, batch, predicted=predicted, config=config)
+            counting, of_step = task.held_out, scheduled  # without a teacher
+            read = {name: frozen[name] for name in counting.frozen_dims}
+            terms = lambda part, given: _loss_sum(counting, trained, read, part, {**of_step, **given}, config)[1]
+            scheduled = {**of_step, **task.routers.scheduled(terms, batch, predicted=predicted, config=config)}
 
         def mean(trained, part):
             sums = _loss_sum(task, trained, frozen, part, scheduled, config)
@@ -286,7 +289,7 @@ def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
 
 
 def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """Sum over every axis on which the parameter is replicated: data, for some fsdp, and for some the tensor ranks."""
+    """Sum over the axes whose ranks each have a copy of the parameter, and a gradient of their own."""
     axes = _replicated(dims, layout)
     with jax.named_scope(SHARED_GRADIENTS if set(axes) & set(layout.tensor) else DATA_GRADIENTS):
         return all_reduce(gradient, axes)
@@ -294,4 +297,4 @@ def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Arra
 
 def _replicated(dims: str, layout: Layout) -> tuple[str, ...]:
     sharded = [axis for part in layout.spec(dims) if part for axis in ((part,) if isinstance(part, str) else part)]
-    return tuple(axis for axis in layout.all_axes if axis not in sharded and axis != EMULATED)
+    return tuple(axis for axis in layout.own_axes(dims) if axis not in sharded and axis != EMULATED)

@@ -65,12 +65,12 @@ def run(
     where, agreement = folder.path_of(config), Agreement("run", patience=patience)
     agreement.decided("whose folder this is", lambda: folder.check(config, where))
     parallel.use_compilation_cache()
-    mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    mesh = make_mesh(**config.mesh.axes)
     check_compiler_makes(config.train.collective_matmul, mesh=mesh)
     if profile and profile[-1] > config.train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
     data = _load_data(config, where=where, agreement=agreement)
-    definition = nn.define(config.model, mesh=mesh)
+    definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
     say = say if jax.process_index() == 0 else lambda line: None
 
     with contextlib.ExitStack() as stack:
@@ -144,6 +144,7 @@ def run(
             metrics=metrics,
             throughput=Throughput(account, tokens_a_step=train.batch * train.sequence, mfu=mfu, step=first),
             profiler=Profiler(profile, folder=small_files / "profile"),
+            stages=data.stages,
         )
         session.run()
         result = Result(

@@ -69,6 +69,8 @@ def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask 
         updates, moments = optimizer.update(grads, old.optimizer, old.params)
         rate = schedule(old.step)
         params = jax.tree.map(lambda p, u: p - rate * u, old.params, updates)
+        if task.routers:
+            params = task.routers.balanced(params, terms, config=config)
         metrics = {"loss": loss, **task.measured(terms), "gradient_norm": gradient_norm(grads), "learning_rate": rate}
         metrics |= task.metrics(scheduled)
         new = dataclasses.replace(old, params=params, optimizer=moments, step=old.step + 1)

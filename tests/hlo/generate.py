@@ -21,15 +21,17 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from ladder_jax import parallel, residual, schedule  # noqa: E402
-from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase  # noqa: E402
+from ladder_jax.config import CollectiveMatmul, Launch, Loop, MoEConfig, Phase  # noqa: E402
 from ladder_jax.nn import prefetch  # noqa: E402
 from ladder_jax.nn.modules import normalise  # noqa: E402
-from ladder_jax.parallel import Overlap, Split, Traits, fsdp  # noqa: E402
+from ladder_jax.parallel import Overlap, Split, Traits, exchange, fsdp  # noqa: E402
+from ladder_jax.residual import exchange as exchange_steps  # noqa: E402
 from ladder_jax.residual import sequence  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 TENSOR = ("tensor",)
 LAYERS, T, D, F = 3, 512, 2048, 16384
+MOE = MoEConfig(experts=16, top_k=2, capacity=1.0)
 TPU_SPLIT_F = 4 * F  # a TPU's sublayer at F is shorter than the two messages of a split stream
 
 
@@ -88,6 +90,31 @@ def split(x, weights, *, name, form=CollectiveMatmul.NONE, count=LAYERS):
     for layer in range(count):
         state = scoped(steps[layer], layer)(state, [(w_in[layer], w_out[layer]) for w_in, w_out in weights])
     return parallel.all_reduce(jnp.sum(sequence.flush(state, axes=TENSOR).astype(jnp.float32)), TENSOR)
+
+
+def exchanged(x, weights):
+    """Two layers of a Ladder whose experts' rows are exchanged. Tokens take two experts each in turn; all of a layer's
+    experts are one pair of matrices."""
+
+    def route(x):
+        tokens = x.reshape(-1, D)
+        choice = (jnp.arange(len(tokens))[:, None] + jnp.arange(MOE.top_k)[None]) % MOE.experts
+        slots = exchange.slots(choice, experts=MOE.experts, size=MOE.slots(len(tokens)))
+        return tokens, slots, jnp.full(choice.shape, 0.5)
+
+    def experts(w_in, w_out):
+        compute = lambda rows, tied: jax.nn.relu(tied(jnp.matmul(rows, w_in))) @ w_out
+        return exchange_steps.RoutedExperts(route, compute)
+
+    topology = residual.topology("ladder", num_layers=2)
+    normal = lambda x: normalise(x, eps=1e-5).astype(x.dtype)
+    state = residual.begin(sequence.scatter_sequence(parallel.pvary(x, TENSOR), TENSOR), topology=topology, axes=TENSOR)
+    for layer, steps in enumerate(exchange_steps.layers(topology, normalise=normal, moe=MOE)):
+        attention, routed = [(w_in[layer], w_out[layer]) for w_in, w_out in weights]
+        for step, name in zip(steps, ("attention", "mlp"), strict=True):
+            with jax.named_scope(f"layer_{layer}/{name}"):
+                state = step(state, [sublayer(*attention), experts(*routed), None], axes=TENSOR)
+    return parallel.all_reduce(jnp.sum(exchange_steps.flush(state, axes=TENSOR).astype(jnp.float32)), TENSOR)
 
 
 def scoped(steps, layer):
@@ -170,6 +197,8 @@ FIXTURES = {
     "h100-ring": (RING, "h100:8", T, Loop.UNROLLED, True),
     "tpu7x-ring": (RING, "tpu7x:2x2x1", T, Loop.UNROLLED, True),
     "v5p-compiler": (COMPILER, "v5p:2x2x2", T, Loop.UNROLLED, True),
+    "h100-exchange": (exchanged, "h100:8", T, Loop.UNROLLED, True),
+    "tpu7x-exchange": (exchanged, "tpu7x:2x2x1", T, Loop.UNROLLED, True),
     "h100-sharded": (sharded, "h100:8", T, Loop.UNROLLED, True),
     "tpu7x-sharded": (sharded, "tpu7x:2x2x1", T, Loop.UNROLLED, True),
     "v5p-sharded-sync": (sharded, "v5p:2x2x2", T, Loop.UNROLLED, False),
@@ -186,7 +215,7 @@ def compile_text(name):
     place = lambda shape, spec, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     share = "fsdp" if of_fsdp else None
     specs = (P(None, share, "tensor"), P(None, "tensor", share))
-    size = TPU_SPLIT_F if function in (SPLIT, RING, COMPILER) and not target.startswith("h100") else F
+    size = TPU_SPLIT_F if function in (SPLIT, RING, COMPILER, exchanged) and not target.startswith("h100") else F
     weights = ((place((LAYERS, D, size), specs[0], dtype), place((LAYERS, size, D), specs[1], dtype)),) * 2
     out = (specs, specs) if of_fsdp else P()
     local = jax.shard_map(function, mesh=mesh, in_specs=(rows, (specs, specs)), out_specs=out)
@@ -194,6 +223,7 @@ def compile_text(name):
     if optioned:
         waits = function in (STANDARD, SPLIT_STANDARD, RING, COMPILER)
         parts = {Split.WEIGHTS} if of_fsdp else {Split.SEQUENCE} if function in FORMS else set()
+        parts |= {Split.SEQUENCE, Split.ROWS} if function is exchanged else set()
         form = FORMS.get(function, CollectiveMatmul.NONE)
         traits = Traits(Overlap.WAITS if waits else Overlap.HIDES, Phase.PREFILL, loop, frozenset(parts), form)
         options = parallel.compile_options(mesh, traits=traits)

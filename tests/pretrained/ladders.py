@@ -5,7 +5,7 @@ import pathlib
 
 from ladder_jax import pretrained
 from ladder_jax.pretrained import source
-from tests.pretrained import models
+from tests.pretrained import expert_models, models
 
 # name of the test: (Hugging Face model, changes of its ModelConfig)
 TOPOLOGIES = {
@@ -17,16 +17,28 @@ TOPOLOGIES = {
     "parallel": ("llama-2", dict(residual="parallel")),
     "parallel-shared-norm": ("llama-2", dict(residual="parallel-shared-norm")),
     "hybrid-parallel-ladder": ("llama-attention-bias", dict(residual="parallel-ladder", ladder_layers="1,3")),
+    "experts-ladder": ("qwen3_moe", dict(residual="ladder")),
+    "experts-farskip": ("qwen2_moe", dict(residual="farskip")),
+    "experts-hybrid-farskip": ("qwen2_moe", dict(residual="farskip", ladder_layers="1,2")),
+    "experts-hybrid-delay-2": ("olmoe", dict(residual="ladder-2", ladder_layers="2")),
+    "experts-parallel": ("mixtral", dict(residual="parallel")),
+    "experts-dense-ladder": ("qwen3_moe with a dense layer", dict(residual="ladder")),
+    "experts-dense-farskip": ("qwen2_moe with a dense layer", dict(residual="farskip")),
+    "experts-dense-hybrid": ("qwen2_moe with a dense layer", dict(residual="farskip", ladder_layers="3")),
+    "experts-ungated": ("qwen2_moe", dict(residual="farskip", moe=dict(shared_gate=False))),
 }
 LAYERS = 4
+DENSE = [name for name, (family, _) in TOPOLOGIES.items() if family in models.CONFIGS]
 
 
 def make(folder: pathlib.Path, name: str, **more) -> source.Source:
     """Four layers: enough for delays to reach over several."""
     family, changes = TOPOLOGIES[name]
     types = {"layer_types": ["full_attention"] * LAYERS} if family == "qwen3" else {}
-    standard = pretrained.open(models.write(folder, family, num_hidden_layers=LAYERS, **types, **more))
-    model = dataclasses.replace(standard.model, **changes)
+    write = models.write if name in DENSE else expert_models.write
+    standard = pretrained.open(write(folder, family, num_hidden_layers=LAYERS, **types, **more))
+    moe = standard.model.moe and dataclasses.replace(standard.model.moe, **changes.get("moe", {}))
+    model = dataclasses.replace(standard.model, **{**changes, "moe": moe})
     wanted = source.expected_shapes(model)
     arrays = {key: stored for key, stored in standard.arrays.items() if key in wanted}
     return dataclasses.replace(standard, model=model, arrays=arrays)

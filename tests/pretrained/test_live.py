@@ -12,11 +12,11 @@ from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.generate import Generator
 from ladder_jax.pretrained.refit import refit
 from tests import tokenizers
-from tests.pretrained import ladders, models, record
+from tests.pretrained import expert_models, ladders, models, record
 from tests.pretrained.test_in import logits, recorded
 from tests.pretrained.test_out import bits
 
-DELAYED = [name for name, (_, changes) in ladders.TOPOLOGIES.items() if "ladder" in changes["residual"]]
+DELAYED = [name for name in ladders.DENSE if "ladder" in ladders.TOPOLOGIES[name][1]["residual"]]
 
 # Their own warnings, of deprecations between them, are not ours to fail for.
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
@@ -48,6 +48,28 @@ def test_exported_standard_models_are_plain_and_compute_exactly_the_same(name, t
     assert type(model).__module__.startswith("transformers.models.")
     assert model.generation_config.eos_token_id == [2, 5]
     assert np.array_equal(record.logits(tmp_path / "out"), record.logits(folder))
+
+
+@pytest.mark.parametrize("form", [lambda tensors: tensors, expert_models.fused], ids=["an expert", "fused"])
+@pytest.mark.parametrize("name", expert_models.FAMILIES)
+def test_experts_in_and_out(name, form, tmp_path):
+    """Logits and losses; what is written is a class of transformers, which computes the same."""
+    told = expert_models.config(name)
+    folder = expert_models.write(tmp_path / "model", name, tensors=form(expert_models.arrays(told)))
+    live, losses = record.experts(folder)
+    assert models.error(live[:, 2::3], recorded()[name]) <= 1e-5, "run tests/pretrained/record.py"
+    assert models.error(losses, recorded()[f"{name} losses"]) <= 1e-5
+    source = pretrained.open(folder)
+    for tensor in (1, 4):
+        assert models.error(logits(source, tensor=tensor), live) <= BOUND
+    pretrained.write_huggingface(source, tmp_path / "out")
+    model = opened(tmp_path / "out")
+    assert type(model).__module__.startswith("transformers.models.")
+    assert models.error(record.logits(tmp_path / "out"), live) <= 1e-6  # PyTorch's own sums depend on alignment
+    model.save_pretrained(tmp_path / "saved")  # by transformers' own choice of names
+    again = pretrained.open(tmp_path / "saved")
+    assert again.model == source.model
+    assert all(np.array_equal(again.arrays[key].read(), stored.read()) for key, stored in source.arrays.items())
 
 
 @pytest.fixture(scope="module", params=ladders.TOPOLOGIES)
@@ -102,7 +124,11 @@ def test_generate(exported):
     mask = (torch.arange(14)[None] >= torch.tensor([[4], [0]])).long()
     assert torch.equal(model.generate(rows, attention_mask=mask, **settings)[0, 14:], found)
     assert model.generate(prompt, num_beams=3, **settings).shape == (1, 22)
-    if name in ("ladder", "hybrid-delay-2"):  # the others' decoding is as their prefill, which was compared
+    if name in (
+        "ladder",
+        "hybrid-delay-2",
+        "experts-farskip",
+    ):  # the others' decoding is as their prefill, which was compared
         mesh = parallel.make_mesh()
         generator = Generator(nn.define(made.model, mesh=mesh), pretrained.load(made, mesh=mesh))
         ours = generator.tokens([prompt[0].tolist()], config=DecodeConfig(max_new_tokens=12))

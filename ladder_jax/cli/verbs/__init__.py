@@ -12,6 +12,7 @@ from ladder_jax.cli.verbs import (
     plan,
     predict,
     serve,
+    split,
     tokenize,
     train,
 )
@@ -22,6 +23,7 @@ VERBS = {
     "checkpoints": checkpoints,
     "convert": convert,
     "tokenize": tokenize,
+    "split": split,
     "generate": generate,
     "evaluate": evaluate,
     "serve": serve,

@@ -29,6 +29,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--collective-matmul", metavar="FORM", help="with --sequence-parallel: none (the default), compiler or ring"
     )
+    parser.add_argument("--experts", metavar="FORM", help="with --sequence-parallel: reduce (the default) or exchange")
+    parser.add_argument(
+        "--capacity", type=float, metavar="C", help="of --experts exchange: an expert's rows, at most, over the mean"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", metavar="FILE", help="draw two layers' timeline, Standard above NAME (PNG, SVG, PDF)")
     parser.add_argument("--trace", metavar="FILE", help="write the timelines for https://ui.perfetto.dev")

@@ -27,7 +27,7 @@ def shapes(source: Source) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of each stored array, with layers stacked. If dtypes differ between layers, the widest."""
     stacked: dict[str, jax.ShapeDtypeStruct] = {}
     for key, array in source.arrays.items():
-        shape = array.shape if key.layer is None else (source.model.num_layers, *array.shape)
+        shape = array.shape if key.layer is None else (len(key.layers(source.model)), *array.shape)
         earlier = stacked.get(key.name)
         dtype = array.dtype if earlier is None else jnp.promote_types(earlier.dtype, array.dtype)
         stacked[key.name] = jax.ShapeDtypeStruct(shape, dtype)

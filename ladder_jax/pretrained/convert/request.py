@@ -6,6 +6,7 @@ import pathlib
 
 from ladder_jax.config import Dtype, ModelConfig
 from ladder_jax.errors import UserError, member
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained.formats import with_ladder_layers
 from ladder_jax.pretrained.refit import Projections, Refit
 from ladder_jax.pretrained.sensitivity import Search, Text, parse_text
@@ -55,8 +56,8 @@ class Request:
 def parse(args: dict, model: ModelConfig) -> Request:
     """The request of a command line. model: the source's. Raises UserError for options that exclude each other."""
     layers, choose = args["ladder_layers"], None
-    if args["calibration"] and model.moe is not None:
-        raise UserError("--calibration measures and refits dense models only yet, not those with experts (model.moe)")
+    if args["calibration"] and len(stacks(model)) > 1:
+        raise UserError("--calibration measures and refits layers that are all alike: not with model.moe.dense_layers")
     if layers is not None and layers.startswith(AUTO):
         choose = _count(layers, model)
     elif args["search"]:

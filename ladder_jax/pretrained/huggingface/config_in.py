@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ladder_jax.config import Biases, Dtype, ModelConfig, MoEConfig, RopeScaling, RouterSoftmax
+from ladder_jax.config import Biases, Dtype, ModelConfig, MoEConfig, QKNorm, RopeScaling, RouterSoftmax
 from ladder_jax.errors import UserError, member, unknown
 from ladder_jax.pretrained.huggingface import families
 from ladder_jax.pretrained.huggingface.families import FAMILIES, LADDER, Family
@@ -44,8 +44,6 @@ def model(config: Mapping[str, Any], *, where: str) -> ModelConfig:
     For float16 the compute dtype is bfloat16; stored values are unchanged.
     """
     family_name = _Fields(config, where)("model_type", str)
-    if family_name in families.REFUSED:
-        raise UserError(f"{where}: model_type={family_name!r} is not supported: {families.REFUSED[family_name]}")
     if family_name not in FAMILIES:
         raise unknown("model_type", family_name, FAMILIES)
     family = FAMILIES[family_name]
@@ -55,7 +53,10 @@ def model(config: Mapping[str, Any], *, where: str) -> ModelConfig:
     theta, scaling = _rope(config, where)
     dtype = _dtype(config, where)
     heads = get("num_attention_heads", int)
-    mlp = dict(moe=_experts(get)) if family.experts else dict(d_ff=get("intermediate_size", int))
+    experts = family.experts or config.get("num_experts")
+    mlp = dict(d_ff=get("intermediate_size", int)) if not experts else dict(moe=_experts(get))
+    if experts and mlp["moe"].dense_layers:
+        mlp["d_ff"] = get("intermediate_size", int)
     return ModelConfig(
         num_layers=get("num_hidden_layers", int),
         d_model=get("hidden_size", int),
@@ -88,6 +89,7 @@ def _experts(get: _Fields) -> MoEConfig:
     count = get("num_local_experts", int, None) or get("num_experts", int)
     width = get("moe_intermediate_size", int, None) or get("intermediate_size", int)
     shared = get("shared_expert_intermediate_size", int, 0)
+    gate = get("shared_expert_gate", bool, shared > 0)  # of Ladder; Qwen2-MoE has always one
     softmax = RouterSoftmax.CHOSEN if get("norm_topk_prob", bool, False) else RouterSoftmax.ALL
     return MoEConfig(
         experts=count,
@@ -95,8 +97,26 @@ def _experts(get: _Fields) -> MoEConfig:
         expert_width=width,
         softmax=softmax,
         shared_width=shared,
-        shared_gate=shared > 0,
+        shared_gate=gate,
+        dense_layers=_dense_layers(get),
     )
+
+
+def _dense_layers(get: _Fields) -> int:
+    """How many of the first layers have no experts, of Qwen's two fields."""
+    listed, every, count = (
+        get("mlp_only_layers", list, []),
+        get("decoder_sparse_step", int, 1),
+        get("num_hidden_layers", int),
+    )
+    dense = [n for n in range(count) if n in listed or every < 1 or (n + 1) % every]
+    if dense != list(range(len(dense))) or len(dense) == count:
+        field = "mlp_only_layers" if listed else "decoder_sparse_step"
+        raise UserError(
+            f"{get.where}: {field}={get.config[field]!r} cannot be represented: the layers without experts must be the"
+            f" first ones, and not all {count}"
+        )
+    return len(dense)
 
 
 def _ladder(get: _Fields) -> dict[str, Any]:
@@ -104,7 +124,7 @@ def _ladder(get: _Fields) -> dict[str, Any]:
     return dict(
         residual=get("residual", str),
         ladder_layers=None if layers is None else ",".join(map(str, layers)) + ",",
-        qk_norm=get("qk_norm", bool),
+        qk_norm=QKNorm.ALL if get.config.get("qk_norm") == QKNorm.ALL.value else get("qk_norm", bool),
         biases=member(Biases, "biases", get("biases", str)),
     )
 

@@ -1,4 +1,4 @@
-"""The tensors of a layer's experts in Qwen2-MoE, Qwen3-MoE and Mixtral: one for each expert, or one for all of them."""
+"""The tensors of a layer's experts in Qwen2-MoE, Qwen3-MoE, OLMoE and Mixtral: one for each, or one for all of them."""
 
 import functools
 import pathlib
@@ -9,6 +9,7 @@ import numpy as np
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError
+from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.pretrained.huggingface.tensors import Pending, Tensor
 from ladder_jax.pretrained.source import Key, Stored
 
@@ -23,17 +24,19 @@ def take(remaining: dict[str, Tensor], model: ModelConfig, *, folder: pathlib.Pa
     Raises UserError where one is missing or has another shape.
     """
     return {
-        Key(f"layers/mlp/{name}", layer): stored
-        for layer in range(model.num_layers)
+        Key(f"layers/mlp/{name}", place): stored
+        for place, layer in enumerate(stacks(model)[LAYERS])
         for name, stored in _Layer(remaining, model, layer, folder).arrays().items()
     }
 
 
-def give(key: Key, stored: Stored, *, model: ModelConfig, dtype: np.dtype | None) -> dict[str, Pending]:
+def give(
+    key: Key, stored: Stored, *, model: ModelConfig, model_type: str, dtype: np.dtype | None
+) -> dict[str, Pending]:
     """The tensors to write of an array of routers or experts: one for each expert."""
     *_, group, name = key.name.split("/")
-    mixtral = not model.qk_norm and not model.moe.shared_width
-    block = f"model.layers.{key.layer}.{BLOCKS[mixtral]}."
+    mixtral = model_type == "mixtral"
+    block = f"model.layers.{key.layers(model)[key.layer]}.{BLOCKS[mixtral]}."
     dtype = dtype or np.dtype(stored.dtype)
     if group == "experts":
         theirs, (count, *shape) = MATRICES[name][mixtral], stored.shape

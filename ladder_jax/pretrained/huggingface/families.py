@@ -5,6 +5,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from ladder_jax.config import QKNorm
 from ladder_jax.errors import UserError
 
 
@@ -12,13 +13,13 @@ from ladder_jax.errors import UserError
 class Family:
     """architecture: transformers' class. defaults: transformers' values of fields that are missing in the file.
 
-    qk_norm: whether queries and keys are normalised. qkv_bias: whether the QKV projections have a bias, unless the
-    file's qkv_bias says otherwise. experts: whether the MLPs are mixtures of experts.
+    qk_norm: over which elements queries and keys are normalised. qkv_bias: whether the QKV projections have a bias,
+    unless the file's qkv_bias says otherwise. experts: whether the MLPs are mixtures of experts.
     """
 
     architecture: str
     defaults: Mapping[str, Any] = types.MappingProxyType({})
-    qk_norm: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
     qkv_bias: bool = False
     experts: bool = False
 
@@ -41,6 +42,12 @@ _QWEN3_MOE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
+_OLMOE = {
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-5,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+}
 _MIXTRAL = {
     "num_key_value_heads": 8,
     "rope_theta": 1_000_000.0,
@@ -55,18 +62,14 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
     "qwen2": Family("Qwen2ForCausalLM", {"num_key_value_heads": 32, "use_sliding_window": False}, qkv_bias=True),
     "qwen3": Family(
-        "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False}, qk_norm=True
+        "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False}, QKNorm.HEAD
     ),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", _QWEN2_MOE, qkv_bias=True, experts=True),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", _QWEN3_MOE, qk_norm=True, experts=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", _QWEN3_MOE, QKNorm.HEAD, experts=True),
+    "olmoe": Family("OlmoeForCausalLM", _OLMOE, QKNorm.ALL, experts=True),
     "mixtral": Family("MixtralForCausalLM", _MIXTRAL, experts=True),
     LADDER: Family("LadderForCausalLM"),
 }
-REFUSED = {
-    "olmoe": "its query and key norms run over all heads, which are split over the ranks",
-}
-"""Families that we do not represent, and why."""
-
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 _COMPRESSED = ("quantization_config", "compression_config")
 
@@ -81,13 +84,9 @@ def check_expressible(config: Mapping[str, Any], *, where: str) -> None:
         raise UserError(f"{where}: {field}={config[field]!r} cannot be represented: {reason}")
 
     family = FAMILIES[config["model_type"]]
-    for field in () if family.experts else _EXPERTS:
+    for field in () if family.experts or config["model_type"] == LADDER else _EXPERTS:
         if config.get(field):
             refuse(field, f"a {config['model_type']} has no experts")
-    if config.get("mlp_only_layers"):
-        refuse("mlp_only_layers", "every layer has experts (allowed: [])")
-    if config.get("decoder_sparse_step") not in (None, 1):
-        refuse("decoder_sparse_step", "every layer has experts (allowed: 1)")
     for field in _COMPRESSED:
         if config.get(field):
             refuse(field, "quantized weights have to be dequantized first")
@@ -101,5 +100,7 @@ def check_expressible(config: Mapping[str, Any], *, where: str) -> None:
         refuse("layer_types", "attention sees all positions in every layer (allowed: 'full_attention')")
     if config.get("auto_map") and config.get("model_type") != LADDER:
         refuse("auto_map", "the model has its own program, which may compute anything")
+    if config.get("clip_qkv") is not None:
+        refuse("clip_qkv", "queries, keys and values are not clipped (allowed: null)")
     if config.get("is_encoder_decoder"):
         refuse("is_encoder_decoder", "only decoders are supported")

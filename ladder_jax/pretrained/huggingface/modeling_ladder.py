@@ -1,4 +1,4 @@
-"""A Llama-family decoder with the residual topology of its configuration (Ladder Residual, arXiv 2501.06589).
+"""A Llama-family decoder, dense or with experts, with the residual topology of its configuration (arXiv 2501.06589).
 
 ladder_jax copies this file into exported models. It needs only torch and transformers 5, and is run by
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. Sublayers h_1, h_2, ... alternate
@@ -6,8 +6,9 @@ attention and MLP; with x_0 the embedding and d_i the delay of sublayer i,
 
     x_i = x_{i-1} + h_i(x_{max(0, i-1-d_i)})
 
-Delay 0 is the standard Transformer, 1 is ladder, k is ladder-k. On one device this is not faster. It is for
-evaluation, fine-tuning and generation in PyTorch, with the same results as ladder_jax.
+Delay 0 is the standard Transformer, 1 is ladder, k is ladder-k. With experts h_i may also be split (farskip, arXiv
+2511.11505). On one device this is not faster. It is for evaluation, fine-tuning and generation in PyTorch, with the
+same results as ladder_jax.
 """
 
 import math
@@ -18,74 +19,62 @@ from torch.nn import functional
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+DEFAULTS = dict(
+    vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=16, hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, initializer_range=0.02, use_cache=True,
+    residual="ladder", ladder_layers=None, biases="none", qk_norm=False,
+    num_experts=0, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True,
+    shared_expert_intermediate_size=0, shared_expert_gate=False, mlp_only_layers=(),
+)  # fmt: skip
+
 
 class LadderConfig(PreTrainedConfig):
-    """Llama's fields, and four more.
+    """The fields in DEFAULTS: Llama's, with experts Qwen2-MoE's, and four more.
 
-    residual: standard, ladder, ladder-K (delay K), parallel, parallel-shared-norm or parallel-ladder.
+    residual: standard, ladder, ladder-K (delay K), parallel, parallel-shared-norm, parallel-ladder or farskip.
     ladder_layers: the layers of that kind, counted from 0; the others are standard. None for all.
-    biases: none, qkv, attention or all. qk_norm: whether queries and keys are normalised.
+    biases: none, qkv, attention or all. qk_norm: whether queries and keys are normalised, each head (true) or
+    "all-heads" together.
     """
 
     model_type = "ladder_jax"
     keys_to_ignore_at_inference = ["past_key_values"]
 
-    def __init__(
-        self,
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        hidden_act="silu",
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-5,
-        rope_parameters=None,
-        tie_word_embeddings=False,
-        initializer_range=0.02,
-        use_cache=True,
-        residual="ladder",
-        ladder_layers=None,
-        biases="none",
-        qk_norm=False,
-        **kwargs,
-    ):
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.hidden_act = hidden_act
-        self.max_position_embeddings = max_position_embeddings
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0}
-        self.initializer_range = initializer_range
-        self.use_cache = use_cache
-        self.residual = residual
-        self.ladder_layers = ladder_layers
-        self.biases = biases
-        self.qk_norm = qk_norm
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+    def __init__(self, tie_word_embeddings=False, **fields):
+        for name, default in DEFAULTS.items():
+            value = fields.pop(name, None)
+            setattr(self, name, default if value is None else value)
+        self.rope_parameters = dict(self.rope_parameters)  # which transformers adds to
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **fields)
 
 
 def delays(config):
     """For each layer: the delays of attention and MLP, and whether their outputs are added together."""
     name, _, number = config.residual.partition("-")
-    if name == "ladder" and (number.isdigit() or not number):
+    if name == "farskip" and not number:
+        kind = (1, 1, False)
+    elif name == "ladder" and (number.isdigit() or not number):
         kind = (int(number or 1), int(number or 1), False)
     else:
         kinds = {"standard": (0, 0, False), "parallel-ladder": (2, 3, True)}
         kinds |= dict.fromkeys(("parallel", "parallel-shared-norm"), (0, 1, True))
         if config.residual not in kinds:
-            raise ValueError(f"unknown residual {config.residual!r} (allowed: ladder, ladder-K, {', '.join(kinds)})")
+            allowed = f"ladder, ladder-K, farskip, {', '.join(kinds)}"
+            raise ValueError(f"unknown residual {config.residual!r} (allowed: {allowed})")
         kind = kinds[config.residual]
-    layers = range(config.num_hidden_layers)
+    layers, dense = range(config.num_hidden_layers), len(config.mlp_only_layers)  # the first ones have no experts
     chosen = layers if config.ladder_layers is None else config.ladder_layers
-    return [kind if layer in chosen else (0, 0, False) for layer in layers]
+    kinds = [kind if layer in chosen else (0, 0, False) for layer in layers]
+    if is_farskip(config) and dense:  # no routed output is pending after them
+        kinds[:dense] = [(0, 1, True) if mlp else (0, 0, False) for _, mlp, _ in kinds[:dense]]
+        kinds[dense] = (0, *kinds[dense][1:])
+    return kinds
+
+
+def is_farskip(config):
+    """Without a shared expert, farskip is ladder."""
+    return config.residual == "farskip" and config.shared_expert_intermediate_size > 0
 
 
 def frequencies(config):
@@ -118,13 +107,16 @@ class LadderAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, outer, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, outer, bias=bias)
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=config.biases in ("attention", "all"))
-        norm = lambda: nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.q_norm, self.k_norm = norm(), norm()
+        self.norms_all_heads = config.qk_norm == "all-heads"
+        sizes = (inner, outer) if self.norms_all_heads else (config.head_dim, config.head_dim)
+        norm = lambda size: nn.RMSNorm(size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = map(norm, sizes)
 
     def forward(self, x, cos, sin, mask, cache):
         heads = lambda projected: projected.unflatten(-1, (-1, self.head_dim))
-        query = rotate(self.q_norm(heads(self.q_proj(x))).transpose(1, 2), cos, sin)
-        key = rotate(self.k_norm(heads(self.k_proj(x))).transpose(1, 2), cos, sin)
+        normed = lambda norm, out: heads(norm(out)) if self.norms_all_heads else norm(heads(out))
+        query = rotate(normed(self.q_norm, self.q_proj(x)).transpose(1, 2), cos, sin)
+        key = rotate(normed(self.k_norm, self.k_proj(x)).transpose(1, 2), cos, sin)
         value = heads(self.v_proj(x)).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
@@ -133,22 +125,58 @@ class LadderAttention(nn.Module):
 
 
 class LadderMLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, width):
         super().__init__()
         bias = config.biases == "all"
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
 
     def forward(self, x):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LadderExperts(nn.Module):
+    """A router in float32 chooses some of the experts for each token; a shared expert is every token's."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k, self.renormalised = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        experts = (LadderMLP(config, config.moe_intermediate_size) for _ in range(config.num_experts))
+        self.experts, shared = nn.ModuleList(experts), config.shared_expert_intermediate_size
+        self.shared_expert = LadderMLP(config, shared) if shared else None
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
+
+    def forward(self, x):
+        return self.routed(x) + self.shared(x)
+
+    def routed(self, x):
+        logits = functional.linear(x.float(), self.gate.weight.float())
+        chosen, experts = (found[..., : self.top_k] for found in logits.sort(dim=-1, descending=True, stable=True))
+        weights = (chosen - (chosen if self.renormalised else logits).logsumexp(-1, keepdim=True)).exp()
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for index, expert in enumerate(self.experts):
+            *token, choice = (experts == index).nonzero(as_tuple=True)
+            of_tokens = expert(x[tuple(token)]).float() * weights[(*token, choice)][:, None]
+            out = out.index_put(tuple(token), of_tokens, accumulate=True)
+        return out.to(x.dtype)
+
+    def shared(self, x):
+        if self.shared_expert is None:
+            return 0
+        out = self.shared_expert(x)
+        return out if self.shared_expert_gate is None else out * self.shared_expert_gate(x).sigmoid()
 
 
 class LadderLayer(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attention_delay, self.mlp_delay, self.joint = delays(config)[layer]
-        self.self_attn, self.mlp = LadderAttention(config, layer), LadderMLP(config)
+        has_experts = config.num_experts > 0 and layer not in config.mlp_only_layers
+        self.self_attn = LadderAttention(config, layer)
+        self.mlp = LadderExperts(config) if has_experts else LadderMLP(config, config.intermediate_size)
+        self.farskip = is_farskip(config) and has_experts and self.mlp_delay > 0
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.shared_norm = config.residual == "parallel-shared-norm"
         if not self.shared_norm:
@@ -163,6 +191,10 @@ class LadderLayer(nn.Module):
             # The MLP's delay counts from the MLP, one sublayer after attention, so one is subtracted here.
             both = streams[-1] + (attended + self.mlp(mlp_norm(read(self.mlp_delay - 1))))
             return [both, both]
+        if self.farskip:  # the shared expert's output is added with attention's, before the routed ones'
+            normed = mlp_norm(streams[-1])
+            early = streams[-1] + (attended + self.mlp.shared(normed))
+            return [early, early + self.mlp.routed(normed)]
         streams = [*streams, streams[-1] + attended]
         return [streams[-1], streams[-1] + self.mlp(mlp_norm(streams[max(0, len(streams) - 1 - self.mlp_delay)]))]
 

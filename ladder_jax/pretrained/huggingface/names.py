@@ -1,5 +1,7 @@
 """The names of our arrays and of the tensors in Hugging Face's Llama, Mistral, Qwen2 and Qwen3, in one table."""
 
+from ladder_jax.config import ModelConfig
+from ladder_jax.nn.parameter import LAYERS
 from ladder_jax.pretrained.source import Key
 
 _BLOCK = {
@@ -32,9 +34,12 @@ TABLE = {
 """Both use rotary embedding in rotate-half form, so queries and keys need no permutation."""
 
 
-def theirs(key: Key) -> str:
+def theirs(key: Key, *, model: ModelConfig) -> str:
     """Hugging Face's name: "model.layers.3.mlp.up_proj.weight" for `Key("layers/mlp/up", 3)`."""
-    return TABLE[key.name].format(layer=key.layer)
+    if key.layer is None:
+        return TABLE[key.name]
+    name = key.name.partition("/")[2]
+    return TABLE[f"{LAYERS}/{name}"].format(layer=key.layers(model)[key.layer])
 
 
 def is_derived(name: str) -> bool:

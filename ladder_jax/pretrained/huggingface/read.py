@@ -66,7 +66,7 @@ def _arrays(folder: pathlib.Path, model: ModelConfig) -> Mapping[Key, Stored]:
     for key, ours in source.expected_shapes(model).items():
         if key in arrays:
             continue
-        name, letters = names.theirs(key), dims[key.name]
+        name, letters = names.theirs(key, model=model), dims[key.name]
         if name not in remaining:
             raise UserError(f"{str(folder)!r} holds no {name}")
         tensor, shape = remaining.pop(name), linear.shape(letters, ours)

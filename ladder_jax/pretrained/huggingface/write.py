@@ -59,14 +59,15 @@ def _write(destination: pathlib.Path, pending, files: Mapping[str, bytes], limit
 def _pending(exported: Source, dtype: np.dtype | None) -> tuple[dict[str, Pending], dict[str, Key]]:
     """The tensors by name; and the key of each array by the name of its (last) tensor."""
     dims, pending, keys = source.dims(exported.model), {}, {}
+    model_type = config_out.model_type(exported.model)
     for key in source.expected_shapes(exported.model):
         stored, letters = exported.arrays[key], dims[key.name]
         if exported.model.moe is not None and key.name.startswith("layers/mlp/"):
-            pending |= experts.give(key, stored, model=exported.model, dtype=dtype)
+            pending |= experts.give(key, stored, model=exported.model, model_type=model_type, dtype=dtype)
         else:
             values = functools.partial(_values, stored, letters)
             shape = linear.shape(letters, stored.shape)
-            pending[names.theirs(key)] = Pending(shape, dtype or np.dtype(stored.dtype), values)
+            pending[names.theirs(key, model=exported.model)] = Pending(shape, dtype or np.dtype(stored.dtype), values)
         keys[next(reversed(pending))] = key
     return pending, keys
 

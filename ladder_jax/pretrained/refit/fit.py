@@ -12,6 +12,7 @@ import numpy as np
 from ladder_jax import nn, parallel
 from ladder_jax.config import ModelConfig, parse_residual, to_dict
 from ladder_jax.errors import UserError
+from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained.refit.kept import Kept
 from ladder_jax.pretrained.refit.least_squares import OutputStatistics, Statistics, folded
 from ladder_jax.pretrained.refit.passes import Pass
@@ -99,8 +100,8 @@ def refit(
     ladder's, or a mesh that does not suit, and RunFailed where the activations are not finite.
     """
     check_rows(rows, model=model)
-    if model.moe is not None:
-        raise UserError(f"a refit is for dense models; {source.path!r} has experts (model.moe)")
+    if len(stacks(model)) > 1:
+        raise UserError(f"a refit is for layers that are all alike; {source.path!r} has model.moe.dense_layers")
     if source.model.residual != "standard":
         raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
     if model.residual != "standard" and not parse_residual(model.residual).is_ladder:

@@ -14,7 +14,7 @@ from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.modules import normalise
 from ladder_jax.parallel import all_gather, all_reduce, on_mesh, over_ranks, pvary, rank
 from ladder_jax.parallel.collectives import ranks
-from ladder_jax.pretrained.sensitivity.programs import DelayedStep, Streams, delays_of
+from ladder_jax.pretrained.sensitivity.programs import Streams, delayed_step, delays_of
 from ladder_jax.residual.sequence import Projections
 
 
@@ -86,7 +86,7 @@ def programs(definition: nn.ModelDef) -> Programs:
 
     def advance(sublayer, params, streams, delay):
         context = layer_context(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
-        step = DelayedStep((sublayer,), delay, fresh)
+        step = delayed_step(config, sublayer, delay)
         layer = definition.bind("layers", params)
         after, _ = layer.advance(streams, None, steps=(step,), context=context)
         return after if fresh else dataclasses.replace(after, partial=streams.partial)

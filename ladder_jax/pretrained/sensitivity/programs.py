@@ -8,6 +8,7 @@ layers: subsets that agree in their first layers share the result of those.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from ladder_jax import nn, residual
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.parallel import all_reduce, on_mesh, over_ranks, pvary
+from ladder_jax.residual.farskip import ROUTED, SHARED
 
 
 @jax.tree_util.register_dataclass
@@ -25,27 +27,47 @@ class Streams:
     """The state between two sublayers. newest_first: x_i, x_{i-1}, ..., each [B, T, D]; x_0 replaces any before x_0.
 
     partial: the rank's own newest partial sum [B, T, D], which ladder-fresh reads.
+    routing: of `residual.State`; no router is measured here.
     """
 
     newest_first: tuple[jax.Array, ...]
     partial: jax.Array
+    routing: ClassVar[None] = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedStep:
-    """A step that reads the stream of `delay` sublayers ago. delay: a traced int32 scalar."""
+    """A step that reads the stream of `delay` sublayers ago. delay: a traced int32 scalar.
+
+    early: sublayers of the same input whose output a later step does not leave out, if this step's input is late: a
+        farskip's shared expert (residual/farskip.py).
+    """
 
     sublayers: tuple[int, ...]
     delay: jax.Array
     fresh: bool
+    early: tuple[int, ...] = ()
 
     def __call__(self, state: Streams, sublayers: Sequence[residual.Sublayer], *, axes: tuple[str, ...], **_):
         x = pvary(lax.select_n(self.delay, *state.newest_first), axes)
         if self.fresh:
             x = residual.add(x, (jnp.where(self.delay > 0, state.partial, 0),))
         partial = residual.compute(x, self.sublayers, sublayers, axes=axes)
-        newest = residual.add(state.newest_first[0], (all_reduce(partial, axes),))
-        return Streams((newest, *state.newest_first[:-1]), partial)
+        summed, before, depth = all_reduce(partial, axes), state.newest_first[0], len(state.newest_first)
+        if self.early:
+            early = all_reduce(residual.compute(x, self.early, sublayers, axes=axes), axes)
+            late = self.delay > 0
+            before = residual.add(before, (jnp.where(late, early, 0),))
+            summed = summed + jnp.where(late, 0, early)
+        newest = residual.add(before, (summed,))
+        return Streams((newest, before, *state.newest_first[1:])[:depth], partial)
+
+
+def delayed_step(config: ModelConfig, sublayer: int, delay: jax.Array) -> DelayedStep:
+    """The step of a layer's attention (0) or of its MLP or experts (1)."""
+    topology = residual.of_model(config)
+    early = (SHARED,) if topology.farskip and sublayer == ROUTED else ()
+    return DelayedStep((sublayer,), delay, any(topology.fresh), early)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +92,7 @@ def delays_of(config: ModelConfig) -> tuple[int, int]:
 def programs(definition: nn.ModelDef) -> Programs:
     """The compiled programs of a ladder model, on a mesh whose only axis is tensor."""
     config, axes, layout = definition.config, definition.layout.tensor, definition.layout
-    dtype, fresh = jnp.dtype(config.dtype.value), residual.of_model(config).fresh[0]
-    depth = 1 + max(delays_of(config))
+    dtype, depth = jnp.dtype(config.dtype.value), 1 + max(delays_of(config))
 
     def begin(params, tokens):
         x = definition.bind("embedding", params["embedding"]).lookup(tokens, axes=axes, dtype=dtype)
@@ -86,7 +107,7 @@ def programs(definition: nn.ModelDef) -> Programs:
             params_of_layer = jax.tree.map(
                 lambda a: lax.dynamic_index_in_dim(a, entries[index], keepdims=False), params
             )
-            steps = tuple(DelayedStep((sublayer,), delays[index, sublayer], fresh) for sublayer in (0, 1))
+            steps = tuple(delayed_step(config, sublayer, delays[index, sublayer]) for sublayer in (0, 1))
             return definition.bind("layers", params_of_layer).advance(streams, None, steps=steps, context=context)[0]
 
         return lax.fori_loop(start, stop, layer, streams)

@@ -1,0 +1,85 @@
+"""The section `model.side`: a small network beside the model, which trains in its place (see nn/side.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from ladder_jax.config.fields import check, check_positive, fit, shown
+
+if TYPE_CHECKING:
+    from ladder_jax.config.model import ModelConfig
+    from ladder_jax.config.run import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class SideConfig:
+    """Ladder side-tuning (arXiv 2206.06522): the model is frozen, and a network beside it reads its layers' streams.
+
+    `reduction`: the side network's width, feed-forward size and heads are the model's divided by it. Heads are fewer as
+    far as it divides the key/value heads, and beyond that smaller.
+    """
+
+    reduction: int = 8
+
+    __repr__ = shown
+
+    def __post_init__(self):
+        fit(self, "model.side")
+        check_positive(self, "model.side", "reduction")
+
+    def network(self, model: ModelConfig) -> ModelConfig:
+        """The configuration of the side network's blocks, as many as the model has layers."""
+        fewer, r = math.gcd(self.reduction, model.num_kv_heads), self.reduction
+        return dataclasses.replace(
+            model,
+            d_model=model.d_model // r,
+            d_ff=model.d_ff // r,
+            num_heads=model.num_heads // fewer,
+            num_kv_heads=model.num_kv_heads // fewer,
+            head_dim=model.head_dim * fewer // r,
+            residual="standard",
+            ladder_layers=None,
+            ranks=None,
+            side=None,
+        )
+
+    def check(self, model: ModelConfig) -> None:
+        """Raises UserError where the model's sizes cannot be divided, or it has experts."""
+        check(model.moe is None, "model.side is for dense models only, not those with experts (model.moe)")
+        if not _divides(self.reduction, model):
+            allowed = ", ".join(str(r) for r in range(1, model.d_model + 1) if _divides(r, model))
+            check(
+                False,
+                f"model.side.reduction={self.reduction} does not divide model.d_model={model.d_model},"
+                f" model.d_ff={model.d_ff} and the heads ({model.num_heads} of {model.head_dim},"
+                f" {model.num_kv_heads} for keys and values) into a smaller model's (allowed: {allowed})",
+            )
+
+    def check_run(self, config: RunConfig) -> None:
+        """Raises UserError for settings that a run with `model.side` cannot have."""
+        train = config.train
+        check(
+            train.start is not None, "model.side needs train.start, the checkpoint whose weights stay frozen beside it"
+        )
+        also = {
+            "train.freeze": train.freeze,
+            "lora.rank": config.lora.rank,
+            "conversion.steps": config.conversion.steps,
+        }
+        for name, value in also.items():
+            check(not value, f"{name}={value} and model.side exclude each other: beside a side network nothing trains")
+        whole = "the side network reads whole streams"
+        check(not train.sequence_parallel, f"train.sequence_parallel splits the stream, but {whole} (model.side)")
+        hidden = config.distill.hidden_weight
+        check(
+            not hidden,
+            f"distill.hidden_weight={hidden} compares the model's own streams, which model.side leaves frozen",
+        )
+
+
+def _divides(reduction: int, model: ModelConfig) -> bool:
+    fewer = math.gcd(reduction, model.num_kv_heads)
+    heads = model.head_dim * fewer % (2 * reduction) == 0  # rotary positions turn pairs
+    return heads and model.d_model % reduction == 0 and model.d_ff % reduction == 0

@@ -1,0 +1,61 @@
+"""A layer's experts where the tensor ranks exchange rows (see residual/exchange.py): buffers in place of sorted rows.
+
+All experts' buffers have one size, so their matmuls are plain batched ones, which every compiler has kernels for.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax.nn import quantized
+from ladder_jax.nn.experts import ExpertMLPs, MoE
+from ladder_jax.nn.quantized import Int8
+from ladder_jax.nn.routing import Routing, measured
+from ladder_jax.parallel import exchange, ranks
+from ladder_jax.residual.exchange import RoutedExperts
+
+Norm = Callable[[jax.Array], jax.Array]  # of a normalised input: times the gain, in the compute dtype
+
+
+def sublayers(
+    moe: MoE, norm: Norm, *, axes: tuple[str, ...], on_routing: Callable[[Routing], None] | None
+) -> tuple[RoutedExperts, Callable[[jax.Array], jax.Array]]:
+    """(the routed experts, the shared one) of a layer, on one rank. on_routing: called with its tokens' statistics."""
+
+    def routed(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        with jax.named_scope("mlp"):  # though it is part of attention's step
+            x_ND = norm(x_BTD).reshape(-1, x_BTD.shape[-1])
+            logits, settings = moe.logits(x_ND), dict(experts=moe.experts.count * ranks(axes))
+            settings |= dict(size=moe.moe.slots(len(x_ND)))
+            choice, weights = moe.route(logits)
+            slots = exchange.slots(choice, **settings)
+            if on_routing:
+                dropped = jnp.sum(~exchange.kept(slots, **settings), dtype=jnp.float32)
+                on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
+            return x_ND, slots, weights
+
+    compute = functools.partial(_compute, moe.experts)
+    return RoutedExperts(routed, compute), lambda x_BTD: moe.shared(norm(x_BTD))
+
+
+def _compute(
+    experts: ExpertMLPs, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda products: products
+) -> jax.Array:
+    if hasattr(experts, "gate_up"):
+        gate, up = jnp.split(tied(_matmul(rows_ERD, experts.gate_up.get_value())), 2, axis=-1)
+    else:
+        gate, up = tied(tuple(_matmul(rows_ERD, one.get_value()) for one in (experts.gate, experts.up)))
+    return _matmul(jax.nn.silu(gate) * up, experts.down.get_value())
+
+
+def _matmul(rows_ERI: jax.Array, weight_EIO: jax.Array | Int8) -> jax.Array:
+    """[E, R, O]: the rows of each expert times its matrix, as `experts.grouped_matmul`."""
+    if isinstance(weight_EIO, Int8):
+        weight = weight_EIO.values.astype(rows_ERI.dtype)
+        sums = jnp.einsum("ERI,EIO->ERO", rows_ERI, weight, preferred_element_type=jnp.float32)
+        return (sums * weight_EIO.scale[:, None]).astype(rows_ERI.dtype)
+    return quantized.einsum("ERI,EIO->ERO", rows_ERI, weight_EIO)

@@ -1,0 +1,129 @@
+"""Grouped matmuls: rows that are sorted by group, each times its group's matrix. Letters as in nn/experts.py."""
+
+import enum
+import os
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ladder_jax.errors import unknown
+from ladder_jax.nn.quantized import Int8
+from ladder_jax.parallel import pvary, varying
+from ladder_jax.residual import MATMUL
+
+VARIABLE = "LADDER_JAX_GROUPED_MATMUL"  # in the environment: "xla" keeps Kernel.TRITON from being chosen
+
+
+class Kernel(enum.Enum):
+    XLA = "xla"  # `lax.ragged_dot`: XLA's kernel on TPUs; elsewhere every row is multiplied with every matrix
+    TRITON = "triton"  # NVIDIA GPUs, in bfloat16: nn/grouped_gpu.py
+
+
+def choose(dtype: jnp.dtype) -> Kernel:
+    """The kernel for rows of this dtype on the devices of the mesh around the caller.
+
+    Raises UserError where `VARIABLE` has another value than "xla".
+    """
+    if (value := os.environ.get(VARIABLE)) not in (None, "", Kernel.XLA.value):
+        raise unknown(VARIABLE, value, [Kernel.XLA.value])
+    if value or dtype != jnp.bfloat16 or not _device_kind().startswith("NVIDIA"):
+        return Kernel.XLA
+    try:
+        from jax.experimental.pallas import triton
+
+        capability = triton.get_gpu_info().compute_capability
+    except (ImportError, ValueError):  # a jax that has removed it, or a GPU that it does not know
+        return Kernel.XLA
+    return Kernel.TRITON if capability >= 80 else Kernel.XLA
+
+
+def _device_kind() -> str:
+    """Of the mesh around the caller, not of this machine: a program may be compiled ahead of time. "" without one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.device_kind if device else ""
+
+
+class Groups(NamedTuple):
+    """The order of rows by expert. R rows are sorted, of which this rank's come first.
+
+    order: [R], the row that stands in each sorted place; place: [R], its inverse; sizes: [E], of each expert's group.
+    """
+
+    order: jax.Array
+    place: jax.Array
+    sizes: jax.Array
+
+    @property
+    def mine(self) -> jax.Array:
+        """[R, 1]: which sorted rows are of this rank's experts. What a kernel leaves in the others is undefined."""
+        return (jnp.arange(len(self.order)) < jnp.sum(self.sizes))[:, None]
+
+    @property
+    def experts(self) -> jax.Array:
+        """[R]: the expert of each sorted row; of the other ranks' rows any."""
+        ends = jnp.cumsum(self.sizes)
+        found = jnp.searchsorted(ends, jnp.arange(len(self.order)), side="right")
+        return jnp.minimum(found, len(self.sizes) - 1)
+
+
+def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Groups) -> jax.Array:
+    """[R, O]: each row times its expert's matrix, in its dtype; undefined in the rows of other ranks' experts.
+
+    As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once.
+    """
+    if isinstance(weight_EIO, Int8):
+        return _quantized(rows_RI, weight_EIO, groups)
+    axes = varying(rows_RI) | varying(weight_EIO)
+    return checkpoint_name(_grouped(pvary(rows_RI, axes), pvary(weight_EIO, axes), groups), MATMUL)
+
+
+def _quantized(rows: jax.Array, weight: Int8, groups: Groups) -> jax.Array:
+    if choose(rows.dtype) is Kernel.TRITON:
+        from ladder_jax.nn import grouped_gpu
+
+        return grouped_gpu.product(rows, weight.values, groups.sizes, scale_EO=weight.scale)
+    # XLA's kernels on TPUs read bytes, and convert the tiles that they visit: of a TPU7x XLA makes all of it float32.
+    values = weight.values.astype(rows.dtype) if _device_kind().startswith("TPU7") else weight.values
+    sums = lax.ragged_dot(rows, values, groups.sizes, preferred_element_type=jnp.float32)
+    return (sums * jnp.take(weight.scale, groups.experts, axis=0)).astype(rows.dtype)
+
+
+@jax.custom_vjp
+def _grouped(rows: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
+    if choose(rows.dtype) is Kernel.TRITON:
+        from ladder_jax.nn import grouped_gpu  # Pallas is slow to import
+
+        return grouped_gpu.product(rows, weight.astype(rows.dtype), groups.sizes)
+    return lax.ragged_dot(rows, weight.astype(rows.dtype), groups.sizes)
+
+
+def _grouped_forward(rows: jax.Array, weight: jax.Array, groups: Groups) -> tuple:
+    used = weight.astype(rows.dtype)
+    return _grouped(rows, used, groups), (rows, used, groups, jnp.zeros((), weight.dtype))
+
+
+# sum over the rows of a group: [R, I] and [R, O] to [E, I, O]
+OVER_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+def _grouped_backward(residuals: tuple, gradient: jax.Array) -> tuple:
+    rows, weight, groups, like = residuals
+    if choose(rows.dtype) is Kernel.TRITON:
+        from ladder_jax.nn import grouped_gpu
+
+        of_rows = grouped_gpu.product(gradient, weight, groups.sizes, transposed=True)
+        summed = grouped_gpu.over_rows(rows, gradient, groups.sizes)
+    else:
+        rows, gradient = jnp.where(groups.mine, rows, 0), jnp.where(groups.mine, gradient, 0)
+        of_rows = lax.ragged_dot(gradient, weight.swapaxes(1, 2), groups.sizes)
+        summed = lax.ragged_dot_general(rows, gradient, groups.sizes, OVER_ROWS, preferred_element_type=jnp.float32)
+    of_rows = jnp.where(groups.mine, of_rows, 0)
+    return of_rows.astype(rows.dtype), summed.astype(rows.dtype).astype(like.dtype), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)

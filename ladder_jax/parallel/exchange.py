@@ -1,0 +1,109 @@
+"""Rows of tokens for the experts of all ranks, and back: buffers of a fixed size, and one all-to-all each way.
+
+An expert's buffer has S slots for the rows of one rank's tokens. They are taken in the order of the tokens, batch row
+after batch row; a row that finds no slot is dropped. So no token depends on a later one of its sequence.
+
+    fill       a rank's tokens [N, D] into the buffers of all experts, [E, S, D]
+    dispatch   the buffers to the ranks of their experts, [E/ranks, ranks S, D]
+    combine    computed rows back to the ranks of their tokens, [E, S, D]
+    collect    each token's rows, weighted and added in float32, [N, D]
+
+Letters: N tokens of this rank, K choices of one, E all experts, padding included, S slots. Not all slots are in use;
+the others hold zeros.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ladder_jax.errors import UserError
+from ladder_jax.parallel.collectives import pvary, varying
+
+
+def slots(choice_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
+    """int32 [N, K]: the slot of each row among all experts' slots, expert x S + place; E S for a dropped one."""
+    flat = choice_NK.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    counts = jnp.sum(flat[:, None] == jnp.arange(experts)[None, :], axis=0, dtype=jnp.int32)
+    within = place - jnp.take(jnp.cumsum(counts) - counts, flat)
+    return jnp.where(within < size, flat * size + within, experts * size).reshape(choice_NK.shape)
+
+
+def kept(slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
+    """bool [N, K]: which rows have a slot."""
+    return slots_NK < experts * size
+
+
+def as_float(slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
+    """Slots as exact float32: a state that is differentiated carries no integers. Raises UserError for too many."""
+    if experts * size >= 2**24:
+        raise UserError(
+            f"{experts * size:,} rows of experts on one rank are too many: fewer tokens, or a lower capacity"
+        )
+    return slots_NK.astype(jnp.float32)
+
+
+def fill(x_ND: jax.Array, slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
+    """[E, S, D]: the buffers of all experts, with the rows of this rank's tokens."""
+    return _into_slots(x_ND, slots_NK.astype(jnp.int32), experts * size).reshape(experts, size, -1)
+
+
+def dispatch(buffers_ESD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+    """[E/ranks, ranks S, D]: all ranks' buffers of this rank's experts."""
+    return lax.all_to_all(pvary(buffers_ESD, axes), axes, split_axis=0, concat_axis=1, tiled=True)
+
+
+def combine(rows_ERD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+    """[E, S, D]: the rows of this rank's tokens, from all ranks' experts."""
+    return lax.all_to_all(rows_ERD, axes, split_axis=1, concat_axis=0, tiled=True)
+
+
+def collect(rows_ESD: jax.Array, slots_NK: jax.Array, weights_NK: jax.Array) -> jax.Array:
+    """[N, D] in the rows' dtype: the sum of each token's rows times float32 `weights`; dropped ones are zero."""
+    experts, size, width = rows_ESD.shape
+    rows = _from_slots(rows_ESD.reshape(-1, width), slots_NK.astype(jnp.int32)).reshape(*slots_NK.shape, width)
+    weights = jnp.where(kept(slots_NK, experts=experts, size=size), weights_NK, 0)
+    return jnp.sum(rows.astype(jnp.float32) * weights[:, :, None], axis=1).astype(rows.dtype)
+
+
+def _sources(slots_NK: jax.Array, total: int) -> jax.Array:
+    """int32 [E S]: the row, n K + k, in each slot; N K in a free one."""
+    count = slots_NK.size
+    free = pvary(jnp.full((total,), count, jnp.int32), varying(slots_NK))
+    return free.at[slots_NK.reshape(-1)].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
+
+
+def _rows(rows_RD: jax.Array, places: jax.Array) -> jax.Array:
+    """`rows_RD` at `places`; zeros at places beyond them."""
+    return jnp.take(rows_RD, places, axis=0, mode="fill", fill_value=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _into_slots(x_ND: jax.Array, slots_NK: jax.Array, total: int) -> jax.Array:
+    """[E S, D]: each slot's token. Backward a token's rows are added in float32."""
+    return _rows(x_ND, _sources(slots_NK, total) // slots_NK.shape[1])
+
+
+def _into_slots_backward(total: int, slots_NK: jax.Array, gradient: jax.Array) -> tuple:
+    rows = _rows(gradient, slots_NK.reshape(-1)).reshape(*slots_NK.shape, -1)
+    return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(gradient.dtype), None
+
+
+_into_slots.defvjp(lambda x, slots, total: (_into_slots(x, slots, total), slots), _into_slots_backward)
+
+
+@jax.custom_vjp
+def _from_slots(rows_SD: jax.Array, slots_NK: jax.Array) -> jax.Array:
+    """[N K, D]: each row from its slot; zeros for a dropped one."""
+    return _rows(rows_SD, slots_NK.reshape(-1))
+
+
+def _from_slots_backward(residuals: tuple, gradient: jax.Array) -> tuple:
+    slots_NK, total = residuals
+    return _rows(gradient, _sources(slots_NK, total)), None
+
+
+_from_slots.defvjp(lambda rows, slots: (_from_slots(rows, slots), (slots, len(rows))), _from_slots_backward)

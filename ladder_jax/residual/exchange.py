@@ -1,0 +1,246 @@
+"""Experts whose rows are exchanged: the topologies' steps on a split stream, with two all-to-alls a layer.
+
+Attention is as in sequence.py: its input is gathered over the tensor ranks, its output reduce-scattered. The routed
+experts of a layer read a rank's own positions and send each row to the rank of its expert and back (parallel/
+exchange.py), so what they return is whole. In a Ladder both all-to-alls stand beside attention, and both of attention's
+collectives beside the experts, each beside one half:
+
+    attention of layer k   combine          the rows of layer k-1's experts      beside its first products
+                           stream           + their weighted sums
+                           dispatch         layer k's rows, of that stream       beside its scores and its last product
+    experts of layer k     reduce_scatter   attention's output                   beside their first products
+                           all_gather       the next attention's input           beside their last product
+
+Barriers tie what arrives in each half to the half's products. Without them a compiler for TPUs awaits each all-to-all
+where it has issued it, and one for GPUs leaves the reduce-scatters nothing.
+
+A shared expert stays tensor-parallel: its input is gathered, and its partial sum reduce-scattered with attention's
+("farskip"), or on its own beside `combine`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ladder_jax.config import Launch, MoEConfig
+from ladder_jax.parallel import exchange
+from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, check_axes, pvary, ranks, varying
+from ladder_jax.residual.farskip import ROUTED, SHARED
+from ladder_jax.residual.layers import EXCHANGED
+from ladder_jax.residual.sequence import Normalise, Projections, gather, scatter
+from ladder_jax.residual.steps import REDUCED, Delayed, State, add, barrier_forward
+from ladder_jax.residual.topologies import Communication, Topology
+
+ATTENTION = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutedExperts:
+    """A layer's routed experts as two functions of one rank.
+
+    route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain [N, D], their slots
+        int32 [N, K] as `parallel.exchange.slots`, the weights of their rows float32 [N, K]).
+    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs, likewise; its second argument is applied
+        to their first products.
+    """
+
+    route: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+    compute: Callable[..., jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """Rows between two steps: a state's `entered` before its experts, its `partial` after them.
+
+    rows: [E/ranks, ranks S, D], of this rank's experts; or, combined, [E, S, D], of this rank's tokens.
+    slots, weights: float32 [N, K] of this rank's tokens.
+    shared: of the shared expert, if there is one, the input [B, T, D], later the partial sum; or what of it is this
+        rank's, summed.
+    """
+
+    rows: jax.Array
+    slots: jax.Array
+    weights: jax.Array
+    shared: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeStep:
+    """A `Delayed` step of attention or of experts, where residual and sums are this rank's positions, [B, T/ranks, D].
+
+    normalise: as in `SequenceParallelStep`.
+    shared_before: of attention, whether the experts before it leave the shared expert's partial sum, too.
+    """
+
+    step: Delayed
+    normalise: Normalise
+    moe: MoEConfig
+    shared_before: bool = False
+
+    def __call__(
+        self, state: State, sublayers: Sequence[Any], *, axes: tuple[str, ...], launch: Launch = Launch.CHAINED
+    ) -> State:
+        """sublayers: (attention, `RoutedExperts`, the shared expert or None)."""
+        check_axes(axes)
+        compute = self._attention if self.step.sublayers == (ATTENTION,) else self._experts
+        return compute(state, sublayers, axes)
+
+    def _attention(self, state: State, sublayers: Sequence[Any], axes: tuple[str, ...]) -> State:
+        step, stream, newest = self.step, state.residual, None
+        arriving = combine(state.partial, axes) if step.pending_before else None
+        if arriving is not None and not step.delay:
+            newest, arriving = collect(arriving, like=stream), None
+        entered = state.entered
+        if not self._prepared(state):
+            read = (*state.sums, newest)[: step.pending_before - step.delay]
+            entered = gather(self.normalise(add(stream, read)), axes, "")
+
+        def with_arrival(product, x, weights):
+            nonlocal arriving
+            products = product(x, weights)
+            if arriving is not None:
+                products, arriving = barrier_forward((products, arriving))
+            return products
+
+        partial = sublayers[ATTENTION](entered, Projections(into=with_arrival))
+        newest = newest if arriving is None else collect(arriving, like=stream)
+        launched = (*state.sums, newest) if step.pending_before else ()
+        if step.pending_after == 0:
+            return State(add(stream, (*launched, scatter(partial, axes))))
+        added = step.pending_before + 1 - step.pending_after
+        stream, sums = add(stream, launched[:added]), launched[added:]
+        following = self._dispatch(stream, sublayers, axes, FOLLOWING)
+        partial, following, stream = barrier_forward((partial, following, stream))
+        return State(stream, sums, partial, entered=following)
+
+    def _experts(self, state: State, sublayers: Sequence[Any], axes: tuple[str, ...]) -> State:
+        step, stream, pending = self.step, state.residual, state.partial
+        entered = state.entered if self._prepared(state) else None
+        if step.early:
+            pending = pending + sublayers[SHARED](entered.shared)
+        launched = (*state.sums, scatter(pending, axes, PREVIOUS)) if step.pending_before else ()
+        if entered is None:
+            entered = self._dispatch(add(stream, launched[: step.pending_before - step.delay]), sublayers, axes)
+
+        def with_newest(products):
+            nonlocal launched
+            if launched and step.pending_after:
+                products, newest = barrier_forward((products, launched[-1]))
+                launched = (*launched[:-1], newest)
+            return products
+
+        shared = None if step.early or entered.shared is None else sublayers[SHARED](entered.shared)
+        rows = sublayers[ROUTED].compute(entered.rows, with_newest)
+        fresh = dataclasses.replace(entered, rows=rows, shared=shared)
+        if step.pending_after == 0:
+            return State(add(stream, (*launched, collect(combine(fresh, axes, ""), like=stream))))
+        added = step.pending_before + 1 - step.pending_after
+        stream, sums = add(stream, launched[:added]), launched[added:]
+        following = gather(self.normalise(stream), axes, FOLLOWING)
+        fresh, following, stream = barrier_forward((fresh, following, stream))
+        return State(stream, sums, fresh, entered=following)
+
+    def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
+        """`state` with zeros in place of None: a scan's carry has one structure from its first turn on."""
+        if self.step.pending_before == 0:
+            return state
+        stream = state.residual
+        if state.entered is None:
+            state = dataclasses.replace(state, entered=gather(self.normalise(stream), axes, ""))
+        zero = lambda shape, dtype: pvary(jnp.zeros(shape, dtype), varying(stream) | frozenset(axes))
+        sums = tuple(zero(stream.shape, dtype) if s is None else s for s in state.sums)
+        partial = state.partial
+        if partial is None:
+            tokens, count = stream.shape[0] * stream.shape[1], ranks(axes)
+            experts, size = self.moe.padded(count), self.moe.slots(tokens)
+            choices = zero((tokens, self.moe.top_k), jnp.float32)
+            rows = zero((experts // count, count * size, stream.shape[2]), dtype)
+            shared = zero(state.entered.shape, dtype) if self.shared_before else None
+            partial = Routed(rows, choices, choices, shared)
+        return dataclasses.replace(state, sums=sums, partial=partial)
+
+    @property
+    def sublayers(self) -> tuple[int, ...]:
+        return self.step.sublayers
+
+    def _prepared(self, state: State) -> bool:
+        """Whether the previous step has made this one's input, because the input leaves out everything pending."""
+        return self.step.delay == self.step.pending_before > 0 and state.entered is not None
+
+    def _dispatch(self, stream: jax.Array, sublayers: Sequence[Any], axes: tuple[str, ...], scope: str = "") -> Routed:
+        """The rows of all ranks' tokens for this rank's experts, of the experts' input."""
+        x = self.normalise(stream)
+        tokens, slots, weights = sublayers[ROUTED].route(x)
+        experts, size = self.moe.padded(ranks(axes)), self.moe.slots(len(tokens))
+        slots = exchange.as_float(slots, experts=experts, size=size)
+        buffers = exchange.fill(tokens, slots, experts=experts, size=size)
+        with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
+            rows = exchange.dispatch(buffers, axes=axes)
+        shared = gather(x, axes, scope) if self.moe.shared_width else None
+        return Routed(checkpoint_name(rows, EXCHANGED), slots, weights, shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class SilentStep:
+    """Of "no-communication": a standard step that computes as much and sends nothing. Only its time means something."""
+
+    sublayers: tuple[int, ...]
+    normalise: Normalise
+    moe: MoEConfig
+
+    def __call__(self, state: State, sublayers: Sequence[Any], *, axes: tuple[str, ...], **_) -> State:
+        stream, count = state.residual, ranks(axes)
+        own, x = slice(stream.shape[1]), self.normalise(stream)
+        whole = jnp.tile(x, (1, count, 1))
+        if self.sublayers == (ATTENTION,):
+            return State(add(stream, (sublayers[ATTENTION](whole)[:, own],)))
+        tokens, slots, weights = sublayers[ROUTED].route(x)
+        buffers = exchange.fill(tokens, slots, experts=self.moe.padded(count), size=self.moe.slots(len(tokens)))
+        rows = sublayers[ROUTED].compute(buffers.reshape(-1, count * buffers.shape[1], buffers.shape[2]))
+        shared = sublayers[SHARED](whole)[:, own] if self.moe.shared_width else None
+        arrived = Routed(rows.reshape(buffers.shape), slots, weights, shared)
+        return State(add(stream, (collect(arrived, like=stream),)))
+
+    def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
+        return state
+
+
+def layers(topology: Topology, *, normalise: Normalise, moe: MoEConfig) -> tuple[tuple[Any, ...], ...]:
+    """`topology.layers` with exchanged experts on a split stream. The topology is one that `check_exchange` allows."""
+    if topology.communication is Communication.NONE:
+        return tuple(tuple(SilentStep(s.sublayers, normalise, moe) for s in steps) for steps in topology.layers)
+    result, before = [], None
+    for attention, experts in topology.layers:
+        leaves = bool(moe.shared_width and experts.pending_after and not experts.early)
+        of_attention = ExchangeStep(attention, normalise, moe, leaves if before is None else before)
+        result.append((of_attention, ExchangeStep(experts, normalise, moe)))
+        before = leaves
+    return tuple(result)
+
+
+def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
+    """This rank's positions of the final stream: everything still pending is added."""
+    newest = collect(combine(state.partial, axes), like=state.residual)
+    return add(state.residual, (*state.sums, newest))
+
+
+def combine(partial: Routed | None, axes: tuple[str, ...], scope: str = PREVIOUS) -> Routed | None:
+    """Computed rows on the ranks of their tokens, and this rank's positions of the shared expert's sum."""
+    if partial is None:
+        return None
+    with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+        rows = checkpoint_name(exchange.combine(partial.rows, axes=axes), EXCHANGED)
+    return dataclasses.replace(partial, rows=rows, shared=scatter(partial.shared, axes, scope))
+
+
+def collect(arrived: Routed | None, *, like: jax.Array) -> jax.Array | None:
+    """[B, T/ranks, D], the shape of `like`: the experts' output for this rank's positions, whole."""
+    if arrived is None:
+        return None
+    out = exchange.collect(arrived.rows, arrived.slots, arrived.weights).reshape(like.shape)
+    return checkpoint_name(out if arrived.shared is None else out + arrived.shared, REDUCED)

@@ -1,0 +1,134 @@
+"""Grouped matmuls of experts in a compiled program: what of their rows and matrices a device computes and reads.
+
+A kernel is a custom call, by its name and its arrays, of which a text shows the sizes only:
+
+    rows [R, I], matrices [E, I, O]  ->  [R, O]        each row times its expert's matrix
+    rows [R, I], rows [R, O]         ->  [E, I, O]     a matrix's gradient: a sum over its expert's rows
+
+R counts the rows of all ranks' experts, E the matrices of this rank's. How many of them a kernel computes and reads is
+decided while it runs. Here it is what evenly loaded experts make of it, in the mean:
+
+    active rows      R / ranks
+    read matrices    experts / ranks x (1 - (1 - k / experts)^(R / k))     those that one of R / k tokens chooses
+
+Where XLA has no kernel, it expands: it multiplies each row with all E matrices, in a matmul that is counted as any
+other.
+"""
+
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Iterable
+
+from ladder_jax.config import MoEConfig
+from ladder_jax.hardware import Hardware
+from ladder_jax.schedule import hlo, shards
+from ladder_jax.schedule.hlo import Computation, Instruction, Program
+
+KERNELS = ("ragged-dot", "ragged_dot", "grouped_matmul")
+"""In the operations' names: XLA's for TPUs has its own after that of `lax.ragged_dot`."""
+
+
+class Form(enum.Enum):
+    """How a program computes its grouped matmuls."""
+
+    KERNELS = "kernels"
+    EXPANDED = "expanded"
+
+
+def form(program: Program) -> Form:
+    """EXPANDED if at least one of them is."""
+    everything = (i for computation in program.computations.values() for i in computation.instructions)
+    dots = (i for i in everything if i.opcode in ("dot", "convolution"))
+    return Form.EXPANDED if any("ragged_dot" in i.op_name for i in dots) else Form.KERNELS
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A model's experts over `ranks` devices. hardware: of one, for the kernels' times; None: unknown."""
+
+    moe: MoEConfig
+    ranks: int
+    hardware: Hardware | None = None
+
+    def rows(self, count: int) -> float:
+        """Of `count` (token, choice) rows, those of one device's experts."""
+        return count / self.ranks
+
+    def matrices(self, rows: int) -> float:
+        """How many of a device's experts the tokens of `rows` rows choose."""
+        return self.moe.experts / self.ranks * shards.chosen(self.moe, tokens=rows / self.moe.top_k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """One kernel.
+
+    rows, matrices: how many it computes and reads. elements: of one expert's matrix. bytes: between main memory and the
+    cores. tile: rows that are computed at once.
+    """
+
+    rows: float
+    matrices: float
+    elements: int
+    bytes: float
+    tile: int
+
+    @property
+    def flops(self) -> int:
+        return round(2 * self.rows * self.elements)
+
+    def seconds(self, hardware: Hardware) -> float:
+        """The longer of computing, where an expert's last tile is whole too, and of reading, at published rates."""
+        computed = self.rows + self.matrices * (self.tile - 1)
+        return max(2 * computed * self.elements / hardware.flops, self.bytes / hardware.bandwidth)
+
+
+def kernel(instruction: Instruction, *, within: Computation, experts: Experts | None) -> Grouped | None:
+    """The grouped matmul that `instruction` is, or None. Without `experts`, all its rows and matrices count."""
+    if instruction.opcode != "custom-call" or not any(name in instruction.op_name for name in KERNELS):
+        return None
+    read, written = _operands(instruction, within), _floats(zip(instruction.arrays, instruction.on_chip))
+    rows = [one for one in read + written if len(one.dims) == 2]
+    matrices = [one for one in read + written if len(one.dims) == 3]
+    if not rows or not matrices:
+        return None  # it finds the groups' tiles
+    count, held = rows[0].dims[0], matrices[0].dims[0]
+    active = count if experts is None else experts.rows(count)
+    chosen = held if experts is None else experts.matrices(count)
+    share = lambda one: active / count if len(one.dims) == 2 else chosen / held
+    moved = sum(one.bytes * share(one) for one in read)
+    # Gradients are written whole: those of experts that nobody chose are zero.
+    moved += sum(one.bytes * (share(one) if len(one.dims) == 2 else 1) for one in written)
+    tile = re.search(r'ragged_dot_tiling="(\d+),', instruction.attributes)
+    elements = sum(math.prod(one.dims[1:]) for one in matrices)
+    return Grouped(active, chosen, elements, moved, int(tile[1]) if tile else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    dims: tuple[int, ...]
+    bytes: int  # in main memory
+
+
+def _operands(instruction: Instruction, within: Computation) -> list[_Array]:
+    """By the call's own list of shapes, where it has one: an operand may be one array of an instruction's several."""
+    sources = [within.by_name[name] for name in instruction.operands]
+    listed = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^}]*\})*)\}", instruction.attributes)
+    if not listed:
+        return _floats(pair for one in sources for pair in zip(one.arrays, one.on_chip))
+    arrays = hlo.arrays(listed[1])
+    if len(arrays) != len(sources):
+        raise ValueError(f"{instruction.name} has {len(sources)} operands and lists {len(arrays)}")
+    on_chip = [dict(zip(one.arrays, one.on_chip)).get(array, False) for array, one in zip(arrays, sources)]
+    return _floats(zip(arrays, on_chip))
+
+
+def _floats(arrays: Iterable[tuple[tuple[str, tuple[int, ...]], bool]]) -> list[_Array]:
+    """Those of floating point, or of 8 bits."""
+    return [
+        _Array(dims, 0 if on_chip else hlo.size_in_bytes(((kind, dims),)))
+        for (kind, dims), on_chip in arrays
+        if kind[0] in "bf" or kind == "s8"
+    ]

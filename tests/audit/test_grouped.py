@@ -1,0 +1,131 @@
+"""Grouped matmuls as the compilers for GPUs and TPUs make them: kernels, which read the experts that rows chose.
+
+Two layers of Qwen3-30B-A3B over 8 devices, so that each holds 16 of 128 experts.
+"""
+
+import base64
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ladder_jax.nn.grouped import VARIABLE
+from ladder_jax.schedule import hlo, targets
+from ladder_jax.schedule.cost import Costs
+
+pytestmark = pytest.mark.audit
+
+PROGRAM = """
+import sys
+
+import jax.numpy as jnp
+
+from ladder_jax import config, decode, nn, schedule, train
+from ladder_jax.config import Loop, Quantize, TrainConfig
+from ladder_jax.decode import steps
+
+target, phase, quantize = sys.argv[1:]
+model = config.preset("qwen3-30b-a3b", num_layers=2, residual="ladder")
+definition = nn.define(model, mesh=schedule.make_mesh(target))
+if phase == "train":
+    settings = TrainConfig(batch=4, sequence=512, loop=Loop.SCAN)
+    step = train.train_step(definition, config=settings)
+    arguments = train.abstract_state(definition, config=settings), train.abstract_batch(definition, config=settings)
+else:
+    stored = dict(loop=Loop.UNROLLED, quantize=Quantize(quantize))
+    step = decode.decode_many(definition, choice=decode.Choice.GREEDY, **stored)
+    arguments = steps.abstract(definition, rows=1, positions=2048, **stored)
+print(step.compile(*arguments).as_text())
+"""
+
+
+def compiled(target, phase, *, quantize="none", **environment):
+    """The program's text and its parsed form."""
+    flags = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"} if target.startswith(("h100", "b200")) else {}
+    environment = {**os.environ, **targets.ENVIRONMENT, **flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **environment}
+    command = [sys.executable, "-c", PROGRAM, target, phase, quantize]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, hlo.parse(done.stdout)
+
+
+def instructions(program):
+    return [(within, one) for within in program.computations.values() for one in within.instructions]
+
+
+def kernels(program):
+    """The grouped matmuls of both kinds: (their computation, the instruction)."""
+    names = re.compile(r"/grouped_matmul(_over_rows)?/pallas_call|/ragged-dot-none")
+    return [(c, one) for c, one in instructions(program) if one.opcode == "custom-call" and names.search(one.op_name)]
+
+
+def is_matrices(instruction):
+    """Whether all experts that a rank holds are of its result."""
+    return any(len(dims) == 3 and dims[0] == 16 and dims[1] * dims[2] >= 768 * 2048 for _, dims in instruction.arrays)
+
+
+def expert_flops(program):
+    """Of the dots and convolutions in the MLPs, but the routers'; a loop's body once."""
+    costs = Costs(program)
+    products = ((c, one) for c, one in instructions(program) if one.opcode in ("dot", "convolution"))
+    of_experts = ((c, one) for c, one in products if re.search(r"\bmlp\b", one.op_name) and "DC" not in one.op_name)
+    return sum(costs.matmul_flops(one, within=c).total() for c, one in of_experts)
+
+
+@pytest.mark.parametrize("target", ["h100:8", pytest.param("b200:8", marks=pytest.mark.full)])
+def test_no_gpu_multiplies_every_row_with_every_expert(target):
+    """A training step: kernels, and no product beside them. With the way back, 16 times the products of all rows."""
+    _, program = compiled(target, "train")
+    names = sorted(one.op_name.split("/")[-2] for _, one in kernels(program))
+    assert names == ["grouped_matmul"] * 6 + ["grouped_matmul_over_rows"] * 3
+    assert expert_flops(program) == 0
+    _, program = compiled(target, "train", **{VARIABLE: "xla"})
+    rows, held = 4 * 512 * 8, 128 // 8
+    assert not kernels(program) and expert_flops(program) == 9 * held * 2 * rows * 2048 * 768
+
+
+DECODE = [
+    ("h100:8", "none"),
+    ("h100:8", "int8"),
+    ("v5p:2x2x2", "none"),
+    ("v5p:2x2x2", "int8"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (("b200:8", "int8"), ("v5e:2x4", "int8"))),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (("v6e:2x4", "int8"), ("tpu7x:2x2x1", "none"))),
+]
+
+
+@pytest.mark.parametrize("target, quantize", DECODE)
+def test_a_decode_step_reads_the_experts_that_its_rows_chose(target, quantize):
+    """The matrices of all experts go into kernels, nothing else reads them, and a kernel reads those with rows: on GPUs
+    by its tiles (tests/test_grouped.py), on TPUs by a grid as long as there are tiles with rows.
+    """
+    text, program = compiled(target, "decode", quantize=quantize)
+    passing = {"parameter", "get-tuple-element", "tuple", "while", "bitcast"}
+    assert not [one.name for _, one in instructions(program) if is_matrices(one) and one.opcode not in passing]
+    found, kind = kernels(program), {"none": "bf16", "int8": "s8"}[quantize]
+    for within, kernel in found:
+        operands = [within.by_name[name] for name in kernel.operands]
+        assert [one.arrays[0][0] for one in operands if is_matrices(one)] == [kind]
+    if target.startswith(("h100", "b200")):
+        assert len(found) == 4  # gate and up are one matrix
+        return
+    assert len(found) in (4, 6)
+    bodies = [base64.b64decode(body).decode(errors="replace") for body in re.findall(r'"body":"([^"]*)"', text)]
+    bodies = [body for body in bodies if "@rhs_transform_indices" in body]
+    assert bodies
+    for body in bodies:
+        bounds = re.search(r"iteration_bounds = array<i64: ([-\d, ]+)>", body)[1].split(", ")
+        assert int(bounds[1]) == -(2**63)  # known when it runs: the metadata's number of tiles
+        matrix = re.findall(r"window_bounds = array<i64: ([\d, ]+)>", body)[1]
+        assert matrix.startswith("1, ")  # of one expert, which a table names by the tile
+        assert "memref.load %arg4" in body[body.index("@rhs_transform_indices(%arg0") :].split("return %1")[0]
+
+
+@pytest.mark.full
+def test_tpu7x_converts_all_experts_of_8_bits():
+    """What docs/guides/experts.md says of it; where this fails, a new compiler has done away with it."""
+    _, program = compiled("tpu7x:2x2x1", "decode", quantize="int8")
+    made = [one for _, one in instructions(program) if one.arrays and one.arrays[0] == ("bf16", (16, 768, 2048))]
+    assert any(one.opcode in ("convert", "fusion") for one in made)

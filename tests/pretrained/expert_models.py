@@ -1,0 +1,112 @@
+"""Tiny Hugging Face models with experts, their weights from NumPy: the same bytes wherever they are made.
+
+Names and shapes are written out here once more, as transformers has them, and share nothing with the package.
+"""
+
+import json
+
+import numpy as np
+import safetensors.numpy
+
+_SHAPE = {
+    "vocab_size": 129,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "num_experts_per_tok": 2,
+    "eos_token_id": 2,
+}
+_OLD = {"rope_theta": 10_000.0, "rope_scaling": None, "torch_dtype": "float32"}
+_NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "dtype": "float32"}
+CONFIGS = {
+    "qwen3_moe": _OLD
+    | dict(num_experts=6, moe_intermediate_size=16, norm_topk_prob=True, head_dim=16, decoder_sparse_step=1)
+    | dict(mlp_only_layers=[], use_sliding_window=False, sliding_window=None),
+    "qwen3_moe of transformers 5": _NEW | dict(num_local_experts=6, moe_intermediate_size=16, head_dim=16),
+    "qwen2_moe": _OLD
+    | dict(num_experts=6, moe_intermediate_size=16, shared_expert_intermediate_size=40, norm_topk_prob=False)
+    | dict(use_sliding_window=False, sliding_window=32768, max_window_layers=21),
+    "mixtral": _OLD | dict(num_local_experts=6, sliding_window=None, router_jitter_noise=0.0),
+    "olmoe": _OLD | dict(num_experts=6, norm_topk_prob=False, clip_qkv=None, attention_bias=False),
+}
+_FIRST = dict(mlp_only_layers=[0], num_hidden_layers=3, intermediate_size=40)  # the first layer without experts
+CONFIGS["qwen3_moe with a dense layer"] = CONFIGS["qwen3_moe"] | _FIRST
+CONFIGS["qwen2_moe with a dense layer"] = CONFIGS["qwen2_moe"] | _FIRST
+FAMILIES = "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3_moe with a dense layer"
+
+
+def config(name: str, **changes) -> dict:
+    return {"model_type": name.split(" ")[0], **_SHAPE, **CONFIGS[name], **changes}
+
+
+def arrays(told: dict) -> dict[str, np.ndarray]:
+    """Tensors [out, in] by transformers' names, one an expert, as the checkpoints on the Hub have them."""
+    rng, family = np.random.default_rng(0), told["model_type"]
+    width, size = told["hidden_size"], told.get("head_dim") or 8
+    matrix = lambda *shape: (1.3 * rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+    gain = lambda n: (1 + 0.2 * rng.standard_normal(n)).astype(np.float32)
+    bias = lambda n: (0.3 * rng.standard_normal(n)).astype(np.float32)
+    found = {"model.embed_tokens.weight": matrix(129, width), "model.norm.weight": gain(width)}
+    found["lm_head.weight"] = matrix(129, width)
+    outputs = {"q_proj": 4 * size, "k_proj": 2 * size, "v_proj": 2 * size}
+    block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    if family == "mixtral":
+        block, names = "block_sparse_moe", ("w1", "w3", "w2")
+    inner = told.get("moe_intermediate_size", told["intermediate_size"])
+    for layer in range(told["num_hidden_layers"]):
+        own = {f"self_attn.{name}.weight": matrix(out, width) for name, out in outputs.items()}
+        own["self_attn.o_proj.weight"] = matrix(width, 4 * size)
+        own |= {"input_layernorm.weight": gain(width), "post_attention_layernorm.weight": gain(width)}
+        if family == "qwen2_moe":
+            own |= {f"self_attn.{name}.bias": bias(out) for name, out in outputs.items()}
+        if layer in told.get("mlp_only_layers", ()):
+            dense = told["intermediate_size"]
+            own |= {"mlp.gate_proj.weight": matrix(dense, width), "mlp.up_proj.weight": matrix(dense, width)}
+            own["mlp.down_proj.weight"] = matrix(width, dense)
+        elif family == "qwen2_moe":
+            shared = told["shared_expert_intermediate_size"]
+            own |= {f"mlp.shared_expert.{name}.weight": matrix(shared, width) for name in names[:2]}
+            own["mlp.shared_expert.down_proj.weight"] = matrix(width, shared)
+            own["mlp.shared_expert_gate.weight"] = matrix(1, width)
+        if family in ("qwen3_moe", "olmoe"):
+            of_queries, of_keys = (4 * size, 2 * size) if family == "olmoe" else (size, size)
+            own |= {"self_attn.q_norm.weight": gain(of_queries), "self_attn.k_norm.weight": gain(of_keys)}
+        count = 0 if layer in told.get("mlp_only_layers", ()) else 6
+        own |= {f"{block}.gate.weight": matrix(6, width)} if count else {}
+        for e in range(count):
+            own |= {f"{block}.experts.{e}.{name}.weight": matrix(inner, width) for name in names[:2]}
+            own[f"{block}.experts.{e}.{names[2]}.weight"] = matrix(width, inner)
+        found |= {f"model.layers.{layer}.{name}": values for name, values in own.items()}
+    return found
+
+
+def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As transformers 5 has them in memory: one tensor for all experts' gates and ups, and one for their downs."""
+    found = {name: values for name, values in tensors.items() if ".experts." not in name}
+    found = {name.replace("block_sparse_moe", "mlp"): values for name, values in found.items()}
+    routers = [name for name in tensors if name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))]
+    for layer in (int(name.split(".")[2]) for name in routers):
+        pick = lambda *names: np.stack([
+            np.concatenate([tensors[f"model.layers.{layer}.{block}.experts.{e}.{name}.weight"] for name in names])
+            for e in range(6)
+            for block in ("mlp", "block_sparse_moe")
+            if f"model.layers.{layer}.{block}.experts.{e}.{names[0]}.weight" in tensors
+        ])  # fmt: skip
+        mixtral = f"model.layers.{layer}.block_sparse_moe.gate.weight" in tensors
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        found[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = pick(gate, up)
+        found[f"model.layers.{layer}.mlp.experts.down_proj"] = pick(down)
+    return found
+
+
+def write(folder, name, *, tensors=None, **changes):
+    told = config(name, **changes)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in told.items() if value is not ...}))
+    safetensors.numpy.save_file(arrays(told) if tensors is None else tensors, folder / "model.safetensors")
+    return folder

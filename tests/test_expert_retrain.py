@@ -1,0 +1,149 @@
+"""Experts in retraining: teachers, frozen layers, layers that turn, low-rank factors; against a dense float64 loop."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ladder_jax import config
+from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, TrainConfig
+from ladder_jax.errors import UserError
+from ladder_jax.nn.low_rank import LowRank
+from ladder_jax.retrain import Retraining
+from ladder_jax.train.gradients import task_gradients
+from tests import cases, experts, reference
+
+TAU, ALPHA, FROZEN = 2.0, 0.7, 1
+FRACTION = (0.25, 0.5, 0.75)
+
+
+def original(definition):
+    standard = dataclasses.replace(definition.config, residual="standard", ladder_layers=None)
+    return dataclasses.replace(definition, config=standard)
+
+
+def turning(params, tokens, shape, fraction):
+    """The logits of layers that are on their way from standard, and the inputs of their experts."""
+    x, late, seen = params["embedding"]["table"][tokens], 0.0, []
+    for l in range(shape.layers):
+        p = jax.tree.map(lambda a: a[l], params["layers"])
+        ladder = shape.ladder is None or l in shape.ladder
+        share = fraction[l] if ladder else 0.0
+        norm = lambda x, which: reference.rms(x, p[f"{which}_norm"]["scale"], shape.eps)[None]
+        a = reference.attention(p["attention"], norm(x - share * late, "attention"), shape)[0]
+        seen.append((x + (1 - share) * a)[None])
+        of_experts = norm(seen[-1][0], "mlp")
+        routed = reference.routed(p["mlp"], of_experts, shape)[0]
+        shared = reference.shared(p["mlp"], of_experts, shape)[0] if "shared" in p["mlp"] else 0.0
+        x = x + a + shared + routed
+        late = routed if ladder and shape.kind == "farskip" else routed + shared
+    x = reference.rms(x, params["final_norm"]["scale"], shape.eps)
+    return (x @ params["head"]["table"].T)[..., : shape.vocab], seen
+
+
+def distillation(teacher, fraction):
+    """In float64: a model that turns, taught by `teacher` as a standard model, and its routers' losses."""
+
+    def loss(params, tokens, shape):
+        logp = lambda scores: scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        scores, seen = turning(params, tokens[:, :-1], shape, fraction)
+        wanted = reference.logits(teacher, tokens[:, :-1], dataclasses.replace(shape, kind="standard"))
+        ours, theirs = logp(scores / TAU), logp(wanted / TAU)
+        divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1)
+        entropy = -jnp.take_along_axis(logp(scores), tokens[:, 1:, None], -1)[..., 0]
+        mixed = ((1 - ALPHA) * entropy + ALPHA * TAU**2 * divergence).mean()
+        return mixed + experts.penalties(params["layers"], seen, shape)
+
+    return loss
+
+
+def tail(tree, below=FROZEN):
+    return jax.tree.map(lambda a: a[below:], tree)
+
+
+FULL = pytest.mark.full
+LADDER = {("hybrid-farskip", 2): (1,), ("hybrid-farskip", 3): (2,), ("hybrid-ladder", 3): (1,)}
+ROWS = [
+    ("hybrid-farskip", "shared", dict(data=2, tensor=2), FRACTION[:2], 2),
+    pytest.param("hybrid-farskip", "shared", dict(data=2, tensor=4), FRACTION, 2, marks=FULL),
+    pytest.param("farskip", "ungated", dict(fsdp=2, tensor=2), FRACTION, 1, marks=FULL),
+    pytest.param("farskip", "shared", dict(tensor=2), (0.0, 0.0, 0.0), 1, marks=FULL),
+    pytest.param("farskip", "shared", dict(fsdp=2, tensor=4), (1.0, 1.0, 1.0), 2, marks=FULL),
+    pytest.param("ladder", "routed", dict(data=2, tensor=2), FRACTION, 2, marks=FULL),
+    pytest.param("hybrid-ladder", "shared", dict(fsdp=4), FRACTION, 1, marks=FULL),
+]
+
+
+@pytest.mark.parametrize("name, kind, mesh, fraction, parts", ROWS)
+def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
+    """With a frozen embedding and lower layer: loss and gradients, the routers' losses of the whole batch included."""
+    layers = dict(num_layers=len(fraction))
+    definition = experts.define(name, kind, **mesh, **layers)
+    params, moved = cases.parameters(definition), cases.parameters(definition, seed=5)
+    trained = {"final_norm": moved["final_norm"], "head": moved["head"], "layers": tail(moved["layers"])}
+    distill = DistillConfig(START, alpha=ALPHA, temperature=TAU)
+    turns = ConversionConfig(steps=4)
+    plan = Retraining(definition, FROZEN, distill=distill, conversion=turns, teacher=original(definition))
+    _, frozen = plan.split(cases.place(params, definition))
+    trained = jax.device_put(trained, jax.tree.map(lambda a: a.sharding, plan.abstract))
+    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
+    compute = jax.jit(task_gradients(plan, config=TrainConfig(accumulate=parts, **losses)))
+    (loss, terms), grads = compute(trained, frozen, experts.tokens(), {"ladder_fraction": jnp.float32(fraction)})
+
+    one = experts.define(name, kind, **layers)
+    params, moved = cases.parameters(one), cases.parameters(one, seed=5)
+    stack = jax.tree.map(lambda a, b: np.concatenate([a[:FROZEN], b[FROZEN:]]), params["layers"], moved["layers"])
+    student = {**moved, "embedding": params["embedding"], "layers": stack}
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    ladder = None if one.config.ladder_layers is None else LADDER[name, len(fraction)]
+    shape = dataclasses.replace(experts.shape(name, one.config), ladder=ladder)
+    expected, wanted = reference.evaluate(distillation(wide, fraction), student, experts.tokens(), shape, gradient=True)
+    limit = cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected) < limit
+    wanted = {"final_norm": wanted["final_norm"], "head": wanted["head"], "layers": tail(wanted["layers"])}
+    errors = {name: experts.errors(grads[name], wanted[name]) for name in wanted}
+    assert max(jax.tree.leaves(errors)) < limit, errors
+    measured = plan.measured(terms)
+    assert {"cross_entropy", "divergence", "expert_load", "dead_experts", "router_entropy"} <= measured.keys()
+    assert float(jnp.sum(terms["counts"])) == pytest.approx(len(fraction) * definition.config.moe.top_k)
+
+
+@pytest.mark.full
+def test_low_rank_factors_of_attention_and_of_the_shared_expert():
+    """Merged they compute the same, and their gradients are the chain rule's of the merged matrices'."""
+    definition = experts.define("farskip", "shared", fsdp=2, tensor=2)
+    plan = Retraining(definition, FROZEN, LoraConfig(rank=2, alpha=4.0))
+    rng = np.random.default_rng(3)
+    factors = jax.tree.map(lambda a: 0.3 * rng.standard_normal(a.shape, np.float32), plan.abstract)
+    factors = jax.device_put(factors, jax.tree.map(lambda a: a.sharding, plan.abstract))
+    _, frozen = plan.split(cases.place(cases.parameters(definition), definition))
+    compute = jax.jit(task_gradients(plan, config=TrainConfig(load_balance=0.0, router_z_loss=0.0)))
+    (loss, _), grads = compute(factors, frozen, experts.tokens(), {})
+    merged = jax.tree.map(np.asarray, plan.exported(factors, frozen))
+    merged["layers"]["mlp"]["experts"] = jax.tree.map(lambda a: a[:, :6], merged["layers"]["mlp"]["experts"])
+    shape = experts.shape("farskip", definition.config)
+    expected, slopes = reference.evaluate(reference.loss, merged, experts.tokens(), shape, gradient=True)
+    limit, found = cases.bound(definition.config, passes=2), set()
+    assert cases.error(loss, expected) < limit
+    of = lambda tree, path: of(tree[path[0]], path[1:]) if path else tree
+    for path in [("attention", n) for n in ("query", "key", "value", "out")] + [
+        ("mlp", "shared", n) for n in ("gate", "up", "down")
+    ]:
+        dims, pair, got = (of(t, path) for t in (definition.dims["layers"], factors["adapters"], grads["adapters"]))
+        (down, up), slope = LowRank.dims(dims), of(slopes["layers"], path)[FROZEN:]
+        scale = plan.lora.scale
+        assert cases.error(got["down"], scale * np.einsum(f"{dims},{up}->{down}", slope, pair["up"])) < limit, path
+        assert cases.error(got["up"], scale * np.einsum(f"{dims},{down}->{up}", slope, pair["down"])) < limit, path
+        found.add(path)
+    assert len(found) == len(jax.tree.leaves(plan.abstract)) // 2
+
+
+@pytest.mark.parametrize("given, said", [
+    (["model.residual=parallel-ladder", "conversion.steps=4"], "ladder-fresh or farskip, not 'parallel-ladder'"),
+    (["model.moe.shared_width=0", "lora.rank=2", "lora.targets=query,up", "train.start=x"], "routed experts have no"),
+], ids=str)  # fmt: skip
+def test_settings_that_cannot_be(given, said):
+    with pytest.raises(UserError, match=said):
+        config.load("tiny-moe", overrides=given)

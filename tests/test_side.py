@@ -1,0 +1,267 @@
+"""A side network: values and gradients against dense ones, what is communicated and kept, decoding, wrong settings."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ladder_jax import config, nn, parallel
+from ladder_jax.config import START, DecodeConfig, DistillConfig, Dtype, Loop, Remat, SideConfig, TrainConfig
+from ladder_jax.data.batch import Batch, Targets
+from ladder_jax.decode import Generator
+from ladder_jax.errors import UserError
+from ladder_jax.retrain import Retraining
+from ladder_jax.train.gradients import held_out_loss, task_gradients
+from tests import cases, reference
+
+SIZES = dict(num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=61)
+TOKENS = cases.tokens((4, 7), vocab=61)
+# Each loop with each policy, and each kind of mesh; the first row is the quick suite's.
+ROWS = [
+    ("ladder", dict(tensor=2), Loop.SCAN, Remat.FULL),
+    ("hybrid-list", dict(fsdp=2, tensor=2), Loop.UNROLLED, Remat.NONE),
+    ("standard", dict(), Loop.SCAN, Remat.NONE),
+    ("ladder", dict(data=2, tensor=4), Loop.UNROLLED, Remat.FULL),
+    ("ladder-2", dict(tensor=4), Loop.SCAN, Remat.SAVE_MATMULS),
+    ("hybrid-delay-2", dict(data=2, fsdp=2, tensor=2), Loop.SCAN, Remat.NONE),
+    ("ladder", dict(fsdp=2), Loop.UNROLLED, Remat.SAVE_MATMULS),
+]
+FULL = pytest.mark.full
+
+
+def define(name="ladder", *, reduction=4, **more):
+    return cases.define(name, **{**SIZES, **more}, side=SideConfig(reduction))
+
+
+def of_network(definition):
+    model = definition.config.side.network(definition.config)
+    return reference.Shape(0, model.num_heads, model.num_kv_heads, 0, "standard")
+
+
+def dense(definition):
+    """In float64: the loss of all parameters, the side network's written down anew."""
+    steps = definition.topology.layers
+    of = dataclasses.replace(cases.shape("standard", definition.config, ranks=1), layers=0, vocab=0)
+    of_side = of_network(definition)
+
+    def loss(side, params, tokens):
+        layers = {name: value for name, value in params["layers"].items() if name != "side"}
+        xs = [params["embedding"]["table"][tokens[:, :-1]]]
+        h = xs[0] @ side["down"]
+        for l in range(definition.config.num_layers):
+            for attends, delay in zip((True, False), (step.delay for step in steps[l])):
+                x = xs[max(0, len(xs) - 1 - delay)]
+                xs.append(xs[-1] + reference.sublayer(layers, l, x[None], attends=attends, shape=of)[0])
+            p = jax.tree.map(lambda a: a[l], side["layers"])
+            mu = 1 / (1 + jnp.exp(-p["gate"] / 0.1))
+            h = mu * h + (1 - mu) * xs[len(xs) - 1 - steps[l][-1].pending_after] @ p["tap"]
+            norm = lambda name, h: reference.rms(h, p[name]["scale"], 1e-5)[None]
+            h = h + reference.attention(p["attention"], norm("attention_norm", h), of_side)[0]
+            h = h + reference.mlp(p["mlp"], norm("mlp_norm", h), of_side)[0]
+        x = xs[-1] + reference.rms(h, side["norm"]["scale"], 1e-5) @ side["up"]
+        x = reference.rms(x, params["final_norm"]["scale"], 1e-5)
+        scores = (x @ params["head"]["table"].T)[..., : SIZES["vocab_size"]]
+        picked = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
+        return (jax.nn.logsumexp(scores, axis=-1) - picked).mean()
+
+    return loss
+
+
+def compute(plan, params, tokens=TOKENS, **train):
+    trained, frozen = plan.split(cases.place(params, plan.definition))
+    function = task_gradients(plan, config=TrainConfig(**train))
+    return jax.jit(function)(trained, frozen, tokens, {})
+
+
+@pytest.mark.parametrize(
+    "name, mesh, loop, remat",
+    [pytest.param(*row, marks=FULL if number else (), id=str(row)) for number, row in enumerate(ROWS)],
+)
+def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
+    definition = define(name, **mesh)
+    plan, params = Retraining(definition), cases.parameters(definition)
+    (loss, _), grads = compute(plan, params, loop=loop, remat=remat)
+    side = plan.split(params)[0]["side"]
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (side, params))
+        expected, wanted = jax.jit(jax.value_and_grad(dense(definition)))(*wide, TOKENS)
+    limit = 2 * cases.bound(definition.config, passes=2)  # its sublayers stand behind as many of the model
+    assert cases.error(loss, expected) < limit
+    assert set(grads) == {"side"}
+    worst = jax.tree.map(cases.error, grads["side"], wanted)
+    assert max(jax.tree.leaves(worst)) < limit, worst
+
+
+@pytest.mark.parametrize("more", [
+    dict(tensor=2),
+    pytest.param(dict(fsdp=2, tensor=2), marks=FULL),
+    pytest.param(dict(tensor=4, biases="all", qk_norm=True, reduction=2), marks=FULL),
+    pytest.param(dict(tensor=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16), marks=FULL),
+], ids=str)  # fmt: skip
+def test_the_first_step_starts_from_the_model_itself(more):
+    """To the bit. In bfloat16 XLA may leave out roundings between operations, other ones in another program: not here."""
+    plan = Retraining(define("hybrid-list", **more))
+    base = Retraining(plan.without_side)
+    params = cases.place(cases.parameters(base.definition), base.definition)
+    exact = dict(compiler_options={"xla_allow_excess_precision": False})
+    loss = lambda task, *args: jax.jit(held_out_loss(task).__wrapped__, **exact)(*args, TOKENS)
+    frozen, before = plan.split(params)[1], loss(base, params, {})
+    side = plan.initial_side(seed=3)
+    assert float(loss(plan, side, frozen)) == float(before)
+    moved = {"side": {**side["side"], "up": side["side"]["up"] + 0.1}}
+    assert abs(float(loss(plan, moved, frozen)) - float(before)) > 1e-3
+
+
+def kept_for_backward(plan, *, loop, remat):
+    """The shapes of what a rank keeps of the forward pass for the backward pass."""
+    definition, kept = plan.definition, []
+
+    def local(trained, frozen, tokens):
+        batch = Targets(tokens[:, :-1], tokens[:, 1:], jnp.ones(TOKENS[:, 1:].shape), None)
+        settings = dict(scheduled={}, config=TrainConfig(loop=loop, remat=remat))
+        loss, pull = jax.vjp(lambda t: plan.loss_sum(t, frozen, batch, **settings)[0], trained)
+        kept.extend(leaf.shape for leaf in jax.tree.leaves(pull))
+        return parallel.all_reduce(loss, definition.layout.batch)
+
+    trained, frozen = plan.split(definition.abstract)
+    dims = dict(in_dims=(plan.trained_dims, plan.frozen_dims, "BT"), out_dims="")
+    jax.eval_shape(parallel.on_mesh(local, layout=definition.layout, **dims), trained, frozen, TOKENS)
+    return kept
+
+
+KEPT = [*itertools.product(Loop, (Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS))]
+
+
+@pytest.mark.parametrize(
+    "loop, remat", [pytest.param(*row, marks=() if number in (0, 4) else FULL) for number, row in enumerate(KEPT)]
+)
+def test_nothing_of_the_model_is_kept_but_the_taps(loop, remat):
+    definition = define(d_model=44, d_ff=52)  # sizes that nothing else has
+    shapes = kept_for_backward(Retraining(definition), loop=loop, remat=remat)
+    assert not [shape for shape in shapes if 52 in shape], "a feed-forward size"
+    rows, length, layers = *TOKENS[:, 1:].shape, definition.config.num_layers
+    streams = [shape for shape in shapes if shape[-3:] == (rows, length, 44)]
+    # One a layer, the embedding, and (of the final norm) the last stream with what is computed from it.
+    taps = sum(shape[0] if len(shape) == 4 else 1 for shape in streams)
+    assert layers < taps <= layers + 6
+    everything = kept_for_backward(Retraining(Retraining(definition).without_side), loop=loop, remat=Remat.NONE)
+    assert [shape for shape in everything if 52 in shape]
+
+
+def collectives(jaxpr) -> int:
+    """Over the tensor ranks, each loop's once."""
+    return len(re.findall(r"(?:psum|psum_invariant|psum_scatter|all_gather\w*)\[\s*[^\]]*'tensor'", str(jaxpr)))
+
+
+@pytest.mark.parametrize("loop", Loop)
+def test_the_side_network_communicates_nothing(loop):
+    """Forward the model's all-reduces; backward the one of the final stream's gradient."""
+    plan = Retraining(define(tensor=2))
+
+    def forward(definition):
+        def local(params, tokens):
+            x, _ = nn.hidden(definition, params, tokens, loop_form=loop)
+            return parallel.all_reduce(x.sum(), definition.layout.all_axes)
+
+        ranked = parallel.on_mesh(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")
+        return collectives(jax.make_jaxpr(ranked)(definition.abstract, TOKENS))
+
+    assert forward(plan.definition) == forward(plan.without_side) > 0
+    of_task = lambda task: jax.make_jaxpr(task_gradients(task, config=TrainConfig(loop=loop)))
+    mine = collectives(of_task(plan)(plan.abstract, plan.frozen_abstract, TOKENS, {}))
+    base = Retraining(plan.without_side)
+    whole = collectives(of_task(base)(base.abstract, {}, TOKENS, {}))
+    layers = 2 * (plan.definition.config.num_layers if loop is Loop.UNROLLED else 1)
+    assert whole - mine >= layers
+
+
+@FULL  # the quick suite's is in test_retrain.py
+@pytest.mark.parametrize("name, tensor, loop", [
+    ("ladder", 2, Loop.UNROLLED),
+    ("hybrid-list", 4, Loop.SCAN),
+    ("standard", 1, Loop.UNROLLED),
+])  # fmt: skip
+def test_decoding_runs_the_side_network(name, tensor, loop):
+    """With a cache of its own: greedy tokens are those of whole forward passes, also where prompts come in chunks."""
+    definition = define(name, tensor=tensor)
+    params = cases.place(cases.parameters(definition), definition)
+    prompts = [list(map(int, row[:length])) for row, length in zip(cases.tokens((2, 40), vocab=61), (35, 40))]
+    generator = Generator(definition, params, loop=loop)
+    settings = DecodeConfig(max_new_tokens=3, temperature=0.0, prefill_chunk=32)
+    found = generator.tokens(prompts, config=settings)
+    whole = nn.compiled_logits(definition)
+    for prompt, new in zip(prompts, found):
+        scores = np.asarray(whole(params, np.array([prompt + list(new)])), np.float64)[0, len(prompt) - 1 : -1]
+        best = np.sort(scores)[:, -2:]
+        assert (best[:, 1] - best[:, 0] > 1e-3).all(), "a near tie"
+        assert new.tolist() == scores.argmax(-1).tolist()
+
+
+@FULL
+def test_a_teacher_beside_a_side_network():
+    """Of the same weights; shared layers are computed once, and at first it says what it says to the model itself."""
+    definition = define("hybrid-list", tensor=2)
+    plan = Retraining(definition)
+    standard = dataclasses.replace(plan.without_side.config, residual="standard", ladder_layers=None)
+    teacher = dataclasses.replace(definition, config=standard)
+    plan = dataclasses.replace(plan, distill=DistillConfig(START), teacher=teacher)
+    base = dataclasses.replace(plan, definition=plan.without_side)
+    params = cases.place(cases.parameters(base.definition), base.definition)
+    frozen = plan.split(params)[1]
+    assert set(frozen) == {"model"}  # nothing is stored twice
+    (loss, _), grads = jax.jit(task_gradients(plan, config=TrainConfig()))(
+        plan.initial_side(seed=0), frozen, TOKENS, {}
+    )
+    (before, _), _ = jax.jit(task_gradients(base, config=TrainConfig()))(*base.split(params), TOKENS, {})
+    assert cases.error(loss, before) < cases.bound(definition.config) and float(loss) > 1e-3
+    assert jnp.abs(grads["side"]["up"]).max() > 0
+
+
+@FULL
+def test_emulated_ranks_and_packed_rows():
+    """ladder-fresh of two ranks on one device is that on two; documents in a row do not see each other."""
+    real = define("ladder-fresh", tensor=2)
+    params = cases.parameters(real)
+    segments = np.array([[1, 1, 1, 2, 2, 2, 2]] * 4, np.int32)
+    batch = Batch(TOKENS, segments, np.ones_like(TOKENS))
+    (wanted, _), others = compute(Retraining(real), params, batch)
+    emulated = define("ladder-fresh", ranks=2)
+    (loss, _), grads = compute(Retraining(emulated), params, batch, accumulate=2)
+    limit = cases.bound(real.config, passes=2)
+    assert cases.error(loss, wanted) < limit
+    assert max(jax.tree.leaves(jax.tree.map(cases.error, grads, others))) < 4 * limit
+
+
+def test_the_sizes_of_the_network():
+    of = lambda name, reduction: SideConfig(reduction).network(config.preset(name))
+    shape = lambda model: (model.d_model, model.d_ff, model.num_heads, model.num_kv_heads, model.head_dim)
+    assert shape(of("llama-3-8b", 8)) == (512, 1792, 4, 1, 128)
+    assert shape(of("llama-3-8b", 16)) == (256, 896, 4, 1, 64)
+    assert shape(of("smollm2-135m", 8)) == (72, 192, 9, 3, 8)
+    assert shape(of("llama-3-8b", 1)) == shape(config.preset("llama-3-8b"))
+
+
+@pytest.mark.parametrize("given, said", [
+    (["model.side.reduction=3"], r"model.side.reduction=3 does not divide .*\(allowed: 1, 2, 4, 8, 16, 32\)"),
+    (["model.side.reduction=0"], "model.side.reduction must be positive"),
+    (["model.side.reductoin=8"], "did you mean 'model.side.reduction'"),
+    (["model.side.reduction=8"], "model.side needs train.start"),
+    (["model.side.reduction=8", "train.start=x", "lora.rank=2"], "lora.rank=2 and model.side exclude each other"),
+    (["model.side.reduction=8", "train.start=x", "train.freeze=1"], "train.freeze=1 and model.side exclude each other"),
+    (["model.side.reduction=8", "train.start=x", "conversion.steps=9"], "conversion.steps=9 and model.side exclude"),
+    (["model.side.reduction=8", "train.start=x", "train.sequence_parallel=true"], "the side network reads whole"),
+    (["model.side.reduction=8", "train.start=x", "distill.teacher=x", "distill.hidden_weight=1"], "hidden_weight=1.0"),
+], ids=str)  # fmt: skip
+def test_settings_that_cannot_be(given, said):
+    with pytest.raises(UserError, match=said) as error:
+        config.load("tiny", overrides=given)
+    assert "\n" not in str(error.value)
+
+
+def test_experts_have_no_side_network():
+    with pytest.raises(UserError, match="model.side is for dense models only"):
+        config.preset("tiny-moe", side=SideConfig())
