@@ -15,7 +15,7 @@ from ladder_jax.pretrained.refit import Refit, refit
 from ladder_jax.pretrained.sensitivity.measure import Probe
 from ladder_jax.pretrained.source import Key
 from tests import cases, experts, reference
-from tests.pretrained.test_refit import RIDGE, as_source, stacked_least_squares
+from tests.pretrained.test_refit import BOTH, INPUTS, RIDGE, as_source, hidden, stacked_least_squares
 
 TOKENS = cases.tokens((5, 30), seed=4)
 ATTENTION = ("query", "key", "value")
@@ -33,7 +33,7 @@ def at(tree, path):
     return tree
 
 
-def expected(name, kind):
+def expected(name, kind, *, projections):
     """The fitted arrays, {(layer, array): values}, and how far float32 activations may move them.
 
     Written from the recurrence, every activation at once and in float64: attention reads x - late, experts a stream
@@ -58,6 +58,25 @@ def expected(name, kind):
             found[l, f"{sublayer}/{path}"] = weight[...] = np.einsum(of, matrix * scale[None], weight)
         scale[:] = 1.0
 
+    def fit_out(l, late, whole):
+        """Attention's output projection, to what attention gave of the whole input."""
+        nonlocal amplified
+        of_layer = lambda layers: (
+            jax.tree.map(lambda a: a[l], layers[name]) for name in ("attention", "attention_norm")
+        )
+
+        def attention(layers, x):
+            p, norm = of_layer(layers)
+            return call(reference.attention, p, x, norm["scale"])
+
+        read = hidden(layers, l, "attention", lambda these: attention(these, late))
+        lacking = attention(params["layers"], whole) - attention(layers, late)
+        change, factor = stacked_least_squares(read, lacking.reshape(len(read), -1), prior=0)
+        amplified = max(amplified, factor)
+        weight = layers["attention"]["out"][l]
+        weight += change.reshape(weight.shape)
+        found[l, "attention/out"] = weight.copy()
+
     def call(function, p, x, scale):
         with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
             normed = reference.rms(jnp.asarray(x), scale, shape.eps)[None]
@@ -69,6 +88,8 @@ def expected(name, kind):
         p = jax.tree.map(lambda a: a[l], layers)  # views
         if ladder and late is not None:
             fit(l, "attention", x - late, x)
+            if projections is BOTH:
+                fit_out(l, x - late, x)
         scale = p["attention_norm"]["scale"]
         a = call(reference.attention, p["attention"], x - late if ladder and l else x, scale)
         if ladder:
@@ -83,29 +104,34 @@ def expected(name, kind):
 
 FULL = pytest.mark.full
 ROWS = [
-    ("farskip", "shared", dict(tensor=4)),
-    pytest.param("hybrid-farskip", "ungated", dict(data=2), marks=FULL),
-    pytest.param("farskip-first", "shared", dict(tensor=2), marks=FULL),
-    pytest.param("ladder", "shared", dict(), marks=FULL),
-    pytest.param("hybrid-ladder", "routed", dict(tensor=2), marks=FULL),
+    ("farskip", "shared", dict(tensor=4), BOTH),
+    pytest.param("hybrid-farskip", "ungated", dict(data=2), INPUTS, marks=FULL),
+    pytest.param("farskip-first", "shared", dict(tensor=2), INPUTS, marks=FULL),
+    pytest.param("ladder", "shared", dict(), BOTH, marks=FULL),
+    pytest.param("hybrid-ladder", "routed", dict(tensor=2), INPUTS, marks=FULL),
 ]
 
 
-@pytest.mark.parametrize("name, kind, mesh", ROWS)
-def test_the_refit_is_the_least_squares_solution(name, kind, mesh):
-    """Router, every expert and the shared one, in the experts' and in the layers' order; nothing else is touched."""
+@pytest.mark.parametrize("name, kind, mesh, projections", ROWS)
+def test_the_refit_is_the_least_squares_solution(name, kind, mesh, projections):
+    """Router, every expert and the shared one, in the experts' and in the layers' order; nothing else is touched.
+
+    Of output projections attention's alone.
+    """
     model, source = experts.model(name, kind), as_source(parameters(kind), experts.model("standard", kind))
-    settings = dict(mesh=parallel.make_mesh(**mesh), settings=Refit(ridge=RIDGE))
+    settings = dict(mesh=parallel.make_mesh(**mesh), settings=Refit(ridge=RIDGE, projections=projections))
     result = refit(source, model=model, rows=TOKENS, **settings)
-    wanted, amplified = expected(name, kind)
+    wanted, amplified = expected(name, kind, projections=projections)
     assert len(wanted) > 3 and all(f.after < f.before for f in result.fits)
-    assert {(f.layer, f.sublayer) for f in result.fits} == {(l, array.split("/")[0]) for l, array in wanted}
+    inputs = [f for f in result.fits if f.sublayer in ("attention", "mlp")]
+    assert {(f.layer, f.sublayer) for f in inputs} == {(l, array.split("/")[0]) for l, array in wanted}
+    assert len(result.fits) == len(inputs) + sum(array == "attention/out" for _, array in wanted)
     for (layer, array), values in wanted.items():
         actual = result.source.arrays[Key(f"layers/{array}", layer)].read()
         assert actual.dtype == np.float32
         assert cases.error(actual, values) <= amplified * cases.bound(model), (layer, array)
     touched = {Key(f"layers/{array}", layer) for layer, array in wanted}
-    touched |= {Key(f"layers/{fit.sublayer}_norm/scale", fit.layer) for fit in result.fits}
+    touched |= {Key(f"layers/{fit.sublayer}_norm/scale", fit.layer) for fit in inputs}
     changed = {key for key, stored in source.arrays.items() if result.source.arrays[key] is not stored}
     assert changed == touched
 

@@ -133,7 +133,8 @@ def hidden(layers, layer, sublayer, output) -> np.ndarray:
     """What the output projection reads, [n, M]: the output where that copies D columns, and again for the next D."""
     copied = jax.tree.map(np.copy, layers)
     array = copied[sublayer][WRITERS[sublayer]][layer]
-    copied[sublayer][f"{WRITERS[sublayer]}_bias"][layer] = 0
+    if (bias := f"{WRITERS[sublayer]}_bias") in copied[sublayer]:
+        copied[sublayer][bias][layer] = 0
     count, width = array.size // array.shape[-1], array.shape[-1]
     columns = []
     for start in range(0, count, width):

@@ -102,8 +102,6 @@ def refit(
     check_rows(rows, model=model)
     if len(stacks(model)) > 1:
         raise UserError(f"a refit is for layers that are all alike; {source.path!r} has model.moe.dense_layers")
-    if model.moe is not None and settings.projections is Projections.BOTH:
-        raise UserError("a refit of models with experts is of input projections alone, not of both")
     if source.model.residual != "standard":
         raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
     if model.residual != "standard" and not parse_residual(model.residual).is_ladder:
