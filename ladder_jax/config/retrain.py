@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import parse_residual
+from ladder_jax.config.model import ModelConfig, parse_residual
 from ladder_jax.errors import unknown
 
 START = "start"
@@ -93,3 +93,15 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+def check_targets(lora: LoraConfig, model: ModelConfig) -> None:
+    """Raises UserError for factors of an MLP where there are routed experts alone."""
+    if not lora.rank or lora.targets == "all" or model.moe is None or model.moe.shared_width:
+        return
+    for name in lora.names:
+        check(
+            name not in ("gate", "up", "down"),
+            f"lora.targets={lora.targets}: routed experts have no low-rank factors (allowed with model.moe: query, key,"
+            " value, out; with a shared expert all)",
+        )

@@ -7,7 +7,7 @@ from ladder_jax.config.decode import DecodeConfig
 from ladder_jax.config.execution import CollectiveMatmul, Loop
 from ladder_jax.config.fields import check, check_positive, fit, shown
 from ladder_jax.config.model import ModelConfig, check_collective_matmul, layer_indices, parse_residual
-from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig
+from ladder_jax.config.retrain import START, ConversionConfig, DistillConfig, LoraConfig, check_targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,13 +258,7 @@ class RunConfig:
 
     def _check_retraining(self) -> None:
         train, layers = self.train, self.model.num_layers
-        if self.model.moe is not None and self.lora.rank and self.lora.targets != "all":
-            targets = [] if self.model.moe.shared_width else [t for t in self.lora.names if t in ("gate", "up", "down")]
-            check(
-                not targets,
-                f"lora.targets={self.lora.targets}: routed experts have no low-rank factors (allowed here: query, key,"
-                " value, out)",
-            )
+        check_targets(self.lora, self.model)
         check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
         check(
             not (self.lora.rank and train.freeze == layers),
