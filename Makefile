@@ -1,5 +1,6 @@
 # Works with GNU make 3.81 (macOS) and newer, and any POSIX shell.
-#   make demo ARGS='...'    adds arguments to the command of demo, moe-demo, study, convert-smollm2, test, test-oldest, smoke-oldest
+#   make demo ARGS='...'    adds arguments to the command of demo, moe-demo, study, convert-smollm2, test, test-oldest,
+#                           smoke-oldest
 #   make demo PYTHON=...    makes .venv with that Python (PYTHON_OLDEST: .venv-oldest); after `make clean` if there is one
 
 # A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. One more than there

@@ -1,6 +1,7 @@
 """Training runs of models with experts: metrics, another mesh on resuming, retraining from a checkpoint, refusals."""
 
 import dataclasses
+import pathlib
 import shutil
 
 import numpy as np
@@ -106,6 +107,12 @@ def test_biases_balance_the_load(book, tmp_path):
     run(book, tmp_path / "frozen", *plain[1:], *start, *settings["on"])
     before, after = bias_of(tmp_path / "on"), bias_of(tmp_path / "frozen")
     assert (before[0] == after[0]).all() and (before[1] != after[1]).any()
+    names = {"train.start": "frozen", "distill.teacher": "on", "run.dir": "taught"}
+    small = ["train.steps=2", "train.batch=4", "train.sequence=32", "train.log_every=1", f"data.path={book}"]
+    recipe = pathlib.Path(__file__).parent.parent / "experiments" / "retrain" / "experts.yaml"
+    overrides = [*small, *(f"{name}={tmp_path / folder}" for name, folder in names.items())]
+    train.run(config.load(str(recipe), overrides=overrides), say=lambda line: None)
+    assert all(row["divergence"] >= 0 for row in metrics.read(tmp_path / "taught"))
 
 
 @pytest.mark.parametrize("name", ["load_balance", "router_z_loss", "router_bias_rate"])

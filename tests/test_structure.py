@@ -18,11 +18,9 @@ MODULES = {
 
 
 def imported(path: pathlib.Path) -> set[str]:
-    """Modules of ours that a file imports, anywhere in it but for its annotations."""
-    found, tree = set(), ast.parse(path.read_text())
-    annotations = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    tree.body = [node for node in tree.body if node not in annotations]
-    for node in ast.walk(tree):
+    """Modules of ours that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from ladder_jax import files
-from ladder_jax.config import load
+from ladder_jax.config import RunConfig, load
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import shards, targets
 
@@ -65,7 +65,6 @@ def measure(recipe: str, target: targets.Target, overrides: list[str]) -> dict:
 
     from ladder_jax import nn, schedule, train
     from ladder_jax.parallel import make_mesh
-    from ladder_jax.schedule import hlo, judge
 
     over = make_mesh(**dataclasses.asdict(mesh), devices=schedule.devices(target))
     definition = nn.define(train.resolve(config).model, mesh=over)
@@ -75,10 +74,6 @@ def measure(recipe: str, target: targets.Target, overrides: list[str]) -> dict:
     compiled = step.compile(*arguments)
     seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
     rows = how.batch // (mesh.data * mesh.fsdp) // how.accumulate
-    held = shards.shard(config.model, ranks=mesh.tensor)
-    flops = {"attention": 2 * rows * how.sequence * held.attention, "mlp": 2 * rows * how.sequence * held.mlp}
-    flops["joint"] = sum(flops.values())
-    found = judge.read(hlo.parse(compiled.as_text()), sublayer_flops=flops)
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs + memory.generated_code_size_in_bytes
     return {
@@ -94,15 +89,26 @@ def measure(recipe: str, target: targets.Target, overrides: list[str]) -> dict:
         "temporary_bytes": memory.temp_size_in_bytes,
         "bytes_per_device": peak,
         "device_memory": target.memory,
-        "all_reduces": found.all_reduces,
-        "hidden": found.hidden,
-        "gathers": _transfers(found.gathers),
-        "scatters": _transfers(found.scatters),
+        **_overlap(compiled, config, rows=rows),
         "compile_seconds": seconds,
         "compiler_options": step.options,
         "jax": jax.__version__,
         "libtpu": importlib.metadata.version("libtpu"),
     }
+
+
+def _overlap(compiled, config: RunConfig, *, rows: int) -> dict:
+    """What is hidden. Of a model with experts None: on TPUs they are kernels, whose FLOPs a schedule does not show."""
+    if config.model.moe is not None:
+        return dict.fromkeys(("all_reduces", "hidden", "gathers", "scatters"))
+    from ladder_jax.schedule import hlo, judge
+
+    held, tokens = shards.shard(config.model, ranks=config.mesh.tensor), rows * config.train.sequence
+    flops = {"attention": 2 * tokens * held.attention, "mlp": 2 * tokens * held.mlp}
+    flops["joint"] = sum(flops.values())
+    found = judge.read(hlo.parse(compiled.as_text()), sublayer_flops=flops)
+    moved = {"gathers": _transfers(found.gathers), "scatters": _transfers(found.scatters)}
+    return {"all_reduces": found.all_reduces, "hidden": found.hidden, **moved}
 
 
 def _transfers(found: Sequence) -> dict:

@@ -152,9 +152,16 @@ def shared_steps(results: dict) -> list[str]:
     return sorted(set.intersection(*measured), key=int) if measured else []
 
 
+def _hidden(row: dict) -> tuple[str, str]:
+    if row["all_reduces"] is None:
+        return "not read: experts are kernels", "-"
+    share = lambda found: "-" if found["hidden_bytes_fraction"] is None else f"{found['hidden_bytes_fraction']:.0%}"
+    all_reduces = f"{row['hidden']} of {row['all_reduces']}" if row["all_reduces"] else "none there"
+    return all_reduces, f"{share(row['gathers'])}, {share(row['scatters'])}"
+
+
 def _meshes(rows: list[dict]) -> str:
     """What `python -m experiments.pretrain.meshes` found, a row a compiled step."""
-    share = lambda found: "-" if found["hidden_bytes_fraction"] is None else f"{found['hidden_bytes_fraction']:.0%}"
     cells = [
         [
             row["recipe"],
@@ -162,8 +169,7 @@ def _meshes(rows: list[dict]) -> str:
             f"{row['mesh_data']} x {row['mesh_fsdp']} x {row['mesh_tensor']}",
             f"{row['rows']} x {row['accumulate']}",
             f"{row['bytes_per_device'] / 1e9:.1f} of {row['device_memory'] / 1e9:.0f} GB",
-            f"{row['hidden']} of {row['all_reduces']}" if row["all_reduces"] else "none there",
-            f"{share(row['gathers'])}, {share(row['scatters'])}",
+            *_hidden(row),
         ]
         for row in rows
     ]

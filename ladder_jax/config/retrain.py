@@ -1,17 +1,12 @@
 """The sections `distill`, `conversion` and `lora`: ways to retrain a checkpoint's model (see retrain/)."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import layer_indices, parse_residual
+from ladder_jax.config.model import ModelConfig, layer_indices, parse_residual
 from ladder_jax.errors import unknown
-
-if TYPE_CHECKING:
-    from ladder_jax.config.run import RunConfig
 
 START = "start"
 """The value of `distill.teacher` that stands for the weights that training starts from."""
@@ -101,18 +96,12 @@ class LoraConfig:
         return self.alpha / self.rank
 
 
-def check_retraining(config: RunConfig) -> None:
-    """Raises UserError for settings of retraining that exclude each other or need another one."""
+def check_retraining(config: Any) -> None:
+    """Raises UserError for settings of a run that retrains, a RunConfig, that exclude each other or need another one."""
     train, layers = config.train, config.model.num_layers
     if config.model.side is not None:
         config.model.side.check_run(config)
-    if config.model.moe is not None and config.lora.rank and config.lora.targets != "all":
-        targets = [] if config.model.moe.shared_width else [t for t in config.lora.names if t in ("gate", "up", "down")]
-        check(
-            not targets,
-            f"lora.targets={config.lora.targets}: routed experts have no low-rank factors (allowed here: query, key,"
-            " value, out)",
-        )
+    check_targets(config.lora, config.model)
     check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
     check(
         not (config.lora.rank and train.freeze == layers),
@@ -147,4 +136,16 @@ def check_retraining(config: RunConfig) -> None:
         check(
             not (value and train.sequence_parallel),
             f"{name} reads whole streams: not with train.sequence_parallel",
+        )
+
+
+def check_targets(lora: LoraConfig, model: ModelConfig) -> None:
+    """Raises UserError for factors of an MLP where there are routed experts alone."""
+    if not lora.rank or lora.targets == "all" or model.moe is None or model.moe.shared_width:
+        return
+    for name in lora.names:
+        check(
+            name not in ("gate", "up", "down"),
+            f"lora.targets={lora.targets}: routed experts have no low-rank factors (allowed with model.moe: query, key,"
+            " value, out; with a shared expert all)",
         )

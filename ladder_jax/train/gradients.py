@@ -221,8 +221,7 @@ def held_out_loss(task: TrainingTask, *, loop: Loop = Loop.SCAN) -> Compiled:
             return all_reduce(loss, layout.batch) / _num_predicted(batch, layout)
 
     meshed = on_mesh(local, layout=layout, in_dims=(task.trained_dims, task.frozen_dims, "BT"), out_dims="")
-    read = lambda frozen: {name: frozen[name] for name in task.frozen_dims}  # all but the teacher's
-    without_teacher = lambda trained, frozen, batch: meshed(trained, read(frozen), batch)
+    without_teacher = lambda trained, frozen, batch: meshed(trained, {n: frozen[n] for n in task.frozen_dims}, batch)
     return Compiled(without_teacher, mesh=layout.mesh, traits=task.definition.traits(phase=Phase.PREFILL, loop=loop))
 
 
@@ -269,9 +268,8 @@ def _loss_sum(
         rows = Targets(tokens, targets, weights, batch.segments[:, :-1] if packed else None)
         return task.loss_sum(trained, frozen, rows, scheduled=scheduled, config=config)
 
-    in_dims = (task.trained_dims, task.frozen_dims, "BT", "")
-    ranked = over_ranks(local, layout=task.definition.layout, in_dims=in_dims, out_dims=("", ""))
-    return ranked(trained, frozen, batch, scheduled)
+    dims = dict(in_dims=(task.trained_dims, task.frozen_dims, "BT", ""), out_dims=("", ""))
+    return over_ranks(local, layout=task.definition.layout, **dims)(trained, frozen, batch, scheduled)
 
 
 def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
@@ -284,8 +282,8 @@ def _after_backward(gradients: Params, layout: Layout, dims: Params) -> Params:
         return gradients
     leaves, tree = jax.tree.flatten(gradients)
     last = jax.tree.leaves(gradients.get("embedding", gradients))[0]
-    dims = jax.tree.leaves(dims)
-    delayed = [leaf is last or set(_replicated(d, layout)) & set(layout.tensor) for leaf, d in zip(leaves, dims)]
+    shared = [set(_replicated(of, layout)) & set(layout.tensor) for of in jax.tree.leaves(dims)]
+    delayed = [leaf is last or tensor for leaf, tensor in zip(leaves, shared)]
     tied = iter(lax.optimization_barrier([leaf for leaf, delay in zip(leaves, delayed) if delay]))
     return tree.unflatten([next(tied) if delay else leaf for leaf, delay in zip(leaves, delayed)])
 
@@ -298,5 +296,5 @@ def _reduce_gradient(gradient: jax.Array, dims: str, layout: Layout) -> jax.Arra
 
 
 def _replicated(dims: str, layout: Layout) -> tuple[str, ...]:
-    sharded = [axis for part in layout.spec(dims) if part for axis in ((part,) if isinstance(part, str) else part)]
-    return tuple(axis for axis in layout.own_axes(dims) if axis not in sharded and axis != EMULATED)
+    split = [axis for part in layout.spec(dims) if part for axis in ((part,) if isinstance(part, str) else part)]
+    return tuple(axis for axis in layout.own_axes(dims) if axis not in (*split, EMULATED))
