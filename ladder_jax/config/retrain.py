@@ -97,7 +97,7 @@ class LoraConfig:
 
 
 def check_retraining(config: Any) -> None:
-    """Raises UserError for settings of a run that retrains, a RunConfig, that exclude each other or need another one."""
+    """Raises UserError for settings of a run (a RunConfig) that exclude each other, or need another one."""
     train, layers = config.train, config.model.num_layers
     if config.model.side is not None:
         config.model.side.check_run(config)
