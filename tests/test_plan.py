@@ -1,6 +1,5 @@
 """`ladder-jax plan`: what it proposes can be run, its estimates are near the compilers' figures."""
 
-import dataclasses
 import json
 import pathlib
 
@@ -53,7 +52,7 @@ def test_every_plan_can_be_run(asked):
 
 def test_meshes_lie_along_the_torus():
     wanted = request.make(**LARGE)
-    sizes = {dataclasses.astuple(mesh) for mesh in candidate.meshes_of(wanted)}
+    sizes = {(mesh.data, mesh.fsdp, mesh.tensor) for mesh in candidate.meshes_of(wanted)}
     assert (1, 16, 4) in sizes and (4, 4, 4) in sizes and (1, 64, 1) in sizes
     assert (1, 8, 8) not in sizes and (2, 8, 4) not in sizes and (1, 1, 64) in sizes
 

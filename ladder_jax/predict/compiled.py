@@ -57,7 +57,7 @@ def predict(request: Request, *, target: str, opponents: Opponents = Opponents.S
     return result.of_speeds(request, speeds, nccl=nccl, fidelity=f"from schedules for {target}")
 
 
-Compile = Callable[[str, Phase, int], tuple[hlo.Program, str, Experts | None]]  # of residual, phase, layers
+Compile = Callable[[str, Phase, int], tuple[hlo.Program, str]]  # of a residual, a phase and a number of layers
 
 
 def _speed(request: Request, residual: str, compile_: Compile, opponents: Opponents) -> Speed:
@@ -88,10 +88,13 @@ def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, oppo
         launches=request.launches,
     )[0]
     compiled = [compile_(residual, phase, depth) for depth in depths]
-    settings = dict(machine=request.machine, ranks=request.tensor, among=program.algorithms)
+    moe = request.shape.moe
+    experts = (
+        None if moe is None else Experts(moe, request.tensor)
+    )  # their kernels run at the rates that programs reach
+    settings = dict(machine=request.machine, ranks=request.tensor, among=program.algorithms, experts=experts)
     passes = [
-        dataclasses.replace(play(schedule, kind=kind, experts=experts, **settings), program=program)
-        for schedule, kind, experts in compiled
+        dataclasses.replace(play(schedule, kind=kind, **settings), program=program) for schedule, kind in compiled
     ]
     if len(passes) == 1:
         return passes[0]
@@ -103,10 +106,8 @@ def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, oppo
     return dataclasses.replace(second, seconds=seconds, wire=wire, exposed=exposed)
 
 
-def _compiled(
-    request: Request, target: str, residual: str, phase: Phase, layers: int
-) -> tuple[hlo.Program, str, Experts | None]:
-    """The compiled program's schedule, the kind of device that it is for, and the model's experts."""
+def _compiled(request: Request, target: str, residual: str, phase: Phase, layers: int) -> tuple[hlo.Program, str]:
+    """The compiled program's schedule, and the kind of device that it is for."""
     program_request = overlaps.make(
         target=target,
         model=request.model,
@@ -120,10 +121,7 @@ def _compiled(
         prompt_length=request.prompt_length,
         context=request.prompt_length + request.new_tokens if phase is Phase.DECODE else None,
     )
-    experts = overlaps.experts(program_request)
-    if experts is not None:
-        experts = dataclasses.replace(experts, hardware=None)  # their kernels run at the rates that programs reach
-    return hlo.parse(compiling.compiled(program_request).hlo), program_request.target.kind, experts
+    return hlo.parse(compiling.compiled(program_request).hlo), program_request.target.kind
 
 
 def play(
