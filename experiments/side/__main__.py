@@ -23,8 +23,8 @@ LADDER = ("model.residual=ladder", "model.ladder_layers=6")
 CONTROL = "control: standard, all weights"
 UNTUNED = "nothing"
 WAYS = {  # and learning rates: a third of pretraining's for its weights; for new ones the paper's, and higher ones
-    UNTUNED: (LADDER, (1e-12,)),  # one step of no effect, and the held-out loss after it
     CONTROL: (("model.residual=standard",), (1e-3,)),
+    UNTUNED: (LADDER, (1e-12,)),  # one step of no effect, and the held-out loss after it
     "all weights": (LADDER, (1e-3,)),
     "upper half": ((*LADDER, "train.freeze=6"), (1e-3,)),
     "low rank 16": ((*LADDER, "lora.rank=16"), (3e-3,)),
