@@ -118,7 +118,8 @@ def test_capacity(form):
         routed, _ = module.sublayers(nnx.merge(graph, params), lambda x: x, axes=axes, on_routing=seen.append)
         tokens, slots, weights = routed.route(x)
         rows = exchange.dispatch(exchange.fill(tokens, slots, experts=moe.padded(4), size=size), axes=axes)
-        out = exchange.collect(exchange.combine(routed.compute(rows), axes=axes), slots, weights).reshape(x.shape)
+        places = exchange.places(slots, experts=moe.padded(4), size=size, count=4)
+        out = exchange.collect(exchange.combine(routed.compute(rows), axes=axes), places, weights).reshape(x.shape)
         return out, routing.of_group(seen[0], axes=axes, own=True).dropped
 
     whole = PartitionSpec()
@@ -203,7 +204,7 @@ def test_a_definition_is_refused_alike():
 
 def test_too_many_rows_for_exact_places_are_refused():
     with pytest.raises(UserError, match="are too many: fewer tokens"):
-        exchange.as_float(jnp.zeros((1, 1), jnp.int32), experts=2**12, size=2**12)
+        exchange.places(jnp.zeros((1, 1), jnp.int32), experts=2**12, size=2**12, count=4)
 
 
 @pytest.mark.parametrize("name, wide, first", [("h100-exchange", 1, True), ("tpu7x-exchange", 4, False)])
