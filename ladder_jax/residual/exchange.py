@@ -44,8 +44,8 @@ class RoutedExperts:
 
     route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain [N, D], their slots
         int32 [N, K] as `parallel.exchange.slots`, the weights of their rows float32 [N, K]).
-    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs, likewise; its second argument is applied
-        to their first products.
+    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs [R, E/ranks, D], the order in which they
+        are sent; its second argument is applied to their first products.
     """
 
     route: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
@@ -57,14 +57,14 @@ class RoutedExperts:
 class Routed:
     """Rows between two steps: a state's `entered` before its experts, its `partial` after them.
 
-    rows: [E/ranks, ranks S, D], of this rank's experts; or, combined, [E, S, D], of this rank's tokens.
-    slots, weights: float32 [N, K] of this rank's tokens.
+    rows: [E/ranks, ranks S, D], of this rank's experts; after them [ranks S, E/ranks, D], their outputs.
+    places, weights: float32 [N, K], of the outputs of this rank's tokens, once they are combined.
     shared: of the shared expert, if there is one, the input [B, T, D], later the partial sum; or what of it is this
         rank's, summed.
     """
 
     rows: jax.Array
-    slots: jax.Array
+    places: jax.Array
     weights: jax.Array
     shared: jax.Array | None
 
@@ -168,7 +168,7 @@ class ExchangeStep:
             tokens, count = stream.shape[0] * stream.shape[1], ranks(axes)
             experts, size = self.moe.padded(count), self.moe.slots(tokens)
             choices = zero((tokens, self.moe.top_k), jnp.float32)
-            rows = zero((experts // count, count * size, stream.shape[2]), dtype)
+            rows = zero((count * size, experts // count, stream.shape[2]), dtype)
             shared = zero(state.entered.shape, dtype) if self.shared_before else None
             partial = Routed(rows, choices, choices, shared)
         return dataclasses.replace(state, sums=sums, partial=partial)
@@ -186,14 +186,14 @@ class ExchangeStep:
         x = self.normalise(stream)
         tokens, slots, weights = sublayers[ROUTED].route(x)
         experts, size = self.moe.padded(ranks(axes)), self.moe.slots(len(tokens))
-        slots = exchange.as_float(slots, experts=experts, size=size)
+        places = exchange.places(slots, experts=experts, size=size, count=ranks(axes))
         buffers = exchange.fill(tokens, slots, experts=experts, size=size)
         shared = gather(x, axes, scope) if self.moe.shared_width else None
         if self.step.delay == 0 and shared is not None:
             buffers, shared = barrier_forward((buffers, shared))  # first what the shared expert waits for
         with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
             rows = exchange.dispatch(buffers, axes=axes)
-        return Routed(checkpoint_name(rows, EXCHANGED), slots, weights, shared)
+        return Routed(checkpoint_name(rows, EXCHANGED), places, weights, shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,10 +211,11 @@ class SilentStep:
         if self.sublayers == (ATTENTION,):
             return State(add(stream, (sublayers[ATTENTION](whole)[:, own],)))
         tokens, slots, weights = sublayers[ROUTED].route(x)
-        buffers = exchange.fill(tokens, slots, experts=self.moe.padded(count), size=self.moe.slots(len(tokens)))
+        sizes = dict(experts=self.moe.padded(count), size=self.moe.slots(len(tokens)))
+        buffers = exchange.fill(tokens, slots, **sizes)
         rows = sublayers[ROUTED].compute(buffers.reshape(-1, count * buffers.shape[1], buffers.shape[2]))
         shared = sublayers[SHARED](whole)[:, own] if self.moe.shared_width else None
-        arrived = Routed(rows.reshape(buffers.shape), slots, weights, shared)
+        arrived = Routed(rows, exchange.places(slots, **sizes, count=count), weights, shared)
         return State(add(stream, (collect(arrived, like=stream),)))
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
@@ -261,5 +262,5 @@ def collect(arrived: Routed | None, *, like: jax.Array) -> jax.Array | None:
     """[B, T/ranks, D], the shape of `like`: the experts' output for this rank's positions, whole."""
     if arrived is None:
         return None
-    out = exchange.collect(arrived.rows, arrived.slots, arrived.weights).reshape(like.shape)
+    out = exchange.collect(arrived.rows, arrived.places, arrived.weights).reshape(like.shape)
     return checkpoint_name(out if arrived.shared is None else out + arrived.shared, REDUCED)
