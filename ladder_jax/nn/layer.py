@@ -108,11 +108,8 @@ class Layer(Module):
             normed = mlp_norm(x, dtype=context.dtype, scale=gain)
             return self.mlp(normed, first_rank=context.first_rank, projections=projections)
 
-        functions, routing, of_layer = (
-            (attention, mlp),
-            state.routing,
-            [],
-        )  # the statistics of all layers, and this one's
+        functions, of_layer = (attention, mlp), []  # the statistics of this layer's router
+        routing = getattr(state, "routing", None)  # of all layers; only a training step has them
         if self.config.moe is not None:
             functions = attention, *self._experts(mlp_norm, context, None if routing is None else of_layer.append)
         gains = (norm.scale[...] for norm in (*norms, norms[1]))  # farskip has two sublayers behind the second norm

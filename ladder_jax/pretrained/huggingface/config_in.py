@@ -104,19 +104,18 @@ def _experts(get: _Fields) -> MoEConfig:
 
 def _dense_layers(get: _Fields) -> int:
     """How many of the first layers have no experts, of Qwen's two fields."""
-    listed, every, count = (
-        get("mlp_only_layers", list, []),
-        get("decoder_sparse_step", int, 1),
-        get("num_hidden_layers", int),
-    )
-    dense = [n for n in range(count) if n in listed or every < 1 or (n + 1) % every]
-    if dense != list(range(len(dense))) or len(dense) == count:
-        field = "mlp_only_layers" if listed else "decoder_sparse_step"
+    count, listed = get("num_hidden_layers", int), get("mlp_only_layers", list, [])
+    every = get("decoder_sparse_step", int, 1)  # layers every - 1, 2 every - 1, ... have experts
+    of_experts = range(every - 1, count, every) if every > 0 else ()
+    first = next((layer for layer in of_experts if layer not in listed), count)
+    later = any(isinstance(layer, int) and first < layer < count for layer in listed) or every > 1 and first + 1 < count
+    if count and (later or first == count):
+        name = "mlp_only_layers" if listed else "decoder_sparse_step"
         raise UserError(
-            f"{get.where}: {field}={get.config[field]!r} cannot be represented: the layers without experts must be the"
-            f" first ones, and not all {count}"
+            f"{get.where}: {name}={get.config.get(name)!r} cannot be represented: the layers without experts must be"
+            f" the first ones, and not all {count}"
         )
-    return len(dense)
+    return first
 
 
 def _ladder(get: _Fields) -> dict[str, Any]:
