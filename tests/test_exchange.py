@@ -35,12 +35,9 @@ MESHES = {
     "all-2": (2, 2, 2),
 }
 TOPOLOGIES = [name for name in experts.TOPOLOGIES if not name.startswith("parallel")]
-QUICK = [
-    ("standard", "shared", "tensor-8", Loop.SCAN, Remat.NONE),
-    ("ladder", "routed", "data-2-tensor-4", Loop.UNROLLED, Remat.SAVE_MATMULS),
-    ("farskip", "ungated", "fsdp-2-tensor-4", Loop.SCAN, Remat.FULL),
-]
-SETTINGS = covering.marked(covering.array(TOPOLOGIES, experts.KINDS, MESHES, Loop, Remat), chosen=QUICK)
+QUICK = [("farskip", "ungated", "fsdp-2-tensor-4", Loop.SCAN, Remat.FULL)]
+ROWS = covering.array(TOPOLOGIES, experts.KINDS, MESHES, Loop, Remat)
+SETTINGS = covering.marked(ROWS, chosen=QUICK)
 
 
 def define(name: str, kind: str, *, capacity: float | None = None, axes=(1, 1, 4), **changes) -> nn.ModelDef:
@@ -97,7 +94,9 @@ def loop(params, x_ND, moe, groups):
     return compute, dropped
 
 
-@pytest.mark.parametrize("form", ExpertParallelism)
+@pytest.mark.parametrize(
+    "form", [ExpertParallelism.EXCHANGE, pytest.param(ExpertParallelism.REDUCE, marks=pytest.mark.full)]
+)
 def test_capacity(form):
     """An expert takes the first rows: of each rank's tokens where they are exchanged, otherwise of all."""
     definition = define("ladder", "routed", capacity=0.7, num_layers=1)
@@ -118,7 +117,8 @@ def test_capacity(form):
         routed, _ = module.sublayers(nnx.merge(graph, params), lambda x: x, axes=axes, on_routing=seen.append)
         tokens, slots, weights = routed.route(x)
         rows = exchange.dispatch(exchange.fill(tokens, slots, experts=moe.padded(4), size=size), axes=axes)
-        out = exchange.collect(exchange.combine(routed.compute(rows), axes=axes), slots, weights).reshape(x.shape)
+        places = exchange.places(slots, experts=moe.padded(4), size=size, count=4)
+        out = exchange.collect(exchange.combine(routed.compute(rows), axes=axes), places, weights).reshape(x.shape)
         return out, routing.of_group(seen[0], axes=axes, own=True).dropped
 
     whole = PartitionSpec()
@@ -142,13 +142,9 @@ def test_capacity(form):
     assert max(jax.tree.leaves(errors)) < limit and cases.error(found[1].reshape(-1, 32), wanted[1]) < limit
 
 
-@pytest.mark.parametrize(
-    "name, quantize",
-    [
-        ("farskip", Quantize.NONE),
-        *(pytest.param(n, Quantize.INT8, marks=pytest.mark.full) for n in ("standard", "ladder")),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["standard", "ladder", "farskip"])
+@pytest.mark.parametrize("quantize", [Quantize.NONE, Quantize.INT8])
 def test_prefill(name, quantize):
     """By the program of serving: the logits of the dense loop, and the caches of the other form."""
     exchanging, reducing = define(name, "ungated"), experts.define(name, "ungated", tensor=4)
@@ -174,6 +170,7 @@ def test_a_run_reports_what_it_drops(tmp_path):
         *test_expert_training.TINY, f"data.path={tmp_path / 'book.txt'}", f"run.dir={tmp_path / 'run'}",
         "mesh.tensor=4", "mesh.experts=exchange", "train.sequence_parallel=true", "model.moe.capacity=1.0",
         "train.steps=2",
+        "model.residual=ladder",
     ]  # fmt: skip
     train.run(config.load("tiny-moe", overrides=settings), say=lambda line: None)
     rows = metrics.read(tmp_path / "run")
@@ -203,7 +200,7 @@ def test_a_definition_is_refused_alike():
 
 def test_too_many_rows_for_exact_places_are_refused():
     with pytest.raises(UserError, match="are too many: fewer tokens"):
-        exchange.as_float(jnp.zeros((1, 1), jnp.int32), experts=2**12, size=2**12)
+        exchange.places(jnp.zeros((1, 1), jnp.int32), experts=2**12, size=2**12, count=4)
 
 
 @pytest.mark.parametrize("name, wide, first", [("h100-exchange", 1, True), ("tpu7x-exchange", 4, False)])

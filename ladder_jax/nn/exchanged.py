@@ -23,7 +23,7 @@ Norm = Callable[[jax.Array], jax.Array]  # of a normalised input: times the gain
 
 def sublayers(
     moe: MoE, norm: Norm, *, axes: tuple[str, ...], on_routing: Callable[[Routing], None] | None
-) -> tuple[RoutedExperts, Callable[[jax.Array], jax.Array]]:
+) -> tuple[RoutedExperts, Callable[..., jax.Array]]:
     """(the routed experts, the shared one) of a layer, on one rank. on_routing: called with its tokens' statistics."""
 
     def routed(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -39,17 +39,16 @@ def sublayers(
             return x_ND, slots, weights
 
     compute = functools.partial(_compute, moe.experts)
-    return RoutedExperts(routed, compute), lambda x_BTD: moe.shared(norm(x_BTD))
+    return RoutedExperts(routed, compute), lambda x_BTD, *tied: moe.shared(norm(x_BTD), *tied)
 
 
-def _compute(
-    experts: ExpertMLPs, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda products: products
-) -> jax.Array:
+def _compute(experts: ExpertMLPs, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda x: x) -> jax.Array:
+    """[R, E, D]: so the matmul writes what is sent in the order of sending, and no copy follows."""
     if hasattr(experts, "gate_up"):
         gate, up = jnp.split(tied(_matmul(rows_ERD, experts.gate_up.get_value())), 2, axis=-1)
     else:
         gate, up = tied(tuple(_matmul(rows_ERD, one.get_value()) for one in (experts.gate, experts.up)))
-    return _matmul(jax.nn.silu(gate) * up, experts.down.get_value())
+    return quantized.einsum("ERM,EMD->RED", jax.nn.silu(gate) * up, experts.down.get_value())
 
 
 def _matmul(rows_ERI: jax.Array, weight_EIO: jax.Array | Int8) -> jax.Array:

@@ -82,13 +82,13 @@ class SharedExpert(Module):
         if sizes.config.moe.shared_gate:
             self.share = new("D", init=Normal(0.02))
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """A rank's partial sum [B, T, D]."""
+    def __call__(self, x_BTD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
+        """A rank's partial sum [B, T, D]. tied: applied to the first products, whose await may be tied to others'."""
         if hasattr(self, "gate_up"):
-            gate, up = jnp.split(quantized.einsum("BTD,DU->BTU", x_BTD, self.gate_up.get_value()), 2, axis=-1)
+            gate, up = jnp.split(tied(quantized.einsum("BTD,DU->BTU", x_BTD, self.gate_up.get_value())), 2, axis=-1)
         else:
-            gate = quantized.einsum("BTD,DW->BTW", x_BTD, self.gate.get_value())
-            up = quantized.einsum("BTD,DW->BTW", x_BTD, self.up.get_value())
+            of = lambda matrix: quantized.einsum("BTD,DW->BTW", x_BTD, matrix.get_value())
+            gate, up = tied((of(self.gate), of(self.up)))
         out = quantized.einsum("BTW,WD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
         if not hasattr(self, "share"):
             return out

@@ -249,6 +249,13 @@ TABLE: dict[str, tuple[Option, ...]] = {
             collective_matmul=CollectiveMatmul.RING,
         ),
         Option(
+            "xla_gpu_experimental_parallel_collective_overlap_limit",
+            4,
+            "with a shared expert two stand in each half of attention; one at a time, 4 layers of qwen1.5-moe-a2.7b hid"
+            " 1 of 8 all-to-alls as a ladder and 4 as farskip, and 7 with 4",
+            split=(Split.ROWS,),
+        ),
+        Option(
             "xla_gpu_collective_permute_combine_threshold_bytes",
             0,
             "permutes of two rings merged without it, in the backward pass, where an input is gathered again beside the"

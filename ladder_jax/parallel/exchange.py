@@ -5,7 +5,7 @@ after batch row; a row that finds no slot is dropped. So no token depends on a l
 
     fill       a rank's tokens [N, D] into the buffers of all experts, [E, S, D]
     dispatch   the buffers to the ranks of their experts, [E/ranks, ranks S, D]
-    combine    computed rows back to the ranks of their tokens, [E, S, D]
+    combine    what the experts make of them, [ranks S, E/ranks, D], back to the ranks of the tokens
     collect    each token's rows, weighted and added in float32, [N, D]
 
 Letters: N tokens of this rank, K choices of one, E all experts, padding included, S slots. Not all slots are in use;
@@ -37,15 +37,6 @@ def kept(slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
     return slots_NK < experts * size
 
 
-def as_float(slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
-    """Slots as exact float32: a state that is differentiated carries no integers. Raises UserError for too many."""
-    if experts * size >= 2**24:
-        raise UserError(
-            f"{experts * size:,} rows of experts on one rank are too many: fewer tokens, or a lower capacity"
-        )
-    return slots_NK.astype(jnp.float32)
-
-
 def fill(x_ND: jax.Array, slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
     """[E, S, D]: the buffers of all experts, with the rows of this rank's tokens."""
     return _into_slots(x_ND, slots_NK.astype(jnp.int32), experts * size).reshape(experts, size, -1)
@@ -56,16 +47,30 @@ def dispatch(buffers_ESD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
     return lax.all_to_all(pvary(buffers_ESD, axes), axes, split_axis=0, concat_axis=1, tiled=True)
 
 
-def combine(rows_ERD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
-    """[E, S, D]: the rows of this rank's tokens, from all ranks' experts."""
-    return lax.all_to_all(rows_ERD, axes, split_axis=1, concat_axis=0, tiled=True)
+def places(slots_NK: jax.Array, *, experts: int, size: int, count: int) -> jax.Array:
+    """Float32 [N, K]: where `combine` brings the output of each row, on one of `count` ranks; of a dropped one E S.
+
+    Exact as float32, because a state that is differentiated carries no integers. Raises UserError for too many rows.
+    """
+    if experts * size >= 2**24:
+        raise UserError(
+            f"{experts * size:,} rows of experts on one rank are too many: fewer tokens, or a lower capacity"
+        )
+    own = experts // count
+    expert, slot = jnp.divmod(slots_NK, size)
+    return ((expert // own * size + slot) * own + expert % own).astype(jnp.float32)
 
 
-def collect(rows_ESD: jax.Array, slots_NK: jax.Array, weights_NK: jax.Array) -> jax.Array:
+def combine(rows_RED: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+    """[ranks S, E/ranks, D], of other experts: the outputs of the rows of this rank's tokens."""
+    return lax.all_to_all(rows_RED, axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def collect(rows_RED: jax.Array, places_NK: jax.Array, weights_NK: jax.Array) -> jax.Array:
     """[N, D] in the rows' dtype: the sum of each token's rows times float32 `weights`; dropped ones are zero."""
-    experts, size, width = rows_ESD.shape
-    rows = _from_slots(rows_ESD.reshape(-1, width), slots_NK.astype(jnp.int32)).reshape(*slots_NK.shape, width)
-    weights = jnp.where(kept(slots_NK, experts=experts, size=size), weights_NK, 0)
+    rows_SD = rows_RED.reshape(-1, rows_RED.shape[2])
+    rows = _from_slots(rows_SD, places_NK.astype(jnp.int32)).reshape(*places_NK.shape, -1)
+    weights = jnp.where(places_NK < len(rows_SD), weights_NK, 0)
     return jnp.sum(rows.astype(jnp.float32) * weights[:, :, None], axis=1).astype(rows.dtype)
 
 

@@ -71,7 +71,8 @@ What a compiler hides depends on its options, too: `topology.compile_options(mes
 
 In reading order: topologies.py, the values; steps.py, the recurrence; layers.py, the loop over layers; stack.py,
 for layers of your own; sequence.py, the recurrence on a stream that is split along the sequence; anneal.py, layers on
-their way from standard to ladder; farskip.py, a ladder of experts with a shared one.
+their way from standard to ladder; farskip.py, a ladder of experts with a shared one; exchange.py, experts whose rows
+the ranks exchange.
 """
 
 from ladder_jax.residual.layers import EXPERTS as EXPERTS

@@ -15,7 +15,7 @@ Barriers tie what arrives in each half to the half's products. Without them a co
 where it has issued it, and one for GPUs leaves the reduce-scatters nothing.
 
 A shared expert stays tensor-parallel: its input is gathered, and its partial sum reduce-scattered with attention's
-("farskip"), or on its own beside `combine`.
+("farskip"), or on its own. In a standard layer it is all that the all-to-alls can stand beside, each beside one half.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ class RoutedExperts:
 
     route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain [N, D], their slots
         int32 [N, K] as `parallel.exchange.slots`, the weights of their rows float32 [N, K]).
-    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs, likewise; its second argument is applied
-        to their first products.
+    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs [R, E/ranks, D], the order in which they
+        are sent; its second argument is applied to their first products.
     """
 
     route: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
@@ -57,14 +57,14 @@ class RoutedExperts:
 class Routed:
     """Rows between two steps: a state's `entered` before its experts, its `partial` after them.
 
-    rows: [E/ranks, ranks S, D], of this rank's experts; or, combined, [E, S, D], of this rank's tokens.
-    slots, weights: float32 [N, K] of this rank's tokens.
+    rows: [E/ranks, ranks S, D], of this rank's experts; after them [ranks S, E/ranks, D], their outputs.
+    places, weights: float32 [N, K], of the outputs of this rank's tokens, once they are combined.
     shared: of the shared expert, if there is one, the input [B, T, D], later the partial sum; or what of it is this
         rank's, summed.
     """
 
     rows: jax.Array
-    slots: jax.Array
+    places: jax.Array
     weights: jax.Array
     shared: jax.Array | None
 
@@ -134,11 +134,20 @@ class ExchangeStep:
                 launched = (*launched[:-1], newest)
             return products
 
-        shared = None if step.early or entered.shared is None else sublayers[SHARED](entered.shared)
-        rows = sublayers[ROUTED].compute(entered.rows, with_newest)
+        shared, rows = None, entered.rows
+        if entered.shared is not None and not step.early:
+
+            def with_rows(products):
+                nonlocal rows
+                products, rows = barrier_forward((products, rows)) if step.delay == 0 else (products, rows)
+                return products
+
+            shared = sublayers[SHARED](entered.shared, with_rows)
+        rows = sublayers[ROUTED].compute(rows, with_newest)
         fresh = dataclasses.replace(entered, rows=rows, shared=shared)
         if step.pending_after == 0:
-            return State(add(stream, (*launched, collect(combine(fresh, axes, ""), like=stream))))
+            arrived = combine(fresh, axes, "", shared_last=True)
+            return State(add(stream, (*launched, collect(arrived, like=stream))))
         added = step.pending_before + 1 - step.pending_after
         stream, sums = add(stream, launched[:added]), launched[added:]
         following = gather(self.normalise(stream), axes, FOLLOWING)
@@ -159,7 +168,7 @@ class ExchangeStep:
             tokens, count = stream.shape[0] * stream.shape[1], ranks(axes)
             experts, size = self.moe.padded(count), self.moe.slots(tokens)
             choices = zero((tokens, self.moe.top_k), jnp.float32)
-            rows = zero((experts // count, count * size, stream.shape[2]), dtype)
+            rows = zero((count * size, experts // count, stream.shape[2]), dtype)
             shared = zero(state.entered.shape, dtype) if self.shared_before else None
             partial = Routed(rows, choices, choices, shared)
         return dataclasses.replace(state, sums=sums, partial=partial)
@@ -177,12 +186,14 @@ class ExchangeStep:
         x = self.normalise(stream)
         tokens, slots, weights = sublayers[ROUTED].route(x)
         experts, size = self.moe.padded(ranks(axes)), self.moe.slots(len(tokens))
-        slots = exchange.as_float(slots, experts=experts, size=size)
+        places = exchange.places(slots, experts=experts, size=size, count=ranks(axes))
         buffers = exchange.fill(tokens, slots, experts=experts, size=size)
+        shared = gather(x, axes, scope) if self.moe.shared_width else None
+        if self.step.delay == 0 and shared is not None:
+            buffers, shared = barrier_forward((buffers, shared))  # first what the shared expert waits for
         with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
             rows = exchange.dispatch(buffers, axes=axes)
-        shared = gather(x, axes, scope) if self.moe.shared_width else None
-        return Routed(checkpoint_name(rows, EXCHANGED), slots, weights, shared)
+        return Routed(checkpoint_name(rows, EXCHANGED), places, weights, shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,10 +211,11 @@ class SilentStep:
         if self.sublayers == (ATTENTION,):
             return State(add(stream, (sublayers[ATTENTION](whole)[:, own],)))
         tokens, slots, weights = sublayers[ROUTED].route(x)
-        buffers = exchange.fill(tokens, slots, experts=self.moe.padded(count), size=self.moe.slots(len(tokens)))
+        sizes = dict(experts=self.moe.padded(count), size=self.moe.slots(len(tokens)))
+        buffers = exchange.fill(tokens, slots, **sizes)
         rows = sublayers[ROUTED].compute(buffers.reshape(-1, count * buffers.shape[1], buffers.shape[2]))
         shared = sublayers[SHARED](whole)[:, own] if self.moe.shared_width else None
-        arrived = Routed(rows.reshape(buffers.shape), slots, weights, shared)
+        arrived = Routed(rows, exchange.places(slots, **sizes, count=count), weights, shared)
         return State(add(stream, (collect(arrived, like=stream),)))
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
@@ -229,18 +241,26 @@ def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     return add(state.residual, (*state.sums, newest))
 
 
-def combine(partial: Routed | None, axes: tuple[str, ...], scope: str = PREVIOUS) -> Routed | None:
-    """Computed rows on the ranks of their tokens, and this rank's positions of the shared expert's sum."""
+def combine(
+    partial: Routed | None, axes: tuple[str, ...], scope: str = PREVIOUS, *, shared_last: bool = False
+) -> Routed | None:
+    """Computed rows on the ranks of their tokens, and this rank's positions of the shared expert's sum.
+
+    shared_last: it is reduce-scattered after the rows have arrived, beside which its last product can be.
+    """
     if partial is None:
         return None
     with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
         rows = checkpoint_name(exchange.combine(partial.rows, axes=axes), EXCHANGED)
-    return dataclasses.replace(partial, rows=rows, shared=scatter(partial.shared, axes, scope))
+    shared = partial.shared
+    if shared_last and shared is not None:
+        shared, rows = barrier_forward((shared, rows))
+    return dataclasses.replace(partial, rows=rows, shared=scatter(shared, axes, scope))
 
 
 def collect(arrived: Routed | None, *, like: jax.Array) -> jax.Array | None:
     """[B, T/ranks, D], the shape of `like`: the experts' output for this rank's positions, whole."""
     if arrived is None:
         return None
-    out = exchange.collect(arrived.rows, arrived.slots, arrived.weights).reshape(like.shape)
+    out = exchange.collect(arrived.rows, arrived.places, arrived.weights).reshape(like.shape)
     return checkpoint_name(out if arrived.shared is None else out + arrived.shared, REDUCED)

@@ -103,7 +103,7 @@ def exchanged(x, weights):
         return tokens, slots, jnp.full(choice.shape, 0.5)
 
     def experts(w_in, w_out):
-        compute = lambda rows, tied: jax.nn.relu(tied(jnp.matmul(rows, w_in))) @ w_out
+        compute = lambda rows, tied: jnp.einsum("ERF,FD->RED", jax.nn.relu(tied(jnp.matmul(rows, w_in))), w_out)
         return exchange_steps.RoutedExperts(route, compute)
 
     topology = residual.topology("ladder", num_layers=2)
