@@ -95,7 +95,7 @@ OURS = Implementation(
 )
 """This library's programs. The launches were counted in the H100 schedule of a decode step without communication: 9 in
 attention, 4 in an MLP, 10 elsewhere (`ladder-jax overlap --target h100:8 --residual no-communication --phase decode`).
-Those of experts in that of qwen3-30b-a3b, with kernels for the grouped matmuls: 18, of them 12 before the rows are sorted.
+Those of experts in that of qwen3-30b-a3b, whose grouped matmuls are kernels: 18, of them 12 before rows are sorted.
 """
 
 AUTHORS = Implementation(
