@@ -21,7 +21,7 @@ class Option:
     """A compiler option, the programs for which it is set, and the evidence for it (`why`).
 
     split, collective_matmul: set for programs that split one of these, or have matmuls of this form; if neither is
-        given, for all.
+        given, for all. unless: not for those that split one of these, nor for rings, for which another row sets it.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Option:
     loops: tuple[Loop, ...] = tuple(Loop)
     when: When = When.ALWAYS
     split: tuple[Split, ...] = ()
+    unless: tuple[Split, ...] = ()
     collective_matmul: CollectiveMatmul | None = None
     launches: tuple[Launch, ...] = (Launch.CHAINED, Launch.EXPLICIT)
 
@@ -45,6 +46,9 @@ class Option:
         )
 
     def _serves_split(self, traits: Traits) -> bool:
+        rings = traits.collective_matmul is CollectiveMatmul.RING
+        if self.unless and (rings or not traits.split.isdisjoint(self.unless)):
+            return False
         if not self.split and self.collective_matmul is None:
             return True
         return not traits.split.isdisjoint(self.split) or self.collective_matmul is traits.collective_matmul
@@ -244,6 +248,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "with a shared expert two stand in each half of attention; one at a time, 4 layers of qwen1.5-moe-a2.7b hid"
             " 1 of 8 all-to-alls as a ladder and 4 as farskip, and 7 with 4",
             split=(Split.ROWS,),
+            unless=(Split.WEIGHTS,),
         ),
         Option(
             "xla_gpu_collective_permute_combine_threshold_bytes",
