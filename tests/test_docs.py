@@ -356,7 +356,7 @@ def test_the_speeds_of_conversions_are_what_predict_says(capsys):
 
 
 def test_notebooks_have_the_outputs_of_a_run_without_errors():
-    assert len(NOTEBOOKS) == 6
+    assert len(NOTEBOOKS) == 7
     for path in NOTEBOOKS:
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
         assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), path.name
