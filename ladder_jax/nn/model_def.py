@@ -18,7 +18,7 @@ from ladder_jax.config import (
     Phase,
     check_exchange,
 )
-from ladder_jax.errors import wrong_type
+from ladder_jax.errors import member, wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
 from ladder_jax.nn.modules import Embedding, RMSNorm
@@ -103,8 +103,9 @@ class ModelDef:
         return nnx.merge(self._graphs[fused][name], params)
 
 
-def define(config: ModelConfig, *, mesh: Mesh, experts: ExpertParallelism = ExpertParallelism.REDUCE) -> ModelDef:
-    return ModelDef(config, layout(config, mesh=mesh), experts)
+def define(config: ModelConfig, *, mesh: Mesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE) -> ModelDef:
+    form = experts if isinstance(experts, ExpertParallelism) else member(ExpertParallelism, "experts", experts)
+    return ModelDef(config, layout(config, mesh=mesh), form)
 
 
 def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str, nnx.Module]:
