@@ -64,11 +64,25 @@ def test_what_is_split_has_its_own():
         assert all(offload in options_for("TPU v6e", one(split)) for split in (Split.WEIGHTS, Split.SEQUENCE))
         assert offload not in options_for("TPU v6e", one())
         limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-        assert [limit in options_for(H100, one(*split)) for split in SPLITS] == [Split.WEIGHTS in s for s in SPLITS]
+        rows = {Split.ROWS} if overlap is Overlap.HIDES else set()  # Standard's own overlap needs one at a time
+        assert all((limit in options_for(H100, one(*s))) == bool(s & {Split.WEIGHTS} | s & rows) for s in SPLITS)
     split = cases.define("ladder", fsdp=2, tensor=2, num_kv_heads=2).traits(
         phase=Phase.TRAIN, loop=Loop.SCAN, sequence_parallel=True, collective_matmul=CollectiveMatmul.RING
     )
     assert split.split == {Split.WEIGHTS, Split.SEQUENCE} and split.collective_matmul is CollectiveMatmul.RING
+
+
+def test_exchanged_rows_have_their_own():
+    definition = nn.define(
+        experts.model("ladder", moe={**experts.KINDS["shared"], "capacity": 1.0}),
+        mesh=parallel.make_mesh(tensor=2),
+        experts="exchange",
+    )
+    settings = dict(phase=Phase.PREFILL, loop=Loop.UNROLLED)
+    whole, split = definition.traits(**settings), definition.traits(**settings, sequence_parallel=True)
+    for kind in (V5P, "TPU v6e", TPU7X):
+        assert options_for(kind, split)["xla_tpu_enable_async_all_to_all"] is True
+        assert "xla_tpu_enable_async_all_to_all" not in options_for(kind, whole)
 
 
 def test_each_form_of_collective_matmul_has_its_own():

@@ -21,7 +21,8 @@ class Option:
     """A compiler option, the programs for which it is set, and the evidence for it (`why`).
 
     split, collective_matmul: set for programs that split one of these, or have matmuls of this form; if neither is
-        given, for all. without: not set for programs that split one of these.
+        given, for all. unless: not for programs that split one of these or have matmuls of this form, for which another
+        row sets it.
     """
 
     name: str
@@ -32,9 +33,9 @@ class Option:
     loops: tuple[Loop, ...] = tuple(Loop)
     when: When = When.ALWAYS
     split: tuple[Split, ...] = ()
+    unless: tuple[Split | CollectiveMatmul, ...] = ()
     collective_matmul: CollectiveMatmul | None = None
     launches: tuple[Launch, ...] = (Launch.CHAINED, Launch.EXPLICIT)
-    without: tuple[Split, ...] = ()
 
     def serves(self, traits: Traits) -> bool:
         return (
@@ -46,7 +47,7 @@ class Option:
         )
 
     def _serves_split(self, traits: Traits) -> bool:
-        if not traits.split.isdisjoint(self.without):
+        if traits.collective_matmul in self.unless or not traits.split.isdisjoint(self.unless):
             return False
         if not self.split and self.collective_matmul is None:
             return True
@@ -70,7 +71,7 @@ _EARLIER = Option(
     "the compiler believes in less time than the wire takes, and issues too late: of a rematerialised scan's backward"
     " it left an all-reduce two small operations; with 3 it has half a sublayer, at no more estimated cycles",
     phases=(Phase.TRAIN,),
-    without=(Split.EXPERTS,),
+    unless=(Split.EXPERTS,),
 )
 _EARLIER_BESIDE_EXPERTS = Option(
     _EARLIER.name,
@@ -254,6 +255,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "with a shared expert two stand in each half of attention; one at a time, 4 layers of qwen1.5-moe-a2.7b hid"
             " 1 of 8 all-to-alls as a ladder and 4 as farskip, and 7 with 4",
             split=(Split.ROWS,),
+            unless=(Split.WEIGHTS, CollectiveMatmul.RING),
         ),
         Option(
             "xla_gpu_collective_permute_combine_threshold_bytes",
