@@ -58,7 +58,7 @@ class SideConfig:
         also = {"train.freeze": train.freeze, "lora.rank": config.lora.rank}
         also["conversion.steps"] = config.conversion.steps
         for name, value in also.items():
-            check(not value, f"{name}={value} and model.side exclude each other: beside a side network nothing trains")
+            check(not value, f"{name}={value} and model.side exclude each other: beside it nothing else trains")
         whole = "the side network reads whole streams"
         check(not train.sequence_parallel, f"train.sequence_parallel splits the stream, but {whole} (model.side)")
         hidden = config.distill.hidden_weight
