@@ -53,7 +53,7 @@ def test_every_plan_can_be_run(asked):
 
 def test_meshes_lie_along_the_torus():
     wanted = request.make(**LARGE)
-    sizes = {dataclasses.astuple(mesh) for mesh in candidate.meshes_of(wanted)}
+    sizes = {tuple(mesh.axes.values()) for mesh in candidate.meshes_of(wanted)}
     assert (1, 16, 4) in sizes and (4, 4, 4) in sizes and (1, 64, 1) in sizes
     assert (1, 8, 8) not in sizes and (2, 8, 4) not in sizes and (1, 1, 64) in sizes
 
