@@ -1,6 +1,5 @@
 """`ladder-jax plan`: what it proposes can be run, its estimates are near the compilers' figures."""
 
-import dataclasses
 import json
 import pathlib
 
