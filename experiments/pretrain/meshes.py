@@ -8,7 +8,6 @@ to meshes.json in place of an older one of the same recipe, target and overrides
 """
 
 import argparse
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -66,7 +65,7 @@ def measure(recipe: str, target: targets.Target, overrides: list[str]) -> dict:
     from ladder_jax import nn, schedule, train
     from ladder_jax.parallel import make_mesh
 
-    over = make_mesh(**dataclasses.asdict(mesh), devices=schedule.devices(target))
+    over = make_mesh(**mesh.axes, devices=schedule.devices(target))
     definition = nn.define(train.resolve(config).model, mesh=over)
     began = time.perf_counter()
     step = train.train_step(definition, config=how)
@@ -80,7 +79,7 @@ def measure(recipe: str, target: targets.Target, overrides: list[str]) -> dict:
         "recipe": pathlib.Path(recipe).stem,
         "target": target.name,
         "overrides": overrides,
-        **{f"mesh_{axis}": size for axis, size in dataclasses.asdict(mesh).items()},
+        **{f"mesh_{axis}": size for axis, size in mesh.axes.items()},
         "rows": rows,
         "accumulate": how.accumulate,
         "remat": how.remat.value,
