@@ -34,11 +34,16 @@ KINDS = {
 }
 
 
+ALL_HEADS = dict(qk_norm="all-heads", num_kv_heads=2)  # OLMoE's norms; of so few keys, several ranks hold the same
+FIRST_DENSE = {"dense": dict(experts=6, top_k=2, expert_width=16, shared_width=16, dense_layers=1)}  # with ALL_HEADS
+
+
 def model(name: str = "ladder", kind: str = "shared", *, dense_layers: int = 0, **changes) -> ModelConfig:
     """Three small layers in float32."""
     residual, ladder_layers, *_ = TOPOLOGIES[name]
-    moe = KINDS[kind] | dict(dense_layers=dense_layers)
+    moe = dict(dense_layers=dense_layers) | (KINDS | FIRST_DENSE)[kind]
     settings = dict(residual=residual, ladder_layers=ladder_layers, num_layers=3, moe=moe)
+    settings |= ALL_HEADS if kind in FIRST_DENSE else {}
     return cases.model("standard", **{**settings, **changes})
 
 

@@ -35,11 +35,14 @@ QUICK = [
     ("standard", "ungated", "1", Loop.SCAN, Remat.NONE, 2),
     ("ladder", "routed", "data-2-tensor-4", Loop.UNROLLED, Remat.FULL, 1),
     ("farskip", "shared", "tensor-8", Loop.SCAN, Remat.SAVE_MATMULS, 1),
-    ("farskip", "ungated", "fsdp-2-tensor-4", Loop.UNROLLED, Remat.OFFLOAD, 2),
+    ("farskip", "dense", "fsdp-2-tensor-4", Loop.UNROLLED, Remat.OFFLOAD, 2),
     ("hybrid-farskip", "shared", "split-8", Loop.SCAN, Remat.FULL, 1),
     ("ladder-2", "all", "all-2", Loop.UNROLLED, Remat.NONE, 2),
 ]
-SETTINGS = covering.marked(covering.array(experts.TOPOLOGIES, experts.KINDS, MESHES, Loop, Remat, (1, 2)), chosen=QUICK)
+SETTINGS = covering.marked(
+    covering.array(experts.TOPOLOGIES, (*experts.KINDS, *experts.FIRST_DENSE), MESHES, Loop, Remat, (1, 2)),
+    chosen=QUICK,
+)
 
 
 @pytest.mark.parametrize("name, kind, mesh, loop, remat, parts", SETTINGS)
@@ -71,7 +74,7 @@ DENSE_FIRST = covering.marked(
     covering.array(("standard", "ladder", "farskip", "hybrid-farskip", "farskip-first", "ladder-2", "parallel"),
                    ("shared", "routed"), (1, 2), MESHES, Loop, Remat,
                    pairs=[(0, 2), (0, 4), (2, 3), (3, 4)], even=[0, 1, 5]),
-    chosen=[("farskip", "shared", 1, "fsdp-2-tensor-4", Loop.SCAN, Remat.FULL)],
+    chosen=[],
 )  # fmt: skip
 
 
@@ -91,16 +94,15 @@ def test_dense_layers_first(name, kind, dense, mesh, loop, remat):
     assert max(jax.tree.leaves(errors)) < limit, errors
 
 
-ALL_HEADS = dict(qk_norm="all-heads", num_kv_heads=2)  # OLMoE's; of its few keys, several ranks hold the same ones
 NORMS = covering.marked(
     covering.array(("standard", "ladder", "farskip"), MESHES, Loop, Remat, pairs=[(1, 2), (0, 2)], even=[0, 3]),
-    chosen=[("farskip", "tensor-8", Loop.SCAN, Remat.FULL)],
+    chosen=[],
 )
 
 
 @functools.cache
 def dense_gradients_with_all_heads(name: str):
-    definition = experts.define(name, **ALL_HEADS)
+    definition = experts.define(name, **experts.ALL_HEADS)
     shape = experts.shape(name, definition.config)
     return reference.evaluate(experts.loss, cases.parameters(definition), experts.tokens(), shape, gradient=True)
 
@@ -109,7 +111,7 @@ def dense_gradients_with_all_heads(name: str):
 def test_query_and_key_norms_over_all_heads(name, mesh, loop, remat):
     """Values and gradients, and what they communicate: a small gather forward, a scatter backward, beside the two."""
     data, fsdp, tensor, split = MESHES[mesh]
-    definition = experts.define(name, data=data, fsdp=fsdp, tensor=tensor, **ALL_HEADS)
+    definition = experts.define(name, data=data, fsdp=fsdp, tensor=tensor, **experts.ALL_HEADS)
     params = cases.place(cases.parameters(definition), definition)
     losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
     compute = train.loss_and_gradients(definition, loop=loop, remat=remat, sequence_parallel=split, **losses)
