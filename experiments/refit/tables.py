@@ -33,6 +33,9 @@ def write(folder: pathlib.Path) -> None:
     measured = folder / tasks.NAME
     if measured.is_file():
         sections["tasks"] = on_tasks(json.loads(measured.read_text())["models"])
+    needed = folder / "memory.json"
+    if needed.is_file():
+        sections["memory"] = memory(json.loads(needed.read_text())["rows"])
     print("\n\n".join(sections.values()))
     readme = folder / "README.md"
     if readme.is_file():
@@ -117,6 +120,12 @@ def _fit(row: dict) -> tuple[str, str]:
         return "" if row["layers"] == "0" else "plain", ""
     ridge = "" if row["ridge"] == Row().ridge else f", ridge {row['ridge']:g}"
     return row["way"] + ridge, f"{row['tokens']:,} tokens of {row['text']}"
+
+
+def memory(rows: list[dict]) -> str:
+    """What converting a larger model needs, with each refit."""
+    cells = lambda row: [row["refit"], f"{row['processor_seconds']:.0f} s", f"{row['peak_bytes'] / 1e9:.2f} GB"]
+    return table("refit | processor time | peak memory", map(cells, rows))
 
 
 def on_tasks(models: list[dict]) -> str:
