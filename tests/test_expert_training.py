@@ -1,6 +1,7 @@
 """Training runs of models with experts: metrics, another mesh on resuming, retraining from a checkpoint, refusals."""
 
 import dataclasses
+import json
 import pathlib
 import shutil
 
@@ -42,6 +43,9 @@ def test_a_run_its_metrics_and_its_checkpoint_on_other_ranks(book, tmp_path):
     more = "train.steps=4", "train.accumulate=2"
     run(book, tmp_path / "run", "mesh.tensor=4", *more)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert written["model"]["moe"].pop("shared_gate") is False  # as if the run were older than this setting
+    (tmp_path / "run" / "config.json").write_text(json.dumps(written))
     result = run(book, tmp_path / "run", "mesh.data=2", *more)
     rows = metrics.read(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(NAMES <= row.keys() for row in rows)

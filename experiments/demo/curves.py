@@ -23,12 +23,12 @@ def table(runs: Mapping[str, pathlib.Path], *, baseline: float | None = None, ro
 
 def experts(runs: Mapping[str, pathlib.Path]) -> Table:
     """What the routers of each run chose in its last logged step."""
-    columns = {"largest load over mean": "expert_load", "experts never chosen": "dead_experts"}
-    columns["router entropy, nats"] = "router_entropy"
+    columns = ("largest load over mean", "never chosen", "router entropy, nats")
     shown = Table("", *columns, title="experts, last step", min_width=40)
     for name, path in runs.items():
         last = metrics.read(path)[-1]
-        shown.add_row(name, *(f"{last[field]:.2f}" for field in columns.values()))
+        load, dead, entropy = (last[field] for field in ("expert_load", "dead_experts", "router_entropy"))
+        shown.add_row(name, f"{load:.2f}", f"{dead:.0f}", f"{entropy:.2f}")
     return shown
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from ladder_jax import remote
-from ladder_jax.config import RunConfig, to_dict
+from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError, one_line
 from ladder_jax.files import AnyPath, absolute, explained, is_remote
 from ladder_jax.parallel import Agreement
@@ -74,7 +74,9 @@ def _check(config: RunConfig, folder: AnyPath) -> None:
     except (OSError, ValueError, RecursionError):
         raise UserError(f"{str(file)!r} cannot be read as JSON") from None
     after = _flat(to_dict(config))
-    before = _flat(to_dict(RunConfig())) | before  # a setting that did not exist then had its default
+    has_experts = any(key.startswith("model.moe.") for key in before)
+    defaults = RunConfig(model=ModelConfig(moe=MoEConfig())) if has_experts else RunConfig()
+    before = _flat(to_dict(defaults)) | before  # a setting that did not exist then had its default
     changed = [
         f"{key} was {before.get(key)!r}, now {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
