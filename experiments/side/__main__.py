@@ -56,7 +56,8 @@ def measured(way: str, rate: float, seed: int, args: argparse.Namespace) -> dict
     if not (place / "result.json").exists():
         train.run(settings, say=print)
     losses = [row["validation_loss"] for row in metrics.read(place) if row.get("validation_loss") is not None]
-    return {"way": way, "rate": rate, "seed": seed, "loss": losses[-1], "trained": trained(settings)}
+    count = 0 if way == UNTUNED else trained(settings)
+    return {"way": way, "rate": rate, "seed": seed, "loss": losses[-1], "trained": count}
 
 
 def retraining(way: str, rate: float, seed: int, args: argparse.Namespace, place: pathlib.Path) -> RunConfig:
