@@ -258,7 +258,8 @@ class RunConfig:
 
     def _check_retraining(self) -> None:
         train, layers = self.train, self.model.num_layers
-        check_targets(self.lora, self.model)
+        if self.lora.rank:
+            check_targets(self.lora, self.model)
         check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
         check(
             not (self.lora.rank and train.freeze == layers),
