@@ -141,7 +141,7 @@ def check_retraining(config: Any) -> None:
 
 def check_targets(lora: LoraConfig, model: ModelConfig) -> None:
     """Raises UserError for factors of an MLP where there are routed experts alone."""
-    if not lora.rank or lora.targets == "all" or model.moe is None or model.moe.shared_width:
+    if lora.targets == "all" or model.moe is None or model.moe.shared_width:
         return
     for name in lora.names:
         check(
