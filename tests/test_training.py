@@ -131,7 +131,8 @@ def uninterrupted(book, tmp_path_factory):
 def test_a_run_leaves_what_it_promises(uninterrupted):
     directory, result = uninterrupted
     stored = json.loads((directory / "config.json").read_text())
-    assert stored["model"]["residual"] == "ladder" and stored["mesh"] == {"data": 2, "fsdp": 1, "tensor": 4}
+    assert stored["model"]["residual"] == "ladder"
+    assert stored["mesh"] == {"data": 2, "fsdp": 1, "tensor": 4, "experts": "reduce"}
     rows = metrics.read(directory)
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert list(rows[0])[:4] == ["step", "loss", "tokens", "tokens_per_second"]
