@@ -53,7 +53,7 @@ def test_logits_and_losses_are_those_of_transformers(name, tmp_path):
     tokens, losses = models.tokens().size, recorded()[f"{name} losses"]
     together = 6 * (chosen.counts.mean(0) * chosen.probabilities.mean(0)).sum() / tokens**2
     assert models.error(together, losses[0]) <= 1e-4
-    ours = routing.metrics(chosen, moe=source.model.moe)["load_balance"]
+    ours = routing.metrics(chosen, moe=moe)["load_balance"]
     assert models.error(np.asarray(ours), losses[1:].mean() / 2) <= 1e-4
 
     tensors = safetensors.numpy.load_file(tmp_path / "model" / "model.safetensors")
