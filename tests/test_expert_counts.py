@@ -156,6 +156,11 @@ def test_overlap_reports_them(tmp_path, run_cli):
     assert found["flops"] == found["flops_active"] + expanded + scores
     text = run_cli("overlap", *words.split(), **environment).stdout
     assert "experts   a token passes" in text and "expands grouped matmuls" in text
+    exchanged = [*words.split(), "--sequence-parallel", "--experts", "exchange", "--capacity", "4", "--json"]
+    rows = json.loads(run_cli("overlap", *exchanged, **environment).stdout)
+    assert (rows["all_to_alls"], rows["grouped_matmuls"]) == (2, "buffers")
+    places = (4 * 2 * 8 - 16) * expert * 2  # of a device's 4 experts, for each of two ranks' 8 tokens
+    assert rows["flops"] == rows["flops_active"] + places + scores - 8 * router * 2  # a rank routes its own tokens
 
 
 def test_predicted_kernels():

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from ladder_jax.config import Phase
+from ladder_jax.config import ExpertParallelism, Phase
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap.record import Record
 from ladder_jax.overlap.request import Request
@@ -32,7 +32,7 @@ class Result:
 
         flops: of matmuls, without kernels of attention; flops_active: the least of them (see `request.active_flops`).
         parameters: of all layers and tables, over all devices; parameters_active: those that a token passes.
-        grouped_matmuls: whether they are kernels, or expanded by XLA; absent of a dense model.
+        grouped_matmuls: kernels, expanded by XLA, or of buffers (exchanged rows); absent of a dense model.
         all_reduces, asynchronous, hidden, merged, exposed: of the sublayers' reductions, and of the gathers and
             scatters of a split stream; all_to_alls, all_to_alls_hidden: of the experts' rows.
         bytes_accessed: counted by `schedule.traffic`.
@@ -94,7 +94,7 @@ class Result:
 
 def read(request: Request, record: Record) -> Result:
     program, experts = hlo.parse(record.hlo), requests.experts(request)
-    form = grouped.form(program)
+    form = Form.BUFFERS if request.experts is ExpertParallelism.EXCHANGE else grouped.form(program)
     report = judge.read(program, sublayer_flops=requests.sublayer_flops(request, form=form), experts=experts)
     return Result(request, record, report, traffic.bytes_moved(program, experts=experts), form)
 

@@ -35,6 +35,7 @@ class Form(enum.Enum):
 
     KERNELS = "kernels"
     EXPANDED = "expanded"
+    BUFFERS = "buffers"  # of exchanged rows: plain batched matmuls of as many rows for each expert
 
 
 def form(program: Program) -> Form:
