@@ -209,7 +209,7 @@ def streams(params, tokens, shape, seen=None):
     kind = "farskip" if shape.kind == "farskip" else ""
     one_for_all = dataclasses.replace(shape, layers=0, vocab=0, kind=kind, number=1, ladder=None)
     without_experts = dataclasses.replace(one_for_all, kind="", experts=None)
-    dense = len(params["dense"]["mlp_norm"]["scale"]) if "dense" in params else 0  # the first layers
+    dense = len(params["dense"]["attention_norm"]["scale"]) if "dense" in params else 0  # the first layers
 
     def partials(i, inputs):
         """h_i (1-based) on each rank's own input."""
