@@ -165,6 +165,21 @@ def parse_yaml(text: str, *, what: str) -> typing.Any:
     return value
 
 
+def read_section(file: typing.Any, name: str, *, what: str) -> typing.Any:
+    """The section `name` of a YAML file (a path) that holds nothing else; None of another one.
+
+    Raises UserError for a file that cannot be read, or is no YAML.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{what} {str(file)!r} is not UTF-8 text") from None
+    tree = parse_yaml(text, what=f"{what} {str(file)!r}")
+    return tree.get(name) if isinstance(tree, dict) and len(tree) == 1 else None
+
+
 def _count(value: typing.Any, counts: dict[int, float]) -> float:
     """The number of values, each alias counted in full. A list that contains itself has infinitely many."""
     if not isinstance(value, dict | list | set | tuple):

@@ -8,7 +8,7 @@ mixture:
 import dataclasses
 import math
 
-from ladder_jax.config.load import parse_yaml
+from ladder_jax.config.load import read_section
 from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, absolute, is_remote
 
@@ -25,14 +25,7 @@ class Part:
 
 def read(file: AnyPath) -> list[Part]:
     """The stores and weights in a mixture file. Raises UserError if it is not one."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"the mixture {str(file)!r} is not UTF-8 text") from None
-    tree = parse_yaml(text, what=f"the mixture {str(file)!r}")
-    weights = tree.get("mixture") if isinstance(tree, dict) and len(tree) == 1 else None
+    weights = read_section(file, "mixture", what="the mixture")
     if not isinstance(weights, dict) or not weights:
         raise UserError(
             f"{str(file)!r} must hold one section 'mixture:' with token stores and weights, such as 'web: 7'"

@@ -152,10 +152,7 @@ class MoE(Module):
 def _groups(choice_NK: jax.Array, *, first: jax.Array, count: int) -> Groups:
     local = choice_NK.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < count), local, count)
-    order = jnp.argsort(local, stable=True)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
-    sizes = jnp.sum(local[:, None] == jnp.arange(count)[None, :], axis=0, dtype=jnp.int32)
-    return Groups(order, place, sizes)
+    return Groups(*exchange.by_expert(local, experts=count))
 
 
 def _in_chunks(compute: Callable, x_ND: jax.Array, routed: Route) -> jax.Array:

@@ -22,12 +22,18 @@ from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import pvary, varying
 
 
+def by_expert(choice_R: jax.Array, *, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(order, place, sizes): the row in each place, sorted by expert; each row's place; how many rows an expert has."""
+    order = jnp.argsort(choice_R, stable=True)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    sizes = jnp.sum(choice_R[:, None] == jnp.arange(experts)[None, :], axis=0, dtype=jnp.int32)
+    return order, place, sizes
+
+
 def slots(choice_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
     """int32 [N, K]: the slot of each row among all experts' slots, expert x S + place; E S for a dropped one."""
     flat = choice_NK.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
-    counts = jnp.sum(flat[:, None] == jnp.arange(experts)[None, :], axis=0, dtype=jnp.int32)
+    _, place, counts = by_expert(flat, experts=experts)
     within = place - jnp.take(jnp.cumsum(counts) - counts, flat)
     return jnp.where(within < size, flat * size + within, experts * size).reshape(choice_NK.shape)
 

@@ -13,7 +13,7 @@ import math
 import pathlib
 from collections.abc import Sequence
 
-from ladder_jax.config.load import parse_yaml
+from ladder_jax.config.load import read_section
 from ladder_jax.data import json_lines
 from ladder_jax.errors import UserError
 
@@ -22,14 +22,7 @@ FILE = "stages.yaml"
 
 def read(file: pathlib.Path) -> list[pathlib.Path]:
     """The stages' files. Raises UserError if `file` does not list any."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"the stages {str(file)!r} are not UTF-8 text") from None
-    tree = parse_yaml(text, what=f"the stages {str(file)!r}")
-    names = tree.get("stages") if isinstance(tree, dict) and len(tree) == 1 else None
+    names = read_section(file, "stages", what="the list of stages")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         raise UserError(f"{str(file)!r} must hold one section 'stages:', a list of files such as '- easy.jsonl'")
     return [file.parent / pathlib.Path(name).expanduser() for name in names]
