@@ -1,6 +1,7 @@
 """Experts in retraining: teachers, frozen layers, layers that turn, low-rank factors; against a dense float64 loop."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.errors import UserError
 from ladder_jax.nn.low_rank import LowRank
 from ladder_jax.retrain import Retraining
+from ladder_jax.retrain.sources import Sources
+from ladder_jax.retrain.task import of_sources
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, experts, reference
 
@@ -43,12 +46,21 @@ def turning(params, tokens, shape, fraction):
     return (x @ params["head"]["table"].T)[..., : shape.vocab], seen
 
 
-def distillation(teacher, fraction):
-    """In float64: a model that turns, taught by `teacher` as a standard model, and its routers' losses."""
+def plainly(params, tokens, shape):
+    """As `turning`, where all layers have turned."""
+    seen = []
+    return reference.logits(params, tokens, shape, seen), seen
+
+
+def distillation(teacher, forward):
+    """In float64: a model taught by `teacher` as a standard model, and its routers' losses.
+
+    forward: (params, tokens, shape) to the model's logits and the inputs of its experts.
+    """
 
     def loss(params, tokens, shape):
         logp = lambda scores: scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        scores, seen = turning(params, tokens[:, :-1], shape, fraction)
+        scores, seen = forward(params, tokens[:, :-1], shape)
         wanted = reference.logits(teacher, tokens[:, :-1], dataclasses.replace(shape, kind="standard"))
         ours, theirs = logp(scores / TAU), logp(wanted / TAU)
         divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1)
@@ -99,7 +111,8 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     ladder = None if one.config.ladder_layers is None else LADDER[name, len(fraction)]
     shape = dataclasses.replace(experts.shape(name, one.config), ladder=ladder)
-    expected, wanted = reference.evaluate(distillation(wide, fraction), student, experts.tokens(), shape, gradient=True)
+    taught = distillation(wide, functools.partial(turning, fraction=fraction))
+    expected, wanted = reference.evaluate(taught, student, experts.tokens(), shape, gradient=True)
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected) < limit
     wanted = {"final_norm": wanted["final_norm"], "head": wanted["head"], "layers": tail(wanted["layers"])}
@@ -110,19 +123,43 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     assert float(jnp.sum(terms["counts"])) == pytest.approx(len(fraction) * definition.config.moe.top_k)
 
 
-def test_a_model_with_dense_layers_is_trained_further():
-    """All its weights, by a task of retraining."""
+@pytest.mark.parametrize("taught", [False, pytest.param(True, marks=FULL)])
+def test_a_model_with_dense_layers_is_trained_further(taught):
+    """All its weights, on the data or by a standard teacher."""
     definition = experts.define("farskip", "shared", tensor=2, dense_layers=1)
-    plan = Retraining(definition)
-    trained, frozen = plan.split(cases.place(cases.parameters(definition), definition))
+    params, weights = cases.parameters(definition), cases.parameters(definition, seed=5)
+    teaching = dict(distill=DistillConfig(START, alpha=ALPHA, temperature=TAU), teacher=original(definition))
+    plan = Retraining(definition, **(teaching if taught else {}))
+    trained, frozen = plan.split(cases.place(weights, definition), teacher=cases.place(params, definition))
     losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
     (loss, _), grads = jax.jit(task_gradients(plan, config=TrainConfig(**losses)))(
         trained, frozen, experts.tokens(), {}
     )
-    expected, limit = experts.dense_gradients("farskip", "shared", 1), cases.bound(definition.config, passes=2)
-    assert cases.error(loss, expected[0]) < limit
-    errors = experts.errors(grads, expected[1])
+    one = experts.define("farskip", "shared", dense_layers=1)
+    shape, wide = experts.shape("farskip", one.config), jax.tree.map(np.float64, cases.parameters(one))
+    expected, wanted = reference.evaluate(
+        distillation(wide, plainly) if taught else experts.loss,
+        cases.parameters(one, seed=5),
+        experts.tokens(),
+        shape,
+        gradient=True,
+    )
+    limit = cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected) < limit
+    errors = experts.errors(grads, wanted)
     assert max(jax.tree.leaves(errors)) < limit, errors
+
+
+@pytest.mark.parametrize(
+    "setting", ["train.freeze=1", "conversion.steps=4", "distill.hidden_weight=0.5", "lora.rank=2"]
+)
+def test_the_stacks_of_a_model_with_dense_layers_stay_whole(setting):
+    given = ["model.moe.dense_layers=1", "model.residual=farskip", "distill.teacher=start", "distill.residual=standard"]
+    changed = [setting, "train.start=x", "lora.targets=query" if "lora" in setting else "lora.rank=0"]
+    run = config.load("tiny-moe", overrides=[*given, *changed])
+    definition = experts.define("farskip", "shared", dense_layers=1)
+    with pytest.raises(UserError, match=f"{setting} is for layers that are all alike: not with .*dense_layers=1"):
+        of_sources(run, definition=definition, teacher=None, sources=Sources())
 
 
 @pytest.mark.full

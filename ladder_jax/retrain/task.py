@@ -154,12 +154,8 @@ def of_run(
 def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig | None, sources: Sources) -> Retraining:
     """The task that `config` describes. Raises UserError for a teacher that cannot teach this model."""
     of_teacher = None
-    parts_of_it = config.train.freeze or config.lora.rank or config.conversion.steps or teacher is not None
-    if parts_of_it and len(stacks(definition.config)) > 1:
-        raise UserError(
-            "train.freeze, lora, distill and conversion are for layers that are all alike: not with"
-            f" model.moe.dense_layers={definition.config.moe.dense_layers}"
-        )
+    if len(stacks(definition.config)) > 1:
+        _check_whole_stacks(config)
     if teacher is not None:
         of_teacher = ModelDef(teacher, definition.layout)
         if of_teacher.dims != RetrainPlan(definition).without_side.dims:
@@ -174,3 +170,17 @@ def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig 
     return Retraining(
         definition, config.train.freeze, config.lora, config.distill, config.conversion, of_teacher, sources
     )
+
+
+def _check_whole_stacks(config: RunConfig) -> None:
+    """Raises UserError for what takes some layers of a model with `moe.dense_layers`, whose stacks stay whole."""
+    divides = {
+        "train.freeze": config.train.freeze,
+        "lora.rank": config.lora.rank,
+        "conversion.steps": config.conversion.steps,
+        "distill.hidden_weight": config.distill.hidden_weight,
+    }
+    for name, value in divides.items():
+        if value:
+            dense = config.model.moe.dense_layers
+            raise UserError(f"{name}={value} is for layers that are all alike: not with model.moe.dense_layers={dense}")
