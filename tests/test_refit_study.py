@@ -11,7 +11,7 @@ from experiments.refit import measured, plan, tables, tasks, texts, ways
 from experiments.refit.plan import Row, Way
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained.refit import Projections, Refit, refit
+from ladder_jax.pretrained.refit import FittedProjections, Refit, refit
 from tests.pretrained import gguf_files
 
 SEQUENCE = 32
@@ -32,7 +32,9 @@ def short_rows(monkeypatch):
     monkeypatch.setattr(texts, "SEQUENCE", SEQUENCE)
 
 
-@pytest.mark.parametrize("way, projections", [(Way.INPUTS, Projections.INPUTS), (Way.OUTPUTS, Projections.BOTH)])
+@pytest.mark.parametrize(
+    "way, projections", [(Way.INPUTS, FittedProjections.INPUTS), (Way.OUTPUTS, FittedProjections.BOTH)]
+)
 def test_rows_are_the_librarys_refit(study, way, projections):
     """And its losses those of the compiled model, in every domain."""
     row = Row(layers="2", way=way, tokens=128, scored=plan.DOMAINS)

@@ -24,7 +24,7 @@ from experiments.convert_smollm2 import prepare
 from ladder_jax import config, files, pretrained
 from ladder_jax.config import ModelConfig
 from ladder_jax.pretrained import source as sources
-from ladder_jax.pretrained.refit import Projections
+from ladder_jax.pretrained.refit import FittedProjections
 
 HERE = pathlib.Path(__file__).parent
 NAME = "memory.json"
@@ -82,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         file = pathlib.Path(folder, "model")
         pretrained.write_huggingface(source, file)
-        for projections in (None, *Projections):
+        for projections in (None, *FittedProjections):
             kind = "plain" if projections is None else projections.value
             refit = ["--calibration", args.text, "--calibration-tokens", str(args.tokens), "--refit", kind]
             command = ["convert", str(file), str(pathlib.Path(folder, kind)), "--ladder-layers", args.layers]

@@ -25,7 +25,7 @@ from ladder_jax.pretrained import sensitivity
 from ladder_jax.pretrained.convert import calibrated
 from ladder_jax.pretrained.convert import command as convert_command
 from ladder_jax.pretrained.convert.request import parse
-from ladder_jax.pretrained.refit import Projections, Refit, fit, refit
+from ladder_jax.pretrained.refit import FittedProjections, Refit, fit, refit
 from ladder_jax.pretrained.refit.least_squares import Statistics, folded
 from ladder_jax.pretrained.refit.programs import programs
 from ladder_jax.pretrained.sensitivity import Text
@@ -158,7 +158,7 @@ def stacked_least_squares(late, whole, *, prior=1):
     return matrix, condition + condition**2 * ratio
 
 
-INPUTS, BOTH = Projections.INPUTS, Projections.BOTH
+INPUTS, BOTH = FittedProjections.INPUTS, FittedProjections.BOTH
 CASES = [
     ("ladder", 1, 1, INPUTS), ("ladder", 1, 8, BOTH), ("ladder-2", 1, 2, INPUTS), ("parallel-ladder", 1, 4, BOTH),
     ("hybrid-list", 2, 2, BOTH), ("hybrid-delay-3-first", 1, 1, BOTH), ("hybrid-parallel-ladder", 1, 8, INPUTS),

@@ -8,7 +8,7 @@ from ladder_jax.config import Dtype, ModelConfig
 from ladder_jax.errors import UserError, member
 from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained.formats import with_ladder_layers
-from ladder_jax.pretrained.refit import Projections, Refit
+from ladder_jax.pretrained.refit import FittedProjections, Refit
 from ladder_jax.pretrained.sensitivity import Search, Text, parse_text
 
 AUTO, ALL = "auto:", "all"
@@ -98,7 +98,7 @@ def _refit(args: dict, *, choose: int | None) -> Refit | None:
         raise UserError("--calibration needs --ladder-layers, the layers to convert")
     if what is not What.NONE:
         ridge = {} if args["ridge"] is None else {"ridge": args["ridge"]}
-        return Refit(projections=Projections(what.value), **ridge)
+        return Refit(projections=FittedProjections(what.value), **ridge)
     if args["ridge"] is not None:
         raise UserError("--ridge is for --refit inputs and both")
     if choose is None:

@@ -22,7 +22,7 @@ fit.py, the loop over sublayers; kept.py, the results of an interrupted run.
 
 from ladder_jax.pretrained.refit.fit import SUBLAYERS as SUBLAYERS
 from ladder_jax.pretrained.refit.fit import Fit as Fit
-from ladder_jax.pretrained.refit.fit import Projections as Projections
+from ladder_jax.pretrained.refit.fit import FittedProjections as FittedProjections
 from ladder_jax.pretrained.refit.fit import Refit as Refit
 from ladder_jax.pretrained.refit.fit import Refitted as Refitted
 from ladder_jax.pretrained.refit.fit import check_rows as check_rows

@@ -28,7 +28,7 @@ WRITERS = {"attention": "out", "mlp": "down"}
 """The output projections; those of experts stay."""
 
 
-class Projections(enum.Enum):
+class FittedProjections(enum.Enum):
     """Which projections of a sublayer are fitted."""
 
     INPUTS = "inputs"  # those that read its input
@@ -44,7 +44,7 @@ class Refit:
     """
 
     ridge: float = 1e-3
-    projections: Projections = Projections.INPUTS
+    projections: FittedProjections = FittedProjections.INPUTS
     alone: bool = False
 
     def __post_init__(self):
@@ -111,12 +111,13 @@ def refit(
         raise UserError("refit runs on the axes data and tensor; the mesh splits parameters over fsdp")
     kept = Kept(folder, request={} if folder is None else _request(source, model, rows, mesh, settings))
     passes, fits = Pass(definition, source, rows), []
+    both = settings.projections is FittedProjections.BOTH
     for layer in range(model.num_layers):
         entering = passes.streams
         for index in (0, 1):
             if passes.late(layer, index):
                 fits.append(_fit_inputs(passes, layer, index, ridge=settings.ridge, kept=kept))
-                if settings.projections is Projections.BOTH and output_key(layer, SUBLAYERS[index]) in source.arrays:
+                if both and output_key(layer, SUBLAYERS[index]) in source.arrays:
                     fits.append(_fit_output(passes, layer, index, ridge=settings.ridge, kept=kept))
             passes.advance(layer, index)
             on_sublayer()
