@@ -66,7 +66,8 @@ def test_text_begins_with_the_verdict(run_cli, kept):
 
 
 @pytest.mark.parametrize(
-    "phase, loop, count", [("prefill", "scan", 9), ("train", "scan", 17), ("train", "unrolled", 16)]
+    "phase, loop, count",
+    [("prefill", "scan", 9), pytest.param("train", "scan", 17, marks=pytest.mark.full), ("train", "unrolled", 16)],
 )
 def test_phases(run_cli, kept, phase, loop, count):
     args = f"--model tiny --target cpu:8 --phase {phase} --residual ladder --prompt-length 16 --loop {loop} --json"

@@ -1,5 +1,6 @@
 """Inference starts at the model's size: arrays are read one by one, with the values that reading all at once gives."""
 
+import itertools
 import sys
 import weakref
 
@@ -14,9 +15,7 @@ from ladder_jax.config import Biases, DecodeConfig, Loop, Quantize
 from ladder_jax.decode import weights
 from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.pretrained import open_model
-from tests import cases, covering, starts
-
-PLACED = [(Quantize.INT8, 4), (Quantize.NONE, 1), (Quantize.INT8, 1), (Quantize.NONE, 4)]
+from tests import cases, starts
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +174,8 @@ def on_devices(seen):
     return sum(found.values())
 
 
-@pytest.mark.parametrize("quantize, tensor", covering.marked(PLACED, chosen=PLACED[:1]))
+@pytest.mark.full
+@pytest.mark.parametrize("quantize, tensor", list(itertools.product(Quantize, (1, 4))))
 def test_no_more_than_one_array_beside_the_weights(wide, peak, quantize, tensor):
     """What is on the devices while an engine is made: at most what it keeps, and its largest array in float32."""
     opened, settings = open_model(wide), DecodeConfig(quantize=quantize)

@@ -377,8 +377,8 @@ sys.exit(cli.main(sys.argv[2:]))
 STATISTICS = ("statistics", "output_statistics")
 RESUMED = [
     (signal.SIGKILL, INPUTS, [("statistics", *where) for where in ((2, 1), (3, 0), (3, 1))]),
-    (signal.SIGTERM, BOTH, [("output_statistics", 1, 0), ("output_statistics", 1, 1)]  # the first file is damaged
-     + [(name, layer, index) for layer in (2, 3) for index in (0, 1) for name in STATISTICS]),
+    pytest.param(signal.SIGTERM, BOTH, [("output_statistics", 1, 0), ("output_statistics", 1, 1)]  # one is damaged
+     + [(name, layer, index) for layer in (2, 3) for index in (0, 1) for name in STATISTICS], marks=pytest.mark.full),
 ]  # fmt: skip
 
 
