@@ -382,6 +382,23 @@ RESUMED = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("given, tokens, projections, noticed", [
+    (None, 8 * 48, BOTH, False), (None, 8 * 48 - 1, INPUTS, False), ("inputs", 8 * 48, INPUTS, False),
+    ("both", 8 * 48, BOTH, False), ("both", 8 * 48 - 1, BOTH, True),
+])  # fmt: skip
+def test_the_outputs_are_fitted_where_there_are_tokens_for_it(given, tokens, projections, noticed, caplog):
+    """By default; of a model whose MLP has 48 features, which are more than those of its heads."""
+    model = dataclasses.replace(standard().model, d_ff=48)
+    options = dict.fromkeys(("residual", "ranks", "dtype", "ridge", "search", "tensor"))
+    options |= dict(source="x", destination="out", to="checkpoint", ladder_layers="2", calibration=["a.txt"])
+    request = parse(options | dict(refit=given, calibration_tokens=tokens), model)
+    assert request.refit == Refit(projections=projections)
+    assert caplog.messages == noticed * [
+        "notice: --refit both fits 48 features on 383 tokens; with fewer than 8 for each it may give back less than"
+        " --refit inputs: --calibration-tokens 384"
+    ]
+
+
 @pytest.mark.parametrize("signum, projections, resumed", RESUMED)
 def test_killed_and_resumed_bit_for_bit(signum, projections, resumed, small, texts, tmp_path, monkeypatch, capsys):
     """What was fitted is read, not fitted again; the result is that of an undisturbed run."""

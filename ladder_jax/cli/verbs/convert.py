@@ -31,7 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--refit",
         metavar="WHAT",
-        help="inputs: fit the converted layers' first projections (default); both: their output projections, too; none",
+        help="inputs: fit the converted layers' first projections; both: their output projections, too (the default"
+        " with 8 tokens for each of their features, else inputs); none",
     )
     parser.add_argument("--ridge", type=float, metavar="X", help="of the refit: how near it stays (default 0.001)")
     parser.add_argument("--search", metavar="HOW", help="for auto:N: ranked, or greedy too (the default, and slower)")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import logging
 import pathlib
 
 from ladder_jax.config import Dtype, ModelConfig
@@ -14,6 +15,9 @@ from ladder_jax.pretrained.sensitivity import Search, Text, parse_text
 AUTO, ALL = "auto:", "all"
 MEASURED_TOKENS = 2048
 REFIT_TOKENS = 16_384
+TOKENS_A_FEATURE = 8
+"""Calibration tokens for each feature that an output projection reads, from which on its fit gains on other text. With
+1.3 and 2.7 it lost (`python -m experiments.refit`)."""
 
 
 class Format(enum.Enum):
@@ -78,18 +82,18 @@ def parse(args: dict, model: ModelConfig) -> Request:
         calibration=tuple(map(parse_text, args["calibration"] or ())),
         measured_tokens=measured or MEASURED_TOKENS,
         refit_tokens=tokens or REFIT_TOKENS,
-        refit=_refit(args, choose=choose),
+        refit=_refit(args, model=model, choose=choose),
         search=member(Search, "value for --search:", args["search"] or Search.GREEDY.value),
         tensor=args["tensor"] or 1,
     )
 
 
-def _refit(args: dict, *, choose: int | None) -> Refit | None:
-    """By default the inputs are refitted where there is a text for it."""
-    what = member(What, "value for --refit:", args["refit"] or What.INPUTS.value)
+def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | None:
+    """By default the inputs are refitted where there is a text for it; with enough of it, the outputs too."""
+    what = None if args["refit"] is None else member(What, "value for --refit:", args["refit"])
     if not args["calibration"]:
         needing = [name for name in ("calibration_tokens", "tensor", "ridge") if args[name] is not None]
-        if args["refit"] and what is not What.NONE:
+        if what not in (None, What.NONE):
             needing = ["refit"]
         if needing:
             raise UserError(f"--{needing[0].replace('_', '-')} needs a text: name one by --calibration FILE")
@@ -97,13 +101,26 @@ def _refit(args: dict, *, choose: int | None) -> Refit | None:
     if args["ladder_layers"] is None:
         raise UserError("--calibration needs --ladder-layers, the layers to convert")
     if what is not What.NONE:
+        tokens = args["calibration_tokens"] or REFIT_TOKENS
         ridge = {} if args["ridge"] is None else {"ridge": args["ridge"]}
-        return Refit(projections=FittedProjections(what.value), **ridge)
+        return Refit(projections=_projections(model, tokens=tokens, given=what), **ridge)
     if args["ridge"] is not None:
         raise UserError("--ridge is for --refit inputs and both")
     if choose is None:
         raise UserError("--calibration is for --refit inputs and both, and for --ladder-layers auto:N")
     return None
+
+
+def _projections(model: ModelConfig, *, tokens: int, given: What | None) -> FittedProjections:
+    """What to fit on so many tokens; `given` if there is one, with a notice where that may lose."""
+    features = max(model.num_heads * model.head_dim, 0 if model.moe else model.d_ff)
+    enough = TOKENS_A_FEATURE * features
+    if given is What.BOTH and tokens < enough:
+        logging.getLogger(__name__).warning(
+            f"notice: --refit both fits {features} features on {tokens} tokens; with fewer than {TOKENS_A_FEATURE} for"
+            f" each it may give back less than --refit inputs: --calibration-tokens {enough}"
+        )
+    return FittedProjections((given or (What.BOTH if tokens >= enough else What.INPUTS)).value)
 
 
 def _with_layers(args: dict, model: ModelConfig, layers: str | None) -> ModelConfig:
