@@ -134,8 +134,13 @@ class Study:
         return json.loads(file.read_text())["ladder_layers"]
 
     def _request(self, place: pathlib.Path, *, layers: str):
-        """As `ladder-jax convert PRETRAINED PLACE --ladder-layers LAYERS --calibration RETRAIN` has it."""
-        asked = {**dict.fromkeys(OPTIONS), "ladder_layers": layers, "calibration": [str(self.corpus.retrain)]}
+        """As `ladder-jax convert PRETRAINED PLACE --ladder-layers LAYERS --calibration RETRAIN --refit inputs`."""
+        asked = {
+            **dict.fromkeys(OPTIONS),
+            "refit": "inputs",
+            "ladder_layers": layers,
+            "calibration": [str(self.corpus.retrain)],
+        }
         asked |= {"source": "pretrained", "destination": str(place), "to": "checkpoint"}
         return parse(asked, self.base.model)
 
