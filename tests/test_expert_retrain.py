@@ -13,8 +13,6 @@ from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.errors import UserError
 from ladder_jax.nn.low_rank import LowRank
 from ladder_jax.retrain import Retraining
-from ladder_jax.retrain.sources import Sources
-from ladder_jax.retrain.task import of_sources
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, experts, reference
 
@@ -150,18 +148,6 @@ def test_a_model_with_dense_layers_is_trained_further(taught):
     assert max(jax.tree.leaves(errors)) < limit, errors
 
 
-@pytest.mark.parametrize(
-    "setting", ["train.freeze=1", "conversion.steps=4", "distill.hidden_weight=0.5", "lora.rank=2"]
-)
-def test_the_stacks_of_a_model_with_dense_layers_stay_whole(setting):
-    given = ["model.moe.dense_layers=1", "model.residual=farskip", "distill.teacher=start", "distill.residual=standard"]
-    changed = [setting, "train.start=x", "lora.targets=query" if "lora" in setting else "lora.rank=0"]
-    run = config.load("tiny-moe", overrides=[*given, *changed])
-    definition = experts.define("farskip", "shared", dense_layers=1)
-    with pytest.raises(UserError, match=f"{setting} is for layers that are all alike: not with .*dense_layers=1"):
-        of_sources(run, definition=definition, teacher=None, sources=Sources())
-
-
 @pytest.mark.full
 def test_low_rank_factors_of_attention_and_of_the_shared_expert():
     """Merged they compute the same, and their gradients are the chain rule's of the merged matrices'."""
@@ -192,9 +178,16 @@ def test_low_rank_factors_of_attention_and_of_the_shared_expert():
     assert len(found) == len(jax.tree.leaves(plan.abstract)) // 2
 
 
+DENSE = "model.moe.dense_layers=1", "model.residual=farskip"
+
+
 @pytest.mark.parametrize("given, said", [
     (["model.residual=parallel-ladder", "conversion.steps=4"], "ladder-fresh or farskip, not 'parallel-ladder'"),
     (["model.moe.shared_width=0", "lora.rank=2", "lora.targets=query,up", "train.start=x"], "routed experts have no"),
+    (["train.freeze=1", "train.start=x", *DENSE], "train.freeze=1 is for layers that are all alike: not with .*=1"),
+    (["lora.rank=2", "lora.targets=query", "train.start=x", *DENSE], "lora.rank=2 is for layers that are all alike"),
+    (["conversion.steps=4", *DENSE], "conversion.steps=4 is for layers that are all alike"),
+    (["distill.hidden_weight=0.5", "distill.teacher=x", *DENSE], "hidden_weight=0.5 is for layers that are all alike"),
 ], ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):
     with pytest.raises(UserError, match=said):

@@ -137,6 +137,17 @@ def check_retraining(config: Any) -> None:
             not (value and train.sequence_parallel),
             f"{name} reads whole streams: not with train.sequence_parallel",
         )
+    dense = config.model.moe.dense_layers if config.model.moe else 0
+    for name, value in (
+        ("train.freeze", train.freeze),
+        ("lora.rank", config.lora.rank),
+        ("conversion.steps", config.conversion.steps),
+        ("distill.hidden_weight", config.distill.hidden_weight),
+    ):
+        check(
+            not (value and dense),
+            f"{name}={value} is for layers that are all alike: not with model.moe.dense_layers={dense}",
+        )
 
 
 def check_targets(lora: LoraConfig, model: ModelConfig) -> None:

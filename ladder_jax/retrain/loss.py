@@ -36,7 +36,7 @@ class _PartedModel:
 
     def layers(self, state: State, first: int, last: int) -> State:
         """The state after the layers first..last-1, which must lie in one of the two stacks."""
-        if DENSE in self.params:  # then all are one block (task.py checks it)
+        if DENSE in self.params:  # then all are one block (config/retrain.py checks it)
             return self.forward.all_layers(state, self.params)[0]
         name, offset = (parts.LOWER, 0) if last <= self.below else (parts.LAYERS, self.below)
         stack, dims = self.params[name], self.dims[name]

@@ -14,7 +14,6 @@ from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
 from ladder_jax.data.batch import Targets
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.nn.parameter import stacks
 from ladder_jax.parallel import Agreement
 from ladder_jax.pretrained import OpenedModel
 from ladder_jax.retrain import conversion, lora, loss, parts, sources
@@ -154,8 +153,6 @@ def of_run(
 def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig | None, sources: Sources) -> Retraining:
     """The task that `config` describes. Raises UserError for a teacher that cannot teach this model."""
     of_teacher = None
-    if len(stacks(definition.config)) > 1:
-        _check_whole_stacks(config)
     if teacher is not None:
         of_teacher = ModelDef(teacher, definition.layout)
         if of_teacher.dims != RetrainPlan(definition).without_side.dims:
@@ -170,17 +167,3 @@ def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig 
     return Retraining(
         definition, config.train.freeze, config.lora, config.distill, config.conversion, of_teacher, sources
     )
-
-
-def _check_whole_stacks(config: RunConfig) -> None:
-    """Raises UserError for what takes some layers of a model with `moe.dense_layers`, whose stacks stay whole."""
-    divides = {
-        "train.freeze": config.train.freeze,
-        "lora.rank": config.lora.rank,
-        "conversion.steps": config.conversion.steps,
-        "distill.hidden_weight": config.distill.hidden_weight,
-    }
-    for name, value in divides.items():
-        if value:
-            dense = config.model.moe.dense_layers
-            raise UserError(f"{name}={value} is for layers that are all alike: not with model.moe.dense_layers={dense}")
