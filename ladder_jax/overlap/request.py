@@ -183,7 +183,11 @@ def exchange_capacity(capacity: float | None, *, config: ModelConfig, experts: E
         check(capacity is None, f"--capacity {capacity} is for --experts exchange")
         return None
     check(capacity is None or 0 < capacity < math.inf, f"--capacity must be positive, not {capacity}")
-    return None if config.moe is None else capacity or config.moe.capacity or CAPACITY
+    if config.moe is None:
+        return None
+    dense = config.moe.dense_layers
+    check(dense == 0, f"--experts exchange needs experts in all layers, not model.moe.dense_layers={dense}")
+    return capacity or config.moe.capacity or CAPACITY
 
 
 def experts(request: Request) -> Experts | None:

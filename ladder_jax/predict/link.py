@@ -153,7 +153,7 @@ class Link:
         inside = math.ceil(ranks / self.nodes(ranks))
         steps = 1 if self.ring is Ring.ONE_WAY else inside // 2
         seconds = self.latency + steps * self.step
-        within = passes(inside, ring=self.ring) * inside / ranks * size / self.bandwidth
+        within = crossings(inside, ring=self.ring) * inside / ranks * size / self.bandwidth
         if inside == ranks:
             return seconds + within
         leaving = (ranks - inside) / ranks * size / self.network.bandwidth
@@ -176,8 +176,8 @@ class Link:
         return offered
 
 
-def passes(ranks: int, *, ring: Ring) -> float:
-    """Times that a rank's bytes pass its link in an all-to-all; both directions of a torus count as one link."""
+def crossings(ranks: int, *, ring: Ring) -> float:
+    """How often a rank's bytes cross a link, per rank, in an all-to-all; both directions of a torus are one link."""
     return ranks**2 // 4 / ranks if ring is Ring.TWO_WAY else (ranks - 1) / ranks
 
 

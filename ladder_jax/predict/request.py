@@ -62,7 +62,7 @@ class Request:
     def forms(self) -> tuple[ExpertParallelism, ...]:
         """Those in which Standard can compute the model. One without a capacity drops no row, as an exchange may."""
         moe = self.config(BASELINE).moe
-        if moe is None or moe.capacity is None or self.tensor == 1 or self.tokens % self.tensor:
+        if moe is None or moe.capacity is None or moe.dense_layers or self.tensor == 1 or self.tokens % self.tensor:
             return (ExpertParallelism.REDUCE,)
         return tuple(ExpertParallelism)
 

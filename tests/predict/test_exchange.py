@@ -182,7 +182,7 @@ def test_bytes_round_a_torus(ranks):
                 loads[at, way] += 1 / ranks / len(ways)
                 at = (at + way) % ranks
     heaviest, directions = max(loads.values()), 2  # of the link's bandwidth each has half
-    assert link.passes(ranks, ring=Ring.TWO_WAY) == pytest.approx(directions * heaviest)
+    assert link.crossings(ranks, ring=Ring.TWO_WAY) == pytest.approx(directions * heaviest)
     torus = Link(latency=3.0, step=0.5, bandwidth=8.0, ring=Ring.TWO_WAY)
     assert torus.all_to_all(16.0, ranks=ranks) == pytest.approx(3 + ranks // 2 * 0.5 + 2 * heaviest * 16 / 8)
 
