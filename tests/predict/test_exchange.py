@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual
 from ladder_jax.config import ExpertParallelism, preset
-from ladder_jax.predict import layers, link, machine, request, training, work
+from ladder_jax.predict import layers, link, machine, phases, request, training, work
 from ladder_jax.predict.implementation import OURS
 from ladder_jax.predict.link import Link, Network, Ring
 from ladder_jax.predict.program import Form, Program
@@ -253,12 +254,25 @@ def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
     assert of(experts="exchange").config("ladder").moe == dataclasses.replace(of().config("ladder").moe, capacity=2.0)
 
 
+def test_the_guide_has_what_is_predicted():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "guides" / "experts.md").read_text()
+    for hardware in ("v5p", "h100-nvlink"):
+        cells = []
+        for name, form in itertools.product(("standard", "ladder"), ("reduce", "exchange")):
+            words = dict(model="qwen3-30b-a3b", tensor=8, phase="prefill", prompt_length=32768, residual=name)
+            (row,) = phases.predict(request.make(**words, hardware=hardware, experts=form)).rows
+            milliseconds = f" ({row.speed.exposed * 1e3:.0f} of {row.speed.seconds * 1e3:.0f} ms)"
+            cells.append(f"{row.tokens_per_second:,.0f}" + (milliseconds if form == "exchange" else ""))
+        assert f"| `{hardware}` | {' | '.join(cells)} |" in page
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--experts exchang --phase train", "unknown --experts 'exchang'; did you mean 'exchange'?"),
         ("--experts exchange", "--experts exchange is for --phase prefill and train, not generate: decoding always"),
         ("--experts exchange --model tiny --phase train", "--experts exchange needs experts (model.moe)"),
+        ("--experts exchange --model dense.yaml --phase train", "experts in all layers, not model.moe.dense_layers=1"),
         ("--experts exchange --phase train --residual ladder,parallel", "not with the residual 'parallel' (allowed:"),
         ("--experts exchange --phase train --tensor 1", "--tensor must be at least 2, not 1"),
         ("--experts exchange --phase prefill --prompt-length 1022", "splits --prompt-length 1022 over --tensor 4"),
@@ -268,6 +282,8 @@ def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
         ("--capacity 1.25 --phase train", "--capacity 1.25 is for --experts exchange"),
     ],
 )
-def test_mistakes_are_one_line(words, said, capsys):
+def test_mistakes_are_one_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dense.yaml").write_text("model: {preset: qwen1.5-moe-a2.7b, d_ff: 64, moe: {dense_layers: 1}}")
     status, out, err = run(capsys, *WORDS[:-2], *words.split())
     assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
