@@ -256,9 +256,13 @@ def test_requests():
         (dict(experts="exchange", sequence_parallel=True, residual="parallel"), "not with the residual 'parallel'"),
         (dict(capacity=1.5), "--capacity 1.5 is for --experts exchange"),
         (dict(experts="exchange", sequence_parallel=True, capacity=-1.0), "--capacity must be positive"),
+        (dict(experts="exchange", sequence_parallel=True, capacity=math.nan), "--capacity must be positive, not nan"),
+        (dict(experts="exchange", sequence_parallel=True, model="dense.yaml"), "not model.moe.dense_layers=1"),
     ],
 )
-def test_requests_that_are_refused(changes, reason):
+def test_requests_that_are_refused(changes, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dense.yaml").write_text("model: {preset: tiny-moe, d_ff: 64, moe: {dense_layers: 1}}")
     if "experts" in changes:
         changes = changes | {"experts": ExpertParallelism(changes["experts"])}
     with pytest.raises(UserError, match=reason):

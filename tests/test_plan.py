@@ -62,7 +62,7 @@ def test_every_plan_can_be_run(asked):
 MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)
 
 
-def test_plans_that_exchange_experts():
+def test_plans_that_exchange_experts(tmp_path):
     """Of a model with a capacity, each sequence-parallel plan has one; its overrides make a training configuration."""
     wanted = request.make(**MOE, capacity=1.25, residual="farskip")
     every = candidate.candidates(wanted)
@@ -74,7 +74,9 @@ def test_plans_that_exchange_experts():
         words = [f"{name}={value}" for name, value in one.overrides(wanted).items()]
         config = load(MOE["model"], overrides=words)
         assert config.mesh == one.mesh and config.train.sequence_parallel and config.model == wanted.config
-    without = dict(capacity=None), dict(residual="parallel"), dict(model="tiny", capacity=None)
+    (tmp_path / "dense.yaml").write_text("model: {preset: tiny-moe, d_ff: 64, moe: {dense_layers: 1}}")
+    dense = dict(model=str(tmp_path / "dense.yaml"))
+    without = dict(capacity=None), dict(residual="parallel"), dict(model="tiny", capacity=None), dense
     for change in without:
         others = candidate.candidates(request.make(**{**MOE, "capacity": 1.25, **change}))
         assert others and not any(one.exchanges for one in others)
