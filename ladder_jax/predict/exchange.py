@@ -45,7 +45,8 @@ def play(
 ) -> Timeline:
     """The timeline of a topology's steps, of all layers. work: the time of kernels without communication.
 
-    Where a compiler cannot start and await a transfer apart (v5e), nothing stands beside one.
+    Where a compiler cannot start and await a transfer apart, nothing stands beside one: on a v5e all-to-alls and
+    reduce-scatters are synchronous. (A gather is not, which is left out.)
     """
     half = machine.link.half(model.payload(block), ranks=model.ranks)
     rows = machine.link.all_to_all(_bytes_sent(model, block), ranks=model.ranks)
