@@ -9,7 +9,7 @@ import pathlib
 import jax
 import pytest
 
-from ladder_jax import cli, nn, parallel
+from ladder_jax import cli, nn, parallel, residual
 from ladder_jax.config import ExpertParallelism, MeshConfig, Remat, from_dict, load, preset
 from ladder_jax.errors import UserError
 from ladder_jax.plan import candidate, confirm, exchange, memory, plans, request, speed, text, worker
@@ -116,6 +116,15 @@ def test_what_exchanged_experts_take_by_hand():
     reduced = tokens * 4 * (2 * m + d) * 2  # which the other form keeps of all ranks' rows, as they fit into one chunk
     assert kept["ladder", Remat.SAVE_MATMULS] == kept["standard", Remat.SAVE_MATMULS]
     assert kept["standard", Remat.SAVE_MATMULS] == 2 * stream + 2 * width - reduced
+    # The rows that return, which a token adds up in float32, are kept without recomputation.
+    returning = own * 4 * d * 4
+    assert exchange.kept(one, request=wanted) == stream + 5 * width + returning
+    assert exchange.working(one, request=wanted) == 3 * stream + 5 * width + returning
+    # Two halves of a reduction each: attention's, and a shared expert's.
+    of_steps = lambda config: [exchange.reductions(step, config) for step in residual.of_model(config).layers[0]]
+    assert of_steps(preset(MOE["model"], residual="ladder")) == [1, 1]
+    assert of_steps(preset(MOE["model"], residual="farskip")) == [1, 0.5]
+    assert of_steps(preset("qwen3-30b-a3b")) == [1, 0]
 
 
 def test_the_time_of_exchanged_experts_by_hand():
