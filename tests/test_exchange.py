@@ -183,6 +183,7 @@ def test_a_run_reports_what_it_drops(tmp_path):
         ([], "mesh.experts=exchange needs model.moe.capacity, such as 1.25: .* of which 4 drops no row"),
         (["model.moe.capacity=1"], "mesh.experts=exchange needs train.sequence_parallel=true"),
         (["model.moe=null", "model.residual=ladder"], "mesh.experts=exchange needs experts"),
+        (["model.moe.dense_layers=1"], "mesh.experts=exchange needs experts in all layers, not .*dense_layers=1"),
         (["model.residual=parallel"], "not with the residual 'parallel' .allowed: standard, ladder, ladder-K, farskip"),
         (["model.moe.capacity=0"], "model.moe.capacity must be positive, not 0"),
         (["mesh.experts=exchnge"], "did you mean 'exchange'"),
@@ -256,9 +257,13 @@ def test_requests():
         (dict(experts="exchange", sequence_parallel=True, residual="parallel"), "not with the residual 'parallel'"),
         (dict(capacity=1.5), "--capacity 1.5 is for --experts exchange"),
         (dict(experts="exchange", sequence_parallel=True, capacity=-1.0), "--capacity must be positive"),
+        (dict(experts="exchange", sequence_parallel=True, capacity=math.nan), "--capacity must be positive, not nan"),
+        (dict(experts="exchange", sequence_parallel=True, model="dense.yaml"), "not model.moe.dense_layers=1"),
     ],
 )
-def test_requests_that_are_refused(changes, reason):
+def test_requests_that_are_refused(changes, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dense.yaml").write_text("model: {preset: tiny-moe, d_ff: 64, moe: {dense_layers: 1}}")
     if "experts" in changes:
         changes = changes | {"experts": ExpertParallelism(changes["experts"])}
     with pytest.raises(UserError, match=reason):

@@ -1,17 +1,21 @@
 """`ladder-jax plan`: what it proposes can be run, its estimates are near the compilers' figures."""
 
+import dataclasses
+import itertools
 import json
+import math
 import pathlib
 
 import jax
 import pytest
 
-from ladder_jax import parallel
-from ladder_jax.config import MeshConfig, Remat, load
+from ladder_jax import cli, nn, parallel, residual
+from ladder_jax.config import ExpertParallelism, MeshConfig, Remat, from_dict, load, preset
 from ladder_jax.errors import UserError
-from ladder_jax.plan import candidate, memory, plans, request, speed, text
+from ladder_jax.plan import candidate, confirm, exchange, memory, plans, request, speed, text, worker
 from ladder_jax.plan.candidate import Candidate
 from ladder_jax.plan.confirm import Confirmed
+from ladder_jax.schedule import shards
 from ladder_jax.train import out_of_memory
 from ladder_jax.train.run import _memory_explained
 from tests import cases
@@ -26,10 +30,15 @@ def compiled(size, refusal=None):
     return Confirmed(size, 0, 0, 0, 0, 1.0, 1.0, "0", "none", refusal)
 
 
-@pytest.mark.parametrize("row", COMPILED, ids=lambda row: f"{row['layers']}-{row['remat']}-{row['accumulate']}")
+NAMES = "model target tokens sequence layers residual capacity".split()
+
+
+@pytest.mark.parametrize(
+    "row", COMPILED, ids=lambda row: f"{row['model']}-{row['layers']}-{row['remat']}-{row['accumulate']}"
+)
 def test_estimates_are_near_what_compilers_take(row):
-    asked = request.make(**{name: row[name] for name in ("model", "target", "tokens", "sequence", "layers")})
-    mesh = MeshConfig(*row["mesh"])
+    asked = request.make(**{name: row[name] for name in NAMES if name in row})
+    mesh = MeshConfig(*row["mesh"], experts=row.get("experts", "reduce"))
     rows = asked.sequences // (mesh.data * mesh.fsdp) // row["accumulate"]
     one = Candidate(mesh, Remat(row["remat"]), row["sequence_parallel"], rows, row["accumulate"])
     found = memory.estimate(one, request=asked)
@@ -48,6 +57,141 @@ def test_every_plan_can_be_run(asked):
         assert config.train.batch * config.train.sequence == asked["tokens"]
         assert config.train.batch == plan.candidate.rows * plan.candidate.accumulate * plan.candidate.shards
         assert config.train.remat is plan.candidate.remat
+
+
+MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)
+
+
+def test_plans_that_exchange_experts(tmp_path):
+    """Of a model with a capacity, each sequence-parallel plan has one; its overrides make a training configuration."""
+    wanted = request.make(**MOE, capacity=1.25, residual="farskip")
+    every = candidate.candidates(wanted)
+    exchanged = [one for one in every if one.exchanges]
+    reduced = dataclasses.replace(exchanged[0].mesh, experts=ExpertParallelism.REDUCE)
+    assert dataclasses.replace(exchanged[0], mesh=reduced) in every
+    assert len(exchanged) == sum(one.sequence_parallel for one in every) / 2 > 0
+    for one in exchanged[::9]:
+        words = [f"{name}={value}" for name, value in one.overrides(wanted).items()]
+        config = load(MOE["model"], overrides=words)
+        assert config.mesh == one.mesh and config.train.sequence_parallel and config.model == wanted.config
+    (tmp_path / "dense.yaml").write_text("model: {preset: tiny-moe, d_ff: 64, moe: {dense_layers: 1}}")
+    dense = dict(model=str(tmp_path / "dense.yaml"))
+    without = dict(capacity=None), dict(residual="parallel"), dict(model="tiny", capacity=None), dense
+    for change in without:
+        others = candidate.candidates(request.make(**{**MOE, "capacity": 1.25, **change}))
+        assert others and not any(one.exchanges for one in others)
+
+
+def test_what_exchanged_experts_take_by_hand():
+    """Over 4 ranks: 60 experts, of which 4 are chosen, 1,408 wide, and a shared one of 5,632; capacity 1.25."""
+    config, d, m, w, tokens = preset(MOE["model"]), 2048, 1408, 5632 // 4, 2 * 4096
+    own = tokens // 4
+    rows = 60 * math.ceil(1.25 * own * 4 / 60)
+    mesh = MeshConfig(fsdp=2, tensor=4, experts="exchange")
+    of = lambda name, remat, layers=4: (
+        request.make(**MOE | dict(layers=layers), capacity=1.25, residual=name), Candidate(mesh, remat, True, 2, 4)
+    )  # fmt: skip
+    wanted, one = of("ladder", Remat.NONE)
+    layer = shards.shard(config, ranks=4)
+    attention = 2 * tokens * layer.attention + 2 * 2 * 4 * 128 * 4096 * 4097
+    experts = 2 * 3 * rows * d * m + 2 * own * d * 60 + 2 * 3 * tokens * d * w
+    head = 2 * tokens * layer.vocabulary * d
+    assert speed._flops(one, request=wanted) == (pytest.approx(4 * (attention + experts) + head), 0)
+    full = dataclasses.replace(one, remat=Remat.FULL)  # all but the sums that attention and the shared expert reduce
+    again = 4 * (attention - 2 * tokens * d * 512 + experts - 2 * tokens * d * w)
+    assert speed._flops(full, request=wanted)[1] == pytest.approx(again)
+    # One layer more keeps so many rows more: [E S, D] before and after the experts, [E S, M] between.
+    kept = {}
+    for name, remat in itertools.product(("ladder", "standard"), Remat):
+        estimates = []
+        for layers in (4, 5):
+            asked, found = of(name, remat, layers)
+            less = dataclasses.replace(found, mesh=MeshConfig(fsdp=2, tensor=4))
+            held = [memory.kept_activations(candidate, request=asked) for candidate in (found, less)]
+            estimates.append(held[0] - held[1])
+        kept[name, remat] = estimates[1] - estimates[0]
+    stream, width = rows * d * 2, rows * m * 2
+    assert kept["standard", Remat.FULL] == kept["standard", Remat.OFFLOAD] == 0
+    assert kept["ladder", Remat.FULL] == kept["ladder", Remat.OFFLOAD] == stream
+    reduced = tokens * 4 * (2 * m + d) * 2  # which the other form keeps of all ranks' rows, as they fit into one chunk
+    assert kept["ladder", Remat.SAVE_MATMULS] == kept["standard", Remat.SAVE_MATMULS]
+    assert kept["standard", Remat.SAVE_MATMULS] == 2 * stream + 2 * width - reduced
+    # The rows that return, which a token adds up in float32, are kept without recomputation.
+    returning = own * 4 * d * 4
+    assert exchange.kept(one, request=wanted) == stream + 5 * width + returning
+    assert exchange.working(one, request=wanted) == 3 * stream + 5 * width + returning
+    # Two halves of a reduction each: attention's, and a shared expert's.
+    of_steps = lambda config: [exchange.reductions(step, config) for step in residual.of_model(config).layers[0]]
+    assert of_steps(preset(MOE["model"], residual="ladder")) == [1, 1]
+    assert of_steps(preset(MOE["model"], residual="farskip")) == [1, 0.5]
+    assert of_steps(preset("qwen3-30b-a3b")) == [1, 0]
+
+
+def test_the_time_of_exchanged_experts_by_hand():
+    """A layer's all-to-alls: two forward, two backward, and two where they are repeated; beside the shared expert."""
+    wanted = lambda name: request.make(**MOE, capacity=1.25, residual=name)
+    mesh, flops = MeshConfig(fsdp=2, tensor=4, experts="exchange"), 1e15
+    shared = 2 * 8192 * 3 * 2048 * 1408 / flops
+    for remat, count, passes in ((Remat.NONE, 4, 3), (Remat.SAVE_MATMULS, 4, 3), (Remat.FULL, 6, 4)):
+        one = Candidate(mesh, remat, True, 2, 4)
+        for sent in (0.1 * shared, 10 * shared):
+            of = lambda name: exchange.seconds(one, request=wanted(name), all_to_all=sent, flops=flops)  # noqa: B023
+            assert of("ladder") == of("farskip") == (pytest.approx(4 * count * sent), 0)
+            assert of("standard") == (0, pytest.approx(4 * max(0, count * sent - passes * shared)))
+            assert of("no-communication") == (0, 0)
+    # The link: v5p's ring of four carries each byte once, 180 GB/s; of attention and the shared expert two halves each.
+    one, rate = Candidate(mesh, Remat.NONE, True, 2, 4), speed.rates(wanted("standard"))
+    slow = dataclasses.replace(rate, flops=1e30)
+    half, rows = 3 / 4 * 8192 * 2048 * 2 / 180e9, 60 * math.ceil(1.25 * 2048 * 4 / 60) * 2048 * 2 / 180e9
+    found = {}
+    for name in ("standard", "farskip"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(speed, "rates", lambda request: slow)
+            found[name] = speed.speed(one, request=wanted(name)).exposed
+    assert found["standard"] - found["farskip"] == pytest.approx(4 * 4 * 4 * 0.5 * half, rel=1e-6)
+    assert found["standard"] > 4 * 4 * (4 * 2 * half + 4 * rows)
+
+
+def test_the_answer_names_the_fastest_exchange(capsys):
+    words = [f"--{name}={value}" for name, value in MOE.items()] + ["--confirm=0"]
+    assert cli.main(["plan", *words]) == 0
+    assert "note      with --capacity 1.25 (model.moe.capacity) plans may exchange" in capsys.readouterr().out
+    assert cli.main(["plan", *words, "--capacity=1.25"]) == 0
+    out = capsys.readouterr().out
+    assert "exchange  mesh.experts=exchange with capacity 1.25, the fastest that fits: " in out
+    assert cli.main(["plan", *words, "--capacity=1.25", "--json"]) == 0
+    every = json.loads(capsys.readouterr().out)["plans"]
+    best = next(plan for plan in every if plan["experts"] == "exchange")
+    assert f"{best['seconds']:.3g} s a step" in out and {plan["experts"] for plan in every} == {"exchange", "reduce"}
+    assert best["overrides"]["mesh.experts"] == "exchange" and best["overrides"]["model.moe.capacity"] == "1.25"
+    assert not any("mesh.experts" in plan["overrides"] for plan in every if plan["experts"] == "reduce")
+
+
+def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
+    """What `confirm` writes for the compiling process, that process makes a definition of."""
+    steps, defined = [], []
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(confirm.compiling, "run_worker", lambda module, step, *_, **__: steps.append(step))
+    monkeypatch.setattr(nn, "define", lambda config, **more: defined.append((config, more["experts"])) or 1 / 0)
+    wanted = request.make(model="tiny-moe", target="cpu:2", tokens=256, sequence=64, layers=1, capacity=2.0)
+    for form in ExpertParallelism:
+        confirm.confirm(Candidate(MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1), request=wanted)
+        config = from_dict({name: steps[-1][name] for name in ("model", "mesh", "train")})
+        with pytest.raises(ZeroDivisionError):
+            worker.measure(wanted.target, config=config)
+    assert defined == [(wanted.config, form) for form in ExpertParallelism]
+
+
+@pytest.mark.full
+def test_an_exchange_is_confirmed_by_its_own_program(tmp_path, monkeypatch):
+    """The step that `confirm` compiles has the buffers: of four times the capacity, larger ones."""
+    monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
+    of = dict(model="tiny-moe", target="cpu:2", tokens=256, sequence=64, layers=1)
+    mesh, sizes = MeshConfig(tensor=2, experts="exchange"), []
+    for capacity in (1.0, 4.0):
+        one = confirm.confirm(Candidate(mesh, Remat.NONE, True, 4, 1), request=request.make(**of, capacity=capacity))
+        sizes.append(one.device)
+    assert sizes[0] < sizes[1]
 
 
 def test_meshes_lie_along_the_torus():
@@ -132,6 +276,9 @@ def test_a_confirmed_answer(run_cli, tmp_path):
         (dict(tokens=1000, sequence=512), "512 or 1024 would be"),
         (dict(tokens=0), "--tokens must be positive"),
         (dict(residual="ladder-fresh"), "give model.ranks"),
+        (dict(capacity=1.25), "--capacity 1.25 is of experts, which llama-3-70b has not"),
+        (dict(model="tiny-moe", capacity=0.0), "--capacity must be positive, not 0.0"),
+        (dict(model="tiny-moe", capacity=float("inf")), "--capacity must be positive, not inf"),
     ],
 )
 def test_mistakes(change, said):

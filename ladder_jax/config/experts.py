@@ -78,6 +78,8 @@ def check_exchange(
     """
     setting, capacity, split = names
     check(moe is not None, f"{setting} needs experts (model.moe)")
+    dense = moe.dense_layers
+    check(dense == 0, f"{setting} needs experts in all layers, not model.moe.dense_layers={dense}")
     check(
         residual.partition("-")[0] in ("standard", "ladder", "farskip") or residual == "no-communication",
         f"{setting}: not with the residual {residual!r} (allowed: standard, ladder, ladder-K, farskip,"

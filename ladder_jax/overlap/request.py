@@ -122,7 +122,6 @@ def make(
     config = models.by_name(model)
     count = parsed.count
     numbers = dict(layers=layers, tensor=tensor, fsdp=fsdp, batch=batch, prompt_length=prompt_length, context=context)
-    numbers["capacity"] = None if capacity is None else math.ceil(capacity)
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
@@ -150,7 +149,7 @@ def make(
         sequence_parallel=sequence_parallel,
         collective_matmul=collective_matmul,
         experts=experts,
-        capacity=_capacity(capacity, config=config, experts=experts),
+        capacity=exchange_capacity(capacity, config=config, experts=experts),
         shape=None if model in PRESETS else config,
     )
     if fsdp > 1 and phase is not Phase.TRAIN:
@@ -178,12 +177,13 @@ def make(
     return request
 
 
-def _capacity(capacity: float | None, *, config: ModelConfig, experts: ExpertParallelism) -> float | None:
-    """The model's or CAPACITY, where rows are exchanged; None where none is needed."""
-    if experts is ExpertParallelism.REDUCE or config.moe is None:
+def exchange_capacity(capacity: float | None, *, config: ModelConfig, experts: ExpertParallelism) -> float | None:
+    """The option's, the model's, or CAPACITY, where rows are exchanged; None elsewhere. Raises UserError."""
+    if experts is ExpertParallelism.REDUCE:
         check(capacity is None, f"--capacity {capacity} is for --experts exchange")
         return None
-    return capacity or config.moe.capacity or CAPACITY
+    check(capacity is None or 0 < capacity < math.inf, f"--capacity must be positive, not {capacity}")
+    return None if config.moe is None else capacity or config.moe.capacity or CAPACITY
 
 
 def experts(request: Request) -> Experts | None:

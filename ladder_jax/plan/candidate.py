@@ -1,11 +1,21 @@
-"""Enumerate the candidates: mesh, remat policy, sequence parallelism and microbatch of a step; imports no jax."""
+"""Enumerate the candidates: mesh, form of expert parallelism, remat policy, sequence parallelism and microbatch of a
+step; imports no jax."""
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from ladder_jax.config import MeshConfig, ModelConfig, Remat, TrainConfig, check_fits_mesh, parse_residual
+from ladder_jax.config import (
+    ExpertParallelism,
+    MeshConfig,
+    ModelConfig,
+    Remat,
+    TrainConfig,
+    check_exchange,
+    check_fits_mesh,
+    parse_residual,
+)
 from ladder_jax.errors import UserError
 from ladder_jax.plan.request import Request
 from ladder_jax.schedule.targets import Target
@@ -13,7 +23,7 @@ from ladder_jax.schedule.targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to train a model on a target.
+    """One way to train a model on a target. mesh: with the form of expert parallelism.
 
     rows: the microbatch of one data x fsdp shard, in sequences. accumulate: number of microbatches per step.
     """
@@ -29,6 +39,11 @@ class Candidate:
         """Number of shards of the batch."""
         return self.mesh.data * self.mesh.fsdp
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether the ranks exchange the rows of experts."""
+        return self.mesh.experts is ExpertParallelism.EXCHANGE
+
     def train(self, request: Request) -> TrainConfig:
         return TrainConfig(
             batch=request.sequences,
@@ -41,6 +56,8 @@ class Candidate:
     def overrides(self, request: Request) -> dict[str, str]:
         """Settings for `ladder-jax train`, by dotted name."""
         mesh = {f"mesh.{name}": str(size) for name, size in self.mesh.axes.items() if size > 1}
+        if self.exchanges:
+            mesh["mesh.experts"] = self.mesh.experts.value
         split = {"train.sequence_parallel": "true"} if self.sequence_parallel else {}
         model = {name: str(value) for name, value in request.changes}
         return (
@@ -71,9 +88,13 @@ def candidates(request: Request) -> list[Candidate]:
     result = []
     for mesh in divisible:
         share = request.sequences // (mesh.data * mesh.fsdp)
-        for remat, sequence_parallel, rows in itertools.product(Remat, (False, True), _divisors(share)):
-            if not sequence_parallel or _allows_sequence_parallel(request, mesh):
-                result.append(Candidate(mesh, remat, sequence_parallel, rows, share // rows))
+        streams = [(mesh, False)]
+        if _allows_sequence_parallel(request, mesh):
+            streams.append((mesh, True))
+            if can_exchange(request.config):
+                streams.append((dataclasses.replace(mesh, experts=ExpertParallelism.EXCHANGE), True))
+        for remat, (form, sequence_parallel), rows in itertools.product(Remat, streams, _divisors(share)):
+            result.append(Candidate(form, remat, sequence_parallel, rows, share // rows))
     return result
 
 
@@ -122,6 +143,16 @@ def _fits(config: ModelConfig, mesh: MeshConfig) -> bool:
 def _allows_sequence_parallel(request: Request, mesh: MeshConfig) -> bool:
     always_reduces = not parse_residual(request.config.residual).kind.startswith(("desync", "no-"))
     return mesh.tensor > 1 and request.sequence % mesh.tensor == 0 and always_reduces
+
+
+def can_exchange(config: ModelConfig) -> bool:
+    """Whether ranks can exchange the rows of the model's experts: they need a capacity."""
+    names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
+    try:
+        check_exchange(config.moe, residual=config.residual, sequence_parallel=True, names=names)
+    except UserError:
+        return False
+    return True
 
 
 def _divisors(number: int) -> list[int]:

@@ -6,7 +6,7 @@ from ladder_jax import terminal
 from ladder_jax.errors import UserError
 from ladder_jax.plan import request as requests
 
-OPTIONS = "model target tokens sequence residual layers".split()  # parameters of `requests.make`
+OPTIONS = "model target tokens sequence residual layers capacity".split()  # parameters of `requests.make`
 
 
 def run(args: dict) -> None:

@@ -57,7 +57,8 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
 
 def _summary(candidate: Candidate) -> str:
     sizes = " x ".join(str(size) for size in candidate.mesh.axes.values())
-    return f"mesh {sizes}, remat {candidate.remat.value}"
+    exchanged = ", experts exchanged" if candidate.exchanges else ""
+    return f"mesh {sizes}{exchanged}, remat {candidate.remat.value}"
 
 
 def _key(step: dict) -> str:

@@ -7,20 +7,19 @@
     working    temporaries of one layer, forward and backward, and the logits of a chunk of tokens
 
 The compiler's own figure, `memory_analysis()`, differs because of fusion, copies and fragmentation; experiments/plan
-compares the two.
+compares the two. Rows of exchanged experts are in plan/exchange.py.
 """
 
 import dataclasses
 
 from ladder_jax import residual
-from ladder_jax.config import Dtype, ModelConfig, Remat
+from ladder_jax.config import ModelConfig, Remat
 from ladder_jax.nn.experts import CHUNK
+from ladder_jax.plan import exchange
 from ladder_jax.plan.candidate import Candidate
-from ladder_jax.plan.request import Request
+from ladder_jax.plan.request import FLOAT32, Request, size_of
 from ladder_jax.residual import Step
 from ladder_jax.schedule import shards
-
-FLOAT32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,28 +61,36 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
     config, length = request.config, request.sequence
     shard = shards.shard(config, ranks=candidate.mesh.tensor)
     tokens, size, width = candidate.rows * length, size_of(config.dtype), config.d_model
-    mlp_matmuls, mlp_others = _mlp_activations(config, ranks=candidate.mesh.tensor, kept_of=tokens)
+    mlp_matmuls, mlp_others = _mlp_activations(candidate, config, routed=tokens <= CHUNK)
     matmuls = (shard.queries + 2 * shard.keys + mlp_matmuls) * size
     # Per norm: the stream and its normalised value in float32, and the sublayer's input. Then other activations.
-    others = 2 * width * (2 * FLOAT32 + size) + (2 * shard.queries + mlp_others) * size
+    norms = 2 * width * (2 * FLOAT32 + size)
+    if candidate.exchanges:  # of a device's own positions; and attention's input, gathered, before and after its gain
+        norms = norms // candidate.mesh.tensor + 2 * width * size
+    others = norms + (2 * shard.queries + mlp_others) * size
     per_token = {Remat.NONE: matmuls + others, Remat.SAVE_MATMULS: matmuls}.get(candidate.remat, 0)
     scores = _scores(candidate, request=request) if candidate.remat is Remat.NONE else 0
     tables = FLOAT32 * length * config.head_dim  # the positions' cosines and sines
-    inputs = sum(_input(steps, candidate, config) for steps in residual.of_model(config).layers)
-    return int(tokens * inputs) + config.num_layers * (tokens * per_token + scores + tables)
+    layers = residual.of_model(config).layers
+    inputs = sum(_input(steps, candidate, config) for steps in layers)
+    rows = 0
+    if candidate.exchanges:
+        rows = config.num_layers * exchange.kept(candidate, request=request)
+        rows += sum(exchange.entering(steps[0], candidate, request=request) for steps in layers)
+    return int(tokens * inputs) + config.num_layers * (tokens * per_token + scores + tables) + rows
 
 
-def _mlp_activations(config: ModelConfig, *, ranks: int, kept_of: int) -> tuple[int, int]:
-    """Elements a token: the outputs of matmuls, and the other activations.
+def _mlp_activations(candidate: Candidate, config: ModelConfig, *, routed: bool) -> tuple[int, int]:
+    """Elements a token: the outputs of matmuls, and the other activations. routed: with those of routed experts.
 
     A device sorts the (token, choice) rows of all ranks' experts, so they do not become fewer with more ranks. If there
     are more tokens than a chunk, it keeps no rows, and computes each chunk again.
     """
-    moe = config.moe
+    moe, ranks = config.moe, candidate.mesh.tensor
     if moe is None:
         return 2 * config.d_ff // ranks, 3 * config.d_ff // ranks
     shared = moe.shared_width // ranks
-    if kept_of > CHUNK:
+    if not routed or candidate.exchanges:
         return 2 * shared, 3 * shared
     rows, stream = moe.top_k * moe.expert_width, moe.top_k * config.d_model
     return 2 * (rows + shared) + stream, 3 * (rows + shared) + 2 * stream
@@ -118,12 +125,13 @@ def _working(candidate: Candidate, *, request: Request) -> int:
     config = request.config
     shard = shards.shard(config, ranks=candidate.mesh.tensor)
     tokens, size = candidate.rows * request.sequence, size_of(config.dtype)
-    matmuls, others = _mlp_activations(config, ranks=candidate.mesh.tensor, kept_of=0)
+    matmuls, others = _mlp_activations(candidate, config, routed=True)
     attention = 6 * config.d_model * FLOAT32 + (4 * shard.queries + 4 * shard.keys) * size
     mlp = (2 * others if config.moe is None else matmuls + others) * size
     logits = 3 * FLOAT32 * min(tokens, 2048) * shard.vocabulary
     rows_of = tokens if config.moe is None else min(tokens, CHUNK)
-    return tokens * attention + rows_of * mlp + logits + _scores(candidate, request=request)
+    rows = exchange.working(candidate, request=request) if candidate.exchanges else 0
+    return tokens * attention + rows_of * mlp + rows + logits + _scores(candidate, request=request)
 
 
 def _scores(candidate: Candidate, *, request: Request) -> int:
@@ -132,7 +140,3 @@ def _scores(candidate: Candidate, *, request: Request) -> int:
         return 0
     heads = -(-request.config.num_heads // candidate.mesh.tensor)
     return 3 * FLOAT32 * candidate.rows * heads * request.sequence**2
-
-
-def size_of(dtype: Dtype) -> int:
-    return {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4}[dtype]

@@ -106,6 +106,7 @@ def _plan(plan: Plan, request: Request) -> dict:
     candidate = plan.candidate
     return {
         "mesh": candidate.mesh.axes,
+        "experts": candidate.mesh.experts.value,
         "remat": candidate.remat.value,
         "sequence_parallel": candidate.sequence_parallel,
         "microbatch": candidate.rows,

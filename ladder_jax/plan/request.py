@@ -1,11 +1,15 @@
 """The checked arguments of `ladder-jax plan`; imports no jax."""
 
 import dataclasses
+import math
 
-from ladder_jax.config import ModelConfig, parse_residual
+from ladder_jax.config import Dtype, ModelConfig, parse_residual
+from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
+
+FLOAT32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Request:
     target: Target
     tokens: int
     sequence: int
-    changes: tuple[tuple[str, str | int], ...] = ()
+    changes: tuple[tuple[str, str | int | float], ...] = ()
 
     @property
     def sequences(self) -> int:
@@ -35,12 +39,18 @@ def make(
     sequence: int = 2048,
     residual: str | None = None,
     layers: int | None = None,
+    capacity: float | None = None,
 ) -> Request:
     """A checked request. model: as in `schedule.models.by_name`. Raises UserError for an invalid request."""
     parsed = targets.parse(target)
     changes = {"residual": residual, "num_layers": layers}
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(models.by_name(model), **changes)
+    if capacity is not None:
+        check(config.moe is not None, f"--capacity {capacity} is of experts, which {model} has not (model.moe)")
+        check(0 < capacity < math.inf, f"--capacity must be positive, not {capacity}")
+        config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity=capacity))
+        changes["moe.capacity"] = capacity
     models.check_alone(config, verb="plan")
     for name, value in (("tokens", tokens), ("sequence", sequence)):
         if value < 1:
@@ -53,3 +63,7 @@ def make(
         raise UserError(f"{config.residual} is a function of the number of ranks: give model.ranks in a file")
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
     return Request(model, config, parsed, tokens, sequence, settings)
+
+
+def size_of(dtype: Dtype) -> int:
+    return {Dtype.BFLOAT16: 2, Dtype.FLOAT32: FLOAT32}[dtype]

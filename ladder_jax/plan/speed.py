@@ -4,23 +4,26 @@
     compute    = FLOPs / (peak x share reached) of forward, backward and recomputation, longer by `contention` while
                  a transfer is in flight
     exposed    = time of the transfers beyond the compute that can hide them, plus all reductions of sublayers that
-                 wait for them (standard, parallel, desync)
+                 wait for them (standard, parallel, desync), and their all-to-alls beyond a shared expert's compute
     step       = accumulate x microbatch + the gradients' all-reduce over the data axis + the optimizer's reads
 
 The constants are those of `ladder-jax predict` (predict/hardware). Half of an all-reduce over n ranks takes
-(n - 1) / n x bytes / bandwidth. The tensor axis is assumed to be inside a node; an fsdp axis that spans nodes has the
-network's bandwidth.
+(n - 1) / n x bytes / bandwidth, an all-to-all as in predict/link.py, without latencies. The tensor axis is assumed to
+be inside a node; an fsdp axis that spans nodes has the network's bandwidth.
 """
 
 import dataclasses
 
 from ladder_jax import residual
-from ladder_jax.config import ModelConfig, Remat
+from ladder_jax.config import ExpertParallelism, ModelConfig, Remat
 from ladder_jax.nn.experts import CHUNK
+from ladder_jax.plan import exchange
 from ladder_jax.plan.candidate import Candidate
-from ladder_jax.plan.memory import FLOAT32, estimate, size_of
-from ladder_jax.plan.request import Request
+from ladder_jax.plan.memory import estimate
+from ladder_jax.plan.request import FLOAT32, Request, size_of
+from ladder_jax.predict import link
 from ladder_jax.predict import machine as machines
+from ladder_jax.predict.link import Ring
 from ladder_jax.predict.machine import Machine
 from ladder_jax.residual import Silent
 from ladder_jax.schedule import shards
@@ -53,7 +56,8 @@ class Rates:
     """Rates of one device, a second.
 
     flops: reached. peak: published FLOPs. memory, link, network, host: bytes of memory traffic, of the link inside a
-    node, of the network between nodes, of the connection to the host. node: devices per node.
+    node, of the network between nodes, of the connection to the host. node: devices per node. ring: whether the link is
+    a torus.
     """
 
     flops: float
@@ -64,6 +68,7 @@ class Rates:
     node: int
     host: float
     contention: float
+    ring: Ring = Ring.ONE_WAY
 
 
 def rates(request: Request) -> Rates:
@@ -83,6 +88,7 @@ def rates(request: Request) -> Rates:
         node=NODE if gpu else target.count,
         host=host,
         contention=machine.contention,
+        ring=machine.link.ring,
     )
 
 
@@ -99,10 +105,13 @@ def speed(candidate: Candidate, *, request: Request) -> Speed:
     # Two gathers in the compute dtype (forward, backward) and one reduce-scatter in float32.
     matrices = config.num_layers * (shard.attention + shard.mlp)
     weights = half(matrices * (2 * size + FLOAT32), mesh.fsdp, within=mesh.fsdp * mesh.tensor)
-    # A reduction is two halves forward and two backward. With recomputation the second input is gathered once more.
-    regathers = candidate.sequence_parallel and candidate.remat is not Remat.NONE
     output = half(candidate.rows * request.sequence * config.d_model * size, mesh.tensor, within=mesh.tensor)
-    hiding, waiting = (count * (4.5 if regathers else 4) * output for count in _reductions(config))
+    hiding, waiting = (count * output for count in _halves(candidate, config))
+    if candidate.exchanges:
+        bandwidth = rate.link if mesh.tensor <= rate.node else rate.network
+        sent = link.crossings(mesh.tensor, ring=rate.ring) * exchange.sent(candidate, request=request) / bandwidth
+        of_rows = exchange.seconds(candidate, request=request, all_to_all=sent, flops=rate.flops)
+        hiding, waiting = hiding + of_rows[0], waiting + of_rows[1]
     transfers = max(weights + hiding, 2 * memory.host / rate.host)
 
     compute = (3 * forward + recomputed) / rate.flops
@@ -110,16 +119,25 @@ def speed(candidate: Candidate, *, request: Request) -> Speed:
     exposed = max(0.0, transfers - compute) + waiting
     gradients = 2 * half(memory.state / 3, mesh.data, within=request.target.count)
     seconds = candidate.accumulate * (compute + slowed + exposed) + gradients + 2 * memory.state / rate.memory
-    mfu = candidate.accumulate * 3 * forward / rate.peak / seconds
+    used = _flops(_reducing(candidate), request=request)[0]  # without the empty slots of buffers
+    mfu = candidate.accumulate * 3 * used / rate.peak / seconds
     return Speed(seconds, candidate.accumulate * exposed + gradients, recomputed / (3 * forward), mfu)
 
 
-def _reductions(config: ModelConfig) -> tuple[int, int]:
-    """Numbers of the layers' reductions: those that a sublayer can hide, and those that the next sublayer waits for."""
+def _reducing(candidate: Candidate) -> Candidate:
+    return dataclasses.replace(candidate, mesh=dataclasses.replace(candidate.mesh, experts=ExpertParallelism.REDUCE))
+
+
+def _halves(candidate: Candidate, config: ModelConfig) -> tuple[float, float]:
+    """Numbers of the layers' gathers and reduce-scatters: those that a sublayer can hide, those that one waits for."""
     steps = [step for layer in residual.of_model(config).layers for step in layer]
     reducing = [step for step in steps if not isinstance(step, Silent) and getattr(step, "sync", True)]
-    hiding = sum(step.delay > 0 for step in reducing)
-    return hiding, len(reducing) - hiding
+    # A reduction is two halves forward and two backward. With recomputation the second input is gathered once more.
+    regathers = candidate.sequence_parallel and candidate.remat is not Remat.NONE
+    each = 4.5 if regathers else 4
+    count = lambda step: each * (exchange.reductions(step, config) if candidate.exchanges else 1)
+    hiding = sum(count(step) for step in reducing if step.delay)
+    return hiding, sum(map(count, reducing)) - hiding
 
 
 def _flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
@@ -128,11 +146,14 @@ def _flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
     shard = shards.shard(config, ranks=tensor)
     tokens, heads = candidate.rows * request.sequence, config.num_heads / tensor
     scores = 2 * candidate.rows * heads * config.head_dim * request.sequence * (request.sequence + 1)
-    layers = config.num_layers * (2 * tokens * (shard.attention + shard.active_mlp) + scores)
+    active, written, again = shard.active_mlp, shard.active, _experts_again(config, tokens=tokens, ranks=tensor)
+    if candidate.exchanges:
+        multiplications, written = exchange.products(candidate, request=request)
+        active, again = multiplications / tokens, 0.0
+    layers = config.num_layers * (2 * tokens * (shard.attention + active) + scores)
     head = 2 * tokens * shard.vocabulary * config.d_model
-    outputs = config.num_layers * 2 * tokens * config.d_model * (shard.queries + shard.active)
     # The reduced sums are kept, so the output projections of both sublayers are not recomputed.
-    again = _experts_again(config, tokens=tokens, ranks=tensor)
+    outputs = config.num_layers * 2 * tokens * config.d_model * (shard.queries + written)
     recomputed = {
         Remat.NONE: again,
         Remat.SAVE_MATMULS: config.num_layers * scores + again,

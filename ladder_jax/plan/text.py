@@ -1,6 +1,9 @@
 """The result of `ladder-jax plan` for a terminal."""
 
+import dataclasses
+
 from ladder_jax.config import PRESETS
+from ladder_jax.plan.candidate import Candidate, can_exchange
 from ladder_jax.plan.plans import Answer, Plan
 from ladder_jax.schedule import shards
 from ladder_jax.terminal import Table
@@ -40,9 +43,22 @@ def lines(answer: Answer) -> list:
         " ~ estimated from shapes; the other columns are estimates (ladder_jax/plan/speed.py): MFU; waiting: share of"
         " time in which devices wait for transfers; recomputed: FLOPs computed again, over the model's",
         *(["note      a simulated device has no memory limit, and its speed here is nominal"] if not room else []),
+        *_exchange(answer),
         "",
         f"ladder-jax train {_training(request.name)} {overrides}",
     ]
+
+
+def _exchange(answer: Answer) -> list[str]:
+    """The fastest plan whose ranks exchange the rows of experts, or how to have such plans."""
+    config, moe = answer.request.config, answer.request.config.moe
+    if can_exchange(config):
+        best = next((plan for plan in answer.plans if plan.candidate.exchanges), None)
+        found = "none fits" if best is None else f"{_name(best)}: {best.speed.seconds:.3g} s a step"
+        return [f"exchange  mesh.experts=exchange with capacity {moe.capacity:g}, the fastest that fits: {found}"]
+    if moe is None or not can_exchange(dataclasses.replace(config, moe=dataclasses.replace(moe, capacity=1.25))):
+        return []
+    return ["note      with --capacity 1.25 (model.moe.capacity) plans may exchange the rows of experts (mesh.experts)"]
 
 
 def _training(name: str) -> str:
@@ -70,6 +86,7 @@ def _name(plan: Plan) -> str:
     mesh = plan.candidate.mesh
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one device"
     split = ", sequence-parallel" if plan.candidate.sequence_parallel else ""
+    split += ", experts exchanged" if plan.candidate.exchanges else ""
     count = plan.candidate.rows
     rows = "1 sequence" if count == 1 else f"{count} sequences"
     return f"{sizes}{split}, remat {plan.candidate.remat.value}, {rows} at a time"
@@ -94,6 +111,10 @@ def _refused(answer: Answer) -> list[str]:
     return refused_lines
 
 
+def _stream(candidate: Candidate) -> str:
+    return "exchange" if candidate.exchanges else "yes" if candidate.sequence_parallel else "no"
+
+
 def _table(answer: Answer) -> Table:
     rows = []
     for plan in _shown(answer):
@@ -101,7 +122,7 @@ def _table(answer: Answer) -> Table:
         rows.append((
             f"{mesh.data}x{mesh.fsdp}x{mesh.tensor}",
             candidate.remat.value,
-            "yes" if candidate.sequence_parallel else "no",
+            _stream(candidate),
             str(candidate.rows),
             str(candidate.accumulate),
             f"{'~' if plan.confirmed is None else '='}{plan.bytes / GIB:.1f}",

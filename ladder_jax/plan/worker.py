@@ -36,7 +36,7 @@ def measure(target: targets.Target, *, config: RunConfig) -> dict:
     from ladder_jax.parallel import make_mesh
 
     mesh = make_mesh(**config.mesh.axes, devices=schedule.devices(target))
-    definition = nn.define(config.model, mesh=mesh)
+    definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
     settings = dict(config=config.train)
     arguments = train.abstract_state(definition, **settings), train.abstract_batch(definition, **settings)
     versions = {"jax": jax.__version__, "compiler": programs.compiler(target)}

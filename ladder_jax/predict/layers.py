@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from ladder_jax.config import ModelConfig
+from ladder_jax.predict import exchange
 from ladder_jax.predict.implementation import Implementation
 from ladder_jax.predict.link import Algorithm, Ring
 from ladder_jax.predict.machine import Machine
@@ -43,7 +44,10 @@ def layers(
         return model.step(sublayers, block, shared_norm=plan.shared_norm, split=split)
 
     work = functools.cache(lambda sublayers: work_of(kernels(sublayers), machine, model.implementation, times=times))
-    if program.form is Form.COLLECTIVE_MATMUL:
+    if program.form is Form.EXCHANGE:
+        of_kernels = lambda kernels: work_of(kernels, machine, model.implementation, times=times)
+        timeline = exchange.play(steps, model=model, machine=machine, block=block, work=of_kernels)
+    elif program.form is Form.COLLECTIVE_MATMUL:
         ring = RingProduct(machine, ranks, payload=model.payload(block), times=times)
         timeline = _in_rings(steps, work=work, kernels=kernels, ring=ring)
     else:

@@ -1,4 +1,4 @@
-"""The time of an all-reduce over a link, by algorithm: S bytes over n ranks, b the algorithm's bandwidth.
+"""The time of an all-reduce over a link, by algorithm, and of an all-to-all: S bytes over n ranks, b the bandwidth.
 
     ring             latency + 2 (n - 1) step + 2 (n - 1) / n S / b; on a torus both directions at once, n steps
     tree             over m nodes: a ring inside each; then each device exchanges its 1/n of the array with its peers in
@@ -10,6 +10,16 @@
     NCCL in-network  the same by NCCL, which has a larger latency
 
 https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc has the first two; hardware/ has the constants.
+
+In an all-to-all each rank sends 1 / n of its S bytes to every rank. Its time is arithmetic with the ring's constants;
+it was compared with no measurement:
+
+    switch           latency + step + (n - 1) / n S / b: all messages at once, each over its sender's own link
+    torus            latency + n / 2 steps + floor(n^2 / 4) / n S / b: a message takes the shorter way round a ring of
+                     n, so the distances from a rank to all others add up to floor(n^2 / 4) hops. With S / n bytes a hop
+                     n ranks load 2 n directed links, of b / 2 each
+    over m nodes     latency, a step and a message of the network, and the longer of what stays inside a node, as
+                     above, and of what leaves it, (n - n / m) / n S over the network's bandwidth
 """
 
 import dataclasses
@@ -136,6 +146,19 @@ class Link:
         """Seconds of a reduce-scatter or an all-gather of `size` bytes: half of a ring's or tree's steps and bytes."""
         return (self.all_reduce(size, ranks=ranks) + self.latency) / 2 if ranks > 1 else 0.0
 
+    def all_to_all(self, size: float, *, ranks: int) -> float:
+        """Seconds of an all-to-all in which each rank has `size` bytes, of which it keeps 1 / ranks."""
+        if ranks == 1:
+            return 0.0
+        inside = math.ceil(ranks / self.nodes(ranks))
+        steps = 1 if self.ring is Ring.ONE_WAY else inside // 2
+        seconds = self.latency + steps * self.step
+        within = crossings(inside, ring=self.ring) * inside / ranks * size / self.bandwidth
+        if inside == ranks:
+            return seconds + within
+        leaving = (ranks - inside) / ranks * size / self.network.bandwidth
+        return seconds + self.network.step + max(within, leaving)
+
     def faster(self, factor: float) -> "Link":
         """The same link `factor` times as fast: bandwidths multiplied by it, latencies divided by it."""
         return _faster(self, factor)
@@ -151,6 +174,11 @@ class Link:
             exchange = network.one_shot + (nodes - 1) * size / inside / network.bandwidth
             offered[Algorithm.TWO_SHOT] = self.two_shot.seconds(both) + exchange
         return offered
+
+
+def crossings(ranks: int, *, ring: Ring) -> float:
+    """How often a rank's bytes cross a link, per rank, in an all-to-all; both directions of a torus are one link."""
+    return ranks**2 // 4 / ranks if ring is Ring.TWO_WAY else (ranks - 1) / ranks
 
 
 def _faster(section, factor: float):

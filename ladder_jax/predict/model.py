@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Iterable
 
-from ladder_jax.config import Launch, ModelConfig, Phase
+from ladder_jax.config import ExpertParallelism, Launch, ModelConfig, Phase
 from ladder_jax.predict import work
 from ladder_jax.predict.implementation import OURS, Head, Implementation
 from ladder_jax.predict.layers import layers, work_of
@@ -104,8 +104,9 @@ def passes(
     phase: Phase,
     opponents: Opponents,
     launches: Collection[Launch] = tuple(Launch),
+    experts: ExpertParallelism = ExpertParallelism.REDUCE,
 ) -> list[Pass]:
-    """A prefill or decode step by each of the programs that may run it."""
+    """A prefill or decode step by each of the programs that may run it. experts: in which form."""
     candidates = programs(
         model.config,
         machine=machine,
@@ -115,6 +116,7 @@ def passes(
         implementation=model.implementation,
         opponents=opponents,
         launches=launches,
+        experts=experts,
     )
     return [_pass(model, machine, block, program) for program in candidates]
 

@@ -1,12 +1,13 @@
 """The result of `ladder-jax predict --phase prefill` and `--phase train`: one forward pass, or forward and backward.
 
 The opponents are Standard with the whole stream on every rank, with sequence parallelism, with ring collective matmul,
-and over the same devices without tensor parallelism.
+and over the same devices without tensor parallelism; of experts with a capacity also with exchanged rows.
 """
 
 import dataclasses
+import itertools
 
-from ladder_jax.config import Phase
+from ladder_jax.config import ExpertParallelism, Phase
 from ladder_jax.predict import advice, model, result, training, without_tensor, work
 from ladder_jax.predict.advice import Advice, Opponent
 from ladder_jax.predict.link import FITTED
@@ -70,6 +71,8 @@ class Result:
             "tensor": request.tensor,
             "batch": request.batch,
             "tokens": request.tokens,
+            "experts": request.experts.value,
+            "capacity": request.capacity,
             "implementation": request.implementation.name,
             "fidelity": self.fidelity,
             "rows": [row.as_dict() for row in self.rows],
@@ -84,8 +87,9 @@ class Result:
 def predict(request: Request) -> Result:
     tokens = request.batch * request.tokens
     (nccl,) = _passes(request, BASELINE, Opponents.NCCL)
-    standards = _passes(request, BASELINE, Opponents.STRONGEST)
-    every = sorted([*standards, *_without_tensor(request)], key=lambda one: one.seconds)
+    standards = {form: _passes(request, BASELINE, Opponents.STRONGEST, form) for form in request.forms}
+    every = [*itertools.chain.from_iterable(standards.values()), *_without_tensor(request)]
+    every.sort(key=lambda one: one.seconds)
     named = {one.program.form: one for one in reversed(every)}  # the fastest of each form
     opponents = tuple(
         Baseline(one.program.form.value, result.algorithm(one), tokens / one.seconds)
@@ -93,24 +97,27 @@ def predict(request: Request) -> Result:
     )
     rows = []
     for name in request.residuals:
-        speed = fastest(standards if name == BASELINE else _passes(request, name, Opponents.STRONGEST))
+        own = standards[request.experts]
+        if name != BASELINE:
+            own = _passes(request, name, Opponents.STRONGEST, request.experts)
+        speed = fastest(own)
         rows.append(Row(name, speed, tokens, every[0].seconds / speed.seconds, nccl.seconds / speed.seconds))
     opponent = Opponent(opponents[0].name, every[0].exposed / every[0].seconds)
     recommendation = advice.read(rows=rows, opponent=opponent, tensor=request.tensor)
     return Result(request, tuple(rows), opponents, recommendation)
 
 
-def _passes(request: Request, residual: str, opponents: Opponents) -> list[Pass]:
-    config, machine = request.config(residual), request.machine
+def _passes(
+    request: Request, residual: str, opponents: Opponents, experts: ExpertParallelism = ExpertParallelism.REDUCE
+) -> list[Pass]:
+    config, machine, among = request.config(residual), request.machine, dict(opponents=opponents, experts=experts)
     if request.phase is Phase.TRAIN:
         shape = dict(tensor=request.tensor, rows=request.batch, sequence=request.tokens)
-        return training.passes(config, machine=machine, **shape, opponents=opponents)
+        return training.passes(config, machine=machine, **shape, **among)
     implementation = request.implementation
     block = work.prefill(rows=request.batch, prompt_length=request.tokens, new_tokens=0, implementation=implementation)
     shard = Model(config, request.tensor, implementation)
-    return model.passes(
-        shard, block, machine=machine, phase=Phase.PREFILL, opponents=opponents, launches=request.launches
-    )
+    return model.passes(shard, block, machine=machine, phase=Phase.PREFILL, launches=request.launches, **among)
 
 
 def _without_tensor(request: Request) -> list[Pass]:

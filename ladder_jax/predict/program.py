@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from collections.abc import Collection
 
-from ladder_jax.config import Launch, ModelConfig, Phase, parse_residual
+from ladder_jax.config import ExpertParallelism, Launch, ModelConfig, Phase, parse_residual
 from ladder_jax.parallel.traits import Overlap
 from ladder_jax.predict.implementation import Implementation
 from ladder_jax.predict.link import FITTED, NCCL, Algorithm, Halves, Kernels, Ring
@@ -19,6 +19,7 @@ class Form(enum.Enum):
     ALL_REDUCE = "all-reduce"  # tensor-parallel, the whole stream on every rank
     SEQUENCE_PARALLEL = "sequence-parallel"  # its positions split: a reduce-scatter and an all-gather a sublayer
     COLLECTIVE_MATMUL = "ring collective matmul"  # sequence-parallel, in rings under the sublayer's own matmuls
+    EXCHANGE = "exchange"  # sequence-parallel, and ranks exchange the rows of experts: two all-to-alls a layer
     DATA_PARALLEL = "data-parallel"  # no tensor parallelism: all weights on every device
     FSDP = "fsdp"  # no tensor parallelism: each layer's weights gathered before they are used
 
@@ -64,19 +65,23 @@ def programs(
     implementation: Implementation,
     opponents: Opponents = Opponents.STRONGEST,
     launches: Collection[Launch] = tuple(Launch),
+    experts: ExpertParallelism = ExpertParallelism.REDUCE,
 ) -> tuple[Program, ...]:
-    """The tensor-parallel programs for a topology, at least one. tokens: positions a row.
+    """The tensor-parallel programs for a topology, at least one. tokens: positions a row. experts: in which form.
 
     A topology that waits for its all-reduces may use any. One that hides them may use those that its launch overlaps:
     `chained` and `explicit` what NCCL and XLA's TPU compiler do, `explicit` in a decode step the one-kernel algorithms
     too, where XLA has them: within a node. The default launch comes first.
     """
     topology = of_model(config)
+    hides = topology.overlap is Overlap.HIDES
+    if experts is ExpertParallelism.EXCHANGE:
+        return (Program(Form.EXCHANGE, launch=Launch.CHAINED if hides else None),)
     if opponents is Opponents.FITTED or implementation.algorithms == FITTED:
         return (PLAIN,)
     strongest = opponents is Opponents.STRONGEST
     allowed = implementation.algorithms if strongest else NCCL
-    if topology.overlap is Overlap.HIDES:
+    if hides:
         candidates = [Program(algorithms=NCCL, launch=Launch.CHAINED, window=_chained_window(machine, phase))]
         if phase is not Phase.TRAIN and machine.link is not None and machine.link.halves is Halves.SUPPORTED:
             kernels = strongest and phase is Phase.DECODE and _has_kernels(machine, ranks=ranks)
@@ -86,7 +91,6 @@ def programs(
         candidates = [Program(algorithms=allowed)]
     if strongest and phase is not Phase.DECODE and ranks > 1 and tokens % ranks == 0:
         if topology.communication is not Communication.DESYNC:
-            hides = topology.overlap is Overlap.HIDES
             candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED if hides else None))
         if parse_residual(config.residual).kind == "standard" and config.moe is None:  # no ring brings sorted rows
             candidates.append(Program(Form.COLLECTIVE_MATMUL))

@@ -3,8 +3,19 @@
 import dataclasses
 import re
 
-from ladder_jax.config import EXPERT_RESIDUALS, RESIDUALS, Launch, ModelConfig, Phase, parse_residual
+from ladder_jax.config import (
+    EXPERT_RESIDUALS,
+    RESIDUALS,
+    ExpertParallelism,
+    Launch,
+    ModelConfig,
+    MoEConfig,
+    Phase,
+    check_exchange,
+    parse_residual,
+)
 from ladder_jax.errors import UserError, member, unknown
+from ladder_jax.overlap.request import exchange_capacity
 from ladder_jax.predict import implementation as implementations
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.implementation import Implementation
@@ -16,6 +27,7 @@ from ladder_jax.words import positive, words
 BASELINE = "standard"
 GENERATE = "generate"
 PHASES = (GENERATE, Phase.PREFILL.value, Phase.TRAIN.value)
+EXCHANGE = dict(sequence_parallel=True, names=("--experts exchange", "--capacity", ""))  # of `check_exchange`
 OF_PHASES = {"prompt_length": PHASES[:2], "new_tokens": PHASES[:1], "sequence": PHASES[2:]}  # options, by name
 
 
@@ -25,7 +37,8 @@ class Request:
     ladder_layers: makes hybrids of the ladder kinds among them.
 
     phase: PREFILL or TRAIN; None for a whole generation. sequence: tokens a row in training. launches: among which
-    topologies that hide their all-reduces take the fastest.
+    topologies that hide their all-reduces take the fastest. experts, capacity: as in `overlap.request.Request`, of the
+    rows; Standard's opponents have both forms wherever the model has a capacity.
     """
 
     model: str
@@ -42,6 +55,16 @@ class Request:
     phase: Phase | None = None
     sequence: int = 2048
     launches: tuple[Launch, ...] = tuple(Launch)
+    experts: ExpertParallelism = ExpertParallelism.REDUCE
+    capacity: float | None = None
+
+    @property
+    def forms(self) -> tuple[ExpertParallelism, ...]:
+        """Those in which Standard can compute the model. One without a capacity drops no row, as an exchange may."""
+        moe = self.config(BASELINE).moe
+        if moe is None or moe.capacity is None or moe.dense_layers or self.tensor == 1 or self.tokens % self.tensor:
+            return (ExpertParallelism.REDUCE,)
+        return tuple(ExpertParallelism)
 
     @property
     def tokens(self) -> int:
@@ -50,9 +73,10 @@ class Request:
 
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
-        name = parse_residual(residual)
+        name, moe = parse_residual(residual), self.shape.moe
         return dataclasses.replace(
             self.shape,
+            moe=moe if self.capacity is None else dataclasses.replace(moe, capacity=self.capacity),
             num_layers=self.layers or self.shape.num_layers,
             residual=residual,
             ladder_layers=self.ladder_layers if name.is_ladder else None,
@@ -75,6 +99,8 @@ def make(
     phase: str | None = None,
     sequence: int | None = None,
     launch: str | None = None,
+    experts: str | None = None,
+    capacity: float | None = None,
 ) -> Request:
     """A checked request. None gives a default: all devices, one row, all residuals. Raises UserError."""
     shape = models.by_name(model)
@@ -106,17 +132,24 @@ def make(
     if phase == Phase.TRAIN.value:
         chosen = None if residual is None else settings["residuals"]
         settings["residuals"] = _trainable(chosen, implementation, ladder_layers, shape)
+    form = member(ExpertParallelism, "--experts", experts or ExpertParallelism.REDUCE.value)
+    settings["capacity"] = exchange_capacity(capacity, config=shape, experts=form)
+    if form is ExpertParallelism.EXCHANGE and residual is None and shape.moe is not None:
+        settings["residuals"] = _exchanging(settings["residuals"], shape.moe)
     request = Request(
         model=model,
         shape=shape,
         machine=machine,
         ladder_layers=ladder_layers,
         implementation=implementations.ALL[implementation or "ours"],
+        experts=form,
         **{"tensor": machine.devices, "batch": 1, **settings},
     )
     check_tensor(request)
     for name in request.residuals:
         request.config(name)
+    if form is ExpertParallelism.EXCHANGE:
+        _check_exchange(request)
     if ladder_layers is not None and not any(parse_residual(name).is_ladder for name in request.residuals):
         raise UserError(f"--ladder-layers needs a ladder kind of residual, not {', '.join(request.residuals)}")
     return request
@@ -143,6 +176,33 @@ def _trainable(
         if parse_residual(name).kind == "desync":
             raise UserError(f"--phase train predicts models whose layers are all alike, not {name}")
     return residuals or alike
+
+
+def _exchanging(residuals: tuple[str, ...], moe: MoEConfig) -> tuple[str, ...]:
+    """Those whose experts can be exchanged; all if none can, for the reason that the check of each gives."""
+
+    def can(residual: str) -> bool:
+        try:
+            check_exchange(dataclasses.replace(moe, capacity=1.0), residual=residual, **EXCHANGE)
+        except UserError:
+            return False
+        return True
+
+    return tuple(filter(can, residuals)) or residuals
+
+
+def _check_exchange(request: Request) -> None:
+    """Raises UserError for a request whose experts' rows cannot be exchanged."""
+    for name in request.residuals:
+        check_exchange(request.config(BASELINE).moe, residual=name, **EXCHANGE)
+    if request.phase is None:
+        decoding = "decoding always reduces the experts' sums"
+        raise UserError(f"--experts exchange is for --phase prefill and train, not {GENERATE}: {decoding}")
+    if request.tensor == 1:
+        raise UserError("--experts exchange sends rows to other ranks: --tensor must be at least 2, not 1")
+    if request.tokens % request.tensor:
+        length = "--sequence" if request.phase is Phase.TRAIN else "--prompt-length"
+        raise UserError(f"--experts exchange splits {length} {request.tokens} over --tensor {request.tensor}")
 
 
 def check_tensor(request: Request) -> None:

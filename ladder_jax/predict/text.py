@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from ladder_jax.config import Launch, Phase
+from ladder_jax.config import ExpertParallelism, Launch, Phase
 from ladder_jax.predict import phases
 from ladder_jax.predict.advice import SAME, WORTH
 from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.request import BASELINE, Sweep
+from ladder_jax.predict.request import BASELINE, Request, Sweep
 from ladder_jax.predict.result import Result, algorithm, described, executed
 from ladder_jax.predict.sweep import Point
 from ladder_jax.terminal import Table
@@ -59,8 +59,15 @@ def phase_lines(answer: phases.Result) -> list:
         _phase_table(answer),
         f"Standard's forms, tokens/s: {', '.join(opponents)}",
         f"speed-up: over {answer.baseline.name}; over NCCL: over Standard (all-reduce) with NCCL's all-reduces",
+        *_exchanged(request),
         *_assumed(machine),
     ]
+
+
+def _exchanged(request: Request) -> list[str]:
+    if request.experts is ExpertParallelism.REDUCE:
+        return []
+    return [f"exchange  with capacity {request.capacity:g}: whole buffers are sent and computed, full or not"]
 
 
 def verdict(answer: Result | phases.Result) -> list[str]:

@@ -6,6 +6,8 @@
                      and of its weights, a matrix product each. One all-reduce a sublayer, of the gradient of its input,
                      as large as the forward pass's; and a sublayer whose input leaves out the newest d outputs has a
                      gradient that does without the newest d of those, so that as much is hidden.
+                     Of exchanged experts it is the mirror image: a message that stands beside a half of a sublayer
+                     forward returns beside that half's gradients. Only the forward pass has barriers that hold it there
     head, embedding  three times the forward pass's work; two all-reduces of the stream that nothing hides (the
                      embedding's rows, the gradient of the head's input), and three of four bytes a token in the loss
 
@@ -16,13 +18,13 @@ many microbatches), and recomputation. Nothing of this has been measured on seve
 import dataclasses
 import itertools
 
-from ladder_jax.config import ModelConfig, Phase
+from ladder_jax.config import ExpertParallelism, ModelConfig, Phase
 from ladder_jax.predict import implementation, work
 from ladder_jax.predict.implementation import Scored
 from ladder_jax.predict.layers import Layers, layers, work_of
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.model import Pass
-from ladder_jax.predict.program import PLAIN, Opponents, Program, programs
+from ladder_jax.predict.program import PLAIN, Form, Opponents, Program, programs
 from ladder_jax.predict.timeline import Timeline
 from ladder_jax.predict.work import Model
 from ladder_jax.residual import Step, of_model
@@ -70,8 +72,9 @@ def passes(
     rows: int,
     sequence: int,
     opponents: Opponents = Opponents.STRONGEST,
+    experts: ExpertParallelism = ExpertParallelism.REDUCE,
 ) -> list[Pass]:
-    """The step by each tensor-parallel program that may run it."""
+    """The step by each tensor-parallel program that may run it. experts: in which form."""
     shape = dict(machine=machine, tensor=tensor, rows=rows, sequence=sequence)
     candidates = programs(
         config,
@@ -81,6 +84,7 @@ def passes(
         tokens=sequence,
         implementation=TRAINING,
         opponents=opponents,
+        experts=experts,
     )
     every = []
     for program in candidates:
@@ -96,7 +100,8 @@ def _step(
     block = work.prefill(rows=rows, prompt_length=sequence, new_tokens=0, implementation=TRAINING)
     steps = tuple(itertools.chain.from_iterable(of_model(config).layers))
     forward = layers(model, machine, block, program=program)
-    backward = layers(model, machine, block, program=program, steps=_backward(steps), times=2)
+    mirrored = steps if program.form is Form.EXCHANGE else _backward(steps)  # its sum has no order
+    backward = layers(model, machine, block, program=program, steps=mirrored, times=2)
     ends = work_of((model.embedding(block), *model.head(block)), machine, TRAINING, times=3)
     small = machine.all_reduce(4 * block.size, ranks=tensor, among=program.algorithms)
     ends_wire = 2 * forward.all_reduce + TRAINING.small_all_reduces * small

@@ -110,6 +110,13 @@ class Model:
             kernels.append(Kernel("join", activations=moved, launches=launches.join))
         return tuple(kernels)
 
+    def shared_expert(self, block: Block) -> list[Kernel]:
+        """None without one."""
+        if not (width := self.config.moe.shared_width):
+            return []
+        launches = self._launches(block)
+        return self._mlp(block, launches, features=width // self.ranks, first=launches.matmul)
+
     def embedding(self, block: Block) -> Kernel:
         size = block.size * self.config.d_model * self.element_bytes
         return Kernel("embedding", weights=size, activations=size)
@@ -180,12 +187,9 @@ class Model:
 
     def _experts(self, sublayer: int, block: Block, launches: Launches) -> list[Kernel]:
         """Routed and shared experts, or of farskip one of them."""
-        moe, kernels = self.config.moe, []
-        if sublayer == MLP:
-            kernels += self._routed(block, launches)
-        if moe.shared_width and (sublayer == SHARED or self.config.residual != "farskip"):
-            features = moe.shared_width // self.ranks
-            kernels += self._mlp(block, launches, features=features, first=launches.matmul)
+        kernels = self._routed(block, launches) if sublayer == MLP else []
+        if sublayer == SHARED or self.config.residual != "farskip":
+            kernels += self.shared_expert(block)
         return kernels
 
     def _routed(self, block: Block, launches: Launches) -> list[Kernel]:

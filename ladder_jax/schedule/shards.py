@@ -68,6 +68,12 @@ def chosen(moe: MoEConfig, *, tokens: float) -> float:
     return 1 - (1 - moe.top_k / moe.experts) ** tokens
 
 
+def buffer_rows(moe: MoEConfig, *, tokens: int, ranks: int) -> int:
+    """Rows of a device's buffers, where `ranks` devices with `tokens` tokens each exchange rows: so many it sends, and
+    its experts compute, full slots or not."""
+    return moe.padded(ranks) * moe.slots(tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class Parameters:
     """Elements of a model's matrices and tables. active: of those, all but the experts that a token does not choose."""

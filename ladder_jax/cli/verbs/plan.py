@@ -18,6 +18,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--residual", metavar="NAME", help="standard, ladder, ... (default: the model's)")
     parser.add_argument("--layers", type=int, metavar="N", help="layers (default: the model's)")
     parser.add_argument(
+        "--capacity",
+        type=float,
+        metavar="C",
+        help="an expert's rows, at most, over the mean (default: the model's); exchanging rows (mesh.experts) needs it",
+    )
+    parser.add_argument(
         "--confirm",
         type=int,
         default=1,

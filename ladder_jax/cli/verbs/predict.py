@@ -14,6 +14,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launch", metavar="NAME", help="how hidden all-reduces are launched: explicit, chained, or auto (the default)"
     )
+    parser.add_argument(
+        "--experts", metavar="FORM", help="with --phase prefill or train: reduce (the default) or exchange"
+    )
+    parser.add_argument(
+        "--capacity", type=float, metavar="C", help="of --experts exchange: an expert's rows, at most, over the mean"
+    )
     for option, letter, text in (
         ("tensor", "N", "tensor-parallel devices (default: all of the hardware's)"),
         ("batch", "B", "rows at once (default 1)"),

@@ -1,0 +1,289 @@
+"""Experts whose rows are exchanged, in the speed model: transfers and timelines by hand, opponents, refusals."""
+
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec as P
+
+from ladder_jax import parallel, residual
+from ladder_jax.config import ExpertParallelism, preset
+from ladder_jax.predict import layers, link, machine, phases, request, training, work
+from ladder_jax.predict.implementation import OURS
+from ladder_jax.predict.link import Link, Network, Ring
+from ladder_jax.predict.program import Form, Program
+from ladder_jax.predict.work import Model
+from ladder_jax.residual import exchange as program
+from tests.predict.asked import H100, run
+
+RANKS, TOKENS, LAYERS = 4, 256, 3  # tokens of all ranks
+D, HEADS, KEYS, HEAD, VOCABULARY = 64, 8, 4, 16, 512
+E, K, M, SHARED, CAPACITY = 6, 2, 48, 32, 1.5  # experts, of which two fill up: 8
+PER_RANK = TOKENS // RANKS
+SLOTS = math.ceil(CAPACITY * PER_RANK * K / E)  # 32
+ROWS = 8 * SLOTS
+BANDWIDTH = 1e9  # of the link, bytes a second
+
+V5P = machine.load("v5p")
+
+
+def config(name, *, shared=0, which=None):
+    moe = dict(experts=E, top_k=K, expert_width=M, shared_width=shared, capacity=CAPACITY)
+    shape = dict(num_layers=LAYERS, d_model=D, num_heads=HEADS, num_kv_heads=KEYS, head_dim=HEAD)
+    return preset("tiny-moe", residual=name, ladder_layers=which, vocab_size=VOCABULARY, moe=moe, **shape)
+
+
+def device(*, flops=math.inf, bandwidth=math.inf, **changes):
+    """Without launches, contention and latencies."""
+    of_link = Link(latency=0.0, step=0.0, bandwidth=BANDWIDTH)
+    shares = dict(flops_share=1.0, bandwidth_share=1.0, launch=0.0, contention=0.0)
+    return dataclasses.replace(H100, flops=flops, bandwidth=bandwidth, link=of_link, **shares | changes)
+
+
+def timeline(one, on, *, times=1):
+    block = work.prefill(rows=1, prompt_length=TOKENS, new_tokens=0, implementation=OURS)
+    model = Model(one, RANKS, OURS)
+    return layers.layers(model, on, block, program=Program(Form.EXCHANGE), times=times).timeline
+
+
+HALF = 3 / 4 * TOKENS * D * 2 / BANDWIDTH  # a gather or a reduce-scatter
+SENT = 3 / 4 * ROWS * D * 2 / BANDWIDTH  # an all-to-all
+QUERIES, CACHED = HEADS // RANKS * HEAD, KEYS // RANKS * HEAD  # columns of a rank
+FLOPS = dict(
+    into=2 * TOKENS * D * (QUERIES + 2 * CACHED),
+    out=4 * TOKENS * QUERIES * (TOKENS + 1) / 2 + 2 * TOKENS * QUERIES * D,
+    route=2 * PER_RANK * D * E,
+    first=2 * ROWS * D * 2 * M,
+    last=2 * ROWS * M * D,
+    shared_first=2 * TOKENS * D * 2 * SHARED // RANKS,
+    shared_last=2 * TOKENS * D * SHARED // RANKS,
+)
+
+
+def expected(name, *, shared, scale):
+    """Seconds of LAYERS layers; `scale`: of a FLOP."""
+    c = {part: scale * flops for part, flops in FLOPS.items()}
+    s = c["shared_first"] + c["shared_last"] if shared else 0.0
+    compute = c["into"] + c["out"] + c["route"] + c["first"] + c["last"] + s
+    if name == "no-communication":
+        return LAYERS * compute
+    if name == "standard":
+        sent = [max(c["shared_first"], SENT), max(c["shared_last"], SENT)] if shared else [SENT, SENT]
+        return LAYERS * (compute - s + 2 * HALF + sum(sent) + (2 * HALF if shared else 0))
+    # A ladder: `early` is what farskip computes before attention's sum is sent, `beside` what others compute beside it.
+    early, beside = (s, 0.0) if name == "farskip" else (0.0, s)
+    combine = SENT + (HALF if shared and name != "farskip" else 0)
+    dispatch = SENT + (HALF if shared else 0)
+    first_layer = HALF + c["into"]
+    others = (LAYERS - 1) * (max(c["into"], combine) + max(c["last"], HALF))
+    each = LAYERS * (c["route"] + max(c["out"], dispatch) + early + max(c["first"] + beside, HALF))
+    return first_layer + others + each + c["last"] + combine
+
+
+CASES = [("standard", 0), ("standard", SHARED), ("ladder", 0), ("ladder", SHARED), ("farskip", SHARED)]
+CASES += [("ladder-2", 0), ("no-communication", SHARED)]
+
+
+@pytest.mark.parametrize("flops", [1e12, 2e11, 3e10, 1e10])  # first transfers are longer, then compute
+@pytest.mark.parametrize(("name", "shared"), CASES)
+def test_a_timeline_by_hand(name, shared, flops):
+    for times in (1, 2):  # backward: twice the work, the same messages
+        found = timeline(config(name, shared=shared), device(flops=flops), times=times)
+        assert found.seconds == pytest.approx(expected(name, shared=shared, scale=times / flops))
+        alone = expected("no-communication", shared=shared, scale=times / flops)
+        assert found.compute == pytest.approx(alone) and found.exposed == pytest.approx(found.seconds - alone)
+    transfers = {"standard": 4 + 2 * bool(shared), "no-communication": 0, "farskip": 5, "ladder": 4 + 2 * bool(shared)}
+    assert found.all_reduces == LAYERS * transfers.get(name, 4)
+
+
+def test_what_a_device_reads_and_writes():
+    """All matrices of its experts, and whole buffers, for any load; norms, router and sorting of its own tokens."""
+    found = timeline(config("no-communication", shared=SHARED), device(bandwidth=1e9))
+    read = D * (QUERIES + 2 * CACHED) + QUERIES * D + 8 / RANKS * 3 * D * M + 3 * D * SHARED // RANKS
+    norms = 2 * (4 * PER_RANK * D * 2 + 4 * D)
+    attention = TOKENS * (D + QUERIES + 2 * CACHED + 2 * (QUERIES + 2 * CACHED) + QUERIES + D) + 2 * TOKENS * CACHED
+    routed = 2 * ROWS * D + ROWS * (D + 2 * M + 3 * M + M + D) + 3 * PER_RANK * K * D + PER_RANK * D
+    shared = TOKENS * (2 * D + (2 + 3 + 1) * SHARED // RANKS)
+    router = 4 * D * E + 2 * PER_RANK * D
+    assert found.seconds == pytest.approx(LAYERS * (2 * (read + attention + routed + shared) + norms + router) / 1e9)
+
+
+def test_compute_slows_beside_a_transfer():
+    slow, fast = (timeline(config("ladder"), device(flops=1e10, contention=value)) for value in (0.5, 0.0))
+    spans = [bar.stop - bar.start for bar in fast.bars if bar.wire][1:-1]  # all but the first and the last are hidden
+    assert slow.seconds - fast.seconds == pytest.approx(sum(spans) * (1 - 1 / 1.5))
+
+
+def test_where_nothing_is_launched_apart_everything_waits():
+    on = dataclasses.replace(machine.load("v5e"), contention=0.0)
+    for name in ("standard", "ladder", "farskip"):
+        found = timeline(config(name, shared=SHARED), on)
+        assert found.seconds == pytest.approx(found.compute + found.wire)
+
+
+def count(name, shared, which):
+    """(all-to-alls, reduce-scatters, all-gathers) of the program's layers, without those that nobody reads."""
+    one = config(name, shared=shared, which=which)
+    topology = residual.of_model(one)
+    steps = program.layers(topology, normalise=lambda x: x, moe=one.moe)
+
+    def route(x):
+        tokens = x.reshape(-1, D)
+        slots = parallel.pvary(jnp.zeros((len(tokens), K), jnp.int32), ("tensor",))
+        return tokens, slots, slots.astype(jnp.float32)
+
+    compute = lambda rows, tied=lambda x: x: tied(rows).transpose(1, 0, 2)
+    attention = lambda x, projections: projections.into(lambda x, _: 2 * x, x, None)
+    sublayers = (attention, program.RoutedExperts(route, compute), lambda x, tied=lambda x: x: tied(x + 1))
+
+    def forward(x):
+        state = residual.begin(x, topology=topology, axes=("tensor",))
+        for step in itertools.chain.from_iterable(steps):
+            state = step(state, sublayers, axes=("tensor",))
+        return program.flush(state, axes=("tensor",)) if state.partial is not None else state.residual
+
+    spec = P(None, "tensor")
+    mesh = parallel.make_mesh(tensor=RANKS)
+    mapped = jax.shard_map(forward, mesh=mesh, in_specs=spec, out_specs=spec)
+    traced = jax.make_jaxpr(mapped)(jnp.ones((1, TOKENS, D)))
+    text = str(partial_eval.dce_jaxpr(traced.jaxpr, [True])[0])
+    return [text.count(f"{kind}[") for kind in ("all_to_all", "reduce_scatter", "all_gather")]
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "which"),
+    [(name, shared, None) for name, shared in CASES[:-1]]
+    + [("ladder", SHARED, "2"), ("ladder", 0, "1"), ("ladder-2", 0, "0,2"), ("farskip", SHARED, "1")],
+)
+def test_as_many_transfers_as_the_program_has(name, shared, which, monkeypatch):
+    """A barrier would keep alive what no later step reads; compilers see through it."""
+    monkeypatch.setattr(program, "barrier_forward", lambda arrays: arrays)
+    found = timeline(config(name, shared=shared, which=which), device(flops=1e12))
+    wires = [bar.name for bar in found.bars if bar.wire]
+    kinds = {"all_to_all": ("dispatch", "combine"), "reduce_scatter": ("reduce-scatter",), "all_gather": ("gather",)}
+    counted = [sum(wires.count(name) for name in names) for names in kinds.values()]
+    assert counted == count(name, shared, which)
+
+
+@pytest.mark.parametrize("ranks", range(2, 10))
+def test_bytes_round_a_torus(ranks):
+    """Message by message: each goes the shorter way round, half of it either way where both are as short."""
+    loads = {(at, way): 0.0 for at in range(ranks) for way in (1, -1)}
+    for source, distance in itertools.product(range(ranks), range(1, ranks)):
+        ways = [way for way, hops in ((1, distance), (-1, ranks - distance)) if hops <= ranks / 2]
+        for way in ways:
+            at = source
+            for _ in range(min(distance, ranks - distance)):
+                loads[at, way] += 1 / ranks / len(ways)
+                at = (at + way) % ranks
+    heaviest, directions = max(loads.values()), 2  # of the link's bandwidth each has half
+    assert link.crossings(ranks, ring=Ring.TWO_WAY) == pytest.approx(directions * heaviest)
+    torus = Link(latency=3.0, step=0.5, bandwidth=8.0, ring=Ring.TWO_WAY)
+    assert torus.all_to_all(16.0, ranks=ranks) == pytest.approx(3 + ranks // 2 * 0.5 + 2 * heaviest * 16 / 8)
+
+
+def test_an_all_to_all_through_switches():
+    switch = Link(latency=3.0, step=0.5, bandwidth=8.0)
+    assert switch.all_to_all(16.0, ranks=1) == 0 and switch.all_to_all(16.0, ranks=4) == 3.5 + 3 / 4 * 16 / 8
+    nodes = dataclasses.replace(switch, network=Network(size=4, step=2.0, bandwidth=1.0))
+    assert nodes.all_to_all(16.0, ranks=4) == switch.all_to_all(16.0, ranks=4)
+    assert nodes.all_to_all(16.0, ranks=8) == 5.5 + 4 / 8 * 16  # half of the bytes leave the node
+    fast = dataclasses.replace(nodes, network=dataclasses.replace(nodes.network, bandwidth=64.0))
+    assert fast.all_to_all(16.0, ranks=8) == 5.5 + 3 / 8 * 16 / 8  # what stays is longer
+
+
+def test_a_training_step_goes_back_the_same_way():
+    """Forward, backward with twice the work, and what is alike for all."""
+    on, seconds = device(flops=3e10), {}
+    settings = dict(machine=on, tensor=RANKS, rows=1, sequence=TOKENS, experts=ExpertParallelism.EXCHANGE)
+    for name, shared in (("standard", SHARED), ("ladder", SHARED), ("farskip", SHARED)):
+        (found,) = training.passes(config(name, shared=shared), **settings)
+        both = [expected(name, shared=shared, scale=times / 3e10) for times in (1, 2)]
+        assert found.program.form is Form.EXCHANGE
+        seconds[name] = found.seconds - sum(both)
+    assert seconds["standard"] == pytest.approx(seconds["ladder"]) == pytest.approx(seconds["farskip"])
+
+
+WORDS = ("--model", "qwen1.5-moe-a2.7b", "--hardware", "h100-nvlink", "--tensor", 4, "--layers", 4)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "train"])
+def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
+    words = (*WORDS, "--phase", phase, "--batch", 3, "--sequence" if phase == "train" else "--prompt-length", 8192)
+    found = {}
+    for form in ("reduce", "exchange"):
+        status, out, _ = run(capsys, *words, "--experts", form, "--json")
+        found[form] = json.loads(out)
+        assert status == 0 and found[form]["experts"] == form
+    reduced, exchanged = found["reduce"], found["exchange"]
+    assert (reduced["capacity"], exchanged["capacity"]) == (None, 1.25)
+    assert {row["form"] for row in exchanged["rows"]} == {"exchange"}
+    assert [row["residual"] for row in exchanged["rows"]] == [
+        *("standard", "ladder", "ladder-2", "no-communication", "farskip")
+    ]
+    named = {one["form"]: one["tokens_per_second"] for one in exchanged["opponents"]}
+    assert set(named) == {"all-reduce", "sequence-parallel", "exchange"}
+    assert {one["form"] for one in reduced["opponents"]} == set(named) - {"exchange"}  # which may drop rows
+    assert exchanged["baseline"] == exchanged["opponents"][0] and named["exchange"] == max(named.values())
+    rows = {row["residual"]: row for row in exchanged["rows"]}
+    assert rows["standard"]["tokens_per_second"] == pytest.approx(named["exchange"])
+    assert 1 < rows["ladder"]["speedup"] < rows["farskip"]["speedup"] < rows["no-communication"]["speedup"]
+    assert (rows["standard"]["launch"], rows["farskip"]["launch"]) == (None, "chained")
+    assert 0 < rows["standard"]["hidden_fraction"] < rows["farskip"]["hidden_fraction"] < 1  # beside the shared expert
+    _, out, _ = run(capsys, *words, "--experts", "exchange")
+    assert "speed-up: over Standard (exchange)" in out and "exchange  with capacity 1.25" in out
+
+
+def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
+    moe = "model:\n  preset: qwen1.5-moe-a2.7b\n  moe: {capacity: 2.0}\n"
+    (tmp_path / "a.yaml").write_text(moe)
+    of = lambda **more: request.make(
+        **{"model": str(tmp_path / "a.yaml"), "hardware": "v5p", "tensor": 4, "phase": "prefill", **more}
+    )
+    both, reduced = tuple(ExpertParallelism), (ExpertParallelism.REDUCE,)
+    assert of().forms == both and of().capacity is None
+    assert of(experts="exchange").capacity == 2.0 and of(experts="exchange", capacity=1.0).capacity == 1.0
+    assert of(tensor=1).forms == of(prompt_length=1022).forms == reduced
+    assert of(model="qwen1.5-moe-a2.7b").forms == of(model="tiny").forms == reduced
+    assert of(experts="exchange").config("ladder").moe == dataclasses.replace(of().config("ladder").moe, capacity=2.0)
+
+
+def test_the_guide_has_what_is_predicted():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "guides" / "experts.md").read_text()
+    for hardware in ("v5p", "h100-nvlink"):
+        cells = []
+        for name, form in itertools.product(("standard", "ladder"), ("reduce", "exchange")):
+            words = dict(model="qwen3-30b-a3b", tensor=8, phase="prefill", prompt_length=32768, residual=name)
+            (row,) = phases.predict(request.make(**words, hardware=hardware, experts=form)).rows
+            milliseconds = f" ({row.speed.exposed * 1e3:.0f} of {row.speed.seconds * 1e3:.0f} ms)"
+            cells.append(f"{row.tokens_per_second:,.0f}" + (milliseconds if form == "exchange" else ""))
+        assert f"| `{hardware}` | {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--experts exchang --phase train", "unknown --experts 'exchang'; did you mean 'exchange'?"),
+        ("--experts exchange", "--experts exchange is for --phase prefill and train, not generate: decoding always"),
+        ("--experts exchange --model tiny --phase train", "--experts exchange needs experts (model.moe)"),
+        ("--experts exchange --model dense.yaml --phase train", "experts in all layers, not model.moe.dense_layers=1"),
+        ("--experts exchange --phase train --residual ladder,parallel", "not with the residual 'parallel' (allowed:"),
+        ("--experts exchange --phase train --tensor 1", "--tensor must be at least 2, not 1"),
+        ("--experts exchange --phase prefill --prompt-length 1022", "splits --prompt-length 1022 over --tensor 4"),
+        ("--experts exchange --phase train --sequence 1022", "splits --sequence 1022 over --tensor 4"),
+        ("--experts exchange --phase train --capacity 0", "--capacity must be positive, not 0.0"),
+        ("--experts exchange --phase train --capacity nan", "--capacity must be positive, not nan"),
+        ("--capacity 1.25 --phase train", "--capacity 1.25 is for --experts exchange"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dense.yaml").write_text("model: {preset: qwen1.5-moe-a2.7b, d_ff: 64, moe: {dense_layers: 1}}")
+    status, out, err = run(capsys, *WORDS[:-2], *words.split())
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
