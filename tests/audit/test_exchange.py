@@ -21,7 +21,7 @@ SAMPLE = [("ladder", "v5p:2x2x2"), ("ladder", "h100:8"), ("standard", "h100:8")]
 CASES = [
     pytest.param(name, target, marks=() if (name, target) in SAMPLE else pytest.mark.full)
     for name in ("ladder", "standard")
-    for target in TARGETS
+    for target in (*TARGETS, "v6e:2x4")
 ]
 PREFILL = dict(phase=Phase.PREFILL, prompt_length=32768)
 TRAIN = dict(phase=Phase.TRAIN, batch=8, prompt_length=4096)
@@ -66,3 +66,26 @@ def test_standard_hides_nothing_forward(target):
     forward = [r for r in compiled("standard", target, **TRAIN).report.reductions if not r.backward]
     assert sum(r.count for r in forward) == 4 * LAYERS + 1
     assert not any(r.status is Status.HIDDEN for r in forward)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "name, all_to_alls, hidden, others", [("standard", 8, 0, 17), ("ladder", 7, 13, 16), ("farskip", 7, 10, 12)]
+)
+def test_a_shared_expert_is_compute_for_standard(name, all_to_alls, hidden, others, target):
+    """All of its all-to-alls, and none of its gathers and scatters."""
+    found = compiled(name, target, model="qwen1.5-moe-a2.7b", **PREFILL).report
+    assert (found.all_to_alls, found.all_reduces, found.merged) == (2 * LAYERS, others, 0), found.verdict
+    assert found.all_to_alls_hidden >= all_to_alls and found.hidden >= hidden, found.verdict
+    assert found.hidden == 0 or name != "standard", found.verdict
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["ladder", "farskip"])
+def test_training_with_a_shared_expert(name):
+    """On tpu7x its gather took all of attention, and left nothing beside the rows' dispatch: there is an option."""
+    found = compiled(name, "tpu7x:2x2x1", model="qwen1.5-moe-a2.7b", **TRAIN).report
+    body = [r for r in found.reductions if r.collective.executions > 1]
+    assert body and all(r.status is Status.HIDDEN for r in body), found.verdict
+    assert (found.all_to_alls, found.merged) == (4 * LAYERS + 2, 0), found.verdict
