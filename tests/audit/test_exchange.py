@@ -16,13 +16,12 @@ from tests.audit.test_overlap import LAYERS, absent
 
 pytestmark = pytest.mark.audit
 
-TARGETS = ("v5p:2x2x2", "tpu7x:2x2x1", "h100:8")
-ALL = (*TARGETS, "v6e:2x4")
+TARGETS = ("v5p:2x2x2", "tpu7x:2x2x1", "h100:8", "v6e:2x4")
 SAMPLE = [("ladder", "v5p:2x2x2"), ("ladder", "h100:8"), ("standard", "h100:8")]
 CASES = [
     pytest.param(name, target, marks=() if (name, target) in SAMPLE else pytest.mark.full)
     for name in ("ladder", "standard")
-    for target in ALL
+    for target in TARGETS
 ]
 PREFILL = dict(phase=Phase.PREFILL, prompt_length=32768)
 TRAIN = dict(phase=Phase.TRAIN, batch=8, prompt_length=4096)
@@ -48,7 +47,7 @@ def test_all_to_alls(name, target):
         assert found["all_to_alls_hidden"] == 2 * LAYERS - 1 and found["hidden"] >= 2 * LAYERS - 1, answer.verdict
 
 
-@pytest.mark.parametrize("target", ["v5p:2x2x2", *(pytest.param(t, marks=pytest.mark.full) for t in ALL[1:])])
+@pytest.mark.parametrize("target", ["v5p:2x2x2", *(pytest.param(t, marks=pytest.mark.full) for t in TARGETS[1:])])
 def test_training_hides_all_of_the_body(target):
     """In both directions, gathers and scatters too. Around the loop are the first input's gather, the last combine, the
     gather of the head's input, and their transposes; the first turn exchanges zeros."""
@@ -61,7 +60,7 @@ def test_training_hides_all_of_the_body(target):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("target", ALL)
+@pytest.mark.parametrize("target", TARGETS)
 def test_standard_hides_nothing_forward(target):
     """The control. Backward, gradients of weights stand beside some: they wait for no message."""
     forward = [r for r in compiled("standard", target, **TRAIN).report.reductions if not r.backward]
