@@ -1,6 +1,7 @@
 """Experts whose rows the tensor ranks exchange: values and gradients against the dense loop in float64, capacity with
 dropped rows against a loop over tokens, and what is refused."""
 
+import dataclasses
 import math
 
 import jax
@@ -14,13 +15,14 @@ from ladder_jax import config, decode, nn, parallel, train
 from ladder_jax.config import ExpertParallelism, Loop, Phase, Quantize, Remat
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn import exchanged as module
 from ladder_jax.nn import routing
 from ladder_jax.nn.experts import MoE
 from ladder_jax.nn.parameter import Sizes
 from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import exchange
-from ladder_jax.schedule import cost, hlo, judge
+from ladder_jax.schedule import cost, hlo, judge, timeline
 from ladder_jax.schedule.report import Status
 from ladder_jax.train import metrics
 from tests import cases, covering, experts, test_expert_training, test_schedule
@@ -224,19 +226,29 @@ KERNEL = """HloModule m, is_scheduled=true
 ENTRY %e (q: bf16[4,8,64], k: bf16[2,8,64]) -> bf16[4,8,64] {
   %q = bf16[4,8,64]{2,1,0} parameter(0)
   %k = bf16[2,SEEN,64]{2,1,0} parameter(1)
-  ROOT %a = bf16[4,8,64]{2,1,0} custom-call(%q, %k), metadata={op_name="layer_0/NAME/pallas_call"}
+  %blocks = s32[8,64,64]{2,1,0} parameter(2)
+  ROOT %a = OUT custom-call(%blocks, %q, %k), metadata={op_name="layer_0/NAME/pallas_call"}
 }
 """
 
 
 @pytest.mark.parametrize(
-    "name, seen, before", [("splash_mha_fwd", 8, 0), ("splash_mha_fwd", 24, 16), ("other", 8, None)]
+    "name, out, seen, before, products",
+    [
+        ("splash_mha_fwd", "bf16[4,8,64]", 8, 0, 2),
+        ("splash_mha_fwd", "bf16[4,8,64]", 24, 16, 2),
+        ("splash_mha_dq_no_residuals", "bf16[4,8,64]", 8, 0, 3),
+        ("splash_mha_dkv_no_residuals", "(bf16[2,8,64], bf16[2,8,64])", 8, 0, 4),
+        ("other", "bf16[4,8,64]", 8, 0, 0),
+    ],
 )
-def test_a_kernel_of_attention_is_compute(name, seen, before):
-    """For each of 4 heads, 8 queries, and positions up to the query's own: 2 H for its score and 2 H for its value."""
-    entry = hlo.parse(KERNEL.replace("SEEN", str(seen)).replace("NAME", name)).entry
-    expected = 0 if before is None else 4 * sum(4 * 64 * (before + t + 1) for t in range(8))
-    assert cost.attention_kernel_flops(entry.instructions[-1], within=entry) == expected
+def test_a_kernel_of_attention_is_compute(name, out, seen, before, products):
+    """For each of 4 heads, 8 queries, and positions up to the query's own: 2 H in each of its matrix products."""
+    program = hlo.parse(KERNEL.replace("SEEN", str(seen)).replace("NAME", name).replace("OUT", out))
+    expected = 4 * sum(products * 2 * 64 * (before + t + 1) for t in range(8))
+    assert cost.attention_kernel_flops(program.entry.instructions[-1], within=program.entry) == expected
+    slow = dataclasses.replace(HARDWARE["v5p"], flops=1.0, bandwidth=1e30)
+    assert timeline.play(program, hardware=slow, ranks=1)[-1].stop == pytest.approx(expected)
 
 
 SERVED = dict(model="qwen3-30b-a3b", target="h100:8", residual="ladder", phase=Phase.PREFILL, layers=4)

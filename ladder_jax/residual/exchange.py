@@ -11,8 +11,12 @@ collectives beside the experts, each beside one half:
     experts of layer k     reduce_scatter   attention's output                   beside their first products
                            all_gather       the next attention's input           beside their last product
 
-Barriers tie what arrives in each half to the half's products. Without them a compiler for TPUs awaits each all-to-all
-where it has issued it, and one for GPUs leaves the reduce-scatters nothing.
+The backward pass takes the steps in reverse, each message by its transpose: dispatch beside attention's last product
+and scores, combine beside its first products; all_gather beside the experts' last product, reduce_scatter beside their
+first.
+
+Barriers tie what arrives in each half to the half's products, in both directions. Without them a compiler for TPUs
+awaits each all-to-all where it has issued it, and one for GPUs leaves the reduce-scatters nothing.
 
 A shared expert stays tensor-parallel: its input is gathered, and its partial sum reduce-scattered with attention's
 ("farskip"), or on its own. In a standard layer it is all that the all-to-alls can stand beside, each beside one half.
@@ -32,7 +36,7 @@ from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, 
 from ladder_jax.residual.farskip import ROUTED, SHARED
 from ladder_jax.residual.layers import EXCHANGED
 from ladder_jax.residual.sequence import Normalise, Projections, gather, scatter
-from ladder_jax.residual.steps import REDUCED, Delayed, State, add, barrier_forward
+from ladder_jax.residual.steps import REDUCED, Delayed, State, add, barrier_backward, barrier_forward
 from ladder_jax.residual.topologies import Communication, Topology
 
 ATTENTION = 0
@@ -91,47 +95,55 @@ class ExchangeStep:
         return compute(state, sublayers, axes)
 
     def _attention(self, state: State, sublayers: Sequence[Any], axes: tuple[str, ...]) -> State:
-        step, stream, newest = self.step, state.residual, None
+        step, stream, sums, newest, following = self.step, state.residual, state.sums, None, None
         arriving = combine(state.partial, axes) if step.pending_before else None
         if arriving is not None and not step.delay:
             newest, arriving = collect(arriving, like=stream), None
         entered = state.entered
         if not self._prepared(state):
-            read = (*state.sums, newest)[: step.pending_before - step.delay]
+            read = (*sums, newest)[: step.pending_before - step.delay]
             entered = gather(self.normalise(add(stream, read)), axes, "")
 
-        def with_arrival(product, x, weights):
-            nonlocal arriving
+        def between(product, x, weights):  # the two all-to-alls
+            nonlocal stream, sums, newest, following
             products = product(x, weights)
             if arriving is not None:
-                products, arriving = barrier_forward((products, arriving))
+                products, arrived = barrier_forward((products, arriving))
+                newest = collect(arrived, like=stream)
+            if step.pending_after:
+                stream, sums = self._added(stream, (*sums, newest) if step.pending_before else ())
+                following = self._fill(stream, sublayers, axes)
+                products, following = barrier_backward((products, following))
             return products
 
-        partial = sublayers[ATTENTION](entered, Projections(into=with_arrival))
-        newest = newest if arriving is None else collect(arriving, like=stream)
-        launched = (*state.sums, newest) if step.pending_before else ()
+        partial = sublayers[ATTENTION](entered, Projections(into=between))
         if step.pending_after == 0:
+            launched = (*sums, newest) if step.pending_before else ()
             return State(add(stream, (*launched, scatter(partial, axes))))
-        added = step.pending_before + 1 - step.pending_after
-        stream, sums = add(stream, launched[:added]), launched[added:]
-        following = self._dispatch(stream, sublayers, axes, FOLLOWING)
-        partial, following, stream = barrier_forward((partial, following, stream))
+        following = self._dispatch(following, axes, FOLLOWING)
+        partial, following, stream = barrier_both((partial, following, stream))
         return State(stream, sums, partial, entered=following)
 
     def _experts(self, state: State, sublayers: Sequence[Any], axes: tuple[str, ...]) -> State:
-        step, stream, pending = self.step, state.residual, state.partial
+        step, stream, pending, following = self.step, state.residual, state.partial, None
         entered = state.entered if self._prepared(state) else None
         if step.early:
             pending = pending + sublayers[SHARED](entered.shared)
-        launched = (*state.sums, scatter(pending, axes, PREVIOUS)) if step.pending_before else ()
+        sums = (*state.sums, scatter(pending, axes, PREVIOUS)) if step.pending_before else ()
         if entered is None:
-            entered = self._dispatch(add(stream, launched[: step.pending_before - step.delay]), sublayers, axes)
+            read = self._fill(add(stream, sums[: step.pending_before - step.delay]), sublayers, axes)
+            entered = self._dispatch(read, axes)
 
-        def with_newest(products):
-            nonlocal launched
-            if launched and step.pending_after:
-                products, newest = barrier_forward((products, launched[-1]))
-                launched = (*launched[:-1], newest)
+        def between(products):  # the reduce-scatter and the all-gather
+            nonlocal stream, sums, following
+            if step.pending_after == 0:
+                return products
+            if sums:
+                products, newest = barrier_forward((products, sums[-1]))
+                sums = (*sums[:-1], newest)
+            stream, sums = self._added(stream, sums)
+            following = self.normalise(stream)
+            products, following = barrier_backward((products, following))
             return products
 
         shared, rows = None, entered.rows
@@ -143,16 +155,19 @@ class ExchangeStep:
                 return products
 
             shared = sublayers[SHARED](entered.shared, with_rows)
-        rows = sublayers[ROUTED].compute(rows, with_newest)
+        rows = sublayers[ROUTED].compute(rows, between)
         fresh = dataclasses.replace(entered, rows=rows, shared=shared)
         if step.pending_after == 0:
             arrived = combine(fresh, axes, "", shared_last=True)
-            return State(add(stream, (*launched, collect(arrived, like=stream))))
-        added = step.pending_before + 1 - step.pending_after
-        stream, sums = add(stream, launched[:added]), launched[added:]
-        following = gather(self.normalise(stream), axes, FOLLOWING)
-        fresh, following, stream = barrier_forward((fresh, following, stream))
+            return State(add(stream, (*sums, collect(arrived, like=stream))))
+        following = gather(following, axes, FOLLOWING)
+        fresh, following, stream = barrier_both((fresh, following, stream))
         return State(stream, sums, fresh, entered=following)
+
+    def _added(self, stream: jax.Array, launched: tuple[jax.Array | None, ...]) -> tuple[jax.Array, tuple]:
+        """The stream with the oldest of `launched`, and those that stay outside of it after this step."""
+        count = self.step.pending_before + 1 - self.step.pending_after
+        return add(stream, launched[:count]), launched[count:]
 
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
         """`state` with zeros in place of None: a scan's carry has one structure from its first turn on."""
@@ -181,19 +196,24 @@ class ExchangeStep:
         """Whether the previous step has made this one's input, because the input leaves out everything pending."""
         return self.step.delay == self.step.pending_before > 0 and state.entered is not None
 
-    def _dispatch(self, stream: jax.Array, sublayers: Sequence[Any], axes: tuple[str, ...], scope: str = "") -> Routed:
-        """The rows of all ranks' tokens for this rank's experts, of the experts' input."""
+    def _fill(self, stream: jax.Array, sublayers: Sequence[Any], axes: tuple[str, ...]) -> Routed:
+        """Of the experts' input: this rank's tokens in buffers [E, S, D], and for the shared expert [B, T/ranks, D]."""
         x = self.normalise(stream)
         tokens, slots, weights = sublayers[ROUTED].route(x)
         experts, size = self.moe.padded(ranks(axes)), self.moe.slots(len(tokens))
         places = exchange.places(slots, experts=experts, size=size, count=ranks(axes))
         buffers = exchange.fill(tokens, slots, experts=experts, size=size)
-        shared = gather(x, axes, scope) if self.moe.shared_width else None
+        return Routed(buffers, places, weights, x if self.moe.shared_width else None)
+
+    def _dispatch(self, filled: Routed, axes: tuple[str, ...], scope: str = "") -> Routed:
+        """The rows of all ranks' tokens for this rank's experts, and the shared expert's whole input."""
+        buffers, shared = filled.rows, filled.shared
+        shared = None if shared is None else gather(shared, axes, scope)
         if self.step.delay == 0 and shared is not None:
             buffers, shared = barrier_forward((buffers, shared))  # first what the shared expert waits for
         with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
             rows = exchange.dispatch(buffers, axes=axes)
-        return Routed(checkpoint_name(rows, EXCHANGED), places, weights, shared)
+        return dataclasses.replace(filled, rows=checkpoint_name(rows, EXCHANGED), shared=shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,3 +284,8 @@ def collect(arrived: Routed | None, *, like: jax.Array) -> jax.Array | None:
         return None
     out = exchange.collect(arrived.rows, arrived.places, arrived.weights).reshape(like.shape)
     return checkpoint_name(out if arrived.shared is None else out + arrived.shared, REDUCED)
+
+
+def barrier_both(arrays: Any) -> Any:
+    """`optimization_barrier` in both directions."""
+    return barrier_backward(barrier_forward(arrays))

@@ -276,8 +276,8 @@ def await_backward(
     if ranks(axes) == 1:
         return entered, residual, launched
     if not launched or launched[-1] is None:
-        return (*_barrier_backward((entered, residual)), launched)
-    entered, residual, newest = _barrier_backward((entered, residual, launched[-1]))
+        return (*barrier_backward((entered, residual)), launched)
+    entered, residual, newest = barrier_backward((entered, residual, launched[-1]))
     return entered, residual, (*launched[:-1], newest)
 
 
@@ -288,10 +288,10 @@ def barrier_forward(arrays):
 
 
 @jax.custom_vjp
-def _barrier_backward(arrays):
+def barrier_backward(arrays):
     """Identity forward, `optimization_barrier` backward."""
     return arrays
 
 
 barrier_forward.defvjp(lambda arrays: (barrier_forward(arrays), None), lambda _, cotangents: (cotangents,))
-_barrier_backward.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))
+barrier_backward.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))

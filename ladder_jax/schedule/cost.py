@@ -127,14 +127,24 @@ class Costs:
 
 
 def attention_kernel_flops(instruction: Instruction, *, within: Computation) -> int:
-    """Of scores and values, if the instruction is a kernel of causal attention on TPUs: queries [.., N, T, H] are the
-    last T of S positions."""
-    if instruction.opcode != "custom-call" or "splash_mha_fwd" not in instruction.op_name:
+    """Of the matrix products in a kernel of causal attention on TPUs, over pairs of a query and a position it sees.
+
+    Queries [.., N, T, H], the array of the most heads, are the last T of S positions. A pair has 2 H FLOPs a product.
+    """
+    found = _ATTENTION_KERNEL.search(instruction.op_name)
+    if instruction.opcode != "custom-call" or not found:
         return 0
-    *heads, queries, size = instruction.arrays[0][1]
-    operands = [dims for name in instruction.operands for _, dims in within.by_name[name].arrays]
-    positions = max(dims[-2] for dims in operands if len(dims) > 2 and dims[-1] == size)
-    return 2 * math.prod(heads) * size * queries * (2 * positions - queries + 1)
+    size = instruction.arrays[0][1][-1]
+    arrays = [array for name in instruction.operands for array in within.by_name[name].arrays]
+    operands = [dims for kind, dims in arrays if "f" in kind and len(dims) > 2 and dims[-1] == size]  # not the mask's
+    *heads, queries, _ = max(operands, key=lambda dims: math.prod(dims[:-2]))
+    positions = max(dims[-2] for dims in operands)
+    pairs = math.prod(heads) * queries * (2 * positions - queries + 1) // 2
+    return _ATTENTION_PRODUCTS[found[1]] * 2 * size * pairs
+
+
+_ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # backward the scores again, the probabilities' gradient and those
+_ATTENTION_KERNEL = re.compile(r"splash_mha_(fwd|dq|dkv)")
 
 
 # The loop itself: names of loops in its body continue with /body.

@@ -3,7 +3,8 @@
 The device computes one operation after another, in issue order.
 
     operation   the compiler's cycles over the device's clock; if it gives none (GPUs, kernels), the longer of
-                FLOPs / published peak and bytes / published bandwidth (of grouped matmuls: see grouped.py)
+                FLOPs / published peak and bytes / published bandwidth (of grouped matmuls: see grouped.py; of a kernel
+                of attention the FLOPs are those of `cost.attention_kernel_flops`)
     collective  bytes / published link, times 2 (n-1)/n for an all-reduce over n devices, (n-1)/n for a
                 reduce-scatter, n-1 for an all-gather (of one shard each), 1 for a permute; it starts when it has been
                 issued and the link is free, and its `done` waits for its end
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from ladder_jax.hardware import Hardware
 from ladder_jax.schedule import collectives, hlo
 from ladder_jax.schedule.collectives import Collective
-from ladder_jax.schedule.cost import Costs, iterations, token_loop
+from ladder_jax.schedule.cost import Costs, attention_kernel_flops, iterations, token_loop
 from ladder_jax.schedule.grouped import Experts
 from ladder_jax.schedule.hlo import Computation, Instruction, Program
 
@@ -126,6 +127,7 @@ class _Player:
         if one := self.costs.grouped(instruction, within=computation):
             return one.seconds(self.hardware)
         flops = sum(self.costs.matmul_flops(instruction, within=computation).values())
+        flops += attention_kernel_flops(instruction, within=computation)
         arrays = [a for name in instruction.operands for a in computation.by_name[name].arrays]
         moved = hlo.size_in_bytes((*arrays, *instruction.arrays))
         return max(flops / self.hardware.flops, moved / self.hardware.bandwidth)
