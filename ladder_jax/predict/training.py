@@ -7,7 +7,7 @@
                      as large as the forward pass's; and a sublayer whose input leaves out the newest d outputs has a
                      gradient that does without the newest d of those, so that as much is hidden.
                      Of exchanged experts it is the mirror image: a message that stands beside a half of a sublayer
-                     forward returns beside that half's gradients. Only the forward pass has barriers that hold it there
+                     forward returns beside that half's gradients, where barriers hold it
     head, embedding  three times the forward pass's work; two all-reduces of the stream that nothing hides (the
                      embedding's rows, the gradient of the head's input), and three of four bytes a token in the loss
 
