@@ -163,7 +163,8 @@ def count(name, shared, which):
 )
 def test_as_many_transfers_as_the_program_has(name, shared, which, monkeypatch):
     """A barrier would keep alive what no later step reads; compilers see through it."""
-    monkeypatch.setattr(program, "barrier_forward", lambda arrays: arrays)
+    for barrier in ("barrier_forward", "barrier_backward"):
+        monkeypatch.setattr(program, barrier, lambda arrays: arrays)
     found = timeline(config(name, shared=shared, which=which), device(flops=1e12))
     wires = [bar.name for bar in found.bars if bar.wire]
     kinds = {"all_to_all": ("dispatch", "combine"), "reduce_scatter": ("reduce-scatter",), "all_gather": ("gather",)}
