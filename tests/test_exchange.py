@@ -25,7 +25,8 @@ from ladder_jax.parallel import exchange
 from ladder_jax.schedule import cost, hlo, judge, timeline
 from ladder_jax.schedule.report import Status
 from ladder_jax.train import metrics
-from tests import cases, covering, experts, test_expert_training, test_schedule
+from tests import cases, covering, experts, test_expert_training
+from tests.hlo import SUBLAYER, parsed
 
 # data x fsdp x tensor
 MESHES = {
@@ -209,8 +210,8 @@ def test_too_many_rows_for_exact_places_are_refused():
 @pytest.mark.parametrize("name, wide, first", [("h100-exchange", 1, True), ("tpu7x-exchange", 4, False)])
 def test_the_report_counts_all_to_alls_apart(name, wide, first):
     """Two layers as the compilers schedule them: the last one has nothing beside it, on a TPU nor has the first."""
-    one = test_schedule.SUBLAYER * wide
-    found = judge.read(test_schedule.parsed(name), sublayer_flops={"attention": one, "mlp": one / 4})
+    one = SUBLAYER * wide
+    found = judge.read(parsed(name), sublayer_flops={"attention": one, "mlp": one / 4})
     rows = [r for r in found.reductions if r.exchanges]
     assert [(r.layer, r.sublayer) for r in rows] == [("0", "mlp"), ("0", "mlp"), ("1", "mlp"), ("last", "")]
     assert [r.status is Status.HIDDEN for r in rows] == [first, True, True, False]

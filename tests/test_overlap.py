@@ -19,7 +19,7 @@ from ladder_jax.overlap import picture, record, result
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import text as words
 from ladder_jax.schedule import hlo, judge, targets, timeline
-from tests.test_schedule import text
+from tests.hlo import text
 
 ASKED = "--model tiny --target cpu:8 --phase decode --residual ladder --batch 2 --context 32".split()
 KEYS = """target model residual phase loop layers tensor all_reduces asynchronous hidden merged exposed

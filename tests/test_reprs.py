@@ -24,7 +24,7 @@ from ladder_jax.predict import result as predicted
 from ladder_jax.schedule.roofline import Ceiling
 from ladder_jax.train.step import TrainState
 from tests import cases, tokenizers
-from tests.test_schedule import text
+from tests.hlo import text
 from tests.test_tokens import make
 
 BIG = config.preset("tiny", biases="all", qk_norm=True, num_layers=8, residual="desync-2", ranks=2)

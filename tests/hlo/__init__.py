@@ -1,0 +1,18 @@
+"""Small programs as real compilers scheduled them; generate.py makes them."""
+
+import pathlib
+
+from ladder_jax.schedule import hlo
+
+FOLDER = pathlib.Path(__file__).parent
+T, D, F, RANKS, SUBLAYERS = 512, 2048, 16384, 8, 6  # of generate.py
+SUBLAYER = 2 * 2 * T * D * F / RANKS  # FLOPs: two matmuls, 2 a multiply-add
+UNROLLED = ["h100-unrolled", "h100-halves", "tpu7x-unrolled", "v5p-unrolled", "v5e-unrolled"]  # Ladders
+
+
+def text(name):
+    return (FOLDER / f"{name}.hlo").read_text()
+
+
+def parsed(name):
+    return hlo.parse(text(name))
