@@ -37,12 +37,13 @@ html_title = f"ladder_jax {release}"
 def source_read(app, docname, source):
     """Links to the READMEs of `experiments`, or to its folders, become links to their pages here.
 
-    By name: a path would be followed through the link to the folder beside this one, where no page is.
+    By name: a path would be followed through the link to the folder beside this one, where no page is. A heading (`#...`)
+    is dropped, as a link by name leads to a page.
     """
     if docname.startswith("experiments/notebooks/"):
         return
     here = pathlib.Path(app.srcdir, docname).parent.resolve()
-    source[0] = re.sub(r"\[([^\]`]+)\]\(([\w./-]+)\)", lambda match: _to_page(here, match), source[0])
+    source[0] = re.sub(r"\[([^\]`]+)\]\(([\w./-]+)(?:#[\w-]+)?\)", lambda match: _to_page(here, match), source[0])
 
 
 def _to_page(here, match):
