@@ -37,8 +37,8 @@ html_title = f"ladder_jax {release}"
 def source_read(app, docname, source):
     """Links to the READMEs of `experiments`, or to its folders, become links to their pages here.
 
-    By name: a path would be followed through the link to the folder beside this one, where no page is. A heading (`#...`)
-    is dropped, as a link by name leads to a page.
+    By name: a path would be followed through the link to the folder beside this one, where no page is. A heading
+    (`#...`) is dropped, as a link by name leads to a page.
     """
     if docname.startswith("experiments/notebooks/"):
         return
