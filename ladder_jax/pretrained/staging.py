@@ -9,13 +9,12 @@ import fcntl
 import os
 import pathlib
 import shutil
-import signal
 import stat
-import threading
 from collections.abc import Iterator
 
 from ladder_jax.checkpoint import manifest
-from ladder_jax.errors import RunFailed, Stopped, UserError
+from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.pretrained.sigterm import Sigterm, is_written
 
 LOCK = ".lock"
 
@@ -53,56 +52,60 @@ def staged(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     are removed. Raises UserError if `destination` exists, or another process is writing it.
     """
     check_free(destination)
-    with _sigterm_raises(f"SIGTERM: {str(destination)!r} was not written"), _parents(destination):
-        folder = destination.with_name(f".{destination.name}.converting")
-        lock = _lock_folder(folder, destination=destination)
-        try:
-            _clear(folder)
-            yield folder / destination.name
-            _sync(folder / destination.name)
-            os.rename(folder / destination.name, destination)  # over an empty folder, too
-            manifest.sync_folder(destination.parent)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-            with contextlib.suppress(OSError):  # on NFS, an open file keeps its folder from being removed
-                folder.rmdir()
+    with _temporary(destination, "converting") as (folder, sigterm):
+        _clear(folder)
+        yield folder / destination.name
+        _sync(folder / destination.name)
+        sigterm.hold()  # nothing is undone from here on
+        os.rename(folder / destination.name, destination)  # over an empty folder, too
+        manifest.sync_folder(destination.parent)
 
 
 @contextlib.contextmanager
 def resumable(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a folder beside `destination` for the results of long steps, which the next process finds again.
 
-    Removed when the block ends, and after a UserError; kept after a full disk, Ctrl-C, SIGTERM, SIGKILL or a power cut.
-    Raises UserError if another process is using it.
+    Removed when the block ends, and after a UserError; kept after a full disk, Ctrl-C, SIGTERM, SIGKILL or a power cut,
+    unless `destination` is there by then. Raises UserError if another process is using it.
     """
-    stopped = f"SIGTERM: {str(destination)!r} was not written; the same command goes on from here"
-    with _sigterm_raises(stopped), _parents(destination):
-        folder = destination.with_name(f".{destination.name}.refitting")
-        lock = _lock_folder(folder, destination=destination)
-        try:
-            yield folder
-        except UserError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)
+    with _temporary(destination, "refitting", resumes=True) as (folder, _):
+        yield folder
 
 
 @contextlib.contextmanager
-def _parents(destination: pathlib.Path) -> Iterator[None]:
-    """Within the block, the folders above `destination` exist. After an error, those that it created are removed."""
-    missing = [folder for folder in destination.absolute().parents if not folder.exists()]
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):  # not empty: another process uses it, or an interrupted one goes on there
-            for folder in missing:
-                folder.rmdir()
-        raise
+def _temporary(
+    destination: pathlib.Path, kind: str, *, resumes: bool = False
+) -> Iterator[tuple[pathlib.Path, Sigterm]]:
+    """Yields a locked folder beside `destination`, and what holds SIGTERM back. At the end the folder is removed, and
+    after an error those above it that were created. With `resumes`, only a UserError removes it before `destination`
+    is written.
+    """
+    folder = destination.with_name(f".{destination.name}.{kind}")
+    missing = [above for above in destination.absolute().parents if not above.exists()]
+    with Sigterm(destination, resumes=resumes) as sigterm:
+        try:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            lock, keep = _lock_folder(folder, destination=destination), False
+            try:
+                sigterm.release()
+                yield folder, sigterm
+            except BaseException as error:
+                keep = resumes and not isinstance(error, UserError) and not is_written(destination)
+                raise
+            finally:
+                sigterm.hold()
+                if not keep:
+                    shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+                if not keep:
+                    with contextlib.suppress(OSError):  # on NFS, an open file keeps its folder from being removed
+                        folder.rmdir()
+        except BaseException:
+            # One that is not empty stays: another process uses it, or an interrupted one goes on there.
+            with contextlib.suppress(OSError):
+                for above in missing:
+                    above.rmdir()
+            raise
 
 
 def _clear(folder: pathlib.Path) -> None:
@@ -152,20 +155,3 @@ def _sync(folder: pathlib.Path) -> None:
                 os.fsync(file.fileno())
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         manifest.sync_folder(path)
-
-
-@contextlib.contextmanager
-def _sigterm_raises(message: str) -> Iterator[None]:
-    """Within the block, SIGTERM raises Stopped, so that unfinished files are removed. Only in the main thread."""
-
-    def handle(signum: int, _) -> None:
-        raise Stopped(message, signum=signum)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -16,6 +16,7 @@ from ladder_jax.serve import server
 from tests.serve.conftest import CAPACITY, MODEL, ask, metric
 
 LONG = dict(model=MODEL, prompt="a", max_tokens=CAPACITY - 1, temperature=0)
+ROUNDS = 8  # of LONG
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +28,17 @@ def engine(make_engine):
 
 
 @pytest.fixture
-def slow(engine, monkeypatch):
-    """Each round takes at least a tenth of a second: LONG, of 8 rounds, takes long enough to be met."""
-    decode = engine._device.decode
+def rounds(engine, monkeypatch):
+    """A round waits for `rounds.release()`, or for the engine's end: so a test meets a request while it runs."""
+    rounds, decode = threading.Semaphore(0), engine._device.decode
 
     def later(choice):
-        time.sleep(0.1)
+        while not (rounds.acquire(timeout=0.01) or engine._stopping):
+            pass
         return decode(choice)
 
     monkeypatch.setattr(engine._device, "decode", later)
-    return engine
+    return rounds
 
 
 def until(condition, seconds=20):
@@ -57,60 +59,64 @@ def raw(url, body=b"", *, path="/v1/completions", head=None):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_slot(slow, serving, stream):
+def test_a_client_that_leaves_frees_its_slot(engine, rounds, serving, stream):
     """The one with the slot, and one that waits; the next is served at once, and right."""
     body = json.dumps({**LONG, "stream": stream}).encode()
-    with serving(slow) as (service, url):
-        before = slow.stats().finished["cancelled"]
+    with serving(engine) as (service, url):
+        before = engine.stats().finished["cancelled"]
         with raw(url, body) as first, raw(url, body):
-            until(lambda: (slow.stats().running, slow.stats().queued) == (1, 1))
+            until(lambda: (engine.stats().running, engine.stats().queued) == (1, 1))
             if stream:
+                rounds.release()
                 assert b"data: " in first.recv(4096) + first.recv(4096)
-        until(lambda: not slow.busy and slow.stats().finished["cancelled"] == before + 2)
+        until(lambda: engine.stats().finished["cancelled"] == before + 1 and engine._scheduler._cancelled)
+        rounds.release(ROUNDS)
+        until(lambda: not engine.busy and engine.stats().finished["cancelled"] == before + 2)
         assert ask(url, body={**LONG, "max_tokens": 2})[0] == 200
         until(lambda: not service.drain._active)
         if not stream:
             assert 'path="/v1/completions",status="499"} 2.0' in ask(url, "/metrics")[2]
 
 
-def test_a_full_queue(slow, serving):
+def test_a_full_queue(engine, rounds, serving):
     """Refused with a time to wait; of several prompts all or none."""
-    with serving(slow) as (_, url), contextlib.ExitStack() as sockets:
+    with serving(engine) as (_, url), contextlib.ExitStack() as sockets:
         body = json.dumps(LONG).encode()
         for _ in range(2):
             sockets.enter_context(raw(url, body))
-        until(lambda: (slow.stats().running, slow.stats().queued) == (1, 1))
-        cancelled = slow.stats().finished["cancelled"]
+        until(lambda: (engine.stats().running, engine.stats().queued) == (1, 1))
+        cancelled = engine.stats().finished["cancelled"]
         status, headers, answer = ask(url, body={**LONG, "prompt": ["a", "b"]})
         assert status == 429 and int(headers["Retry-After"]) > 0
         assert answer["error"]["message"] == "2 requests do not fit into the queue of 2: 1 wait"
-        assert slow.stats().finished["cancelled"] == cancelled  # none of them was ever there
+        assert engine.stats().finished["cancelled"] == cancelled  # none of them was ever there
         assert (answer["error"]["type"], answer["error"]["code"]) == ("rate_limit_error", "queue_full")
-        assert slow.stats().queued == 1 and metric(url, "ladder_jax_queued") == 1
+        assert engine.stats().queued == 1 and metric(url, "ladder_jax_queued") == 1
         sockets.enter_context(raw(url, body))
-        until(lambda: slow.stats().queued == 2)
+        until(lambda: engine.stats().queued == 2)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
             with pytest.raises(openai.RateLimitError):
                 client.completions.create(**LONG, stream=True)
 
 
-def test_draining(slow, serving):
+def test_draining(engine, rounds, serving):
     """Who was let in is answered; who comes is told to go elsewhere, and so are load balancers."""
-    with serving(slow) as (service, url):
+    with serving(engine) as (service, url):
         answers = []
         client = threading.Thread(target=lambda: answers.append(ask(url, body=LONG)))
         client.start()
-        until(lambda: slow.busy)
+        until(lambda: engine.busy)
         service.drain.begin()
         status, headers, answer = ask(url, body=LONG)
         assert status == 503 and answer["error"]["code"] == "draining" and headers["Retry-After"]
         assert ask(url, "/health")[::2] == (503, {"status": "draining"})
+        rounds.release(ROUNDS)
         service.drain.wait(20, unless=lambda: False)
         client.join()
         assert answers[0][0] == 200 and answers[0][2]["usage"]["completion_tokens"] == CAPACITY - 1
 
 
-def test_the_server_ends_before_the_answer(slow, serving):
+def test_the_server_ends_before_the_answer(engine, rounds, serving):
     """After the time to drain: whole answers become 503, streams end with an error."""
     answers, parts = [], []
 
@@ -122,13 +128,14 @@ def test_the_server_ends_before_the_answer(slow, serving):
             except openai.APIError as error:
                 answers.append(str(error))
 
-    with serving(slow) as (service, url):
+    with serving(engine) as (service, url):
         clients = [threading.Thread(target=stream, args=(url,))]
         clients[0].start()
+        rounds.release()
         until(lambda: parts)
         clients.append(threading.Thread(target=lambda: answers.append(ask(url, body=LONG)[0])))
         clients[1].start()
-        until(lambda: slow.stats().queued)
+        until(lambda: engine.stats().queued)
         service.drain.begin()
         service.drain.wait(0.05, unless=lambda: False)
     for client in clients:
