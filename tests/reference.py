@@ -156,22 +156,35 @@ def routed(p, x, shape):
     chosen = (best[..., None] == np.arange(scores.shape[-1])).any(-2)
     powers = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = (powers if over == "all" else jnp.where(chosen, powers, 0)).sum(-1, keepdims=True)
-    out = 0
+    out, factors = 0, p.get("adapters", {}).get("experts", {})
     for e in range(scores.shape[-1]):
-        project = lambda name: r(jnp.einsum("rbtd,dm->rbtm", r(x, forward=False), r(p["experts"][name])[e]))
-        g, u = project("gate"), project("up")
-        hidden = r(r(g * r(1 / (1 + jnp.exp(-g)))) * u)
-        y = r(jnp.einsum("rbtm,md->rbtd", hidden, r(p["experts"]["down"])[e]))
+        of_expert = lambda tree: jax.tree.map(lambda a: a[e], tree)
+        matrices, beside = of_expert(p["experts"]), of_expert(factors)
+        y = swiglu(matrices, beside, x, shape)
         out = out + y * jnp.where(chosen, powers / total, 0)[..., e, None]
     return r(out)
 
 
+def swiglu(p, factors, x, shape):
+    """down(silu(gate(x)) up(x)), each matrix [inputs, outputs] with its low-rank factors, if there are any."""
+    r = shape.rounds
+
+    def project(name, x):
+        at = lambda: r(x, forward=False)  # each use of x has a gradient of its own
+        y = r(jnp.einsum("rbti,io->rbto", at(), r(p[name])))
+        if name not in factors:
+            return y
+        inner = r(jnp.einsum("rbti,ik->rbtk", at(), r(factors[name]["down"])))
+        return r(y + shape.lora * r(jnp.einsum("rbtk,ko->rbto", inner, r(factors[name]["up"]))))
+
+    g, u = project("gate", x), project("up", x)
+    return project("down", r(r(g * r(1 / (1 + jnp.exp(-g)))) * u))
+
+
 def shared(p, x, shape):
     """The shared expert's output, [R, B, T, D]."""
-    p, r = p["shared"], shape.rounds
-    project = lambda name: r(jnp.einsum("rbtd,dw->rbtw", r(x, forward=False), r(p[name])))
-    g, u = project("gate"), project("up")
-    out = r(jnp.einsum("rbtw,wd->rbtd", r(r(g * r(1 / (1 + jnp.exp(-g)))) * u), r(p["down"])))
+    factors, p, r = p.get("adapters", {}).get("shared", {}), p["shared"], shape.rounds
+    out = swiglu(p, factors, x, shape)
     return r(out / (1 + jnp.exp(-(x * p["share"]).sum(-1, keepdims=True)))) if "share" in p else out
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ladder_jax import config
+from ladder_jax import config, nn, parallel
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.nn.low_rank import LowRank
-from ladder_jax.retrain import Retraining
+from ladder_jax.retrain import ADAPTERS, Retraining
 from ladder_jax.train.gradients import task_gradients
-from tests import cases, experts, reference
+from tests import cases, experts, reference, rounding, test_gradients_bfloat16
 
 TAU, ALPHA, FROZEN = 2.0, 0.7, 1
 FRACTION = (0.25, 0.5, 0.75)
@@ -148,28 +148,48 @@ def test_a_model_with_dense_layers_is_trained_further(taught):
     assert max(jax.tree.leaves(errors)) < limit, errors
 
 
-@pytest.mark.full
-def test_low_rank_factors_of_attention_and_of_the_shared_expert():
+ADAPTED = [
+    ("ladder", "routed", dict(tensor=4), {}),
+    pytest.param("farskip", "shared", dict(fsdp=2, tensor=2), {}, marks=FULL),
+    pytest.param("farskip", "ungated", dict(fsdp=2, tensor=4), dict(experts="exchange"), marks=FULL),
+    pytest.param("hybrid-ladder", "shared", dict(data=2, tensor=2), dict(experts="exchange"), marks=FULL),
+]
+
+
+@pytest.mark.parametrize("name, kind, mesh, form", ADAPTED)
+def test_low_rank_factors(name, kind, mesh, form):
     """Merged they compute the same, and their gradients are the chain rule's of the merged matrices'."""
-    definition = experts.define("farskip", "shared", fsdp=2, tensor=2)
+    moe = experts.KINDS[kind]
+    moe = {**moe, "capacity": moe["experts"] / moe["top_k"]} if form else moe  # drops no row
+    definition = nn.define(experts.model(name, kind, moe=moe), mesh=parallel.make_mesh(**mesh), **form)
     plan = Retraining(definition, FROZEN, LoraConfig(rank=2, alpha=4.0))
     rng = np.random.default_rng(3)
-    factors = jax.tree.map(lambda a: 0.3 * rng.standard_normal(a.shape, np.float32), plan.abstract)
-    factors = jax.device_put(factors, jax.tree.map(lambda a: a.sharding, plan.abstract))
+    padded = jax.tree.map(lambda a: 0.3 * rng.standard_normal(a.shape, np.float32), plan.abstract)
+    routed = padded["adapters"]["mlp"]["experts"]
+    padded["adapters"]["mlp"]["experts"] = jax.tree.map(
+        lambda a: a * (np.arange(a.shape[1]) < 6)[:, None, None], routed
+    )
+    factors = jax.device_put(padded, jax.tree.map(lambda a: a.sharding, plan.abstract))
     _, frozen = plan.split(cases.place(cases.parameters(definition), definition))
-    compute = jax.jit(task_gradients(plan, config=TrainConfig(load_balance=0.0, router_z_loss=0.0)))
-    (loss, _), grads = compute(factors, frozen, experts.tokens(), {})
+    settings = dict(load_balance=0.0, router_z_loss=0.0, sequence_parallel=bool(form))
+    (loss, _), grads = jax.jit(task_gradients(plan, config=TrainConfig(**settings)))(
+        factors, frozen, experts.tokens(), {}
+    )
     merged = jax.tree.map(np.asarray, plan.exported(factors, frozen))
     merged["layers"]["mlp"]["experts"] = jax.tree.map(lambda a: a[:, :6], merged["layers"]["mlp"]["experts"])
-    shape = experts.shape("farskip", definition.config)
+    shape = experts.shape(name, definition.config)
     expected, slopes = reference.evaluate(reference.loss, merged, experts.tokens(), shape, gradient=True)
     limit, found = cases.bound(definition.config, passes=2), set()
     assert cases.error(loss, expected) < limit
     of = lambda tree, path: of(tree[path[0]], path[1:]) if path else tree
+    groups = ["experts", *(["shared"] if "shared" in merged["layers"]["mlp"] else [])]
     for path in [("attention", n) for n in ("query", "key", "value", "out")] + [
-        ("mlp", "shared", n) for n in ("gate", "up", "down")
+        ("mlp", group, n) for group in groups for n in ("gate", "up", "down")
     ]:
-        dims, pair, got = (of(t, path) for t in (definition.dims["layers"], factors["adapters"], grads["adapters"]))
+        dims, pair, got = (of(t, path) for t in (definition.dims["layers"], padded["adapters"], grads["adapters"]))
+        if "experts" in path:
+            assert not any(np.asarray(got[factor])[:, 6:].any() for factor in got)  # padding stays zero
+            pair, got = (jax.tree.map(lambda a: a[:, :6], tree) for tree in (pair, got))
         (down, up), slope = LowRank.dims(dims), of(slopes["layers"], path)[FROZEN:]
         scale = plan.lora.scale
         assert cases.error(got["down"], scale * np.einsum(f"{dims},{up}->{down}", slope, pair["up"])) < limit, path
@@ -178,12 +198,34 @@ def test_low_rank_factors_of_attention_and_of_the_shared_expert():
     assert len(found) == len(jax.tree.leaves(plan.abstract)) // 2
 
 
+@pytest.mark.full
+def test_bfloat16_gradients_of_low_rank_factors():
+    """As tests/test_experts.py of all parameters."""
+    bfloat16 = dict(dtype="bfloat16", residual_dtype="bfloat16", num_layers=2, num_heads=4, num_kv_heads=2)
+    moe = dict(experts=4, top_k=2, expert_width=16, shared_width=16, shared_gate=True)
+    plan = Retraining(experts.define("farskip", moe=moe, **bfloat16), lora=LoraConfig(rank=6, alpha=16.0))
+    definition, batch = plan.definition, cases.tokens((32, 65))
+    params, rng = cases.parameters(definition), np.random.default_rng(5)
+    draw = lambda a: (rng.standard_normal(a.shape) * 0.3 / np.sqrt(a.shape[-2])).astype(np.float32)
+    factors = jax.tree.map(draw, plan.abstract[ADAPTERS])
+    beside = {name: {**params["layers"][name], "adapters": factors[name]} for name in factors}
+    shape = dataclasses.replace(experts.shape("farskip", definition.config), lora=plan.lora.scale)
+    whole = {**params, "layers": {**params["layers"], **beside}}
+    exact, samples = rounding.gradients(whole, batch, shape, parts=1)
+    of_factors = lambda tree: {ADAPTERS: {name: tree["layers"][name]["adapters"] for name in factors}}
+    compute = jax.jit(task_gradients(plan, config=TrainConfig(load_balance=0.0, router_z_loss=0.0)))
+    _, found = compute({ADAPTERS: factors}, {"model": cases.place(params, definition)}, batch, {})
+    found, samples = jax.tree.map(np.asarray, found), [of_factors(sample) for sample in samples]
+    measured = test_gradients_bfloat16.ratios(found, of_factors(exact), samples)
+    beyond = {name: value for name, value in measured.items() if not value < rounding.STUDENT}
+    assert not beyond and len(measured) == 2 * 2 * 10, beyond  # layers, factors and matrices
+
+
 DENSE = "model.moe.dense_layers=1", "model.residual=farskip"
 
 
 @pytest.mark.parametrize("given, said", [
     (["model.residual=parallel-ladder", "conversion.steps=4"], "ladder-fresh or farskip, not 'parallel-ladder'"),
-    (["model.moe.shared_width=0", "lora.rank=2", "lora.targets=query,up", "train.start=x"], "routed experts have no"),
     (["train.freeze=1", "train.start=x", *DENSE], "train.freeze=1 is for layers that are all alike: not with .*=1"),
     (["lora.rank=2", "lora.targets=query", "train.start=x", *DENSE], "lora.rank=2 is for layers that are all alike"),
     (["conversion.steps=4", *DENSE], "conversion.steps=4 is for layers that are all alike"),

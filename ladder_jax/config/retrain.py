@@ -5,7 +5,7 @@ import enum
 from typing import Any
 
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import ModelConfig, layer_indices, parse_residual
+from ladder_jax.config.model import layer_indices, parse_residual
 from ladder_jax.errors import unknown
 
 START = "start"
@@ -101,7 +101,6 @@ def check_retraining(config: Any) -> None:
     train, layers = config.train, config.model.num_layers
     if config.model.side is not None:
         config.model.side.check_run(config)
-    check_targets(config.lora, config.model)
     check(train.freeze <= layers, f"train.freeze={train.freeze} is more than model.num_layers={layers}")
     check(
         not (config.lora.rank and train.freeze == layers),
@@ -147,16 +146,4 @@ def check_retraining(config: Any) -> None:
         check(
             not (value and dense),
             f"{name}={value} is for layers that are all alike: not with model.moe.dense_layers={dense}",
-        )
-
-
-def check_targets(lora: LoraConfig, model: ModelConfig) -> None:
-    """Raises UserError for factors of an MLP where there are routed experts alone."""
-    if lora.targets == "all" or model.moe is None or model.moe.shared_width:
-        return
-    for name in lora.names:
-        check(
-            name not in ("gate", "up", "down"),
-            f"lora.targets={lora.targets}: routed experts have no low-rank factors (allowed with model.moe: query, key,"
-            " value, out; with a shared expert all)",
         )

@@ -72,8 +72,11 @@ class Groups(NamedTuple):
 def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Groups) -> jax.Array:
     """[R, O]: each row times its expert's matrix, in its dtype; undefined in the rows of other ranks' experts.
 
-    As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once.
+    As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once, and an object may have
+    its own way (nn/low_rank.py).
     """
+    if hasattr(weight_EIO, "grouped"):
+        return weight_EIO.grouped(rows_RI, groups)
     if isinstance(weight_EIO, Int8):
         return _quantized(rows_RI, weight_EIO, groups)
     axes = varying(rows_RI) | varying(weight_EIO)

@@ -37,11 +37,10 @@ def declare(definition: ModelDef, *, config: LoraConfig, layers: int) -> Group:
         )
 
     def groups(modules: Params) -> dict[str, Group]:
-        """Of a shared expert, but not of routed ones, whose matrices are one array."""
         members = {}
         for name, dims in modules.items():
             if isinstance(dims, dict):
-                if inner := groups(dims) if name != "experts" else {}:
+                if inner := groups(dims):
                     members[name] = Group(**inner)
             elif name in config.names:
                 members[name] = factors(dims.removeprefix("L"))

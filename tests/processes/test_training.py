@@ -139,7 +139,7 @@ def test_two_are_killed_and_resumed(start, overrides, alone, tmp_path):
     both = start([*overrides, f"run.dir={whole}"], cluster=open_mpi)
     said = ended(both)
     assert [process.returncode for process in both] == [0, 0], said
-    assert f"trained 28,832 parameters for {STEPS} steps" in said[0][0]
+    assert f"trained a model of 28,832 parameters for {STEPS} steps" in said[0][0]
     ours = [line for out in said[1] for line in out.splitlines() if not line.startswith("[Gloo]")]
     assert ours == []  # the first alone speaks
     expected = metrics.read(whole)

@@ -55,7 +55,7 @@ def _train(
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
     if shown:
         print(
-            f"trained {result.parameters:,} parameters for {result.steps} steps:"
+            f"trained a model of {result.parameters:,} parameters for {result.steps} steps:"
             f" held-out loss {result.validation_loss:.4f} nats a {unit}"
         )
 
