@@ -132,8 +132,10 @@ def test_how_many_experts_are_chosen(experts, top_k, tokens):
 def test_parameters_held_and_active():
     found = shards.parameters(QWEN)
     assert (round(found.held / 1e9, 1), round(found.active / 1e9, 2)) == (30.5, 3.35)
-    for name in ("tiny-moe", "qwen1.5-moe-a2.7b"):
-        definition = nn.define(preset(name, num_layers=2, vocab_size=256), mesh=parallel.make_mesh())
+    for name, dense in (("tiny-moe", 0), ("qwen1.5-moe-a2.7b", 0), ("tiny-moe", 2)):
+        one = preset(name, num_layers=3, vocab_size=256)
+        one = dataclasses.replace(one, moe=dataclasses.replace(one.moe, dense_layers=dense))
+        definition = nn.define(one, mesh=parallel.make_mesh())
         config, count = definition.config, shards.parameters(definition.config)
         leaves = zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True)
         assert count.held == sum(leaf.size for leaf, dims in leaves if is_matrix(dims))

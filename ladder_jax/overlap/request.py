@@ -212,7 +212,7 @@ def active_flops(request: Request) -> float:
     config, trains = request.config, request.phase is Phase.TRAIN
     shard = shards.shard(config, ranks=request.tensor)
     scored = request.tokens if trains else request.batch
-    layers = config.num_layers * request.tokens * (shard.attention + shard.active_mlp)
+    layers = request.tokens * shards.active_layers(config, ranks=request.tensor)
     return (3 if trains else 1) * 2 * (layers + scored * shard.vocabulary * shard.d_model)
 
 

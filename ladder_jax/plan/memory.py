@@ -41,9 +41,9 @@ class Memory:
 def estimate(candidate: Candidate, *, request: Request) -> Memory:
     config, mesh = request.config, candidate.mesh
     shard = shards.shard(config, ranks=mesh.tensor)
-    layer, table = shard.attention + shard.mlp, shard.vocabulary * shard.d_model
+    layer, table = shards.largest_layer(config, ranks=mesh.tensor), shard.vocabulary * shard.d_model
     tables = 1 if config.tie_embeddings else 2
-    parameters = (config.num_layers * layer + tables * table) // mesh.fsdp
+    parameters = (shards.layers(config, ranks=mesh.tensor) + tables * table) // mesh.fsdp
     kept = kept_activations(candidate, request=request)
     offloaded = candidate.remat is Remat.OFFLOAD
     return Memory(
@@ -61,13 +61,15 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
     config, length = request.config, request.sequence
     shard = shards.shard(config, ranks=candidate.mesh.tensor)
     tokens, size, width = candidate.rows * length, size_of(config.dtype), config.d_model
-    mlp_matmuls, mlp_others = _mlp_activations(candidate, config, routed=tokens <= CHUNK)
-    matmuls = (shard.queries + 2 * shard.keys + mlp_matmuls) * size
+    matmuls = config.num_layers * (shard.queries + 2 * shard.keys) * size
     # Per norm: the stream and its normalised value in float32, and the sublayer's input. Then other activations.
     norms = 2 * width * (2 * FLOAT32 + size)
     if candidate.exchanges:  # of a device's own positions; and attention's input, gathered, before and after its gain
         norms = norms // candidate.mesh.tensor + 2 * width * size
-    others = norms + (2 * shard.queries + mlp_others) * size
+    others = config.num_layers * (norms + 2 * shard.queries * size)
+    for count, kind in shards.kinds(config):
+        of_mlp = _mlp_activations(candidate, kind, routed=tokens <= CHUNK)
+        matmuls, others = matmuls + count * of_mlp[0] * size, others + count * of_mlp[1] * size
     per_token = {Remat.NONE: matmuls + others, Remat.SAVE_MATMULS: matmuls}.get(candidate.remat, 0)
     scores = _scores(candidate, request=request) if candidate.remat is Remat.NONE else 0
     tables = FLOAT32 * length * config.head_dim  # the positions' cosines and sines
@@ -77,7 +79,7 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
     if candidate.exchanges:
         rows = config.num_layers * exchange.kept(candidate, request=request)
         rows += sum(exchange.entering(steps[0], candidate, request=request) for steps in layers)
-    return int(tokens * inputs) + config.num_layers * (tokens * per_token + scores + tables) + rows
+    return int(tokens * (inputs + per_token)) + config.num_layers * (scores + tables) + rows
 
 
 def _mlp_activations(candidate: Candidate, config: ModelConfig, *, routed: bool) -> tuple[int, int]:
@@ -125,13 +127,17 @@ def _working(candidate: Candidate, *, request: Request) -> int:
     config = request.config
     shard = shards.shard(config, ranks=candidate.mesh.tensor)
     tokens, size = candidate.rows * request.sequence, size_of(config.dtype)
-    matmuls, others = _mlp_activations(candidate, config, routed=True)
     attention = 6 * config.d_model * FLOAT32 + (4 * shard.queries + 4 * shard.keys) * size
-    mlp = (2 * others if config.moe is None else matmuls + others) * size
     logits = 3 * FLOAT32 * min(tokens, 2048) * shard.vocabulary
-    rows_of = tokens if config.moe is None else min(tokens, CHUNK)
     rows = exchange.working(candidate, request=request) if candidate.exchanges else 0
-    return tokens * attention + rows_of * mlp + rows + logits + _scores(candidate, request=request)
+    mlp = max(_mlp_working(candidate, kind, tokens=tokens) for _, kind in shards.kinds(config)) * size
+    return tokens * attention + mlp + rows + logits + _scores(candidate, request=request)
+
+
+def _mlp_working(candidate: Candidate, config: ModelConfig, *, tokens: int) -> int:
+    """Elements of a sublayer's temporaries; of experts, of one chunk of tokens."""
+    matmuls, others = _mlp_activations(candidate, config, routed=True)
+    return tokens * 2 * others if config.moe is None else min(tokens, CHUNK) * (matmuls + others)
 
 
 def _scores(candidate: Candidate, *, request: Request) -> int:

@@ -95,7 +95,6 @@ def rates(request: Request) -> Rates:
 def speed(candidate: Candidate, *, request: Request) -> Speed:
     rate, mesh, config = rates(request), candidate.mesh, request.config
     forward, recomputed = _flops(candidate, request=request)
-    shard = shards.shard(config, ranks=mesh.tensor)
     memory, size = estimate(candidate, request=request), size_of(config.dtype)
 
     def half(bytes_: float, ranks: int, *, within: int) -> float:
@@ -103,7 +102,7 @@ def speed(candidate: Candidate, *, request: Request) -> Speed:
         return (ranks - 1) / ranks * bytes_ / (rate.link if within <= rate.node else rate.network)
 
     # Two gathers in the compute dtype (forward, backward) and one reduce-scatter in float32.
-    matrices = config.num_layers * (shard.attention + shard.mlp)
+    matrices = shards.layers(config, ranks=mesh.tensor)
     weights = half(matrices * (2 * size + FLOAT32), mesh.fsdp, within=mesh.fsdp * mesh.tensor)
     output = half(candidate.rows * request.sequence * config.d_model * size, mesh.tensor, within=mesh.tensor)
     hiding, waiting = (count * output for count in _halves(candidate, config))
@@ -146,14 +145,16 @@ def _flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
     shard = shards.shard(config, ranks=tensor)
     tokens, heads = candidate.rows * request.sequence, config.num_heads / tensor
     scores = 2 * candidate.rows * heads * config.head_dim * request.sequence * (request.sequence + 1)
-    active, written, again = shard.active_mlp, shard.active, _experts_again(config, tokens=tokens, ranks=tensor)
+    active, again = shards.active_layers(config, ranks=tensor), _experts_again(config, tokens=tokens, ranks=tensor)
+    written = sum(count * shards.shard(kind, ranks=tensor).active for count, kind in shards.kinds(config))
     if candidate.exchanges:
-        multiplications, written = exchange.products(candidate, request=request)
-        active, again = multiplications / tokens, 0.0
-    layers = config.num_layers * (2 * tokens * (shard.attention + active) + scores)
+        multiplications, columns = exchange.products(candidate, request=request)
+        active, again = config.num_layers * (shard.attention + multiplications / tokens), 0.0
+        written = config.num_layers * columns
+    layers = 2 * tokens * active + config.num_layers * scores
     head = 2 * tokens * shard.vocabulary * config.d_model
     # The reduced sums are kept, so the output projections of both sublayers are not recomputed.
-    outputs = config.num_layers * 2 * tokens * config.d_model * (shard.queries + written)
+    outputs = 2 * tokens * config.d_model * (config.num_layers * shard.queries + written)
     recomputed = {
         Remat.NONE: again,
         Remat.SAVE_MATMULS: config.num_layers * scores + again,
@@ -167,4 +168,5 @@ def _experts_again(config: ModelConfig, *, tokens: int, ranks: int) -> float:
     """FLOPs of the routed experts if there are more tokens than a chunk: of these no rows are kept."""
     if config.moe is None or tokens <= CHUNK:
         return 0.0
-    return config.num_layers * 2 * tokens * 3 * config.d_model * config.moe.top_k * config.moe.expert_width / ranks
+    layers = config.num_layers - config.moe.dense_layers
+    return layers * 2 * tokens * 3 * config.d_model * config.moe.top_k * config.moe.expert_width / ranks

@@ -23,7 +23,7 @@ from ladder_jax.predict.model import Pass, Speed
 from ladder_jax.predict.program import Opponents, programs
 from ladder_jax.predict.request import BASELINE, Request
 from ladder_jax.predict.work import Model
-from ladder_jax.schedule import hlo, targets, timeline
+from ladder_jax.schedule import hlo, shards, targets, timeline
 from ladder_jax.schedule.collectives import Collective
 from ladder_jax.schedule.grouped import Experts
 
@@ -74,8 +74,9 @@ def _speed(request: Request, residual: str, compile_: Compile, opponents: Oppone
 
 def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, opponents: Opponents) -> Pass:
     layers = request.layers or request.shape.num_layers
-    # A hybrid's layers differ, so all of them are compiled.
-    depths = DEPTHS if layers > DEPTHS[1] and request.ladder_layers is None else (layers,)
+    # A hybrid's layers differ, so all of them are compiled; so do first layers without experts.
+    alike = request.ladder_layers is None and len(shards.kinds(request.shape)) == 1
+    depths = DEPTHS if layers > DEPTHS[1] and alike else (layers,)
     # The first program has the whole stream on every rank, and the launch that is compiled.
     program = programs(
         request.config(residual),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 
 from ladder_jax.config import ModelConfig
@@ -12,8 +11,8 @@ from ladder_jax.predict.link import Algorithm, Ring
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import NAMES, Bar, Timeline, Work, beside, play
-from ladder_jax.predict.work import AFTER_GATHER, BEFORE_SCATTER, Block, Kernel, Model
-from ladder_jax.residual import Step, of_model
+from ladder_jax.predict.work import AFTER_GATHER, BEFORE_SCATTER, DENSE, MLP, Block, Kernel, Model
+from ladder_jax.residual import Step, Topology, of_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +34,13 @@ def layers(
     times: int = 1,
 ) -> Layers:
     """The layers of `block`. steps: by default the topology's. times: how often each kernel runs (backward: 2)."""
-    plan, ranks, split = _plan(model.config), model.ranks, _split(program, model.ranks)
-    steps = plan.steps if steps is None else steps
+    ranks, split, shared_norm = model.ranks, _split(program, model.ranks), _topology(model.config).shared_norm
+    steps = steps_of(model.config) if steps is None else steps
     algorithm, all_reduce = reduction(model, machine, block, program=program)
 
     @functools.cache
     def kernels(sublayers: tuple[int, ...]) -> tuple[Kernel, ...]:
-        return model.step(sublayers, block, shared_norm=plan.shared_norm, split=split)
+        return model.step(sublayers, block, shared_norm=shared_norm, split=split)
 
     work = functools.cache(lambda sublayers: work_of(kernels(sublayers), machine, model.implementation, times=times))
     if program.form is Form.EXCHANGE:
@@ -55,6 +54,22 @@ def layers(
         settings = dict(all_reduce=all_reduce, contention=machine.contention, window=program.window)
         timeline = play(steps, work=of_step, **settings)
     return Layers(timeline, algorithm if timeline.all_reduces else None, all_reduce)
+
+
+@functools.lru_cache(maxsize=64)
+def steps_of(config: ModelConfig) -> tuple[Step, ...]:
+    """The topology's steps, in order; first layers without experts have `DENSE` for `MLP`."""
+    dense = 0 if config.moe is None else config.moe.dense_layers
+    of_dense = lambda step: tuple(DENSE if one == MLP else one for one in step.sublayers)
+    steps = []
+    for layer, of_layer in enumerate(_topology(config).layers):
+        steps += [dataclasses.replace(one, sublayers=of_dense(one)) for one in of_layer] if layer < dense else of_layer
+    return tuple(steps)
+
+
+@functools.lru_cache(maxsize=64)  # a sweep predicts the same configuration many times
+def _topology(config: ModelConfig) -> Topology:
+    return of_model(config)
 
 
 def reduction(model: Model, machine: Machine, block: Block, *, program: Program) -> tuple[Algorithm | None, float]:
@@ -138,16 +153,3 @@ def _in_rings(
 
 def _split(program: Program, ranks: int) -> int:
     return ranks if program.form in (Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL) else 1
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    steps: tuple[Step, ...]
-    shared_norm: bool
-
-
-@functools.lru_cache(maxsize=64)
-def _plan(config: ModelConfig) -> _Plan:
-    """The topology's steps. Cached, because a sweep predicts the same configuration many times."""
-    topology = of_model(config)
-    return _Plan(tuple(itertools.chain.from_iterable(topology.layers)), topology.shared_norm)

@@ -131,7 +131,7 @@ def make(
         settings["phase"] = Phase(phase)
     if phase == Phase.TRAIN.value:
         chosen = None if residual is None else settings["residuals"]
-        settings["residuals"] = _trainable(chosen, implementation, ladder_layers, shape)
+        settings["residuals"] = _trainable(chosen, implementation, shape)
     form = member(ExpertParallelism, "--experts", experts or ExpertParallelism.REDUCE.value)
     settings["capacity"] = exchange_capacity(capacity, config=shape, experts=form)
     if form is ExpertParallelism.EXCHANGE and residual is None and shape.moe is not None:
@@ -163,19 +163,15 @@ def _possible(shape: ModelConfig) -> tuple[str, ...]:
     return (*(name for name in RESIDUALS if not parse_residual(name).depends_on_ranks), *more)
 
 
-def _trainable(
-    residuals: tuple[str, ...] | None, implementation: str | None, ladder_layers: str | None, shape: ModelConfig
-) -> tuple[str, ...]:
-    """The residuals whose training step can be predicted: those whose layers are all alike, backward too."""
+def _trainable(residuals: tuple[str, ...] | None, implementation: str | None, shape: ModelConfig) -> tuple[str, ...]:
+    """The residuals whose training step can be predicted: all but desync."""
     if implementation not in (None, "ours"):
         raise UserError("--phase train predicts this library's training step: --implementation must be ours")
-    if ladder_layers is not None:
-        raise UserError("--phase train predicts models whose layers are all alike: leave out --ladder-layers")
-    alike = tuple(name for name in _possible(shape) if parse_residual(name).kind != "desync")
+    possible = tuple(name for name in _possible(shape) if parse_residual(name).kind != "desync")
     for name in residuals or ():
         if parse_residual(name).kind == "desync":
-            raise UserError(f"--phase train predicts models whose layers are all alike, not {name}")
-    return residuals or alike
+            raise UserError(f"--phase train has no prediction of {name}'s backward pass")
+    return residuals or possible
 
 
 def _exchanging(residuals: tuple[str, ...], moe: MoEConfig) -> tuple[str, ...]:

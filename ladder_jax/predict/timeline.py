@@ -60,7 +60,15 @@ def beside(work: Work, *, wire: float, contention: float) -> float:
     return length if length <= wire else work.seconds + wire * (1 - 1 / slower)
 
 
-NAMES = {(0,): "attention", (1,): "mlp", (0, 1): "joint", (1, 2): "mlp", (2,): "shared expert"}
+NAMES = {  # of a step's sublayers, as `work` numbers them
+    (0,): "attention",
+    (1,): "mlp",
+    (0, 1): "joint",
+    (1, 2): "mlp",
+    (2,): "shared expert",
+    (3,): "mlp",
+    (0, 3): "joint",
+}
 
 
 def play(

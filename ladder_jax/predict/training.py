@@ -5,7 +5,8 @@
     layers backward  the same timeline in the opposite order, each sublayer twice the work: the gradients of its input
                      and of its weights, a matrix product each. One all-reduce a sublayer, of the gradient of its input,
                      as large as the forward pass's; and a sublayer whose input leaves out the newest d outputs has a
-                     gradient that does without the newest d of those, so that as much is hidden.
+                     gradient that does without the newest d of those, so that as much is hidden. In a hybrid, the
+                     gradient of a sublayer's output does without those of the next inputs that left it out.
                      Of exchanged experts it is the mirror image: a message that stands beside a half of a sublayer
                      forward returns beside that half's gradients, where barriers hold it
     head, embedding  three times the forward pass's work; two all-reduces of the stream that nothing hides (the
@@ -21,13 +22,13 @@ import itertools
 from ladder_jax.config import ExpertParallelism, ModelConfig, Phase
 from ladder_jax.predict import implementation, work
 from ladder_jax.predict.implementation import Scored
-from ladder_jax.predict.layers import Layers, layers, work_of
+from ladder_jax.predict.layers import Layers, layers, steps_of, work_of
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import PLAIN, Form, Opponents, Program, programs
 from ladder_jax.predict.timeline import Timeline
 from ladder_jax.predict.work import Model
-from ladder_jax.residual import Step, of_model
+from ladder_jax.residual import Delayed, Desynced, Silent, Step
 
 TRAINING = dataclasses.replace(implementation.OURS, scored=Scored.ALL, small_all_reduces=3)
 
@@ -59,7 +60,7 @@ def step(
 ) -> Predicted:
     """Of `rows` x `sequence` tokens, which one tensor-parallel group of `tensor` devices computes at once.
 
-    `config` names the topology; all its layers must be of one kind.
+    `config` names the topology, any but `desync`.
     """
     return _step(config, machine=machine, tensor=tensor, rows=rows, sequence=sequence, program=program)[0]
 
@@ -98,7 +99,7 @@ def _step(
 ) -> tuple[Predicted, Layers]:
     model = Model(config, tensor, TRAINING)
     block = work.prefill(rows=rows, prompt_length=sequence, new_tokens=0, implementation=TRAINING)
-    steps = tuple(itertools.chain.from_iterable(of_model(config).layers))
+    steps = steps_of(config)
     forward = layers(model, machine, block, program=program)
     mirrored = steps if program.form is Form.EXCHANGE else _backward(steps)  # its sum has no order
     backward = layers(model, machine, block, program=program, steps=mirrored, times=2)
@@ -109,12 +110,24 @@ def _step(
 
 
 def _backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The sublayers from last to first; how many sums a step does without depends on its place, not on its sublayer.
+    """The sublayers from last to first, with the delays of their gradients.
 
-    What a step computes early forward, it computes with the rest backward: the gradients of their input are one sum.
+    The gradient of an output is the sum of those of the inputs that hold it. So it does without the newest: of the next
+    inputs, those that leave it out. What a step computes early forward, it computes with the rest backward: the
+    gradients of their input are one sum.
     """
     if any(getattr(one, "early", ()) for one in steps):
         steps = tuple(dataclasses.replace(one, sublayers=one.sublayers + one.early, early=()) for one in steps)
-    if len({dataclasses.replace(one, sublayers=()) for one in steps}) > 1:
-        raise ValueError("a hybrid's backward pass is not the mirror image of its forward pass")
-    return tuple(dataclasses.replace(one, sublayers=other.sublayers) for one, other in zip(steps, steps[::-1]))
+    if isinstance(steps[0], Silent):
+        return steps[::-1]
+    if isinstance(steps[0], Desynced):
+        raise ValueError("the backward pass of desync has no prediction")
+    delays = [one.delay for one in steps]
+    after = lambda place: delays[min(place, len(steps) - 1)]  # behind the last layer as in it: nothing is pending there
+    left_out = [next(d for d in itertools.count() if after(place + 1 + d) <= d) for place in range(len(steps))]
+    backward, pending = [], 0
+    for step, delay in zip(steps, left_out):  # from the backward pass's last step
+        before = max(delay, pending - 1)
+        backward.append(Delayed(step.sublayers, before, delay, pending))
+        pending = before
+    return tuple(backward[::-1])

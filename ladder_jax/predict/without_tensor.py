@@ -26,6 +26,7 @@ from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Work, beside
 from ladder_jax.predict.work import ATTENTION, MLP, Block, Kernel, Model
+from ladder_jax.schedule import shards
 
 FLOAT32, STATE = 4, 16  # bytes an element, and a parameter in training
 
@@ -66,31 +67,40 @@ class _Step:
 
     @property
     def compute(self) -> float:
-        layers = sum(self._layer(times).seconds for times in ((1, 2) if self.trains else (1,)))
-        return self.model.config.num_layers * layers + self._ends()
+        layers = self._layers(1) + (self._layers(2) if self.trains else [])
+        return sum(layer.seconds for layer, _ in layers) + self._ends()
 
     def fsdp(self) -> Pass:
-        shard, layers = self.model.shard, self.model.config.num_layers
         half = lambda size: self.machine.link.half(size, ranks=self.devices)
-        matrices, tables, size = shard.attention + shard.mlp, _tables(self.model), self.model.element_bytes
-        gather, scatter, bare = half(matrices * size), half(matrices * FLOAT32), half(tables * size)
-        seconds, wire = self._layers(1, first=gather, beside_each=gather), layers * gather
+        tables, size, layers = _tables(self.model), self.model.element_bytes, self._layers(1)
+        bare, gathers = half(tables * size), [half(matrices * size) for _, matrices in layers]
+        seconds, wire = self._beside(layers, gathers), sum(gathers)
         if self.trains:
-            seconds += self._layers(2, first=gather, beside_each=gather + scatter) + scatter
-            wire += layers * (gather + scatter)
+            scatters = [half(matrices * FLOAT32) for _, matrices in layers]
+            # Backward the last layer comes first; its gradients are scattered beside the next one's gather.
+            both = [gather + scatter for gather, scatter in zip(gathers, scatters[1:])]
+            seconds += self._beside(self._layers(2)[::-1], [*both, gathers[-1]][::-1]) + scatters[0]
+            wire += sum(gathers) + sum(scatters)
             bare = 2 * bare + half(tables * FLOAT32)
         seconds += self._ends() + bare
         return Pass(seconds, wire + bare, seconds - self.compute, program=Program(Form.FSDP))
 
-    def _layers(self, times: int, *, first: float, beside_each: float) -> float:
-        """Seconds of all layers: after a bare transfer each but the last has a transfer beside it."""
-        layer = self._layer(times)
-        hidden = max(beside_each, beside(layer, wire=beside_each, contention=self.machine.contention))
-        return first + (self.model.config.num_layers - 1) * hidden + layer.seconds
+    def _beside(self, layers: list[tuple[Work, int]], transfers: list[float]) -> float:
+        """Seconds of all layers: after a bare transfer each has the next one's beside it."""
+        seconds = transfers[0] + layers[-1][0].seconds
+        for (layer, _), wire in zip(layers, transfers[1:]):
+            seconds += max(wire, beside(layer, wire=wire, contention=self.machine.contention))
+        return seconds
 
-    def _layer(self, times: int) -> Work:
-        step = lambda sublayer: self.model.step((sublayer,), self.block, shared_norm=False)
-        return self._work((*step(ATTENTION), *step(MLP)), times)
+    def _layers(self, times: int) -> list[tuple[Work, int]]:
+        """Each layer's work, and its matrices' elements."""
+        found = []
+        for count, config in shards.kinds(self.model.config):
+            kind = dataclasses.replace(self.model, config=config)
+            step = lambda sublayer, kind=kind: kind.step((sublayer,), self.block, shared_norm=False)
+            layer = self._work((*step(ATTENTION), *step(MLP)), times)
+            found += count * [(layer, kind.shard.attention + kind.shard.mlp)]
+        return found
 
     def _ends(self) -> float:
         kernels = (self.model.embedding(self.block), *self.model.head(self.block))
@@ -105,12 +115,12 @@ def _tables(model: Model) -> int:
 
 
 def _parameters(model: Model) -> int:
-    return model.config.num_layers * (model.shard.attention + model.shard.mlp) + _tables(model)
+    return shards.layers(model.config, ranks=1) + _tables(model)
 
 
 def _gathered(model: Model, *, devices: int, trains: bool) -> float:
     """Bytes of two gathered layers, and of what a device keeps between them."""
-    layers = 2 * (model.shard.attention + model.shard.mlp)
+    layers = 2 * shards.largest_layer(model.config, ranks=1)
     if trains:
         return layers * (model.element_bytes + FLOAT32)
     return layers * model.element_bytes + _parameters(model) * model.element_bytes / devices

@@ -16,6 +16,7 @@ from ladder_jax.schedule import shards
 from ladder_jax.schedule.shards import Shard
 
 ATTENTION, MLP, SHARED = 0, 1, 2  # as a topology's steps name them; of farskip, MLP is the routed experts alone
+DENSE = 3  # the MLP of a first layer without experts, which a topology's steps do not tell from experts
 AFTER_GATHER, BEFORE_SCATTER = ("query, key, value", "gate, up"), ("out", "down")  # kernels, by name
 
 
@@ -100,8 +101,8 @@ class Model:
                 kernels.append(self._norm(own, launches, gains=len(sublayers) if one_norm else 1))
             if sublayer == ATTENTION:
                 kernels += self._attention(block, launches)
-            elif self.config.moe is None:
-                features = self.shard.features
+            elif self.config.moe is None or sublayer == DENSE:
+                features = self.config.d_ff // self.ranks
                 kernels += self._mlp(block, launches, features=features, first=0 if one_product else launches.matmul)
             else:
                 kernels += self._experts(sublayer, block, launches)
@@ -134,7 +135,7 @@ class Model:
         """Bytes of weights and of a cache of `capacity` positions per row, without activations."""
         shard, config = self.shard, self.config
         tables = 1 if config.tie_embeddings else 2
-        matrices = config.num_layers * (shard.attention + shard.mlp) + tables * self._vocabulary * config.d_model
+        matrices = shards.layers(config, ranks=self.ranks) + tables * self._vocabulary * config.d_model
         gains = 4 * config.d_model * (2 * config.num_layers + 1)
         cache = 2 * config.num_layers * rows * capacity * shard.keys * self.element_bytes
         return matrices * self.element_bytes + gains + cache

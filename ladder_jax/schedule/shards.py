@@ -60,6 +60,38 @@ def shard(config: ModelConfig, *, ranks: int) -> Shard:
     )
 
 
+def kinds(config: ModelConfig) -> tuple[tuple[int, ModelConfig], ...]:
+    """Of each kind of layers, how many there are, and a configuration all of whose layers have such matrices.
+
+    Two kinds, if the first layers have no experts (`moe.dense_layers`): those, of no topology, and the others.
+    """
+    dense = 0 if config.moe is None else config.moe.dense_layers
+    if not dense:
+        return ((config.num_layers, config),)
+    first = dataclasses.replace(config, moe=None, residual="standard", ladder_layers=None, ranks=None)
+    others = dataclasses.replace(config, moe=dataclasses.replace(config.moe, dense_layers=0))
+    return ((dense, first), (config.num_layers - dense, others))
+
+
+def layers(config: ModelConfig, *, ranks: int) -> int:
+    """Matrix elements of all layers on a device."""
+    return sum(count * (one.attention + one.mlp) for count, one in _kinds(config, ranks=ranks))
+
+
+def active_layers(config: ModelConfig, *, ranks: int) -> float:
+    """Those of them that multiply a token."""
+    return sum(count * (one.attention + one.active_mlp) for count, one in _kinds(config, ranks=ranks))
+
+
+def largest_layer(config: ModelConfig, *, ranks: int) -> int:
+    """Matrix elements of that layer on a device."""
+    return max(one.attention + one.mlp for _, one in _kinds(config, ranks=ranks))
+
+
+def _kinds(config: ModelConfig, *, ranks: int) -> list[tuple[int, Shard]]:
+    return [(count, shard(kind, ranks=ranks)) for count, kind in kinds(config)]
+
+
 def chosen(moe: MoEConfig, *, tokens: float) -> float:
     """The share of the experts that at least one of `tokens` tokens chooses, expected of evenly loaded experts:
 
@@ -83,9 +115,8 @@ class Parameters:
 
 
 def parameters(config: ModelConfig) -> Parameters:
-    one, tables = shard(config, ranks=1), config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
-    of = lambda mlp: config.num_layers * (one.attention + round(mlp)) + tables
-    return Parameters(held=of(one.mlp), active=of(one.active_mlp))
+    tables = config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
+    return Parameters(layers(config, ranks=1) + tables, round(active_layers(config, ranks=1)) + tables)
 
 
 def single_rank(config: ModelConfig, *, ranks: int) -> ModelConfig:

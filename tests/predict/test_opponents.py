@@ -351,8 +351,7 @@ def test_no_is_said_plainly(capsys):
         ("--phase train --sweep batch=1", "--sweep belongs to --phase generate, not train"),
         ("--phase prefill --plot a.png", "--plot belongs to --phase generate, not prefill"),
         ("--phase train --implementation authors", "--implementation must be ours"),
-        ("--phase train --ladder-layers 2", "leave out --ladder-layers"),
-        ("--phase train --residual desync-2", "models whose layers are all alike, not desync-2"),
+        ("--phase train --residual desync-2", "has no prediction of desync-2's backward pass"),
         ("--launch explicitly", "unknown launch 'explicitly'; did you mean 'explicit'?"),
     ],
 )

@@ -1,0 +1,110 @@
+"""Layers that are not all alike, in the speed model: hybrids' backward passes, and first layers without experts."""
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+
+from ladder_jax.config import Phase, preset
+from ladder_jax.predict import layers, machine, timeline, training, without_tensor, work
+from ladder_jax.predict.implementation import OURS
+from ladder_jax.predict.link import Link
+from ladder_jax.predict.program import PLAIN, Form
+from ladder_jax.predict.timeline import Work
+from ladder_jax.predict.work import Model
+from tests.predict.asked import H100, run
+
+V5P = machine.load("v5p")
+SHARED, DENSE = 32, 2  # width of a shared expert; first layers without experts, of 5
+TOPOLOGIES = [("standard", None), ("ladder", None), ("ladder-3", None), ("parallel", None), ("parallel-ladder", None)]
+TOPOLOGIES += [("ladder", "2"), ("ladder", "0,3"), ("ladder-2", "0,3"), ("ladder-3", "1,2,4"), ("ladder-5", "1,2,3")]
+TOPOLOGIES += [("parallel-ladder", "0,2"), ("ladder-fresh", "3")]
+
+
+def config(name, *, dense=DENSE, which=None, count=5, **changes):
+    moe = dict(experts=6, top_k=2, expert_width=48, shared_width=SHARED, dense_layers=dense)
+    shape = dict(num_layers=count, d_model=64, num_heads=8, num_kv_heads=4, head_dim=16, d_ff=256)
+    return preset("tiny-moe", residual=name, ladder_layers=which, vocab_size=512, moe=moe, **shape | changes)
+
+
+@pytest.mark.parametrize(("name", "which"), TOPOLOGIES)
+def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
+    """By the definition: step i's output is in the input of step j if j - delay > i; the link carries one message."""
+    steps = layers.steps_of(preset("llama-3-8b", num_layers=6, residual=name, ladder_layers=which))
+    rng, last = random.Random(0), len(steps) - 1
+    for _ in range(20):
+        lengths, wire = [rng.uniform(0.2, 2) for _ in steps], rng.choice((0.1, 0.7, 1.3, 3))
+        now, free, whole, stops = 0.0, 0.0, {}, []
+        launch = lambda j: max(now, free) + wire  # noqa: B023
+        for i in range(last, -1, -1):
+            held_by = [j for j in range(i + 1, last + 1) if j - steps[j].delay > i]
+            if i < last:  # the gradient of step i + 1's input is reduced as soon as it is there
+                free = whole[i + 1] = launch(i + 1)
+            now = max([now, *(whole[j] for j in held_by)]) + lengths[i]
+            stops.append(now)
+        backward, order = training._backward(steps), iter(reversed(lengths))
+        found = timeline.play(backward, work=lambda _: Work(next(order), 0.0), all_reduce=wire, contention=0.0)
+        assert [bar.stop for bar in found.bars if not bar.wire] == pytest.approx(stops)
+        assert found.seconds == pytest.approx(max(now, free) + wire)
+
+
+def test_a_hybrids_training_step_lies_between(capsys):
+    def ladder(*more):
+        words = "--model llama-3-8b --hardware v5p --tensor 4 --phase train --residual ladder --json".split()
+        status, out, _ = run(capsys, *words, *more)
+        assert status == 0
+        (row,) = (one for one in json.loads(out)["rows"] if one["residual"] == "ladder")
+        return row["hidden_fraction"]
+
+    none, few, half, all_ = (ladder("--ladder-layers", count) for count in ("1", "4", "16", "32"))
+    assert none < few < half < all_ == ladder()
+
+
+def compute(one, *, ranks=4, machine=V5P):
+    """Seconds of the layers' kernels of a prompt on one of `ranks` devices."""
+    block = work.prefill(rows=1, prompt_length=256, new_tokens=0, implementation=OURS)
+    return layers.layers(Model(one, ranks, OURS), machine, block, program=PLAIN).timeline.compute
+
+
+@pytest.mark.parametrize(("name", "first"), [("standard", "standard"), ("ladder", "ladder"), ("farskip", "parallel")])
+def test_first_layers_compute_an_mlp_and_the_others_experts(name, first):
+    alone = dataclasses.replace(config(name), moe=None, num_layers=DENSE, residual=first)
+    others = config(name, dense=0, count=5 - DENSE)
+    assert compute(config(name)) == pytest.approx(compute(alone) + compute(others))
+    assert compute(config(name)) < 0.9 * compute(config(name, dense=0))  # an MLP has no rows to sort
+
+
+def test_farskips_training_step_has_first_layers_too():
+    shape = dict(machine=V5P, tensor=4, rows=1, sequence=256)
+    steps = {name: training.step(config(name), **shape) for name in ("standard", "ladder", "farskip")}
+    assert steps["farskip"].seconds < steps["standard"].seconds
+    assert steps["farskip"].backward.all_reduces == 2 * 5 - DENSE  # a first layer's two sublayers are reduced together
+    exposed = {name: step.forward.exposed + step.backward.exposed for name, step in steps.items()}
+    assert exposed["ladder"] < exposed["farskip"] < exposed["standard"]  # nothing hides under the first layers
+
+
+def test_memory_holds_each_layers_own_matrices():
+    one = config("standard")
+    attention, tables = 64 * (2 * 128 + 2 * 64), 2 * 512 * 64
+    experts = 3 * 64 * (6 * 48 + SHARED) + 64 * 6
+    matrices = 5 * attention + DENSE * 3 * 64 * 256 + (5 - DENSE) * experts + tables
+    gains, cache = 4 * 64 * (2 * 5 + 1), 2 * 5 * 3 * 100 * 64
+    tied = 512 * 64 if one.tie_embeddings else 0
+    found = Model(one, 1, OURS).memory(rows=3, capacity=100)
+    assert found == (matrices - tied + cache) * (2 if one.dtype.value == "bfloat16" else 4) + gains
+
+
+def test_fsdp_gathers_each_layers_own_matrices():
+    """Where transfers outlast all compute: a gather and, of gradients, a gather and a scatter a layer, none twice."""
+    one = config("standard", dtype="bfloat16", tie_embeddings=False)
+    link = Link(latency=0.0, step=0.0, bandwidth=1e6)
+    slow = dataclasses.replace(H100, flops=math.inf, bandwidth=math.inf, launch=0.0, contention=0.0, link=link)
+    shape = dict(devices=4, rows=4, tokens=64, implementation=training.TRAINING)
+    attention, experts = 64 * (2 * 128 + 2 * 64), 3 * 64 * (6 * 48 + SHARED) + 64 * 6
+    matrices, tables = 5 * attention + DENSE * 3 * 64 * 256 + (5 - DENSE) * experts, 2 * 512 * 64
+    for phase, elements in ((Phase.TRAIN, 8), (Phase.PREFILL, 2)):
+        found = without_tensor.passes(one, machine=slow, phase=phase, **shape)
+        (fsdp,) = (each for each in found if each.program.form is Form.FSDP)
+        assert fsdp.seconds == pytest.approx(3 / 4 * elements * (matrices + tables) / 1e6)
