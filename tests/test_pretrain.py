@@ -90,8 +90,9 @@ def test_initial_values_and_schedule_are_the_papers():
     assert rate(13_500) == pytest.approx(half_way, abs=3e-9) and rate(25_000) == pytest.approx(3e-5, abs=3e-9)
 
 
-def training(residual, *, hardware=None, tensor=8):
-    changes = {"ranks": tensor} if residual == "ladder-fresh" else {}
+def training(residual, *, hardware=None, tensor=8, ladder_layers=None):
+    changes = {"ranks": tensor} if residual in ("ladder-fresh", "desync-2") else {}
+    changes |= {"ladder_layers": ladder_layers} if ladder_layers else {}
     shape, hardware = preset("ladder-1b", residual=residual, **changes), hardware or machine.load("h100-nvlink")
     return predicted.step(shape, machine=hardware, tensor=tensor, rows=4, sequence=2048)
 
@@ -119,9 +120,10 @@ def test_the_predicted_step_hides_what_the_topology_can():
     assert training("parallel").forward.all_reduces == 40 and ladder.forward.all_reduces == 80
     assert ladder.seconds < standard.seconds and ladder.wire == pytest.approx(standard.wire)
     assert training("ladder-fresh").seconds == pytest.approx(ladder.seconds)
-    with pytest.raises(ValueError, match="hybrid"):
-        hybrid = preset("ladder-1b", residual="ladder", ladder_layers="20")
-        predicted.step(hybrid, machine=machine.load("v5p"), tensor=8, rows=4, sequence=2048)
+    half = training("ladder", ladder_layers="20")
+    assert ladder.seconds < half.seconds < standard.seconds and half.wire == pytest.approx(standard.wire)
+    with pytest.raises(ValueError, match="desync"):
+        training("desync-2")
 
 
 def test_a_loss_between_two_measurements():

@@ -1,6 +1,7 @@
 """Runs that are killed, preempted, starved of disk and fed with damage: what they lose, and what they say."""
 
 import errno
+import fcntl
 import json
 import random
 import re
@@ -368,6 +369,30 @@ def test_the_lock_is_a_regular_file(tmp_path):
     holder.communicate()
     with folder.owned(tmp_path / "run", say=print):
         folder.check(config.load("tiny"), tmp_path / "run")  # nothing but the lock: not a foreign folder
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path):
+    """That it has made itself: what was there before stays, and so does what a run has begun."""
+    new, old, begun = (tmp_path / name for name in ("new", "old", "begun"))
+    old.mkdir()
+    for where in (new, old, begun):
+        with pytest.raises(UserError, match="no such model"), folder.owned(where):
+            folder.began(where, now=1.0)
+            if where == begun:
+                (where / "config.json").write_text("{}")
+            raise UserError("no such model")
+    assert not new.exists() and (old / ".lock").exists() and (begun / "goodput.json").exists()
+    with pytest.raises(RunFailed), folder.owned(new):
+        raise RunFailed("the disk is full")
+    assert (new / ".lock").exists()
+
+
+def test_a_lock_that_is_taken_away_meanwhile_is_none(tmp_path, monkeypatch):
+    """By a refused run, between this process's opening of the file and its lock."""
+    lock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda *of: [(tmp_path / "run" / ".lock").unlink(), lock(*of)])
+    with pytest.raises(UserError, match="was about to train in .*; try again"), folder.owned(tmp_path / "run"):
+        pass
 
 
 def test_one_process_a_folder(book, resumable):

@@ -15,6 +15,8 @@ import time
 
 from rich.console import Console
 
+from experiments import command
+
 HERE = pathlib.Path(__file__).parent
 PROMPT = "def "
 
@@ -37,14 +39,14 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     from experiments.demo import curves
     from ladder_jax import cli, config, train
-    from ladder_jax.errors import RunFailed, UserError
 
     cli.prepare_devices(None)
     demo = EXPERTS if "--experts" in arguments else DENSE
     overrides = [argument for argument in arguments if argument != "--experts"]
     console, began = Console(), time.perf_counter()
     folders, results = {}, {}
-    try:
+
+    def train_all() -> None:
         for residual in demo.residuals:
             folders[residual] = demo.runs / residual
             settings = config.load(
@@ -54,13 +56,9 @@ def main(arguments: list[str]) -> int:
             mesh = settings.mesh
             console.rule(f"{residual}: training on data {mesh.data} x tensor {mesh.tensor} simulated devices")
             results[residual] = train.run(settings, say=console.print)
-    except UserError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
-    except RunFailed as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return error.status
 
+    if status := command.ended(train_all, name="demo"):
+        return status
     writer = demo.residuals[0]
     entropy = results[writer].bigram_entropy
     console.print(curves.table(folders, baseline=entropy))

@@ -116,7 +116,8 @@ def notices(config: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def owned(folder: AnyPath, *, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Makes the folder and locks it. Raises UserError where another process trains in it.
+    """Makes the folder and locks it. Raises UserError where another process trains in it. After a UserError within,
+    before the run's first file, it leaves no folder that it has made.
 
     The lock ends with the process, however that ends; its file stays. It is a regular file open for writing because
     NFS enforces no other lock across hosts. In an object store it is a lease. Of a run's processes only the first takes
@@ -134,6 +135,7 @@ def owned(folder: AnyPath, *, say: Callable[[str], None] = print) -> Iterator[No
             yield
         return
     with writing(folder):
+        made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -144,9 +146,24 @@ def owned(folder: AnyPath, *, say: Callable[[str], None] = print) -> Iterator[No
         except OSError as error:  # on a file system without locks nobody is kept out
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise
-        yield
+        if not os.fstat(handle).st_nlink:  # removed by the process that had it, just now
+            raise UserError(f"another process was about to train in {str(folder)!r}; try again")
+        try:
+            yield
+        except UserError:
+            if made and not (folder / CONFIG).exists():
+                _remove(folder)
+            raise
     finally:
         os.close(handle)
+
+
+def _remove(folder: pathlib.Path) -> None:
+    """A folder that holds nothing but what stands before a run's first file."""
+    with contextlib.suppress(OSError):
+        for name in reversed(_EARLIER):  # the lock last
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _end(line: str) -> None:
