@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.refit import __main__ as command
-from experiments.refit import measured, plan, tables, tasks, texts, ways
+from experiments.refit import measured, plan, tables, tasks, texts, trained, ways
 from experiments.refit.plan import Row, Way
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.errors import UserError
@@ -85,6 +85,45 @@ def test_ways_that_change_other_arrays_or_the_program(study):
     stream = study.measure(dataclasses.replace(row, way=Way.STREAM))
     assert stream["fits"][0] == usual["fits"][0] and stream["fits"][1] != usual["fits"][1]
     assert len({found["losses"]["wikitext"] for found in (usual, previous, rank, stream)}) == 4
+
+
+@pytest.mark.parametrize("way", plan.STEPS)
+def test_steps_after_the_refit(study, way):
+    """They bring the predictions nearer to the original's, change what they may, and are scored as they are."""
+    model = dataclasses.replace(study.source.model, residual="ladder", ladder_layers="2")
+    rows = study.texts.calibration("wikitext", tokens=160, seed=0)
+    before = refit(study.source, model=model, rows=rows, mesh=parallel.make_mesh()).source
+    after = trained.trained(before, study.source, rows=rows, way=way)
+    assert divergence(after, study, rows) < divergence(before, study, rows)
+    once = trained.trained(before, study.source, rows=rows[:1], way=way)
+    moved = {key: np.abs(once.arrays[key].read() - before.arrays[key].read()).max() for key in before.arrays}
+    if way is Way.TRAINED:
+        fitted = {key for key in moved if key.name in trained.FITTED and key.layer >= 2}
+        assert len(fitted) == 10 and {key for key, most in moved.items() if most} == fitted
+        moved = {key: moved[key] for key in fitted}
+    assert np.array(list(moved.values())) == pytest.approx(trained.RATE, rel=0.01)  # the first step of Adam is a sign
+    for domain, loss in study.measure(Row(layers="2", way=way, tokens=160))["losses"].items():
+        assert loss == pytest.approx(loss_of(after, model, study.texts.held_out[domain]), rel=1e-5)
+
+
+def divergence(source, study, rows) -> float:
+    """Mean divergence of a model's predictions from the original's, in float64."""
+    scores = []
+    for one in (study.source, source):
+        definition = nn.define(one.model, mesh=parallel.make_mesh())
+        params = pretrained.load(one, mesh=definition.layout.mesh)
+        logits = np.asarray(nn.compiled_logits(definition)(params, rows), np.float64)
+        logits -= logits.max(-1, keepdims=True)
+        scores.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+    return float(np.mean(np.sum(np.exp(scores[0]) * (scores[0] - scores[1]), axis=-1)))
+
+
+def test_the_original_has_nothing_to_learn_from_itself(study):
+    plain = study.measure(Row(layers="0", way=Way.NONE))["losses"]["wikitext"]
+    control = Row(layers="0", way=Way.TRAINED, tokens=64)
+    assert study.measure(control)["losses"]["wikitext"] == pytest.approx(plain, rel=1e-5)
+    control = dataclasses.replace(control, way=Way.DISTILLED)  # a step of Adam moves by the rate whatever the gradient
+    assert study.measure(control)["losses"]["wikitext"] > plain - 0.01
 
 
 def test_weights_of_tokens(study):

@@ -12,10 +12,10 @@ import json
 import pathlib
 import sys
 
-from experiments import measure
+from experiments import command, measure
 from experiments.refit import plan, tables
 from ladder_jax import files
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import UserError
 
 HERE = pathlib.Path(__file__).parent
 
@@ -33,17 +33,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of results.json and the rest")
     parser.add_argument("--tables", action="store_true", help="no measurements: tables and figure from results.json")
     args = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         if not args.tables:
             study(args)
         tables.write(args.out)
-    except (UserError, RunFailed) as error:
-        print(f"refit: {error}", file=sys.stderr)
-        return getattr(error, "status", 2)
-    except KeyboardInterrupt:
-        print("refit: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+
+    return command.ended(work, name="refit")
 
 
 def study(args: argparse.Namespace) -> None:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.refit import ways
-from experiments.refit.plan import FRESH_RANKS, Row, Way
+from experiments.refit.plan import FRESH_RANKS, STEPS, Row, Way
 from experiments.refit.texts import Texts
+from experiments.refit.trained import trained
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn.modules import normalise
@@ -35,31 +36,27 @@ class Study:
 
     def measure(self, row: Row) -> dict:
         """The row's losses by domain, in nats a token, and what its fits left of the missing input."""
-        began, model, fits = time.perf_counter(), self._model(row), []
+        began, model, source, fits = time.perf_counter(), self._model(row), self.source, []
         held_out = np.concatenate([self.texts.held_out[domain] for domain in row.scored])
         scored, first = self._begin(model, rows=held_out[:, :-1])
         if row.way in ways.SURROGATES:
             fits, first = self._surrogates(row, scored), model.num_layers
         elif row.way is not Way.NONE:
-            arrays, fits = self._refitted(row, model)
-            scored.replace(arrays)
+            source, fits = self._refitted(row, model)
+            scored.replace(source.arrays)
+        if row.way in STEPS:
+            source = trained(source, self.source, rows=self._calibration(row), way=row.way)
+            scored, first = Pass(_definition(model), source, held_out[:, :-1]), 0
         fitted = time.perf_counter()
         for layer in range(first, model.num_layers):
             for index in (0, 1):
                 scored.advance(layer, index)
         streams = np.concatenate([streams.newest_first[0] for streams in scored.streams])
         pairs = zip(row.scored, streams, held_out[:, 1:])
-        losses = {domain: float(self._loss(x, targets)) for domain, x, targets in pairs}
+        loss = _loss_of(source)
+        losses = {domain: float(loss(x, targets)) for domain, x, targets in pairs}
         seconds = {"fit": round(fitted - began, 1), "score": round(time.perf_counter() - fitted, 1)}
         return {**row.asked, "losses": losses, "seconds": seconds, "fits": [dataclasses.asdict(one) for one in fits]}
-
-    @functools.cached_property
-    def _loss(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """Of the last stream [T, D] and its targets [T], their mean."""
-        model = self.source.model
-        head = "embedding/table" if model.tie_embeddings else "head/table"
-        table, gain = (jnp.asarray(self.source.arrays[Key(name)].read()) for name in (head, "final_norm/scale"))
-        return lambda x, targets: _loss(x, gain, table, targets, model.norm_eps)
 
     def _model(self, row: Row) -> ModelConfig:
         if row.layers == "0":
@@ -92,7 +89,7 @@ class Study:
         run.streams = [shallow(streams) for streams in self._streams[name]]
         return run, first
 
-    def _refitted(self, row: Row, model: ModelConfig) -> tuple[Mapping[Key, Stored], list[Fit]]:
+    def _refitted(self, row: Row, model: ModelConfig) -> tuple[Source, list[Fit]]:
         """As `pretrained.refit.refit`, of whose parts it is made, and in the ways that are not in the library."""
         (run, first), fits, original = self._begin(model, rows=self._calibration(row)), [], None
         if row.way in (Way.ORIGINAL, Way.STREAM):
@@ -110,7 +107,7 @@ class Study:
                 if fitted and row.way in (Way.OUTPUTS, Way.STREAM):
                     run.replace(self._output(row, run, layer, index, original=original))
                 run.advance(layer, index)
-        return run.source.arrays, fits
+        return run.source, fits
 
     def _output(self, row: Row, run: Pass, layer: int, index: int, *, original: Pass | None) -> Mapping[Key, Stored]:
         """original: after the sublayer."""
@@ -146,14 +143,21 @@ class Study:
 
     def _gradients_on(self, text: str, tokens: int, seed: int) -> np.ndarray:
         definition, rows = _definition(self.source.model), self.texts.calibration(text, tokens=tokens, seed=seed)
-        params = pretrained.load(self.source, mesh=definition.layout.mesh)
-        return ways.gradients(definition, params, lambda x, targets: len(targets) * self._loss(x, targets), rows)
+        params, loss = pretrained.load(self.source, mesh=definition.layout.mesh), _loss_of(self.source)
+        return ways.gradients(definition, params, lambda x, targets: len(targets) * loss(x, targets), rows)
 
 
 def diagonal(statistics: Statistics) -> Statistics:
     """Without the products of different components, so that M is diagonal."""
     width = statistics.products.shape[1]
     return dataclasses.replace(statistics, products=statistics.products * np.tile(np.eye(width), (1, 2)))
+
+
+def _loss_of(source: Source) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Of the last stream [T, D] and its targets [T], their mean."""
+    head = "embedding/table" if source.model.tie_embeddings else "head/table"
+    table, gain = (jnp.asarray(source.arrays[Key(name)].read()) for name in (head, "final_norm/scale"))
+    return lambda x, targets: _loss(x, gain, table, targets, source.model.norm_eps)
 
 
 def _definition(model: ModelConfig) -> nn.ModelDef:

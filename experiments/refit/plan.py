@@ -27,11 +27,15 @@ class Way(enum.Enum):
     GRADIENT = "inputs, tokens by gradient"  # by that gradient's norm
     OUTPUTS = "inputs and outputs"  # the output projections too: `--refit both`
     STREAM = "inputs and outputs, to the original's"  # the output projections too, to the original's stream
+    # By gradient descent on the same text, a step a row (trained.py):
+    TRAINED = "inputs, then trained on"  # the fitted projections alone
+    DISTILLED = "inputs, then all weights trained"
     # These change the program, so they are no checkpoints:
     PREVIOUS = "inputs, from two tokens"  # from the previous token's late input too
     LOW_RANK = "map of rank 64 before the norm"  # an addition to the late stream
 
 
+STEPS = (Way.TRAINED, Way.DISTILLED)
 NEW = (Way.OUTPUTS, Way.STREAM, Way.FISHER, Way.GRADIENT, Way.PREVIOUS, Way.LOW_RANK)
 
 
@@ -78,18 +82,20 @@ def rows() -> list[Row]:
         *(change(half, ridge=ridge) for ridge in (1e-2, 1e-4)),
         *(row for one in (fresh, parallel) for row in (plain(one), one)),
         *(change(half, way=way) for way in NEW),
-        *(change(half, way=way, ridge=1e-2) for way in (Way.OUTPUTS, Way.STREAM)),
+        *(change(half, way=way, seed=seed) for seed in (0, 1, 2) for way in STEPS),
         *(change(half, way=Way.OUTPUTS, seed=seed) for seed in (1, 2)),
         *(change(one, way=Way.OUTPUTS) for one in (every, delayed)),
         *(change(half, way=Way.OUTPUTS, tokens=tokens) for tokens in (4096, 32_768)),
-        *(on_all(change(mixed(half), way=way)) for way in NEW),
-        *(on_all(change(long(half), way=Way.OUTPUTS, ridge=ridge)) for ridge in (1e-3, 1e-2)),
+        on_all(change(mixed(half), way=Way.OUTPUTS)),
         *(change(half, tokens=tokens) for tokens in (4096, 32_768)),
         change(half, way=Way.ORIGINAL),
         *map(on_all, (plain(sensitive), sensitive)),
         change(half, way=Way.SCALES),
         *(row for one in more_sensitive for row in (plain(one), one)),
         change(half, tokens=2048),
+        *(change(half, way=way, ridge=1e-2) for way in (Way.OUTPUTS, Way.STREAM)),
+        *(on_all(change(mixed(half), way=way)) for way in NEW if way is not Way.OUTPUTS),
+        *(on_all(change(long(half), way=Way.OUTPUTS, ridge=ridge)) for ridge in (1e-3, 1e-2)),
         on_all(long(half)),
         *(on_all(change(half, text=text)) for text in DOMAINS[1:]),
         *(change(mixed(half), seed=seed) for seed in (1, 2)),

@@ -91,10 +91,11 @@ def kinds(rows: list[dict]) -> str:
 
 
 def settings(rows: list[dict]) -> str:
-    """The last 15 layers (and the control), refitted in other ways; seeds together."""
+    """Ladders of the last 15 and of all layers (and the control), other topologies in other ways; seeds together."""
     first, groups = original(rows), {}
     for row in rows:
-        if row["way"] != Way.NONE.value and row["residual"] == "ladder" and row["layers"] in ("0", "15", "30"):
+        chosen = row["residual"] == "ladder" or not usual(row)
+        if row["way"] != Way.NONE.value and chosen and row["layers"] in ("0", "15", "30"):
             name = (title(row), row["way"], row["text"], f"{row['tokens']:,}", f"{row['ridge']:g}")
             groups.setdefault(name, []).append(loss(row) - loss(first))
     lines = []

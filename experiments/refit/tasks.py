@@ -15,10 +15,10 @@ import sys
 
 import numpy as np
 
-from experiments import measure
+from experiments import command, measure
 from experiments.convert_smollm2 import questions
 from ladder_jax import evaluate, files
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import UserError
 from ladder_jax.evaluate import pairs
 
 HERE = pathlib.Path(__file__).parent
@@ -48,12 +48,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--answers", type=int, default=32, metavar="N")
     parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of tasks.json")
     args = parser.parse_args(argv)
-    try:
-        study(args)
-    except (UserError, RunFailed) as error:
-        print(f"tasks: {error}", file=sys.stderr)
-        return getattr(error, "status", 2)
-    return 0
+    return command.ended(lambda: study(args), name="tasks")
 
 
 def study(args: argparse.Namespace) -> None:
