@@ -1,5 +1,6 @@
 """experiments/distil: its texts share no block, its rows have their controls, and its tables say what was measured."""
 
+import dataclasses
 import json
 
 import pytest
@@ -94,6 +95,10 @@ def test_losses_are_compared_with_those_of_the_same_seed():
     assert figures.over(losses, row).values == pytest.approx((0.1, 0.2))
     assert figures.over(losses, row, other=figures.original).values == pytest.approx((0.0, 0.1))
     assert figures.over(losses, Row(0, Layers.ALL)) is None
+    taught = dataclasses.replace(row, recipe=Recipe.TEACHER)
+    losses[dataclasses.replace(taught, seed=1)] += 0.05
+    assert figures.between(losses, row, taught).values == pytest.approx((0.0, -0.05))
+    assert figures.between(losses, row, dataclasses.replace(row, start=Start.PLAIN)) is None
 
 
 def test_tables_and_figures_come_from_the_results_alone(tmp_path, capsys):
@@ -105,8 +110,15 @@ def test_tables_and_figures_come_from_the_results_alone(tmp_path, capsys):
         assert "| last half | refitted | 2 | 2.300 ± 0.071 | +0.300 ± 0.071 | 70% |" in text
         assert "| last half | refitted | text | 2 | +0.300 ± 0.071 | +0.150 ± 0.071 |" in text
         assert "| original |  | text | 2 | +0.000 ± 0.000 | -0.100 ± 0.000 |" in text
+        assert "| last half | text less predictions | refitted start | +0.000 ± 0.000 |" in text
         assert "| last half | refitted | text | 5 % | +0.000 | +0.500 |" in text
     assert (tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_means_of_fewer_seeds_say_so(tmp_path):
+    found = results()
+    found["rows"] = [row for row in found["rows"] if row["seed"] == 0 or "share" not in row]
+    assert "| last half | refitted | text | 1-2 | +0.300 ± 0.071 | +0.100 (of 1) |" in tables.sections(found)["control"]
 
 
 def test_mistakes_are_named(folder, capsys):

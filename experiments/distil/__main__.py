@@ -10,6 +10,7 @@ import argparse
 import pathlib
 import sys
 
+from experiments import command
 from experiments.distil import plan, tables
 
 HERE = pathlib.Path(__file__).parent
@@ -31,22 +32,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tables", action="store_true", help="no runs: tables and figures from SIZE.json")
     args = parser.parse_intermixed_args(argv)
 
-    from ladder_jax.errors import RunFailed, UserError
-
-    try:
+    def work() -> None:
         if not args.tables:
             study(args)
         tables.write(args.out)
-    except UserError as error:
-        print(f"distil: {error}", file=sys.stderr)
-        return 2
-    except RunFailed as error:
-        print(f"distil: {error}", file=sys.stderr)
-        return error.status
-    except KeyboardInterrupt:  # between two runs; within one it is a RunFailed, and saved
-        print("distil: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+
+    return command.ended(work, name="distil")
 
 
 def study(args: argparse.Namespace) -> None:

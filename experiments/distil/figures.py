@@ -1,8 +1,9 @@
-"""What the rows' losses say, as numbers: over the control of the same seed, and over the original."""
+"""What the rows' losses say, as numbers: over the control of the same seed, over the original, and between two rows."""
 
+import dataclasses
 import itertools
 
-from experiments.distil.plan import RATE, RATES, Layers, Recipe, Row, Start
+from experiments.distil.plan import RATE, RATES, SEEDS, Layers, Recipe, Row, Start
 from experiments.pretrain.figures import Spread
 
 
@@ -24,6 +25,14 @@ def over(losses: dict[Row, float], row: Row, *, other=control) -> Spread | None:
     """The row's loss less that of its `other`, over the seeds that have both; None where no seed has."""
     rows = [one for one in losses if seedless(one) == seedless(row) and other(one) in losses]
     return Spread(tuple(losses[one] - losses[other(one)] for one in rows)) if rows else None
+
+
+def between(losses: dict[Row, float], row: Row, other: Row) -> Spread | None:
+    """What the row leaves over its control, less what `other` leaves over its own, by seed; None where none has all."""
+    pairs = [[dataclasses.replace(one, seed=seed) for one in (row, other)] for seed in SEEDS]
+    have = [pair for pair in pairs if all(one in losses and control(one) in losses for one in pair)]
+    left = lambda one: losses[one] - losses[control(one)]
+    return Spread(tuple(left(mine) - left(theirs) for mine, theirs in have)) if have else None
 
 
 def seedless(row: Row) -> tuple:

@@ -9,25 +9,34 @@ DASHES = {Recipe.TEACHER: "-", Recipe.BOTH: "--", Recipe.TEXT: ":"}
 
 
 def plot(results: dict, *, file: str) -> None:
-    """A panel for each choice of layers. Lines: means over the seeds; bands: from the least seed to the greatest."""
+    """A panel for each choice of layers. Lines: means over the seeds; bands: from the least seed to the greatest.
+
+    Shares that fewer seeds have are open circles; those of one seed of several are left out.
+    """
     plt, losses = pyplot.load(), figures.measured(results)
     shares, kinds = figures.shares(losses), figures.kinds(losses)
     panels = [layers for layers in Layers if any(layers is kind[0] for kind in kinds) and layers is not Layers.NONE]
     if not panels:
         return
     figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4), layout="constrained", squeeze=False)
-    nothing = shares[0] / 2  # where no retraining stands on an axis without a zero
+    nothing, shown = shares[0] / 2, set()  # where no retraining stands on an axis without a zero
     for axis, layers in zip(axes[0], panels):
         for _, start, recipe in (kind for kind in kinds if kind[0] is layers):
             rows = [Row(0, layers, start), *(Row(0, layers, start, recipe, share) for share in shares)]
             points = [(x, over) for x, row in zip((nothing, *shares), rows) if (over := figures.over(losses, row))]
+            most = max(len(over.values) for _, over in points)
+            points = [(x, over) for x, over in points if len(over.values) >= min(2, most)]
             places, spreads = zip(*points)
+            shown.update(places[1:])
             style = dict(color=COLOURS[start], ls=DASHES[recipe], label=f"{start.value}, {recipe.value}")
-            axis.plot(places, [spread.mean for spread in spreads], marker="o", ms=3.5, lw=1.6, **style)
+            means = [spread.mean for spread in spreads]
+            axis.plot(places, means, marker="o", ms=3.5, lw=1.6, **style)
+            fewer = [(x, mean) for x, mean, spread in zip(places, means, spreads) if len(spread.values) < most]
+            axis.plot(*(zip(*fewer) if fewer else ([], [])), "o", ms=4.5, mfc="white", color=COLOURS[start])
             low, high = ([pick(spread.values) for spread in spreads] for pick in (min, max))
             axis.fill_between(places, low, high, color=COLOURS[start], alpha=0.12, lw=0)
         axis.set_xscale("log")
-        axis.set_xticks([nothing, *shares], ["0", *(f"{share:g} %" for share in shares)])
+        axis.set_xticks([nothing, *sorted(shown)], ["0", *(f"{share:g} %" for share in sorted(shown))])
         axis.minorticks_off()
         axis.axhline(0, color="#999999", lw=0.8)
         axis.set_title(layers.value, fontsize=10, loc="left")

@@ -92,9 +92,11 @@ def rows() -> list[Row]:
         found += [*plain(seed), *retrained(seed, 1.0, *half), *retrained(seed, 5.0, *half)]
     for rate in RATES:
         found += retrained(0, 5.0, *half, rate=rate) if rate != RATE else []
+    for share in (10.0, 2.0):
+        found += retrained(0, share, *half)
     for share in (1.0, 5.0):
         for layers in (Layers.ALL, Layers.CHOSEN):
             found += [row for seed in SEEDS for row in retrained(seed, share, layers)]
     for share in (10.0, 2.0, 0.5):
         found += [row for seed in SEEDS for row in retrained(seed, share, *half, Layers.ALL, Layers.CHOSEN)]
-    return found
+    return list(dict.fromkeys(found))  # a row stands where it is named first

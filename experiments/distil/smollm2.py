@@ -17,14 +17,14 @@ import sys
 
 import numpy as np
 
-from experiments import measure
+from experiments import command, measure
 from experiments.distil.plan import Recipe
 from experiments.pretrain.figures import Spread
 from experiments.pretrain.tables import table
 from experiments.readme import fill
 from experiments.refit import texts
 from ladder_jax import config, evaluate, files, train
-from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.errors import UserError
 from ladder_jax.train import folder
 
 HERE = pathlib.Path(__file__).parent
@@ -86,14 +86,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of smollm2.json")
     parser.add_argument("--tables", action="store_true", help="no runs: the table from smollm2.json")
     args = parser.parse_intermixed_args(argv)
-    try:
+
+    def work() -> None:
         if not args.tables:
             study(args)
         write_table(args.out)
-    except (UserError, RunFailed) as error:
-        print(f"smollm2: {error}", file=sys.stderr)
-        return getattr(error, "status", 2)
-    return 0
+
+    return command.ended(work, name="smollm2")
 
 
 def study(args: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """The README's tables and the figures, from SIZE.json."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -41,6 +42,7 @@ def sections(results: dict) -> dict[str, str]:
     if figures.shares(losses):
         found["control"] = _retrained(losses, other=control)
         found["original"] = _retrained(losses, other=original)
+        found["pairs"] = _pairs(losses)
     if len(figures.rates(losses)) > 1:
         found["rates"] = _rates(losses)
     return found
@@ -72,9 +74,28 @@ def _retrained(losses: dict[Row, float], *, other) -> str:
         found = [over(losses, row, other=other) for row in rows]
         seeds = sorted({len(one.values) for one in found if one})
         about = [layers.value, "" if layers is Layers.NONE else start.value, recipe.value]
-        lines.append([*about, "-".join(map(str, seeds)), *map(_cell, found)])
+        lines.append([*about, "-".join(map(str, seeds)), *_cells(found)])
     head = ["converted", "", "retrained on", "seeds", *(f"{share:g} %" for share in (0, *shares))]
     return table(" | ".join(head), lines)
+
+
+def _pairs(losses: dict[Row, float]) -> str:
+    """Over the control: the plain start less the refitted one, and other recipes less the original's predictions."""
+    shares, pairs, lines = figures.shares(losses), {}, []
+    for layers in (Layers.LAST, Layers.CHOSEN, Layers.ALL):
+        of = lambda start, recipe, layers=layers: Row(0, layers, start, recipe)
+        for recipe in (Recipe.TEXT, Recipe.TEACHER, Recipe.BOTH):
+            words = layers.value, "plain less refitted", recipe.value
+            pairs[words] = of(Start.PLAIN, recipe), of(Start.REFITTED, recipe)
+        for recipe in (Recipe.TEXT, Recipe.BOTH):
+            for start in Start:
+                words = layers.value, f"{recipe.value} less predictions", f"{start.value} start"
+                pairs[words] = of(start, recipe), of(start, Recipe.TEACHER)
+    for words, pair in pairs.items():
+        at = [[dataclasses.replace(row, share=share) for row in pair] for share in shares]
+        if any(found := [figures.between(losses, *both) for both in at]):
+            lines.append([*words, *_cells(found)])
+    return table(" | ".join(["converted", "difference", "with", *(f"{share:g} %" for share in shares)]), lines)
 
 
 def _rates(losses: dict[Row, float]) -> str:
@@ -91,5 +112,8 @@ def _rates(losses: dict[Row, float]) -> str:
     return table(" | ".join(head), lines)
 
 
-def _cell(spread: Spread | None) -> str:
-    return "-" if spread is None else spread.as_text("{:+.3f}")
+def _cells(spreads: list[Spread | None]) -> list[str]:
+    """A row's; a mean that cannot be compared with the others', as it is of fewer seeds, says so."""
+    most = max(len(one.values) for one in spreads if one)
+    text = lambda one: one.as_text("{:+.3f}") + (f" (of {len(one.values)})" if len(one.values) < most else "")
+    return ["-" if one is None else text(one) for one in spreads]
