@@ -213,49 +213,64 @@ def test_the_lock_is_a_regular_file(tmp_path):
 
 # Modules are imported once and the process forks, before jax and tensorstore have threads: a life is 0.3 s, not 5.
 LIVES = """
-import json, os, random, signal, sys, time, traceback
+import json, os, random, shutil, signal, sys, time, traceback
 from ladder_jax import checkpoint, cli
 from ladder_jax.pretrained import staging
 from ladder_jax.pretrained.convert import command
 source, place, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
-arguments = ["convert", source, place, "--ladder-layers", "2"]
+said = place + ".said"
 
-def life(wait, signum=signal.SIGKILL):
+def convert():
+    return cli.main(["convert", source, place, "--ladder-layers", "2"])
+
+def verify():
+    saved = checkpoint.open_checkpoint(place)
+    assert checkpoint.verify(saved.path) == [] and saved.config.model.ladder_layers == "2"
+    return 0
+
+def life(run, wait=None, signum=signal.SIGKILL):
     began, child = time.monotonic(), os.fork()
     if not child:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(1, 2)
-        os._exit(cli.main(arguments))
+        status = 1
+        try:
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+            os.dup2(1, 2)
+            status = run()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
     while wait is not None and time.monotonic() < began + wait:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            return 0, time.monotonic() - began
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status), time.monotonic() - began
         time.sleep(0.001)
     if wait is not None:
         os.kill(child, signum)
-    return os.waitpid(child, 0)[1], time.monotonic() - began
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), time.monotonic() - began
 
-import shutil
 moments, seen = random.Random(0), []
-status, whole = life(None)
-assert status == 0, status
-digests = sorted(checkpoint.open_checkpoint(place).path.joinpath("params", "d").iterdir())
+status, whole = life(convert)
+assert status == 0, open(said).read()
 hidden = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.converting")
 while sum(died for died, _, _ in seen) < kills:
     shutil.rmtree(place, ignore_errors=True)
-    status, took = life(moments.uniform(0.2, 1.1) * whole)
+    status, took = life(convert, moments.uniform(0.2, 1.1) * whole)
     whole = whole if status else took  # the first one compiled, and a machine is not always as slow
-    died, half = status == signal.SIGKILL, os.path.isdir(hidden) and bool(os.listdir(hidden))
-    if os.path.exists(place):
-        saved = checkpoint.open_checkpoint(place)
-        assert checkpoint.verify(saved.path) == [] and saved.config.model.ladder_layers == "2"
+    assert status in (0, -signal.SIGKILL), open(said).read()
+    died, half = status == -signal.SIGKILL, os.path.isdir(hidden) and bool(os.listdir(hidden))
+    assert not os.path.exists(place) or life(verify)[0] == 0, open(said).read()
     seen.append((died, half, os.path.exists(place)))
 shutil.rmtree(place, ignore_errors=True)
-assert life(None)[0] == 0 and not os.path.exists(hidden)
+assert life(convert)[0] == 0 and not os.path.exists(hidden)
 for _ in range(kills):
     shutil.rmtree(place, ignore_errors=True)
-    status, took = life(moments.uniform(0.2, 0.9) * whole, signal.SIGTERM)
+    status, took = life(convert, moments.uniform(0.2, 0.9) * whole, signal.SIGTERM)
     whole = whole if status else took
+    assert status in (0, -signal.SIGTERM, 128 + signal.SIGTERM), open(said).read()
+    assert "Traceback" not in open(said).read(), open(said).read()
     assert not os.path.exists(hidden), [path for path, _, _ in os.walk(hidden)]
+os.remove(said)
 print(json.dumps(seen))
 """
 

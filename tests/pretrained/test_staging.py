@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import signal
+import time
 
 import pytest
 
@@ -132,3 +133,30 @@ def test_sigterm_at_any_moment(moment, resumes, when, tmp_path, monkeypatch):
         assert set(files) <= {staging.LOCK}
         write()
         assert [path.name for path in destination.parent.iterdir()] == ["out"]
+
+
+def test_sigterm_within_compiled_code(tmp_path):
+    """There another error takes the place of what SIGTERM raises, as SystemError in `np.fromfile`."""
+    with pytest.raises(Stopped, match="out' was not written"), staging.staged(tmp_path / "out"):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as received:
+            assert not isinstance(received, Exception)  # which many a library catches
+            raise SystemError("returned a result with an exception set") from received
+    assert not any(tmp_path.iterdir())
+
+
+def test_sigterm_within_a_callback(tmp_path, capsys):
+    """What is raised there is ignored, as in jax's callback of the garbage collector: it is raised again."""
+
+    class Closed:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped, match="out' was not written"), staging.staged(tmp_path / "out"):
+        Closed()
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+        pytest.fail("SIGTERM was ignored")
+    assert not any(tmp_path.iterdir()) and capsys.readouterr().err == ""
