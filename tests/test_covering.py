@@ -13,8 +13,8 @@ ARRAYS = {
     "forward": (test_numerics.FORWARD, (cases.TOPOLOGIES, (1, 2, 4, 8), Loop), [SECOND_THIRD]),
     "gradients": (
         test_numerics.GRADIENTS,
-        (cases.TOPOLOGIES, [test_numerics.ONE_DEVICE, *test_numerics.MESHES], Loop, Remat),
-        [*THREE, FIRST_FOURTH],
+        (cases.TOPOLOGIES, test_numerics.MESHES, Loop, Remat),
+        [*THREE, THIRD_FOURTH],
     ),
     "gradients that communicate": (
         test_numerics.GRADIENTS,
@@ -23,7 +23,12 @@ ARRAYS = {
     ),
     "sharded": (
         test_meshes.CASES,
-        (test_meshes.CHOSEN, test_meshes.MESHES, test_meshes.DEPARTURES),  # of these, the loop and recomputations
+        (["ladder"], test_meshes.MESHES, test_meshes.DEPARTURES),
+        [FIRST_SECOND, FIRST_THIRD],
+    ),
+    "sharded, where ranks differ": (
+        test_meshes.CASES,
+        (["ladder-fresh"], test_meshes.SPLIT, test_meshes.DEPARTURES),
         [FIRST_SECOND, FIRST_THIRD],
     ),
     "summed": (

@@ -19,7 +19,7 @@ from ladder_jax.train.gradients import task_gradients
 from tests import cases, covering, rounding
 
 LENGTH, COMMON = 64, 7  # rows so short that attention costs little
-ROWS, FEWER = 256, 64  # 16,384 positions, and 4,096 where `make test` has others of 16,384
+ROWS, FEWER = 256, 64  # 16,384 positions, and 4,096 in `make test`
 LORA = LoraConfig(rank=6, alpha=16.0)  # 8 / 3 is no bfloat16
 SMALL = dict(num_layers=2, num_heads=4, num_kv_heads=2, dtype=Dtype.BFLOAT16, residual_dtype=Dtype.BFLOAT16)
 MODELS = {
@@ -44,9 +44,8 @@ CASES = {
 WHOLE = "data x tensor", "sequence parallel", "fsdp x tensor"
 SMALLER = "one device", "accumulate"
 SIZED = [
-    *((case, ROWS) for case in WHOLE),
-    *((case, FEWER) for case in SMALLER),
-    *(pytest.param(case, ROWS, marks=pytest.mark.full) for case in CASES if case not in WHOLE),
+    *((case, FEWER) for case in (*WHOLE, *SMALLER)),
+    *(pytest.param(case, ROWS, marks=pytest.mark.full) for case in CASES),
 ]
 
 

@@ -26,7 +26,7 @@ GRADIENTS = covering.marked(
         # Programs that communicate are counted, too: of each recurrence, with every recomputation.
         *covering.array(cases.RECURRENCES, MESHES, Loop, Remat, pairs=[(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]),
         *covering.array(cases.RECURRENCES, [ONE_DEVICE], Loop, [Remat.NONE], pairs=[(1, 2)]),
-        *covering.array(cases.OTHERS, [ONE_DEVICE, *MESHES], Loop, Remat, pairs=[(0, 1), (0, 2), (0, 3), (1, 2)]),
+        *covering.array(cases.OTHERS, MESHES, Loop, Remat, pairs=[(0, 1), (0, 2), (1, 2), (2, 3)], even=[3]),
     ],
 )
 
@@ -70,7 +70,12 @@ def test_gradients(name, mesh, loop, remat):
         communication.check(text, name=name, loop=loop, directions=(LAUNCH, ENTER))
 
 
-@pytest.mark.parametrize("name", cases.DEPEND_ON_RANKS)
+EMULATED = "ladder-fresh", "desync-3"  # in `make test`: all ranks' sums a step late, and none for two steps
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in EMULATED else pytest.mark.full) for n in cases.DEPEND_ON_RANKS]
+)
 def test_one_device_emulates_the_ranks(name):
     definition = cases.define(name, tensor=1, ranks=4)
     limit = cases.bound(definition.config)
