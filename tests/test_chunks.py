@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,10 @@ def test_the_splash_kernel_of_a_traced_start_lowers_for_tpus():
 
 LENGTHS = np.array([1, 4, 10, 7], np.int32)
 MESHES = [(1, 1), (1, 4), (1, 8), (2, 4)]  # over 8 ranks, two share each of the 4 key/value heads
-CASES = covering.rows(cases.TOPOLOGIES, MESHES, Loop, pairs=[(1, 2)], even=[1])
+CASES = covering.marked(
+    itertools.product(cases.TOPOLOGIES, MESHES, Loop),
+    chosen=covering.array(cases.RECURRENCES, MESHES, Loop, pairs=[(1, 2)], even=[1]),
+)
 
 
 @pytest.mark.parametrize("name, mesh, loop", CASES)

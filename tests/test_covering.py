@@ -38,7 +38,7 @@ ARRAYS = {
     ),
     "decode": (test_decode.CASES, (cases.TOPOLOGIES, test_decode.MESHES, Loop), [SECOND_THIRD]),
     "decode of each recurrence": (test_decode.CASES, (cases.RECURRENCES, test_decode.SHARDED, Loop), [FIRST_THIRD]),
-    "chunks": (test_chunks.CASES, (cases.TOPOLOGIES, test_chunks.MESHES, Loop), [SECOND_THIRD]),
+    "chunks": (test_chunks.CASES, (cases.RECURRENCES, test_chunks.MESHES, Loop), [SECOND_THIRD]),
 }
 
 

@@ -149,7 +149,9 @@ def stepped(definition, params, *, loop, quantize=INT8):
     return np.stack(found)
 
 
-@pytest.mark.parametrize("name", cases.TOPOLOGIES)
+@pytest.mark.parametrize(
+    "name", [*cases.RECURRENCES, *(pytest.param(name, marks=pytest.mark.full) for name in cases.OTHERS)]
+)
 def test_every_topology_computes_with_the_numbers_as_they_are(name):
     """Against the reference on the dense matrices that the whole numbers stand for."""
     loop = list(Loop)[list(cases.TOPOLOGIES).index(name) % 2]

@@ -27,6 +27,11 @@ from tests.serve.conftest import Process, ask
 
 TEXT = "the"
 NEW = dict(max_new_tokens=16, temperature=1.5, seed=1)
+QUICK = "llama-2", "qwen3"  # in `make test`; every family's logits are compared in test_in.py
+NAMED = [
+    *(pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in models.FAMILIES),
+    "small.gguf",
+]
 WORDS = ["--prompt", TEXT, "--max-new-tokens", "16", "--temperature", "1.5", "--seed", "1"]
 
 
@@ -57,7 +62,7 @@ def mistake(capsys, *words):
     return said
 
 
-@pytest.mark.parametrize("name", [*models.FAMILIES, "small.gguf"])
+@pytest.mark.parametrize("name", NAMED)
 def test_text_without_converting_first(name, files, tmp_path, capsys):
     """One command and three lines of Python give what the converted checkpoint gives, and below it the tokens."""
     text = printed(capsys, "generate", files / name, *WORDS)
