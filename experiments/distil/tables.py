@@ -72,9 +72,9 @@ def _retrained(losses: dict[Row, float], *, other) -> str:
             continue
         rows = [Row(0, layers, start), *(Row(0, layers, start, recipe, share) for share in shares)]
         found = [over(losses, row, other=other) for row in rows]
-        seeds = sorted({len(one.values) for one in found if one})
+        seeds = {len(one.values) for one in found if one}
         about = [layers.value, "" if layers is Layers.NONE else start.value, recipe.value]
-        lines.append([*about, "-".join(map(str, seeds)), *_cells(found)])
+        lines.append([*about, "-".join(map(str, sorted({min(seeds), max(seeds)}))), *_cells(found)])
     head = ["converted", "", "retrained on", "seeds", *(f"{share:g} %" for share in (0, *shares))]
     return table(" | ".join(head), lines)
 
