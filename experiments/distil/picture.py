@@ -11,7 +11,7 @@ DASHES = {Recipe.TEACHER: "-", Recipe.BOTH: "--", Recipe.TEXT: ":"}
 def plot(results: dict, *, file: str) -> None:
     """A panel for each choice of layers. Lines: means over the seeds; bands: from the least seed to the greatest.
 
-    Shares that fewer seeds have are open circles; those of one seed of several are left out.
+    Shares that fewer seeds have are open circles; those of one seed of several stand apart, as crosses.
     """
     plt, losses = pyplot.load(), figures.measured(results)
     shares, kinds = figures.shares(losses), figures.kinds(losses)
@@ -25,9 +25,11 @@ def plot(results: dict, *, file: str) -> None:
             rows = [Row(0, layers, start), *(Row(0, layers, start, recipe, share) for share in shares)]
             points = [(x, over) for x, row in zip((nothing, *shares), rows) if (over := figures.over(losses, row))]
             most = max(len(over.values) for _, over in points)
+            shown.update(x for x, _ in points[1:])
+            single = [(x, over.mean) for x, over in points if len(over.values) < min(2, most)]
+            axis.plot(*(zip(*single) if single else ([], [])), "x", ms=5, color=COLOURS[start])
             points = [(x, over) for x, over in points if len(over.values) >= min(2, most)]
             places, spreads = zip(*points)
-            shown.update(places[1:])
             style = dict(color=COLOURS[start], ls=DASHES[recipe], label=f"{start.value}, {recipe.value}")
             means = [spread.mean for spread in spreads]
             axis.plot(places, means, marker="o", ms=3.5, lw=1.6, **style)
