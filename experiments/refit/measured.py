@@ -111,7 +111,7 @@ class Study:
 
     def _output(self, row: Row, run: Pass, layer: int, index: int, *, original: Pass | None) -> Mapping[Key, Stored]:
         """original: after the sublayer."""
-        goals, key = None, fit.output_key(layer, fit.SUBLAYERS[index])
+        goals, key = None, fit.output_key(layer, fit.SUBLAYERS[index], model=run.source.model)
         if original is not None:
             pairs = zip(original.streams, run.streams, strict=True)
             goals = [after.newest_first[0] - before.newest_first[0] for after, before in pairs]

@@ -58,6 +58,11 @@ def stacks(config: ModelConfig) -> dict[str, range]:
     return {**({DENSE: range(dense)} if dense else {}), LAYERS: range(dense, config.num_layers)}
 
 
+def stack_of(config: ModelConfig, layer: int) -> tuple[str, int]:
+    """The stack that holds the model's layer `layer`, and the layer's place in it."""
+    return next((name, layer - of.start) for name, of in stacks(config).items() if layer in of)
+
+
 def residual_writer(config: ModelConfig) -> Normal:
     """For the matrices that write to the residual stream: smaller the more of them there are, as in the paper."""
     return Normal(0.02 / math.sqrt(2 * config.num_layers))

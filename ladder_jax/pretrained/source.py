@@ -17,7 +17,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.errors import UserError
 from ladder_jax.nn import model_def, parameter
-from ladder_jax.nn.parameter import stacks
+from ladder_jax.nn.parameter import stack_of, stacks
 from ladder_jax.pretrained import tokenizer_files
 
 EMPTY: Mapping[str, Any] = types.MappingProxyType({})
@@ -34,6 +34,12 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
+
+    @classmethod
+    def of_layer(cls, layer: int, array: str, *, model: ModelConfig) -> "Key":
+        """Of the model's layer `layer`, counted over all stacks: `array` is "attention/query", say."""
+        stack, place = stack_of(model, layer)
+        return cls(f"{stack}/{array}", place)
 
     def layers(self, model: ModelConfig) -> range:
         """Which layers of the model the array's stack holds: of the stack's first one the number is not always 0."""

@@ -21,6 +21,7 @@ from ladder_jax.cli import main
 from ladder_jax.cli.verbs import convert as convert_verb
 from ladder_jax.config import Biases
 from ladder_jax.errors import RunFailed, UserError
+from ladder_jax.nn.parameter import STACKS
 from ladder_jax.pretrained import sensitivity
 from ladder_jax.pretrained.convert import calibrated
 from ladder_jax.pretrained.convert import command as convert_command
@@ -67,7 +68,7 @@ def as_source(params, model) -> Source:
     arrays = {}
     for name, stack in traverse_util.flatten_dict(params, sep="/").items():
         one = lambda array: Stored(array.shape, array.dtype, lambda: array)
-        if name.startswith("layers/"):
+        if name.partition("/")[0] in STACKS:
             arrays |= {Key(name, layer): one(array) for layer, array in enumerate(stack)}
         else:
             arrays[Key(name)] = one(stack[: model.vocab_size] if name.endswith("table") else stack)

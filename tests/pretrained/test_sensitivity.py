@@ -61,7 +61,7 @@ def test_losses_of_any_subset_are_the_references(residual, kind, number, ranks, 
     told = dict(kind=kind, number=number, ranks=ranks or 1)
     for chosen in ((), (0, 2), (1, 2, 3), (0, 1, 2, 3)):
         assert probed.loss(chosen) == pytest.approx(expected(params, chosen, **told), rel=2e-5)
-    assert programs.programs(probed._definition).advance._cache_size() == 1
+    assert programs.programs(probed._definition).advance["layers"]._cache_size() == 1
 
 
 def test_prefixes_are_shared_and_the_choices_are_the_best(source):

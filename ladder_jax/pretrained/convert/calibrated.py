@@ -89,8 +89,10 @@ def tokenizer_of(source: Source) -> tokenizers.Tokenizer:
 
 
 def _standard_and(converted: Source, *, source: Source) -> Source:
-    """A source with the layers of `source`, and after them those of `converted`."""
-    count = source.model.num_layers
-    model = dataclasses.replace(source.model, num_layers=2 * count)
-    later = {Key(key.name, key.layer + count): a for key, a in converted.arrays.items() if key.layer is not None}
-    return dataclasses.replace(source, model=model, arrays={**source.arrays, **later})
+    """A source with the layers of `source`, and after them in each stack those of `converted`."""
+    model = source.model
+    after = lambda key: Key(key.name, key.layer + len(key.layers(model)))
+    later = {after(key): array for key, array in converted.arrays.items() if key.layer is not None}
+    moe = model.moe and dataclasses.replace(model.moe, dense_layers=2 * model.moe.dense_layers)
+    twice = dataclasses.replace(model, num_layers=2 * model.num_layers, moe=moe)
+    return dataclasses.replace(source, model=twice, arrays={**source.arrays, **later})

@@ -7,7 +7,6 @@ import pathlib
 
 from ladder_jax.config import Dtype, ModelConfig
 from ladder_jax.errors import UserError, member
-from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained.formats import with_ladder_layers
 from ladder_jax.pretrained.refit import FittedProjections, Refit
 from ladder_jax.pretrained.sensitivity import Search, Text, parse_text
@@ -60,8 +59,6 @@ class Request:
 def parse(args: dict, model: ModelConfig) -> Request:
     """The request of a command line. model: the source's. Raises UserError for options that exclude each other."""
     layers, choose = args["ladder_layers"], None
-    if args["calibration"] and len(stacks(model)) > 1:
-        raise UserError("--calibration measures and refits layers that are all alike: not with model.moe.dense_layers")
     if layers is not None and layers.startswith(AUTO):
         choose = _count(layers, model)
     elif args["search"]:
@@ -113,7 +110,7 @@ def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | Non
 
 def _projections(model: ModelConfig, *, tokens: int, given: What | None) -> FittedProjections:
     """What to fit on so many tokens; `given` if there is one, with a notice where that may lose."""
-    features = max(model.num_heads * model.head_dim, 0 if model.moe else model.d_ff)
+    features = max(model.num_heads * model.head_dim, model.d_ff if model.has_mlp else 0)
     enough = TOKENS_A_FEATURE * features
     if given is What.BOTH and tokens < enough:
         logging.getLogger(__name__).warning(

@@ -12,7 +12,6 @@ import numpy as np
 from ladder_jax import nn, parallel
 from ladder_jax.config import ModelConfig, parse_residual, to_dict
 from ladder_jax.errors import UserError
-from ladder_jax.nn.parameter import stacks
 from ladder_jax.pretrained.refit.kept import Kept
 from ladder_jax.pretrained.refit.least_squares import OutputStatistics, Statistics, folded
 from ladder_jax.pretrained.refit.passes import Pass
@@ -100,8 +99,6 @@ def refit(
     ladder's, or a mesh that does not suit, and RunFailed where the activations are not finite.
     """
     check_rows(rows, model=model)
-    if len(stacks(model)) > 1:
-        raise UserError(f"a refit is for layers that are all alike; {source.path!r} has model.moe.dense_layers")
     if source.model.residual != "standard":
         raise UserError(f"a refit starts from a standard model; {source.path!r} is {source.model.residual}")
     if model.residual != "standard" and not parse_residual(model.residual).is_ladder:
@@ -117,7 +114,7 @@ def refit(
         for index in (0, 1):
             if passes.late(layer, index):
                 fits.append(_fit_inputs(passes, layer, index, ridge=settings.ridge, kept=kept))
-                if both and output_key(layer, SUBLAYERS[index]) in source.arrays:
+                if both and output_key(layer, SUBLAYERS[index], model=model) in source.arrays:
                     fits.append(_fit_output(passes, layer, index, ridge=settings.ridge, kept=kept))
             passes.advance(layer, index)
             on_sublayer()
@@ -145,20 +142,20 @@ def _fit_inputs(passes: Pass, layer: int, index: int, *, ridge: float, kept: Kep
         arrays, matrices = refitted_arrays(source, statistics, layer=layer, sublayer=name, ridge=ridge)
         return arrays, {"before": statistics.share_missing(), "after": statistics.share_missing(matrices)}
 
-    keys = [Key(f"layers/{name}_norm/scale", layer), *readers(source, layer, name)]
+    keys = [gain_key(layer, name, model=source.model), *readers(source, layer, name)]
     return _replaced(passes, layer, name, keys, compute, kept=kept)
 
 
 def _fit_output(passes: Pass, layer: int, index: int, *, ridge: float, kept: Kept) -> Fit:
     """Behind the sublayer's fitted inputs."""
-    key = output_key(layer, SUBLAYERS[index])
+    key = output_key(layer, SUBLAYERS[index], model=passes.source.model)
 
     def compute():
         statistics = passes.output_statistics(layer, index)
         array, change = refitted_output(passes.source.arrays[key].read(), statistics, ridge=ridge)
         return {key: array}, {"before": statistics.share_missing(), "after": statistics.share_missing(change)}
 
-    return _replaced(passes, layer, key.name.removeprefix("layers/"), [key], compute, kept=kept)
+    return _replaced(passes, layer, key.name.partition("/")[2], [key], compute, kept=kept)
 
 
 def _replaced(
@@ -174,13 +171,18 @@ def _replaced(
     return Fit(layer, name, **found[1])
 
 
-def output_key(layer: int, sublayer: str) -> Key:
-    return Key(f"layers/{sublayer}/{WRITERS[sublayer]}", layer)
+def gain_key(layer: int, sublayer: str, *, model: ModelConfig) -> Key:
+    return Key.of_layer(layer, f"{sublayer}_norm/scale", model=model)
+
+
+def output_key(layer: int, sublayer: str, *, model: ModelConfig) -> Key:
+    return Key.of_layer(layer, f"{sublayer}/{WRITERS[sublayer]}", model=model)
 
 
 def readers(source: Source, layer: int, sublayer: str) -> dict[Key, int]:
     """The arrays of `source` that read the sublayer's input, each with the dimension that READERS has."""
-    keys = {Key(f"layers/{sublayer}/{name}", layer): axis for name, axis in READERS[sublayer].items()}
+    of = lambda name: Key.of_layer(layer, f"{sublayer}/{name}", model=source.model)
+    keys = {of(name): axis for name, axis in READERS[sublayer].items()}
     return {key: axis for key, axis in keys.items() if key in source.arrays}
 
 
@@ -203,9 +205,9 @@ def refitted_arrays(
     source: Source, statistics: Statistics, *, layer: int, sublayer: str, ridge: float
 ) -> tuple[dict[Key, np.ndarray], list[np.ndarray]]:
     """A sublayer's fitted projections and its gain of ones, in the source's dtypes; and M, of each rank's input."""
-    gain_key = Key(f"layers/{sublayer}_norm/scale", layer)
-    gain, solved = source.arrays[gain_key].read(), {}
-    arrays = {gain_key: np.ones_like(gain)}
+    key_of_gain = gain_key(layer, sublayer, model=source.model)
+    gain, solved = source.arrays[key_of_gain].read(), {}
+    arrays = {key_of_gain: np.ones_like(gain)}
     for key, axis in readers(source, layer, sublayer).items():
         weight = source.arrays[key].read()
         # Where several ranks share a key/value head, they share its fit.

@@ -10,9 +10,10 @@ import numpy as np
 from flax import traverse_util
 
 from ladder_jax import nn, residual
+from ladder_jax.nn.parameter import stack_of
 from ladder_jax.pretrained.load import reader
 from ladder_jax.pretrained.refit.least_squares import OutputStatistics, Statistics
-from ladder_jax.pretrained.refit.programs import programs
+from ladder_jax.pretrained.refit.programs import Programs, programs
 from ladder_jax.pretrained.source import Key, Source, Stored
 
 ROWS = 4  # rows per batch, at most
@@ -56,7 +57,7 @@ class Pass:
     def advance(self, layer: int, sublayer: int, *, original: bool = False) -> None:
         """All batches through one sublayer. original: as the standard model computes it, from `original`'s arrays."""
         params, delay = self.params(layer, original=original), 0 if original else self._delays[layer, sublayer]
-        run = self._programs.advance[sublayer]
+        run = self._of_stack(layer).advance[sublayer]
         self.streams = [
             jax.device_get(run(params, self._place(streams, self._programs.dims), jnp.int32(delay)))
             for streams in self.streams
@@ -79,19 +80,23 @@ class Pass:
         """
         total, delay, dims = OutputStatistics(), jnp.int32(self._delays[layer, sublayer]), self._programs.dims
         if goals is None:
-            output, params = self._programs.output[sublayer], self.params(layer, original=True)
+            output, params = self._of_stack(layer).output[sublayer], self.params(layer, original=True)
             goals = [jax.device_get(output(params, self._place(x, dims), jnp.int32(0))) for x in self.streams]
-        run, params = self._programs.output_statistics[sublayer], self.params(layer)
+        run, params = self._of_stack(layer).output_statistics[sublayer], self.params(layer)
         for streams, goal, (_, weights) in zip(self.streams, goals, self.batches, strict=True):
             arguments = self._place((streams, goal), (dims, "BTD"))
             total.add(*jax.device_get(run(params, *arguments, delay, self._place(weights, "B"))))
         return total
 
+    def _of_stack(self, layer: int) -> Programs:
+        return programs(self.definition, stack_of(self.definition.config, layer)[0])
+
     def _layer(self, layer: int, original: bool):
         source = dataclasses.replace(self.original, model=self.source.model) if original else self.source
-        names = [key.name for key in source.arrays if key.layer == layer]
-        arrays = reader(source, self.definition)([Key(name, layer) for name in names])
-        flat = {name.removeprefix("layers/"): array for name, array in zip(names, arrays, strict=True)}
+        stack, place = stack_of(source.model, layer)
+        keys = [key for key in source.arrays if key.layer == place and key.name.startswith(f"{stack}/")]
+        arrays = reader(source, self.definition)(keys)
+        flat = {key.name.removeprefix(f"{stack}/"): array for key, array in zip(keys, arrays, strict=True)}
         return traverse_util.unflatten_dict(flat, sep="/")
 
 

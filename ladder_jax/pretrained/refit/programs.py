@@ -12,6 +12,7 @@ from jax import lax
 from ladder_jax import nn, residual
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.modules import normalise
+from ladder_jax.nn.parameter import LAYERS
 from ladder_jax.parallel import all_gather, all_reduce, on_mesh, over_ranks, pvary, rank
 from ladder_jax.parallel.collectives import ranks
 from ladder_jax.pretrained.sensitivity.programs import Streams, delayed_step, delays_of
@@ -23,7 +24,7 @@ class Programs:
     """The compiled programs of a model, on a mesh whose axes are data and tensor.
 
     begin(embedding's params, tokens [B, T]) -> Streams before the first sublayer
-    advance[0], advance[1]: (layer's params, streams, delay) -> Streams after its attention, its MLP
+    advance[0], advance[1]: (params of a layer of the stack, streams, delay) -> Streams after its attention, its MLP
     statistics(streams, target [B, T, D], delay, rows [B]) -> float32 (products, energy, missing)
     output[0], output[1]: (layer's params, streams, delay) -> the output of its attention, its MLP, [B, T, D]
     output_statistics[0], [1]: (layer's params, streams, goal [B, T, D], delay, rows [B]) -> as `statistics`
@@ -70,7 +71,8 @@ class ReadOutput:
 
 
 @functools.cache
-def programs(definition: nn.ModelDef) -> Programs:
+def programs(definition: nn.ModelDef, stack: str = LAYERS) -> Programs:
+    """stack: the one that holds the layers (nn.parameter.STACKS)."""
     config, axes, layout = definition.config, definition.layout.tensor, definition.layout
     dtype, fresh = jnp.dtype(config.dtype.value), any(residual.of_model(config).fresh)
     depth = 1 + max(delays_of(config))
@@ -86,8 +88,8 @@ def programs(definition: nn.ModelDef) -> Programs:
 
     def advance(sublayer, params, streams, delay):
         context = layer_context(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
-        step = delayed_step(config, sublayer, delay)
-        layer = definition.bind("layers", params)
+        step = delayed_step(config, sublayer, delay, stack=stack)
+        layer = definition.bind(stack, params)
         after, _ = layer.advance(streams, None, steps=(step,), context=context)
         return after if fresh else dataclasses.replace(after, partial=streams.partial)
 
@@ -112,7 +114,7 @@ def programs(definition: nn.ModelDef) -> Programs:
 
     def read(sublayer, params, streams, delay):
         context = layer_context(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
-        layer, steps = definition.bind("layers", params), (ReadOutput((sublayer,)),)
+        layer, steps = definition.bind(stack, params), (ReadOutput((sublayer,)),)
         hidden, partial = layer.advance(Entering(late_input(streams, delay)), None, steps=steps, context=context)[0]
         return hidden, all_reduce(partial.astype(jnp.float32), axes)
 
@@ -131,7 +133,7 @@ def programs(definition: nn.ModelDef) -> Programs:
 
     # Each rank has its own partial sum. It is declared as one array whose last dimension is split over the ranks.
     streams = Streams(("BTD",) * depth, "BTF")
-    layer = jax.tree.map(lambda dims: dims.removeprefix("L"), definition.dims["layers"])
+    layer = jax.tree.map(lambda dims: dims.removeprefix("L"), definition.dims[stack])
 
     def compiled(local, in_dims, out_dims):
         dims = dict(in_dims=in_dims, out_dims=out_dims)

@@ -1,5 +1,6 @@
 """Measure the loss with each layer converted alone, and choose the layers to convert: by that loss, or greedily."""
 
+import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
 
@@ -7,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax import nn
-from ladder_jax.pretrained.sensitivity.programs import delays_of, programs
+from ladder_jax import nn, residual
+from ladder_jax.nn.parameter import stacks
+from ladder_jax.pretrained.sensitivity.programs import programs
 from ladder_jax.pretrained.sensitivity.result import Result, Subset
 
 ROWS = 4  # rows per batch, at most
@@ -24,14 +26,13 @@ class Search(enum.Enum):
 class Probe:
     """Computes the loss of `definition`'s model with any subset of its layers converted.
 
-    params: their layers [L, ...]; or [2L, ...], the layers as standard ones, then as converted ones (refitted, say).
+    params: of each stack the layers [L, ...]; or [2L, ...], those as standard ones, then as converted ones (refitted).
     rows: tokens [n, T + 1] of the calibration text. on_loss: called after each loss.
     """
 
     def __init__(self, definition: nn.ModelDef, params: nn.Params, rows: np.ndarray, *, on_loss: Callable[[], None]):
         self._definition, self.num_layers = definition, definition.config.num_layers
-        self._delays = np.array(delays_of(definition.config), np.int32)
-        self._converted = jax.tree.leaves(params["layers"])[0].shape[0] - self.num_layers  # the first converted entry
+        self._stacks = stacks(definition.config)
         self._programs, self._params, self._on_loss = programs(definition), params, on_loss
         place = lambda a: jax.device_put(a, definition.layout.sharding("BT"))
         self._batches = [(place(part[:, :-1]), place(part[:, 1:])) for part in np.split(rows, _batches(rows))]
@@ -59,12 +60,22 @@ class Probe:
         return {layer: total / self._predicted for layer, total in totals.items()}
 
     def _advance(self, streams, chosen: Iterable[int], start: int, stop: int):
-        delays = np.zeros((self.num_layers, 2), np.int32)
-        entries, layers = np.arange(self.num_layers, dtype=np.int32), sorted(chosen)
-        delays[layers] = self._delays
-        entries[layers] += self._converted
-        where = (jnp.asarray(delays), jnp.asarray(entries), jnp.int32(start), jnp.int32(stop))
-        return self._programs.advance(self._params["layers"], streams, *where)
+        delays, converted = self._delays(chosen), np.isin(np.arange(self.num_layers), list(chosen))
+        for stack, of in self._stacks.items():
+            params, first, last = self._params[stack], max(start, of.start) - of.start, min(stop, of.stop) - of.start
+            if first >= last:
+                continue
+            apart = jax.tree.leaves(params)[0].shape[0] - len(of)  # of a layer's converted entry from its standard one
+            entries = np.arange(len(of), dtype=np.int32) + apart * converted[of.start : of.stop]
+            where = (delays[of.start : of.stop], entries.astype(np.int32), np.int32(first), np.int32(last))
+            streams = self._programs.advance[stack](params, streams, *map(jnp.asarray, where))
+        return streams
+
+    def _delays(self, chosen: Iterable[int]) -> np.ndarray:
+        """Of the model whose layers `chosen` are converted, [L, 2], in sublayers."""
+        layers = ",".join(map(str, sorted(chosen)))
+        hybrid = dataclasses.replace(self._definition.config, ladder_layers=f"{layers}," if layers else "0")
+        return np.array(residual.of_model(hybrid).delays, np.int32).reshape(-1, 2)
 
 
 def count(rows: np.ndarray, *, num_layers: int, choose: int, search: Search) -> int:

@@ -7,7 +7,7 @@ layers: subsets that agree in their first layers share the result of those.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import jax
@@ -17,6 +17,7 @@ from jax import lax
 from ladder_jax import nn, residual
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn.layer import layer_context
+from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.parallel import all_reduce, on_mesh, over_ranks, pvary
 from ladder_jax.residual.farskip import ROUTED, SHARED
 
@@ -63,23 +64,23 @@ class DelayedStep:
         return Streams((newest, before, *state.newest_first[1:])[:depth], partial)
 
 
-def delayed_step(config: ModelConfig, sublayer: int, delay: jax.Array) -> DelayedStep:
-    """The step of a layer's attention (0) or of its MLP or experts (1)."""
+def delayed_step(config: ModelConfig, sublayer: int, delay: jax.Array, *, stack: str) -> DelayedStep:
+    """The step of a layer's attention (0) or of its MLP or experts (1). stack: which holds the layer."""
     topology = residual.of_model(config)
-    early = (SHARED,) if topology.farskip and sublayer == ROUTED else ()
+    early = (SHARED,) if topology.farskip and sublayer == ROUTED and stack == LAYERS else ()
     return DelayedStep((sublayer,), delay, any(topology.fresh), early)
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
     """begin(params, tokens [B, T]) -> Streams before the first layer
-    advance(params, streams, delays [L, 2], entries [L], start, stop) -> Streams after the layers `start` to `stop` - 1;
-        layer n has the parameters params[entries[n]]
+    advance[stack](params, streams, delays [L, 2], entries [L], start, stop) -> Streams after the stack's layers `start`
+        to `stop` - 1; layer n has the parameters params[entries[n]]
     loss(params, streams, targets [B, T]) -> the summed loss in nats, from the Streams after the last layer
     """
 
     begin: Callable
-    advance: Callable
+    advance: Mapping[str, Callable]
     loss: Callable
 
 
@@ -99,7 +100,7 @@ def programs(definition: nn.ModelDef) -> Programs:
         x = x.astype(config.residual_dtype.value)
         return Streams((x,) * depth, pvary(jnp.zeros(x.shape, dtype), (*layout.batch, *axes)))
 
-    def advance(params, streams, delays, entries, start, stop):
+    def advance(stack, params, streams, delays, entries, start, stop):
         length = streams.partial.shape[1]
         context = layer_context(config, length, axes=axes, kernel=definition.kernel)
 
@@ -107,8 +108,8 @@ def programs(definition: nn.ModelDef) -> Programs:
             params_of_layer = jax.tree.map(
                 lambda a: lax.dynamic_index_in_dim(a, entries[index], keepdims=False), params
             )
-            steps = tuple(delayed_step(config, sublayer, delays[index, sublayer]) for sublayer in (0, 1))
-            return definition.bind("layers", params_of_layer).advance(streams, None, steps=steps, context=context)[0]
+            steps = tuple(delayed_step(config, sublayer, delays[index, sublayer], stack=stack) for sublayer in (0, 1))
+            return definition.bind(stack, params_of_layer).advance(streams, None, steps=steps, context=context)[0]
 
         return lax.fori_loop(start, stop, layer, streams)
 
@@ -126,6 +127,11 @@ def programs(definition: nn.ModelDef) -> Programs:
 
     return Programs(
         compiled(begin, (definition.dims, "BT"), streams),
-        compiled(advance, (definition.dims["layers"], streams, "", "", "", ""), streams),
+        {
+            stack: compiled(
+                functools.partial(advance, stack), (definition.dims[stack], streams, "", "", "", ""), streams
+            )
+            for stack in stacks(config)
+        },
         compiled(loss, (definition.dims, streams, "BT"), ""),
     )
