@@ -2,11 +2,12 @@
 
     nice python -m experiments.side.memory [--only N]      # a minute a program; rows that were measured are kept
 
-One device of a v5p slice of eight, tensor 8: what it holds between steps, and what a step needs beside it. Nothing
-runs. Writes memory.json and the README's table.
+One device of a v5p slice, of an 8B model over eight and of T5-base's shape on one, as the paper measured: what it holds
+between steps, and what a step needs beside it. Nothing runs. Writes memory.json and the README's tables.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -14,17 +15,31 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).parent
-TARGET, TENSOR = "v5p:2x2x2", 8
-STEP = dict(batch=4, sequence=2048)
-MODEL = "llama-3-8b"
+TARGET = "v5p:2x2x2"
 WAYS = ("all weights", "upper half", "low rank 16", "side 1/8")
-CASES = [  # remat, how many of the last layers are ladder layers (all are one loop, quicker to compile), what trains
-    ("none", 16, "all weights"),
-    ("none", 16, "side 1/8"),
-    ("full", 32, "side 1/8"),
-    ("full", 32, "all weights"),
-    *((remat, layers, way) for remat, layers in (("none", 16), ("full", 32)) for way in ("low rank 16", "upper half")),
-    ("full", 16, "side 1/8"),
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """model: a preset, or the shape of one of our decoders with as many parameters. batch: rows of `sequence` tokens."""
+
+    model: str | dict
+    tensor: int
+    batch: int
+    sequence: int
+
+
+T5 = dict(num_layers=24, d_model=768, num_heads=12, num_kv_heads=12, d_ff=2048, vocab_size=32128, tie_embeddings=True)
+SETUPS = {"llama-3-8b": Setup("llama-3-8b", 8, 4, 2048), "t5-base": Setup(T5, 1, 100, 128)}  # batch: LST's
+CASES = [  # setup, remat, how many of the last layers are ladder layers (all: one loop, quick to compile), what trains
+    ("llama-3-8b", "none", 16, "all weights"),
+    ("llama-3-8b", "none", 16, "side 1/8"),
+    ("llama-3-8b", "full", 32, "side 1/8"),
+    ("llama-3-8b", "full", 32, "all weights"),
+    *(("llama-3-8b", "none", 16, way) for way in ("low rank 16", "upper half")),
+    *(("llama-3-8b", "full", 32, way) for way in ("low rank 16", "upper half")),
+    ("llama-3-8b", "full", 16, "side 1/8"),
+    *(("t5-base", remat, 24, way) for remat in ("none", "full") for way in WAYS),
 ]
 GIB = 2**30
 
@@ -38,37 +53,39 @@ def main() -> None:
 
     os.environ.update(targets.ENVIRONMENT)
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
-    measured = {(row["remat"], row["ladder_layers"], row["way"]) for row in rows}
+    measured = {(row["setup"], row["remat"], row["ladder_layers"], row["way"]) for row in rows}
     for case in CASES[: args.only]:
         if case not in measured:
             rows.append(measure(*case))
-            about = {"target": TARGET, "tensor": TENSOR, "model": MODEL, **STEP}
+            about = {"target": TARGET, "setups": {name: dataclasses.asdict(setup) for name, setup in SETUPS.items()}}
             args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
             print(rows[-1], flush=True)
     from experiments import readme
 
     if args.out.parent == HERE:
-        readme.write(HERE, {"memory": table(rows)})
+        readme.write(HERE, {f"memory-{setup}": table(rows, setup) for setup in SETUPS})
     sys.stdout.flush()
     os._exit(0)  # no normal exit: a compiler's threads may hang at the interpreter's end
 
 
-def measure(remat: str, ladder_layers: int, way: str) -> dict:
+def measure(setup: str, remat: str, ladder_layers: int, way: str) -> dict:
     import jax
 
     from ladder_jax import nn, schedule, train
-    from ladder_jax.config import LoraConfig, Remat, SideConfig, TrainConfig, preset
+    from ladder_jax.config import LoraConfig, ModelConfig, Remat, SideConfig, TrainConfig, preset
     from ladder_jax.parallel import make_mesh
     from ladder_jax.retrain import Retraining
     from ladder_jax.schedule import targets
 
-    mesh = make_mesh(tensor=TENSOR, devices=schedule.devices(targets.parse(TARGET)))
+    of = SETUPS[setup]
+    mesh = make_mesh(tensor=of.tensor, devices=schedule.devices(targets.parse(TARGET))[: of.tensor])
     side = SideConfig(int(way.partition("/")[2])) if way.startswith("side") else None
-    config = preset(MODEL, residual="ladder", ladder_layers=ladder_layers, side=side)
+    changes = dict(residual="ladder", ladder_layers=ladder_layers, side=side)
+    config = preset(of.model, **changes) if isinstance(of.model, str) else ModelConfig(**of.model, **changes)
     definition = nn.define(config, mesh=mesh)
     frozen = config.num_layers // 2 if way == "upper half" else 0
     plan = Retraining(definition, frozen, LoraConfig(rank=16) if way.startswith("low rank") else LoraConfig())
-    settings = dict(config=TrainConfig(**STEP, remat=Remat(remat)), task=plan)
+    settings = dict(config=TrainConfig(batch=of.batch, sequence=of.sequence, remat=Remat(remat)), task=plan)
     state = train.abstract_state(definition, **settings)
     batch = train.abstract_batch(definition, config=settings["config"])
     fixed = plan.frozen_abstract
@@ -76,6 +93,7 @@ def measure(remat: str, ladder_layers: int, way: str) -> dict:
     compiled = train.train_step(definition, **settings).compile(state, batch, fixed)
     sizes = compiled.memory_analysis()
     return {
+        "setup": setup,
         "remat": remat,
         "ladder_layers": ladder_layers,
         "way": way,
@@ -87,10 +105,11 @@ def measure(remat: str, ladder_layers: int, way: str) -> dict:
     }
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict], setup: str) -> str:
     lines = ["| remat | ladder layers | trains | parameters | held | beside | in all | |", "|" + "---|" * 8]
     total = lambda row: row["arguments_bytes"] + row["temporary_bytes"] + row["outputs_bytes"]
     shown = lambda row: (row["remat"] != "none", row["ladder_layers"], WAYS.index(row["way"]))
+    rows = [row for row in rows if row["setup"] == setup]
     for row in sorted(rows, key=shown):
         same = (one for one in rows if shown(one)[:2] == shown(row)[:2])
         whole = next((total(one) for one in same if one["way"] == WAYS[0]), None)
