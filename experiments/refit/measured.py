@@ -18,7 +18,7 @@ from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn.modules import normalise
 from ladder_jax.pretrained import Source
-from ladder_jax.pretrained.refit import fit
+from ladder_jax.pretrained.refit import projections
 from ladder_jax.pretrained.refit.fit import Fit, Pass
 from ladder_jax.pretrained.refit.least_squares import Statistics
 from ladder_jax.pretrained.source import Key, Stored
@@ -95,11 +95,11 @@ class Study:
         if row.way in (Way.ORIGINAL, Way.STREAM):
             original, _ = self._begin(model, rows=self._calibration(row))
         for layer in range(first, model.num_layers):
-            for index, name in enumerate(fit.SUBLAYERS):
+            for index, name in enumerate(projections.SUBLAYERS):
                 if fitted := run.late(layer, index) or row.layers == "0":
                     statistics = self._statistics(row, run, layer, index, original=original)
                     settings = dict(layer=layer, sublayer=name, ridge=row.ridge)
-                    arrays, matrices = fit.refitted_arrays(run.source, statistics, **settings)
+                    arrays, matrices = projections.refitted_arrays(run.source, statistics, **settings)
                     run.replace({key: Stored(a.shape, a.dtype, lambda a=a: a) for key, a in arrays.items()})
                     fits.append(Fit(layer, name, statistics.share_missing(), statistics.share_missing(matrices)))
                 if original is not None:
@@ -111,12 +111,12 @@ class Study:
 
     def _output(self, row: Row, run: Pass, layer: int, index: int, *, original: Pass | None) -> Mapping[Key, Stored]:
         """original: after the sublayer."""
-        goals, key = None, fit.output_key(layer, fit.SUBLAYERS[index], model=run.source.model)
+        goals, key = None, projections.output_key(layer, projections.SUBLAYERS[index], model=run.source.model)
         if original is not None:
             pairs = zip(original.streams, run.streams, strict=True)
             goals = [after.newest_first[0] - before.newest_first[0] for after, before in pairs]
         statistics = run.output_statistics(layer, index, goals=goals)
-        array, _ = fit.refitted_output(run.source.arrays[key].read(), statistics, ridge=row.ridge)
+        array, _ = projections.refitted_output(run.source.arrays[key].read(), statistics, ridge=row.ridge)
         return {key: Stored(array.shape, array.dtype, lambda: array)}
 
     def _statistics(self, row: Row, run: Pass, layer: int, index: int, *, original: Pass | None) -> Statistics:
@@ -132,7 +132,7 @@ class Study:
         model, fits = scored.definition.config, []
         run, first = self._begin(model, rows=self._calibration(row))
         for layer in range(first, model.num_layers):
-            for index, name in enumerate(fit.SUBLAYERS):
+            for index, name in enumerate(projections.SUBLAYERS):
                 if run.late(layer, index) or row.layers == "0":
                     left = ways.surrogate((run, scored), layer, index, way=row.way, ridge=row.ridge)
                     fits.append(Fit(layer, name, *left))

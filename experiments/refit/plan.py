@@ -102,5 +102,6 @@ def rows() -> list[Row]:
         *map(on_all, (plain(every), plain(delayed), long(every), long(delayed), long(sensitive))),
         *(change(half, tokens=tokens, ridge=ridge) for tokens, ridge in ((2048, 1e-2), (32_768, 1e-4), (2048, 1e-1))),
         *(change(every, seed=seed) for seed in (1, 2)),
+        *(row for one in (delayed, parallel) for row in (plain(change(one, layers="30")), change(one, layers="30"))),
         *(change(half, tokens=tokens) for tokens in (65_536, 131_072, 262_144)),
     ]

@@ -11,7 +11,7 @@ from flax import traverse_util
 from experiments.refit.plan import Way
 from ladder_jax import nn, parallel, pretrained, residual
 from ladder_jax.pretrained import Source
-from ladder_jax.pretrained.refit.fit import READERS
+from ladder_jax.pretrained.refit.projections import READERS
 from ladder_jax.pretrained.source import Stored
 
 RATE = 1e-4

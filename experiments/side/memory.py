@@ -21,7 +21,7 @@ WAYS = ("all weights", "upper half", "low rank 16", "side 1/8")
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """model: a preset, or the shape of one of our decoders with as many parameters. batch: rows of `sequence` tokens."""
+    """model: a preset, or the shape of a decoder of ours. batch: rows of `sequence` tokens."""
 
     model: str | dict
     tensor: int

@@ -165,7 +165,8 @@ class ModelConfig:
     residual_dtype: Dtype = Dtype.BFLOAT16
 
     def __repr__(self) -> str:
-        return shown(self, always=[name for name in SHAPE if self.has_mlp or name != "d_ff"])
+        has_mlp = self.moe is None or self.moe.dense_layers
+        return shown(self, always=[name for name in SHAPE if has_mlp or name != "d_ff"])
 
     def __post_init__(self):
         object.__setattr__(self, "ladder_layers", _as_text(self.ladder_layers))
@@ -194,11 +195,6 @@ class ModelConfig:
         self._check_experts(name)
         if self.side is not None:
             self.side.check(self)
-
-    @property
-    def has_mlp(self) -> bool:
-        """Whether some layer has an MLP of `d_ff`: with experts only the first, dense ones."""
-        return self.moe is None or self.moe.dense_layers > 0
 
     def _check_experts(self, name: ResidualName) -> None:
         needs = f"model.residual={self.residual!r} needs experts (model.moe); of a dense model it is 'ladder'"

@@ -26,7 +26,7 @@ from ladder_jax.pretrained import sensitivity
 from ladder_jax.pretrained.convert import calibrated
 from ladder_jax.pretrained.convert import command as convert_command
 from ladder_jax.pretrained.convert.request import parse
-from ladder_jax.pretrained.refit import FittedProjections, Refit, fit, refit
+from ladder_jax.pretrained.refit import FittedProjections, Refit, fit, projections, refit
 from ladder_jax.pretrained.refit.least_squares import Statistics, folded
 from ladder_jax.pretrained.refit.programs import programs
 from ladder_jax.pretrained.sensitivity import Text
@@ -220,10 +220,10 @@ def test_a_second_sweep_changes_nothing():
     source = refit(standard(), model=model, rows=TOKENS, mesh=mesh).source
     run = fit.Pass(nn.define(model, mesh=mesh), source, TOKENS)
     for layer in range(model.num_layers):
-        for index, name in enumerate(fit.SUBLAYERS):
+        for index, name in enumerate(projections.SUBLAYERS):
             if run.late(layer, index):
                 settings = dict(layer=layer, sublayer=name, ridge=Refit().ridge)
-                again, _ = fit.refitted_arrays(standard(), run.statistics(layer, index), **settings)
+                again, _ = projections.refitted_arrays(standard(), run.statistics(layer, index), **settings)
                 assert all((source.arrays[key].read() == array).all() for key, array in again.items())
             run.advance(layer, index)
 

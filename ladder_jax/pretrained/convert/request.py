@@ -110,7 +110,8 @@ def _refit(args: dict, *, model: ModelConfig, choose: int | None) -> Refit | Non
 
 def _projections(model: ModelConfig, *, tokens: int, given: What | None) -> FittedProjections:
     """What to fit on so many tokens; `given` if there is one, with a notice where that may lose."""
-    features = max(model.num_heads * model.head_dim, model.d_ff if model.has_mlp else 0)
+    has_mlp = model.moe is None or model.moe.dense_layers
+    features = max(model.num_heads * model.head_dim, model.d_ff if has_mlp else 0)
     enough = TOKENS_A_FEATURE * features
     if given is What.BOTH and tokens < enough:
         logging.getLogger(__name__).warning(

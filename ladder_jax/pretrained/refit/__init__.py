@@ -17,10 +17,9 @@ was gives of the whole input, it becomes W + X,
     X = argmin |h (W + X) - y|^2 + l |X|^2,  l = ridge * trace(h^T h) / M
 
 In reading order: least_squares.py, the statistics, M and X; programs.py and passes.py, the forward pass by sublayers;
-fit.py, the loop over sublayers; kept.py, the results of an interrupted run.
+projections.py, the arrays that are fitted; fit.py, the loop over sublayers; kept.py, the results of an interrupted run.
 """
 
-from ladder_jax.pretrained.refit.fit import SUBLAYERS as SUBLAYERS
 from ladder_jax.pretrained.refit.fit import Fit as Fit
 from ladder_jax.pretrained.refit.fit import FittedProjections as FittedProjections
 from ladder_jax.pretrained.refit.fit import Refit as Refit
@@ -28,3 +27,4 @@ from ladder_jax.pretrained.refit.fit import Refitted as Refitted
 from ladder_jax.pretrained.refit.fit import check_rows as check_rows
 from ladder_jax.pretrained.refit.fit import count as count
 from ladder_jax.pretrained.refit.fit import refit as refit
+from ladder_jax.pretrained.refit.projections import SUBLAYERS as SUBLAYERS
