@@ -46,6 +46,6 @@ def plot(results: dict, *, file: str) -> None:
         axis.grid(lw=0.4, color="#e6e6e6")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("nats a byte over the original, retrained likewise")
-    axes[0][0].legend(frameon=False, fontsize=8)
+    axes[0][0].legend(frameon=False, fontsize=8, handlelength=3)
     files.write_atomically(file, lambda path: figure.savefig(path, dpi=130))
     plt.close(figure)
