@@ -1,17 +1,21 @@
 """The figure: loss over the control against the share of pretraining's tokens, plain and refitted."""
 
+import math
+import statistics
+
 from experiments.distil import figures
 from experiments.distil.plan import Layers, Recipe, Row, Start
 from ladder_jax import files, pyplot
 
 COLOURS = {Start.PLAIN: "#e45756", Start.REFITTED: "#4c78a8"}
 DASHES = {Recipe.TEACHER: "-", Recipe.BOTH: "--", Recipe.TEXT: ":"}
+MARKERS = {Recipe.TEACHER: "o", Recipe.BOTH: "s", Recipe.TEXT: "^"}
 
 
 def plot(results: dict, *, file: str) -> None:
     """A panel for each choice of layers. Lines: means over the seeds; bands: from the least seed to the greatest.
 
-    Shares that fewer seeds have are open circles; those of one seed of several stand apart, as crosses.
+    Shares that fewer seeds have are open marks; those of one seed of several stand apart, as crosses.
     """
     plt, losses = pyplot.load(), figures.measured(results)
     shares, kinds = figures.shares(losses), figures.kinds(losses)
@@ -29,14 +33,13 @@ def plot(results: dict, *, file: str) -> None:
             single = [(x, over.mean) for x, over in points if len(over.values) < min(2, most)]
             axis.plot(*(zip(*single) if single else ([], [])), "x", ms=5, color=COLOURS[start])
             points = [(x, over) for x, over in points if len(over.values) >= min(2, most)]
-            places, spreads = zip(*points)
             style = dict(color=COLOURS[start], ls=DASHES[recipe], label=f"{start.value}, {recipe.value}")
-            means = [spread.mean for spread in spreads]
-            axis.plot(places, means, marker="o", ms=3.5, lw=1.6, **style)
-            fewer = [(x, mean) for x, mean, spread in zip(places, means, spreads) if len(spread.values) < most]
-            axis.plot(*(zip(*fewer) if fewer else ([], [])), "o", ms=4.5, mfc="white", color=COLOURS[start])
-            low, high = ([pick(spread.values) for spread in spreads] for pick in (min, max))
-            axis.fill_between(places, low, high, color=COLOURS[start], alpha=0.12, lw=0)
+            places, of = (nothing, *shares), dict(points)
+            at = lambda pick: [pick(of[x].values) if x in of else math.nan for x in places]  # a line breaks at a NaN
+            axis.plot(places, at(statistics.fmean), marker=MARKERS[recipe], ms=3.5, lw=1.6, **style)
+            fewer = [(x, spread.mean) for x, spread in points if len(spread.values) < most]
+            axis.plot(*(zip(*fewer) if fewer else ([], [])), MARKERS[recipe], ms=4.5, mfc="white", color=COLOURS[start])
+            axis.fill_between(places, at(min), at(max), color=COLOURS[start], alpha=0.12, lw=0)
         axis.set_xscale("log")
         axis.set_xticks([nothing, *sorted(shown)], ["0", *(f"{share:g} %" for share in sorted(shown))])
         axis.minorticks_off()
