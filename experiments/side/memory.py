@@ -2,8 +2,9 @@
 
     nice python -m experiments.side.memory [--only N]      # a minute a program; rows that were measured are kept
 
-One device of a v5p slice, of an 8B model over eight and of T5-base's shape on one, as the paper measured: what it holds
-between steps, and what a step needs beside it. Nothing runs. Writes memory.json and the README's tables.
+One device of a v5p slice: of an 8B model over eight devices, and of a model of T5-base's size on one, which is near the
+paper's setting. What it holds between steps, and what a step needs beside it. Nothing runs. Writes memory.json and the
+README's tables.
 """
 
 import argparse
@@ -21,7 +22,7 @@ WAYS = ("all weights", "upper half", "low rank 16", "side 1/8")
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """model: a preset, or the shape of a decoder of ours. batch: rows of `sequence` tokens."""
+    """model: a preset's name, or the settings of `model`. batch: rows of `sequence` tokens."""
 
     model: str | dict
     tensor: int
@@ -30,7 +31,7 @@ class Setup:
 
 
 T5 = dict(num_layers=24, d_model=768, num_heads=12, num_kv_heads=12, d_ff=2048, vocab_size=32128, tie_embeddings=True)
-SETUPS = {"llama-3-8b": Setup("llama-3-8b", 8, 4, 2048), "t5-base": Setup(T5, 1, 100, 128)}  # batch: LST's
+SETUPS = {"llama-3-8b": Setup("llama-3-8b", 8, 4, 2048), "t5-base": Setup(T5, 1, 100, 128)}  # LST's batch
 CASES = [  # setup, remat, how many of the last layers are ladder layers (all: one loop, quick to compile), what trains
     ("llama-3-8b", "none", 16, "all weights"),
     ("llama-3-8b", "none", 16, "side 1/8"),

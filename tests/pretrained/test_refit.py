@@ -21,7 +21,7 @@ from ladder_jax.cli import main
 from ladder_jax.cli.verbs import convert as convert_verb
 from ladder_jax.config import Biases
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.nn.parameter import STACKS
+from ladder_jax.nn.parameter import LAYERS, STACKS
 from ladder_jax.pretrained import sensitivity
 from ladder_jax.pretrained.convert import calibrated
 from ladder_jax.pretrained.convert import command as convert_command
@@ -245,7 +245,7 @@ def test_sums_over_many_batches_stay_within_the_bound():
     definition = nn.define(small_model("ladder"), mesh=parallel.make_mesh(tensor=2))
     chance, total, count = np.random.default_rng(0), Statistics.zero(32), 200
     streams = (5 + chance.standard_normal((2, count, 2, 16, 32))).astype(np.float32)
-    run = programs(definition).statistics
+    run = programs(definition, LAYERS).statistics
     for late, whole in zip(*streams):
         batch = Streams((whole, late), np.zeros_like(whole))
         total.add(*jax.device_get(run(batch, whole, jnp.int32(1), np.float32([1, 0]))))  # the second row is padding

@@ -10,7 +10,7 @@ import numpy as np
 from flax import traverse_util
 
 from ladder_jax import nn, residual
-from ladder_jax.nn.parameter import stack_of
+from ladder_jax.nn.parameter import LAYERS, stack_of
 from ladder_jax.pretrained.load import reader
 from ladder_jax.pretrained.refit.least_squares import OutputStatistics, Statistics
 from ladder_jax.pretrained.refit.programs import Programs, programs
@@ -29,7 +29,7 @@ class Pass:
     def __init__(self, definition: nn.ModelDef, source: Source, rows: np.ndarray):
         self.definition, self.original = definition, source
         self.source = dataclasses.replace(source, model=definition.config)
-        self._programs, layout = programs(definition), definition.layout
+        self._programs, layout = programs(definition, LAYERS), definition.layout
         self._delays = np.array(residual.of_model(definition.config).delays, np.int32).reshape(-1, 2)
         self._params = {of_original: functools.lru_cache(maxsize=1)(self._layer) for of_original in (False, True)}
         self._place = lambda tree, dims: jax.tree.map(lambda a, d: jax.device_put(a, layout.sharding(d)), tree, dims)

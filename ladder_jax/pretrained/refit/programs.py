@@ -12,7 +12,6 @@ from jax import lax
 from ladder_jax import nn, residual
 from ladder_jax.nn.layer import layer_context
 from ladder_jax.nn.modules import normalise
-from ladder_jax.nn.parameter import LAYERS
 from ladder_jax.parallel import all_gather, all_reduce, on_mesh, over_ranks, pvary, rank
 from ladder_jax.parallel.collectives import ranks
 from ladder_jax.pretrained.sensitivity.programs import Streams, delayed_step, delays_of
@@ -71,7 +70,7 @@ class ReadOutput:
 
 
 @functools.cache
-def programs(definition: nn.ModelDef, stack: str = LAYERS) -> Programs:
+def programs(definition: nn.ModelDef, stack: str) -> Programs:
     """stack: the one that holds the layers (nn.parameter.STACKS)."""
     config, axes, layout = definition.config, definition.layout.tensor, definition.layout
     dtype, fresh = jnp.dtype(config.dtype.value), any(residual.of_model(config).fresh)
