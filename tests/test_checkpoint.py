@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import math
 import os
 import shutil
 from types import SimpleNamespace
@@ -234,6 +235,13 @@ def test_what_is_kept():
     assert removed(best=1) == [10, 20, 30, 50, 60]  # of two equals the later
     assert removed(best=3) == [10, 30, 50]
     assert removed(last=99) == []
+    for diverged in (10, 20, 30, 40):  # wherever it stands among the others
+        losses = dict(zip((step for step in (10, 20, 30, 40) if step != diverged), (1.0, 2.0, 2.5)))
+        best = min(losses)
+        losses[diverged] = math.nan
+        assert set(losses) - set(removed(best=1)) == {best, 40}
+    losses = {10: math.nan, 20: math.nan}
+    assert removed(best=1) == [10]
     assert retention.parse("every=1000, best=2") == retention.Keep(last=1, every=1000, best=2)
     for words, message in (("lats=3", "did you mean 'last'"), ("last=0", "at least 1"), ("best=x", "whole number")):
         with pytest.raises(UserError, match=message):

@@ -1,6 +1,7 @@
 """Which checkpoints to keep: the last n, every m-th step, and the best by held-out loss."""
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Mapping
 
@@ -37,9 +38,10 @@ def parse(words: str) -> Keep:
 
 
 def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
-    """losses: the held-out loss of each step's checkpoint; None if it was not measured."""
+    """losses: the held-out loss of each step's checkpoint; None if it was not measured. One of NaN is never the best."""
     steps = sorted(losses)
-    by_loss = sorted((step for step in steps if losses[step] is not None), key=lambda step: (losses[step], -step))
+    measured = {step: loss for step, loss in losses.items() if loss is not None and not math.isnan(loss)}
+    by_loss = sorted(measured, key=lambda step: (measured[step], -step))
     kept = {*steps[-keep.last :], *by_loss[: keep.best]}
     return [step for step in steps if step not in kept and not (keep.every and step % keep.every == 0)]
 
