@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from ladder_jax.config import DataConfig, Format, TrainConfig
 from ladder_jax.data import dataset, examples
@@ -51,6 +52,20 @@ def test_completions_and_texts(byte_level):
     assert learnt[1:].all() and tokens[-1] == byte_level.stop_ids[0]
     tokens, learnt = render({"prompt": "é", "completion": "ü"}, tokenizer=tokenizers.load(None), where="f:1")
     assert bytes(tokens.tolist()).decode() == "éü" and learnt.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("example", [{"prompt": "the cat ", "completion": "sat"}, {"text": "the cat sat"}], ids=str)
+def test_a_text_ends_once(tmp_path, byte_level, example):
+    """Also where the tokenizer itself puts an end around a text; and the end is learnt."""
+    ending = made.byte_level()
+    ends = [(made.BEGIN, byte_level.begin_id), (made.END, byte_level.stop_ids[0])]
+    ending.post_processor = processors.TemplateProcessing(
+        single=f"{made.BEGIN} $A {made.END}", special_tokens=ends
+    )
+    with_end = tokenizers.load(made.folder(tmp_path / "t", made=ending))
+    ours, without = (render(example, tokenizer=one, where="f:1") for one in (with_end, byte_level))
+    assert with_end.encode("a")[-1] == with_end.stop_ids[0] != byte_level.encode("a")[-1]
+    assert [part.tolist() for part in ours] == [part.tolist() for part in without] and ours[1][-1]
 
 
 def lines(path, *objects):

@@ -37,10 +37,19 @@ def render(example: dict, *, tokenizer: Tokenizer, where: str) -> tuple[np.ndarr
                 raise UserError(f"{key!r} must be text, not {type(part).__name__}")
         text = "".join(parts)
         tokens, loss_mask = _tokens(text, [(len(text) - len(parts[-1]), len(text))], tokenizer, special=True)
-        end = np.array(tokenizer.stop_ids[:1], np.int32)
-        return np.concatenate([tokens, end]), np.concatenate([loss_mask, np.ones(len(end), bool)])
+        return _ended(tokens, loss_mask, tokenizer)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _ended(tokens: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """With the end-of-text token, to be learnt. Some tokenizers put one around a text by themselves."""
+    if not tokenizer.stop_ids:
+        return tokens, loss_mask
+    if not len(tokens) or tokens[-1] not in tokenizer.stop_ids:
+        tokens, loss_mask = np.append(tokens, np.int32(tokenizer.stop_ids[0])), np.append(loss_mask, True)
+    loss_mask[-1] = True
+    return tokens, loss_mask
 
 
 def _chat(messages: object, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
