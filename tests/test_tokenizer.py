@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Theirs
-from tokenizers import decoders
+from tokenizers import decoders, processors
 
 from ladder_jax.data import tokenizer
 from ladder_jax.errors import UserError
@@ -81,6 +81,17 @@ def test_truncation_and_padding_are_not_ours(tmp_path):
     made.enable_padding(length=9)
     ours = tokenizer.load(tokenizers.folder(tmp_path / "t", made=made))
     assert ours.decode(ours.encode("the rat sat on the cat")) == "the rat sat on the cat" and ours.encode("")[1:] == []
+
+
+def test_a_text_has_one_encoding(tmp_path):
+    """Dropout, which a tokenizer.json may keep from its training, would draw the merges anew at each call."""
+    folder = pathlib.Path(tokenizers.folder(tmp_path / "t"))
+    plain = tokenizer.load(folder).encode(TEXTS[0])
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["model"]["dropout"] = 1.0  # no merge at all
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    ours = tokenizer.load(folder)
+    assert ours.encode(TEXTS[0]) == ours.offsets(TEXTS[0], special=True)[0] == plain
 
 
 def test_several_stop_ids(tmp_path):
@@ -175,6 +186,15 @@ def word_piece():
     return made
 
 
+def begun_by(token):
+    """Of which every text begins with the token of that number."""
+    made = tokenizers.byte_level()
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{tokenizers.BEGIN} $A", special_tokens=[(tokenizers.BEGIN, token)]
+    )
+    return made
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -184,6 +204,10 @@ def word_piece():
         (lambda f: (f / "tokenizer_config.json").write_text("{"), "is not JSON"),
         (lambda f: (f / "generation_config.json").write_text("[]"), "must hold a JSON object"),
         (lambda f: word_piece().save(str(f / "tokenizer.json")), "decoder 'WordPiece' is not supported"),
+        (
+            lambda f: begun_by(70_000).save(str(f / "tokenizer.json")),
+            r"puts token 70000 around every text, .* \(allowed: 0 to 300\)",
+        ),
     ],
 )
 def test_files_that_are_wrong(tmp_path, damage, message):

@@ -32,6 +32,8 @@ class HuggingFace:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            if hasattr(self._tokenizer.model, "dropout"):  # BPE's, for training: it draws the merges at random
+                self._tokenizer.model.dropout = None
             described = json.loads(content)
         except Exception as error:  # `tokenizers` raises plain Exceptions
             raise UserError(f"{str(folder / MAIN)!r} is not a tokenizer: {error}") from None
@@ -40,6 +42,7 @@ class HuggingFace:
         self._config = _object(folder, "tokenizer_config.json")
         self._special = _special_tokens(_object(folder, "special_tokens_map.json") | self._config)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._check_around()
         self.stop_ids = self._stop_ids()
         named = self._special.get("bos_token")
         self.begin_id = None if named is None else self._tokenizer.token_to_id(named)
@@ -101,6 +104,14 @@ class HuggingFace:
         written = {index: piece for piece, index in vocabulary.items()} | {i: t.content for i, t in added.items()}
         special = {index for index, token in added.items() if token.special}
         return {index: self._pieces(piece) for index, piece in written.items() if index not in special}
+
+    def _check_around(self) -> None:
+        """`tokenizers` compares nothing that a post-processor inserts with the vocabulary."""
+        if outside := [token for token in self._ids("", special=True) if token >= self.vocab_size]:
+            raise UserError(
+                f"{str(self.folder / MAIN)!r} puts token {outside[0]} around every text, which is not in its"
+                f" vocabulary (allowed: 0 to {self.vocab_size - 1})"
+            )
 
     def _stop_ids(self) -> tuple[int, ...]:
         named = self._special.get("eos_token")
