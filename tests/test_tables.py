@@ -216,6 +216,19 @@ def test_the_hub(run_cli, pages, tmp_path):
     assert nothing.startswith(f"{where}: cannot be read: ")
 
 
+def test_the_hub_is_never_a_folder(run_cli, pages, tmp_path):
+    """Of the same name, below the current one."""
+    local = tmp_path / "someone" / "pages"
+    local.mkdir(parents=True)
+    with hub.served(pages) as (url, _):
+        there = dict(HF_ENDPOINT=url, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "hf"), HF_HUB_DISABLE_TELEMETRY="1")
+        for out, name in (("a", "train.csv"), ("b", "pages.py")):
+            (local / name).write_text("text\nnot the Hub's\n")
+            ask = ["tokenize", "hf://datasets/someone/pages", "--out", out, "--workers", "1"]
+            run_cli(*ask, cwd=tmp_path, check_status=0, **there)
+            assert texts_in(tmp_path / out) == [f"train {index} {row}" for index in range(3) for row in range(4)]
+
+
 def test_nothing_is_left_behind(run_cli, tmp_path):
     """No cache and no lock, at home or in the system's temporary folder."""
     for name in ("home", "temporary"):

@@ -115,7 +115,8 @@ def _open(table: str, *, features=None, columns: list[str] | None = None):
         parts = urllib.parse.urlsplit(table.removeprefix(HUB))
         query = dict(urllib.parse.parse_qsl(parts.query))
         name, _, commit = parts.path.partition("@")
-        where, split = dict(path=name, name=query.get("subset"), revision=commit), query["split"]
+        # By its name alone `datasets` would take a local folder, if there is one.
+        where, split = dict(path=HUB + name, name=query.get("subset"), revision=commit), query["split"]
     else:
         kind, settings = _builder(table)
         # A path with brackets would be a pattern, which matches nothing.
