@@ -1,5 +1,6 @@
 """The model as its user meets it: a Transformer with its tokenizer, from any model's name to text and back to files."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -15,7 +16,7 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh
 
 from ladder_jax import nn, parallel
-from ladder_jax.config import DecodeConfig, Loop, ModelConfig, Quantize, to_dict
+from ladder_jax.config import DecodeConfig, Dtype, Loop, ModelConfig, Quantize, to_dict
 from ladder_jax.config.fields import build
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.tokenizer import Tokenizer
@@ -135,29 +136,32 @@ def from_pretrained(
     residual: str | None = None,
     ladder_layers: str | int | Sequence[int] | None = None,
     ranks: int | None = None,
-    dtype: np.dtype | str | None = None,
+    dtype: Dtype | np.dtype | str | None = None,
 ) -> Transformer:
     """The model called `name` with its tokenizer: a checkpoint, a Hugging Face folder, a GGUF file, or
     `org/name[@revision]` of the Hub.
 
     mesh: by default as many tensor-parallel devices as it was trained on, if there are as many; else one.
     ladder_layers: convert these in memory: N (the last N), [i, j] or "all"; residual, ranks: to which kind (default
-    ladder), and for ladder-fresh, the ranks that it is for. dtype: of the parameters; None keeps the stored dtypes.
-    Decoding computes in the configuration's dtype in any case.
+    ladder), and for ladder-fresh, the ranks that it is for. dtype: "bfloat16" or "float32", of the parameters and of
+    compute; None keeps the stored dtypes, and computes in the configuration's.
 
     Arrays are read one at a time, each onto its shards. Raises UserError where there is no such model, for other
     formats, damaged files, and models that cannot be represented.
     """
+    dtype = None if dtype is None else member(Dtype, "dtype", dtype)
     opened = open_model(name, ladder_layers=ladder_layers, residual=residual, ranks=ranks)
     tokenizer = opened.tokenizer() if opened.has_tokenizer else None
     mesh = parallel.make_mesh(tensor=default_tensor(opened.config)) if mesh is None else mesh
     config = parallel.with_ranks(opened.config.model, tensor=mesh.shape["tensor"])
-    params = opened.params(nn.define(config, mesh=mesh), dtype=None if dtype is None else jnp.dtype(dtype))
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype, residual_dtype=dtype)
+    params = opened.params(nn.define(config, mesh=mesh), dtype=None if dtype is None else jnp.dtype(dtype.value))
     about = dict(tokenizer=tokenizer, decode=opened.config.decode, context=opened.context)
     return Transformer(config, mesh=mesh, params=params, **about)
 
 
-def load(path: str | os.PathLike, *, mesh: Mesh | None = None, dtype: np.dtype | str | None = None) -> Transformer:
+def load(path: str | os.PathLike, *, mesh: Mesh | None = None, dtype: Dtype | np.dtype | str | None = None) -> Transformer:
     """What `Transformer.save` or a run wrote; as `from_pretrained`, which never asks the Hub here."""
     if not pathlib.Path(path).expanduser().exists():
         raise UserError(f"there is no model at {str(path)!r}")

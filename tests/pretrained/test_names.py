@@ -6,6 +6,7 @@ import shutil
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,7 +16,7 @@ from ladder_jax import checkpoint, decode, nn, pretrained
 from ladder_jax.bench import request as benches
 from ladder_jax.bench import work
 from ladder_jax.cli import main
-from ladder_jax.config import Phase
+from ladder_jax.config import Dtype, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.overlap import request as overlaps
 from ladder_jax.plan import request as plans
@@ -102,6 +103,20 @@ def test_ladder_layers_in_memory(files, tmp_path, capsys):
     assert f"{str(converted)!r} is ladder" in mistake(
         capsys, "generate", converted, "--prompt", TEXT, "--ladder-layers", "1", "--residual", "ladder-2"
     )
+
+
+@pytest.mark.parametrize("name, dtype", [("llama-2", "bfloat16"), ("small.gguf", jnp.float32)], ids=str)
+def test_a_dtype_is_of_parameters_and_compute(name, dtype, files, tmp_path):
+    """As in transformers; of a model that computes in the other one, and of its checkpoint."""
+    stored = lj.from_pretrained(files / name)
+    stored.save(tmp_path / "saved")
+    for model in (lj.from_pretrained(files / name, dtype=dtype), lj.load(tmp_path / "saved", dtype=dtype)):
+        assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype(dtype)}
+        assert model.config.dtype is model.config.residual_dtype is Dtype(dtype) is not stored.config.dtype
+        assert model.generate(TEXT, **NEW)
+    assert lj.load(tmp_path / "saved").config == stored.config
+    with pytest.raises(UserError, match=r"unknown dtype 'float16'; did you mean .* \(allowed: bfloat16, float32\)"):
+        lj.from_pretrained(files / name, dtype="float16")
 
 
 def test_evaluate_and_the_models_of_other_commands(files, tmp_path, capsys):
