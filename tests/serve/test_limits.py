@@ -64,8 +64,10 @@ def test_a_client_that_leaves_frees_its_slot(engine, rounds, serving, stream):
     body = json.dumps({**LONG, "stream": stream}).encode()
     with serving(engine) as (service, url):
         before = engine.stats().finished["cancelled"]
-        with raw(url, body) as first, raw(url, body):
-            until(lambda: (engine.stats().running, engine.stats().queued) == (1, 1))
+        with raw(url, body) as first, contextlib.ExitStack() as second:
+            until(lambda: engine.stats().running == 1)
+            second.enter_context(raw(url, body))
+            until(lambda: engine.stats().queued == 1)
             if stream:
                 rounds.release()
                 answer = bytearray()
@@ -181,8 +183,8 @@ def test_a_key(engine, serving):
                 client.models.list()
 
 
-def test_bodies_that_are_too_large_or_too_slow(engine, serving):
-    with serving(engine, body_bytes=1000, body_seconds=0.3) as (_, url):
+def test_bodies_that_are_too_large(engine, serving):
+    with serving(engine, body_bytes=1000) as (_, url):
         for size in (1001, 3000, 10**6):
             status, _, answer = ask(url, body=b" " * size)
             assert status == 413 and answer["error"]["message"] == "the request's body may have 1000 bytes"
@@ -190,6 +192,11 @@ def test_bodies_that_are_too_large_or_too_slow(engine, serving):
         chunked = "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
         with raw(url, b"400\r\n" + b" " * 1024 + b"\r\n0\r\n\r\n", head=chunked) as sock:
             assert b" 413 " in sock.recv(4096).splitlines()[0]
+        assert not engine.busy
+
+
+def test_bodies_that_are_too_slow(engine, serving):
+    with serving(engine, body_seconds=0.3) as (_, url):
         with raw(url, b"{", head="Content-Type: application/json\r\nContent-Length: 9\r\n") as sock:
             assert b" 408 " in sock.recv(4096).splitlines()[0]
         with raw(url, b"{", head="Content-Type: application/json\r\nContent-Length: 9\r\n"):
