@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from ladder_jax.errors import unknown
 from ladder_jax.serve.refusal import MAX_CHARACTERS, Refusal
-from ladder_jax.serve.schema import Object
+from ladder_jax.serve.schema import GenerationBody, Object
 
 # OpenAI's other parameters, each with its values that have no effect. Null has no effect either.
 NEUTRAL = {
     "audio": (),
-    "best_of": (1,),
+    "best_of": (),  # and `n`: all that are made are then returned
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -36,17 +36,18 @@ NEUTRAL = {
 ACCEPTED = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 
 
-def check(body: Object) -> None:
+def check(body: GenerationBody) -> None:
     """Raises Refusal for the first parameter, at any depth, that is unknown or not supported."""
+    neutral_values = NEUTRAL | {"best_of": (body.n or 1,)}
     for path, name, value, allowed_names in _extras(body, ""):
-        if name in ACCEPTED or value is None and name in NEUTRAL:
+        if name in ACCEPTED or value is None and name in neutral_values:
             continue
-        if name not in NEUTRAL:
+        if name not in neutral_values:
             shortened = (path + name)[:MAX_CHARACTERS]  # finding the nearest match of a long name is slow
             message = str(unknown("parameter", shortened, allowed_names))
             raise Refusal(400, message, param=path + name, code="unknown_parameter")
-        if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
-            allowed = "".join(f", or {neutral!r}" for neutral in NEUTRAL[name])
+        if not any(_same(value, neutral) for neutral in neutral_values[name]):
+            allowed = "".join(f", or {neutral!r}" for neutral in neutral_values[name])
             message = f"{path + name} is not supported here: leave it out{allowed}"
             raise Refusal(400, message, param=path + name, code="unsupported_parameter")
 

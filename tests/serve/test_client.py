@@ -54,6 +54,7 @@ def test_several_prompts_and_answers(client, alone, prompt):
     """The k-th answer to a prompt has the seed + k."""
     answer = client.completions.create(**{**ASKED, "prompt": prompt, "n": 3})
     expected = [alone(one, **{**ALONE, "seed": 7 + k}) for one in ("a", "bé") for k in range(3)]
+    assert answer.choices == client.completions.create(**{**ASKED, "prompt": prompt, "n": 3, "best_of": 3}).choices
     assert [choice.index for choice in answer.choices] == list(range(6))
     assert [choice.text for choice in answer.choices] == [one.text for one in expected]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 240)
@@ -125,6 +126,8 @@ REFUSED = {
     "many": (dict(n=100, prompt=["a"] * 3), openai.BadRequestError, "3 prompts, 100 answers each, are not from 1 to"),
     "token": (dict(prompt=[256]), openai.BadRequestError, "the token 256, outside the model's vocabulary of 256"),
     "best_of": (dict(best_of=3), openai.BadRequestError, "best_of is not supported here: leave it out, or 1"),
+    "best of n": (dict(n=2, best_of=3), openai.BadRequestError, "best_of is not supported here: leave it out, or 2"),
+    "fewer than n": (dict(n=2, best_of=1), openai.BadRequestError, "best_of is not supported here: leave it out, or 2"),
     "true": (dict(best_of=True), openai.BadRequestError, "best_of is not supported here"),
     "logit_bias": (dict(logit_bias={"1": 3}), openai.BadRequestError, "logit_bias is not supported here"),
     "presence_penalty": (dict(presence_penalty=1), openai.BadRequestError, "presence_penalty is not supported here"),
