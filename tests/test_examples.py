@@ -59,9 +59,7 @@ def test_a_text_ends_once(tmp_path, byte_level, example):
     """Also where the tokenizer itself puts an end around a text; and the end is learnt."""
     ending = made.byte_level()
     ends = [(made.BEGIN, byte_level.begin_id), (made.END, byte_level.stop_ids[0])]
-    ending.post_processor = processors.TemplateProcessing(
-        single=f"{made.BEGIN} $A {made.END}", special_tokens=ends
-    )
+    ending.post_processor = processors.TemplateProcessing(single=f"{made.BEGIN} $A {made.END}", special_tokens=ends)
     with_end = tokenizers.load(made.folder(tmp_path / "t", made=ending))
     ours, without = (render(example, tokenizer=one, where="f:1") for one in (with_end, byte_level))
     assert with_end.encode("a")[-1] == with_end.stop_ids[0] != byte_level.encode("a")[-1]

@@ -161,7 +161,9 @@ def from_pretrained(
     return Transformer(config, mesh=mesh, params=params, **about)
 
 
-def load(path: str | os.PathLike, *, mesh: Mesh | None = None, dtype: Dtype | np.dtype | str | None = None) -> Transformer:
+def load(
+    path: str | os.PathLike, *, mesh: Mesh | None = None, dtype: Dtype | np.dtype | str | None = None
+) -> Transformer:
     """What `Transformer.save` or a run wrote; as `from_pretrained`, which never asks the Hub here."""
     if not pathlib.Path(path).expanduser().exists():
         raise UserError(f"there is no model at {str(path)!r}")
