@@ -1,8 +1,10 @@
 """Text and batches."""
 
 import pathlib
+import sys
 import sysconfig
 
+import grain
 import numpy as np
 import pytest
 
@@ -52,6 +54,21 @@ def test_batches_are_a_function_of_seed_and_step():
     expected = {tuple(content[s : s + 11].tolist()) for s in starts}
     assert {tuple(row.tolist()) for row in epoch} == expected
     assert not np.array_equal(dataset[20], dataset[0])
+
+
+def test_epochs_of_neighbouring_seeds_are_independent():
+    """Else a study over several epochs would repeat, with the next seed, all orders but one."""
+    rows = batches.Windows(np.arange(1001, dtype=np.int32), 10)
+    orders = {}
+    for seed in (3, 4, 5, 2**32 - 1, 0):
+        endless = batches.shuffled(rows, seed=seed)
+        assert len(endless) == sys.maxsize
+        for epoch in range(4):
+            order = tuple(int(endless[epoch * 100 + index][0]) // 10 for index in range(100))
+            assert sorted(order) == list(range(100))
+            assert orders.setdefault(order, (seed, epoch)) == (seed, epoch)
+        first = grain.MapDataset.source(rows).shuffle(seed)  # the order of runs of one epoch, on record
+        assert all(np.array_equal(endless[index], first[index]) for index in range(100))
 
 
 def test_held_out_text_is_the_end():

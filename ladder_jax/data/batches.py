@@ -5,6 +5,8 @@ A batch is a function of the seed and the step alone, so an iteration has no sta
 
 import contextlib
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -84,9 +86,32 @@ class Batches:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
 
 
+class Epochs:
+    """A grain data source without end: every row once an epoch, every epoch in an order of its own."""
+
+    def __init__(self, rows: Windows | PackedRows, *, seed: int):
+        self._rows, self._seed = grain.MapDataset.source(rows), seed
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index) -> np.ndarray | Batch:
+        epoch, place = divmod(int(index), len(self._rows))
+        return self._rows.shuffle(_epochs_seed(self._seed, epoch))[place]
+
+    def __repr__(self) -> str:
+        return f"Epochs(seed={self._seed})"
+
+
+@functools.lru_cache(maxsize=1024)
+def _epochs_seed(seed: int, epoch: int) -> int:
+    """Hashed: grain's own repetition adds the epoch, so that epoch 1 of a seed is epoch 0 of the next."""
+    return seed if epoch == 0 else int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+
+
 def shuffled(rows: Windows | PackedRows, *, seed: int) -> grain.MapDataset:
     """Every row once an epoch, every epoch in another order, without end."""
-    return grain.MapDataset.source(rows).shuffle(seed).repeat()
+    return grain.MapDataset.source(Epochs(rows, seed=seed))
 
 
 def repeated(rows: Windows | PackedRows) -> grain.MapDataset:
