@@ -148,6 +148,18 @@ def test_a_model_with_dense_layers_is_trained_further(taught):
     assert max(jax.tree.leaves(errors)) < limit, errors
 
 
+def test_a_teachers_routers_stay_float32():
+    """As the student's: what they choose must not differ. Its other matrices are in the compute dtype."""
+    definition = experts.define("farskip", "ungated", dtype="bfloat16")
+    params = cases.parameters(definition)
+    plan = Retraining(definition, distill=DistillConfig(START), teacher=original(definition))
+    trained, frozen = plan.split(cases.place(params, definition))
+    mine, its = trained["layers"]["mlp"], frozen["teacher"]["layers"]["mlp"]
+    for name in ("router", "router_bias"):
+        assert its[name].dtype == jnp.float32 and (its[name] == mine[name]).all(), name
+    assert {a.dtype for a in jax.tree.leaves((its["experts"], its["shared"]))} == {jnp.dtype("bfloat16")}
+
+
 ADAPTED = [
     ("ladder", "routed", dict(tensor=4), {}),
     pytest.param("farskip", "shared", dict(fsdp=2, tensor=2), {}, marks=FULL),

@@ -64,6 +64,11 @@ class MoEConfig:
         """How many experts are stored: a multiple of the ranks."""
         return -(-self.experts // ranks) * ranks
 
+    @property
+    def drops(self) -> bool:
+        """Whether `capacity` can drop a row: an expert takes fewer than all tokens."""
+        return self.capacity is not None and self.capacity * self.top_k < self.experts
+
     def slots(self, tokens: int) -> int:
         """How many rows of a group of `tokens` an expert takes, by `capacity`."""
         return min(tokens, math.ceil(self.capacity * tokens * self.top_k / self.experts))

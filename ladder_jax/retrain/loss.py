@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax import nn
-from ladder_jax.config import TrainConfig
+from ladder_jax.config import ModelConfig, TrainConfig
 from ladder_jax.data.batch import Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.divergence import divergence_sum
 from ladder_jax.nn.parameter import DENSE
-from ladder_jax.residual import Delayed, State
+from ladder_jax.residual import Delayed, State, Step
 from ladder_jax.retrain import lora, parts
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
 
@@ -92,7 +92,7 @@ def loss_sum(
     student = _PartedModel(forward(definition), params, dims, below, trainable, scheduled.get(nn.LADDER_FRACTION))
     boundaries = _boundaries(plan)
 
-    student_streams, teacher_streams, shared = {}, {}, _shared_layers(plan)
+    student_streams, teacher_streams, shared = {}, {}, shared_layers(plan)
     state = student.forward.embed(params, batch.tokens)
     state = routers.begin(state) if routers else state
     for first, last in zip(boundaries, boundaries[1:]):
@@ -169,22 +169,38 @@ def _with_factors(plan: RetrainPlan, trained: Params, frozen: Params) -> tuple[P
     return params, dims
 
 
-def _shared_layers(plan: RetrainPlan) -> int:
-    """How many of the lowest layers compute the same in teacher and student: frozen, and standard in both."""
-    if not plan.shares_weights or any(plan.teacher.topology.delays) or any(plan.teacher.topology.joint):
+def shared_layers(plan: RetrainPlan) -> int:
+    """How many of the lowest layers compute the same in teacher and student: frozen, standard in both, and alike."""
+    student, teacher = plan.definition, plan.teacher
+    if not plan.shares_weights or not _alike(student.config, teacher.config):
         return 0
-    pairs = zip(plan.definition.topology.layers, plan.teacher.topology.layers)
-    standard = [
-        all(isinstance(s, Delayed) and s.delay == 0 for s in mine) and len(mine) == len(its) for mine, its in pairs
-    ]
-    frozen = plan.definition.config.num_layers if plan.side else plan.frozen_layers
-    return min(frozen, [*standard, False].index(False))
+    if not all(map(_standard, teacher.topology.layers)):
+        return 0
+    frozen = student.config.num_layers if plan.side else plan.frozen_layers
+    return min(frozen, [*map(_standard, student.topology.layers), False].index(False))
+
+
+def _alike(student: ModelConfig, teacher: ModelConfig) -> bool:
+    """Whether layers of equal weights and equal steps compute the same. A teacher's experts drop no row."""
+    if student.moe is not None and student.moe.drops:
+        return False
+
+    def of_layers(config: ModelConfig) -> ModelConfig:
+        moe = config.moe and dataclasses.replace(config.moe, capacity=None)
+        return dataclasses.replace(config, moe=moe, side=None, residual="standard", ladder_layers=None, ranks=None)
+
+    return of_layers(student) == of_layers(teacher)
+
+
+def _standard(steps: tuple[Step, ...]) -> bool:
+    """Whether a layer's attention and MLP each read the whole stream before them."""
+    return len(steps) == 2 and all(isinstance(step, Delayed) and step.delay == 0 for step in steps)
 
 
 def _boundaries(plan: RetrainPlan) -> list[int]:
     """The layer numbers between which layers run as one block."""
     layers = plan.definition.config.num_layers
-    return sorted({0, plan.frozen_layers, _shared_layers(plan), layers, *compared_layers(plan)})
+    return sorted({0, plan.frozen_layers, shared_layers(plan), layers, *compared_layers(plan)})
 
 
 def _distance(student: jax.Array, teacher: jax.Array, weights: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig
 from ladder_jax.nn import ModelDef, Params, parameter
+from ladder_jax.parallel.mesh import ROUTER
 from ladder_jax.retrain import lora as factors
 from ladder_jax.retrain import parts
 
@@ -21,7 +22,7 @@ class RetrainPlan:
     distill.teacher=start its weights are those that training starts from, so frozen parts are stored once for both.
 
     Frozen parameters are {"model": parts, "teacher": parts} (see parts.py): the model's that no step changes, and the
-    teacher's that are not among them, its matrices in the compute dtype. Empty ones are left out.
+    teacher's that are not among them, its matrices but for the routers in the compute dtype. Empty ones are left out.
     """
 
     definition: ModelDef
@@ -91,7 +92,8 @@ class RetrainPlan:
         def copy_for_teacher(source):
             found = {name: self._parts(source)[name] for name in self._teacher_parts}
             dtype = jnp.dtype(self.definition.config.dtype.value)
-            cast = lambda a, dims: jnp.copy(a.astype(dtype) if parameter.is_matrix(dims) else a)
+            rounds = lambda dims: parameter.is_matrix(dims) and not dims.endswith(ROUTER)
+            cast = lambda a, dims: jnp.copy(a.astype(dtype) if rounds(dims) else a)
             return jax.tree.map(cast, found, self.frozen_dims["teacher"])
 
         source = params if teacher is None else teacher

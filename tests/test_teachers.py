@@ -1,0 +1,92 @@
+"""Which models may teach, and that a teacher computes what it computes by itself, whatever it shares with a student."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ladder_jax.config import START, DistillConfig, TrainConfig
+from ladder_jax.retrain import Retraining, loss
+from ladder_jax.train.gradients import task_gradients
+from tests import cases, experts, reference
+from tests.test_objective import TOKENS, TWO, compute, define, shape
+
+FROZEN = 1
+
+
+def with_model(definition, **changes):
+    return dataclasses.replace(definition, config=dataclasses.replace(definition.config, **changes))
+
+
+def as_standard(definition, **changes):
+    return with_model(definition, **{"residual": "standard", "ladder_layers": None, "ranks": None, **changes})
+
+
+def divergence(student, teacher):
+    """The mean of KL(teacher, student) over positions, of logits in float64."""
+    logp = lambda scores: scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    return float((jnp.exp(logp(teacher)) * (logp(teacher) - logp(student))).sum(-1).mean())
+
+
+def test_frozen_layers_of_a_teacher_that_communicates_less():
+    """Its ranks' streams differ between two all-reduces, also in the layers that the student has frozen."""
+    definition = define(tensor=2)
+    teacher = with_model(definition, residual="desync-2", ladder_layers=None, ranks=2)
+    params = cases.parameters(definition)
+    plan = Retraining(definition, FROZEN, distill=DistillConfig(START), teacher=teacher)
+    ((_, terms), _), _ = compute(plan, params)
+    of_teacher = dataclasses.replace(shape(definition, "desync"), number=2, ranks=2)
+    scores = [
+        reference.evaluate(reference.logits, params, TOKENS[:, :-1], of)
+        for of in (shape(definition, "ladder", (1,)), of_teacher)
+    ]
+    with jax.enable_x64(True):
+        expected = divergence(*scores)
+    assert cases.error(terms["divergence"], expected) < cases.bound(definition.config, passes=2)
+
+
+def test_frozen_layers_whose_experts_drop_rows():
+    """A student's experts drop rows in training, a teacher's none: the same as of a teacher with weights of its own."""
+    moe = dict(experts.KINDS["shared"], capacity=0.5)
+    definition = experts.define("hybrid-farskip", moe=moe, num_layers=2, tensor=2)
+    params = cases.place(cases.parameters(definition), definition)
+    found = []
+    for name in (START, "the same"):
+        plan = Retraining(definition, FROZEN, distill=DistillConfig(name), teacher=as_standard(definition))
+        trained, frozen = plan.split(params, teacher=None if name == START else params)
+        settings = TrainConfig(load_balance=0.0, router_z_loss=0.0)
+        (_, terms), _ = jax.jit(task_gradients(plan, config=settings))(trained, frozen, experts.tokens(), {})
+        assert float(jnp.sum(terms["dropped"])) > 0
+        found.append(float(terms["divergence"]))
+    assert cases.error(*found) < cases.bound(definition.config, passes=2)
+
+
+@pytest.mark.parametrize("changes, shared", [
+    ({}, FROZEN),
+    (dict(residual="desync-2"), 0),
+    (dict(residual="no-communication"), 0),
+    (dict(residual="parallel"), 0),
+    (dict(residual="ladder"), 0),
+    (dict(residual_dtype="bfloat16"), 0),
+    (dict(norm_eps=1e-6), 0),
+], ids=str)  # fmt: skip
+def test_what_a_teacher_inherits(changes, shared):
+    """The stream after frozen layers that are standard, and of one configuration, in both."""
+    definition = define()
+    plan = Retraining(definition, FROZEN, distill=DistillConfig(START), teacher=as_standard(definition, **changes))
+    assert loss.shared_layers(plan) == shared
+    named = dataclasses.replace(plan, distill=DistillConfig("the same"))
+    assert loss.shared_layers(named) == 0
+
+
+@pytest.mark.parametrize("capacity, shared", [(None, FROZEN), (2.5, 0), (3.0, FROZEN)])
+def test_what_a_teacher_with_experts_inherits(capacity, shared):
+    """Of two of six experts, three times the mean rows are all."""
+    moe = dict(experts.KINDS["shared"], capacity=capacity)
+    definition = experts.define("hybrid-farskip", moe=moe)
+    for of_teacher in (capacity, None):
+        kept = dataclasses.replace(definition.config.moe, capacity=of_teacher)
+        teacher = as_standard(definition, moe=kept)
+        plan = Retraining(definition, FROZEN, distill=DistillConfig(START), teacher=teacher)
+        assert loss.shared_layers(plan) == shared
