@@ -21,6 +21,7 @@ TOPOLOGIES = {
     "parallel-shared-norm": ("parallel-shared-norm", None, "parallel", 1, None),
     "parallel-ladder": ("parallel-ladder", None, "parallel-ladder", 1, None),
     "hybrid-ladder": ("ladder", "1,", "ladder", 1, (1,)),
+    "hybrid-ladder-2": ("ladder-2", "1", "ladder", 2, (2,)),
     "hybrid-farskip": ("farskip", "1", "farskip", 1, (2,)),
     "farskip-first": ("farskip", "0,", "farskip", 1, (0,)),
 }

@@ -22,14 +22,16 @@ NOT_RUN = {
     "train experiments/retrain/experts.yaml": "needs a pod: smaller, tests/test_expert_training.py",
     "bench --model llama": "needs an accelerator: of tiny, tests/test_bench.py",
     "calibrate ": "takes minutes: tests/test_calibrate.py",
-    "train tiny-moe ": "takes minutes: smaller, tests/test_expert_training.py",
     "doctor": "tests/test_cli.py",
 }
 SMALL = (
     "model.num_layers=2 model.d_model=32 model.d_ff=32 train.steps=2 train.batch=4 train.sequence=32 data.path=book.txt"
 )
+FEW = "train.steps=2 train.evaluation_batches=1 data.path=book.txt"  # of the shapes that the guide trains
 ADDED = {
     "train tiny --cpu-devices 8 ": SMALL,
+    "train tiny-moe --cpu-devices 4 mesh.tensor=4 model.residual": f"{FEW} run.name=farskip",
+    "train tiny-moe --cpu-devices 4 mesh.tensor=4 mesh.experts": f"{FEW} run.name=exchange",
     "generate runs/": "--max-new-tokens 4",
     "generate SmolLM2": "--max-new-tokens 4",
     "evaluate runs/book --text": "--window 64 --stride 32",

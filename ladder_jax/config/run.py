@@ -49,6 +49,11 @@ def check_fits_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
         f"model.num_kv_heads={kv} and mesh.tensor={ranks}: one must divide the other",
     )
     check(
+        mesh.fsdp == 1 or mesh.tensor == ranks,
+        f"model.ranks={ranks} on mesh.tensor={mesh.tensor} are emulated on one device, whose weights mesh.fsdp="
+        f"{mesh.fsdp} cannot split (allowed: mesh.tensor={ranks}, or mesh.data in place of mesh.fsdp)",
+    )
+    check(
         model.ranks is None or mesh.tensor in (1, model.ranks),
         f"this {model.residual} model is a function of model.ranks={model.ranks} ranks;"
         f" mesh.tensor={mesh.tensor} computes another one (allowed: 1, {model.ranks})",

@@ -47,7 +47,8 @@ def prefill(
 
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
-        x, caches = nn.hidden(definition, params, tokens, loop_form=loop, caches=caches, launch=launch, **split)
+        settings = dict(loop_form=loop, caches=caches, positions=nn.FullSequence(lengths), launch=launch)
+        x, caches = nn.hidden(definition, params, tokens, **settings, **split)
         return nn.logits(definition, params, sampling.pick_last(x, lengths))[:, 0], caches
 
     traits = definition.traits(phase=Phase.PREFILL, loop=loop, launch=launch, **split)

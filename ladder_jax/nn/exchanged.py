@@ -15,16 +15,24 @@ from ladder_jax.nn import quantized
 from ladder_jax.nn.experts import ExpertMLPs, MoE
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.nn.routing import Routing, measured
-from ladder_jax.parallel import exchange, ranks
+from ladder_jax.parallel import exchange, rank, ranks
 from ladder_jax.residual.exchange import RoutedExperts
 
 Norm = Callable[[jax.Array], jax.Array]  # of a normalised input: times the gain, in the compute dtype
 
 
 def sublayers(
-    moe: MoE, norm: Norm, *, axes: tuple[str, ...], on_routing: Callable[[Routing], None] | None
+    moe: MoE,
+    norm: Norm,
+    *,
+    axes: tuple[str, ...],
+    on_routing: Callable[[Routing], None] | None,
+    ends_B: jax.Array | None = None,
 ) -> tuple[RoutedExperts, Callable[..., jax.Array]]:
-    """(the routed experts, the shared one) of a layer, on one rank. on_routing: called with its tokens' statistics."""
+    """(the routed experts, the shared one) of a layer, on one rank.
+
+    on_routing: called with its tokens' statistics. ends_B: where the rows of all ranks end; padding takes no slot.
+    """
 
     def routed(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         with jax.named_scope("mlp"):  # though it is part of attention's step
@@ -32,7 +40,11 @@ def sublayers(
             logits, settings = moe.logits(x_ND), dict(experts=moe.experts.count * ranks(axes))
             settings |= dict(size=moe.moe.slots(len(x_ND)))
             choice, weights = moe.route(logits)
-            slots = exchange.slots(choice, **settings)
+            taken = choice
+            if ends_B is not None:
+                is_token = _own_positions(x_BTD, axes) < ends_B[:, None]
+                taken = jnp.where(is_token.reshape(-1, 1), choice, settings["experts"])
+            slots = exchange.slots(taken, **settings)
             if on_routing:
                 dropped = jnp.sum(~exchange.kept(slots, **settings), dtype=jnp.float32)
                 on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
@@ -40,6 +52,12 @@ def sublayers(
 
     compute = functools.partial(_compute, moe.experts)
     return RoutedExperts(routed, compute), lambda x_BTD, *tied: moe.shared(norm(x_BTD), *tied)
+
+
+def _own_positions(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """[1, T/ranks]: the positions of a split stream that this rank has."""
+    length = x_BTD.shape[1]
+    return (rank(axes) * length + jnp.arange(length))[None, :]
 
 
 def _compute(experts: ExpertMLPs, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda x: x) -> jax.Array:

@@ -119,7 +119,8 @@ class Layer(Module):
 
             on_routing = None if routing is None else of_layer.append
             gained = functools.partial(mlp_norm, dtype=context.dtype)
-            sublayers[1:] = exchanged.sublayers(self.mlp, gained, axes=context.axes, on_routing=on_routing)
+            settings = dict(axes=context.axes, on_routing=on_routing, ends_B=context.positions.ends)
+            sublayers[1:] = exchanged.sublayers(self.mlp, gained, **settings)
         for step in steps:
             scope = "attention" if step.sublayers == (0,) else "joint" if 0 in step.sublayers else "mlp"
             with jax.named_scope(scope):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,12 @@ class Cache:
 
 
 class Positions(Protocol):
-    """A block's positions, and attention at them."""
+    """A block's positions, and attention at them.
+
+    ends: int32 [B], where each row's tokens end and padding begins; None: nowhere, or where it does not matter.
+    """
+
+    ends: jax.Array | None
 
     def indices(self, length: int) -> jax.Array:
         """Those of a block of `length` tokens, [B, length] or, the same for all rows, [1, length]."""
@@ -44,6 +49,8 @@ class Positions(Protocol):
 class FullSequence:
     """Positions 0..T-1. Nothing precedes them, so a cache is written and not read; without one nothing is written."""
 
+    ends: jax.Array | None = None
+
     def indices(self, length):
         return jnp.arange(length)[None, :]
 
@@ -59,18 +66,24 @@ FULL_SEQUENCE = FullSequence()
 class Packed:
     """Rows of several documents, for training: each attends only to itself, and starts at position 0. No cache.
 
-    segments: [B, T] integers, equal within a document and different in adjacent documents.
+    segments: [B, T] integers; a document is a run of equal numbers, which may come again in a later one.
+    begins: [B, T] int32, where in the row each position's document begins, which tells it from all others.
     """
 
     segments: jax.Array
+    begins: jax.Array = dataclasses.field(init=False)
+    ends: ClassVar[None] = None
+
+    def __post_init__(self):
+        index = jnp.broadcast_to(jnp.arange(self.segments.shape[1])[None, :], self.segments.shape)
+        first = jnp.pad(self.segments[:, 1:] != self.segments[:, :-1], ((0, 0), (1, 0)))
+        object.__setattr__(self, "begins", jax.lax.cummax(jnp.where(first, index, 0), axis=1))
 
     def indices(self, length):
-        index = jnp.broadcast_to(jnp.arange(length)[None, :], self.segments.shape)
-        begins = jnp.pad(self.segments[:, 1:] != self.segments[:, :-1], ((0, 0), (1, 0)))
-        return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+        return jnp.arange(length)[None, :] - self.begins
 
     def attend(self, query, key, value, *, cache, kernel):
-        return kernels.causal(query, key, value, kernel=kernel, segments=self.segments), cache
+        return kernels.causal(query, key, value, kernel=kernel, segments=self.begins), cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +94,7 @@ class ChunkedPrefill:
     """
 
     start: jax.Array
+    ends: ClassVar[None] = None
 
     def indices(self, length):
         return self.start + jnp.arange(length)[None, :]
@@ -95,6 +109,7 @@ class DecodeStep:
     """One token a row (T is 1), at row b's position `lengths[b]`: [B] int32, how many positions the cache holds."""
 
     lengths: jax.Array
+    ends: ClassVar[None] = None
 
     def indices(self, length):
         return self.lengths[:, None]

@@ -45,7 +45,7 @@ def run_layers(
 
     def layer(kind):
         # Loop.SCAN, because this loop's own barriers keep a recomputation from being merged.
-        of_layer = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN)
+        of_layer = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN, axes=axes)
         return lambda state, whole: of_layer(state, whole, None)[0]
 
     unrolled = [(0, len(steps), 1)]

@@ -136,6 +136,9 @@ def _product_backward(spec: str, dtype: Any, residuals: tuple, gradient: jax.Arr
     (of_x, of_weight), out = spec.split("->")[0].split(","), spec.split("->")[1]
     x, weight, like = residuals
     of_input = jnp.einsum(f"{out},{of_weight}->{of_x}", gradient, weight).astype(x.dtype)
+    batch_first = "".join(sorted(out, key=lambda letter: not (letter in of_x and letter in of_weight)))
+    if batch_first != out:  # XLA for CPUs has no float32 sums of bfloat16 whose batch dimension comes later
+        out, gradient = batch_first, jnp.einsum(f"{out}->{batch_first}", gradient)
     summed = jnp.einsum(f"{of_x},{out}->{of_weight}", x, gradient, preferred_element_type=jnp.float32)
     return of_input, summed.astype(x.dtype).astype(like.dtype)
 

@@ -29,7 +29,9 @@ class SidePass:
             kernel=kernel(definition),
             positions=positions,
         )
-        self._block = rematerialised(self._compute, steps=(), remat=remat, loop=loop)
+        self._block = rematerialised(
+            self._compute, steps=(), remat=remat, loop=loop, axes=definition.layout.tensor
+        )
 
     def begin(self, params: Params, state: State) -> State:
         """The state before the first layer, with h_0."""

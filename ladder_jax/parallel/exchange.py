@@ -31,11 +31,15 @@ def by_expert(choice_R: jax.Array, *, experts: int) -> tuple[jax.Array, jax.Arra
 
 
 def slots(choice_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
-    """int32 [N, K]: the slot of each row among all experts' slots, expert x S + place; E S for a dropped one."""
+    """int32 [N, K]: the slot of each row among all experts' slots, expert x S + place; E S for a dropped one.
+
+    A row whose choice is E is of no expert, and takes no slot.
+    """
     flat = choice_NK.reshape(-1)
     _, place, counts = by_expert(flat, experts=experts)
-    within = place - jnp.take(jnp.cumsum(counts) - counts, flat)
-    return jnp.where(within < size, flat * size + within, experts * size).reshape(choice_NK.shape)
+    within = place - jnp.take(jnp.cumsum(counts) - counts, flat, mode="clip")
+    has_slot = (within < size) & (flat < experts)
+    return jnp.where(has_slot, flat * size + within, experts * size).reshape(choice_NK.shape)
 
 
 def kept(slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:

@@ -35,7 +35,7 @@ from ladder_jax.parallel import exchange
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, check_axes, pvary, ranks, varying
 from ladder_jax.residual.farskip import ROUTED, SHARED
 from ladder_jax.residual.layers import EXCHANGED
-from ladder_jax.residual.sequence import Normalise, Projections, gather, scatter
+from ladder_jax.residual.sequence import Normalise, Prepared, Projections, gather, prepared_by, scatter
 from ladder_jax.residual.steps import REDUCED, Delayed, State, add, barrier_backward, barrier_forward
 from ladder_jax.residual.topologies import Communication, Topology
 
@@ -78,12 +78,14 @@ class ExchangeStep:
     """A `Delayed` step of attention or of experts, where residual and sums are this rank's positions, [B, T/ranks, D].
 
     normalise: as in `SequenceParallelStep`.
+    prepares: what the step after it reads.
     shared_before: of attention, whether the experts before it leave the shared expert's partial sum, too.
     """
 
     step: Delayed
     normalise: Normalise
     moe: MoEConfig
+    prepares: Prepared = Prepared.NOTHING
     shared_before: bool = False
 
     def __call__(
@@ -100,7 +102,7 @@ class ExchangeStep:
         if arriving is not None and not step.delay:
             newest, arriving = collect(arriving, like=stream), None
         entered = state.entered
-        if not self._prepared(state):
+        if entered is None:
             read = (*sums, newest)[: step.pending_before - step.delay]
             entered = gather(self.normalise(add(stream, read)), axes, "")
 
@@ -112,7 +114,8 @@ class ExchangeStep:
                 newest = collect(arrived, like=stream)
             if step.pending_after:
                 stream, sums = self._added(stream, (*sums, newest) if step.pending_before else ())
-                following = self._fill(stream, sublayers, axes)
+                if self.prepares is not Prepared.NOTHING:
+                    following = self._fill(stream, sublayers, axes)
                 products, following = barrier_backward((products, following))
             return products
 
@@ -120,13 +123,13 @@ class ExchangeStep:
         if step.pending_after == 0:
             launched = (*sums, newest) if step.pending_before else ()
             return State(add(stream, (*launched, scatter(partial, axes))))
-        following = self._dispatch(following, axes, FOLLOWING)
+        following = following and self._dispatch(following, axes, FOLLOWING)
         partial, following, stream = barrier_both((partial, following, stream))
         return State(stream, sums, partial, entered=following)
 
     def _experts(self, state: State, sublayers: Sequence[Any], axes: tuple[str, ...]) -> State:
         step, stream, pending, following = self.step, state.residual, state.partial, None
-        entered = state.entered if self._prepared(state) else None
+        entered = state.entered
         if step.early:
             pending = pending + sublayers[SHARED](entered.shared)
         sums = (*state.sums, scatter(pending, axes, PREVIOUS)) if step.pending_before else ()
@@ -142,7 +145,8 @@ class ExchangeStep:
                 products, newest = barrier_forward((products, sums[-1]))
                 sums = (*sums[:-1], newest)
             stream, sums = self._added(stream, sums)
-            following = self.normalise(stream)
+            if self.prepares is not Prepared.NOTHING:
+                following = self.normalise(stream)
             products, following = barrier_backward((products, following))
             return products
 
@@ -160,7 +164,8 @@ class ExchangeStep:
         if step.pending_after == 0:
             arrived = combine(fresh, axes, "", shared_last=True)
             return State(add(stream, (*sums, collect(arrived, like=stream))))
-        following = gather(following, axes, FOLLOWING)
+        if following is not None:
+            following = gather(following, axes, FOLLOWING)
         fresh, following, stream = barrier_both((fresh, following, stream))
         return State(stream, sums, fresh, entered=following)
 
@@ -174,7 +179,7 @@ class ExchangeStep:
         if self.step.pending_before == 0:
             return state
         stream = state.residual
-        if state.entered is None:
+        if self.step.reads_added and state.entered is None:
             state = dataclasses.replace(state, entered=gather(self.normalise(stream), axes, ""))
         zero = lambda shape, dtype: pvary(jnp.zeros(shape, dtype), varying(stream) | frozenset(axes))
         sums = tuple(zero(stream.shape, dtype) if s is None else s for s in state.sums)
@@ -184,17 +189,14 @@ class ExchangeStep:
             experts, size = self.moe.padded(count), self.moe.slots(tokens)
             choices = zero((tokens, self.moe.top_k), jnp.float32)
             rows = zero((count * size, experts // count, stream.shape[2]), dtype)
-            shared = zero(state.entered.shape, dtype) if self.shared_before else None
+            whole = stream.shape[0], stream.shape[1] * count, stream.shape[2]
+            shared = zero(whole, dtype) if self.shared_before else None
             partial = Routed(rows, choices, choices, shared)
         return dataclasses.replace(state, sums=sums, partial=partial)
 
     @property
     def sublayers(self) -> tuple[int, ...]:
         return self.step.sublayers
-
-    def _prepared(self, state: State) -> bool:
-        """Whether the previous step has made this one's input, because the input leaves out everything pending."""
-        return self.step.delay == self.step.pending_before > 0 and state.entered is not None
 
     def _fill(self, stream: jax.Array, sublayers: Sequence[Any], axes: tuple[str, ...]) -> Routed:
         """Of the experts' input: this rank's tokens in buffers [E, S, D], and for the shared expert [B, T/ranks, D]."""
@@ -246,11 +248,12 @@ def layers(topology: Topology, *, normalise: Normalise, moe: MoEConfig) -> tuple
     """`topology.layers` with exchanged experts on a split stream. The topology is one that `check_exchange` allows."""
     if topology.communication is Communication.NONE:
         return tuple(tuple(SilentStep(s.sublayers, normalise, moe) for s in steps) for steps in topology.layers)
-    result, before = [], None
+    result, before, prepared = [], None, prepared_by(topology.layers)
     for attention, experts in topology.layers:
         leaves = bool(moe.shared_width and experts.pending_after and not experts.early)
-        of_attention = ExchangeStep(attention, normalise, moe, leaves if before is None else before)
-        result.append((of_attention, ExchangeStep(experts, normalise, moe)))
+        shared_before = leaves if before is None else before
+        of_attention = ExchangeStep(attention, normalise, moe, next(prepared), shared_before)
+        result.append((of_attention, ExchangeStep(experts, normalise, moe, next(prepared))))
         before = leaves
     return tuple(result)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import Loop, Remat
-from ladder_jax.parallel.collectives import pvary, varying
+from ladder_jax.parallel.collectives import EMULATED, pvary, varying
 from ladder_jax.residual.steps import REDUCED, State, Step
 
 LAYER_INPUT = "entered"
@@ -61,7 +61,7 @@ def run_layers(
         stop = start + period * repeats
         if repeats == 1:
             for layer in range(start, stop):
-                layer_body = rematerialised(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED)
+                layer_body = rematerialised(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED, axes=axes)
                 with jax.named_scope(f"layer_{first + layer}"):  # which the schedule's report reads
                     state, cache = layer_body(state, _layer(params, layer), _layer(caches, layer))
                 updated.append(cache)
@@ -70,7 +70,7 @@ def run_layers(
         def scan_body(state, slices, kinds=steps[start : start + period]):
             updated_caches = []
             for index, kind in enumerate(kinds):
-                layer_body = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN)
+                layer_body = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN, axes=axes)
                 state, cache = layer_body(state, *(_layer(tree, index) for tree in slices))
                 updated_caches.append(cache)
             return state, _stack(updated_caches)
@@ -104,7 +104,9 @@ def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def rematerialised(body: Callable, *, steps: tuple[Step, ...], remat: Remat, loop: Loop) -> Callable:
+def rematerialised(
+    body: Callable, *, steps: tuple[Step, ...], remat: Remat, loop: Loop, axes: tuple[str, ...]
+) -> Callable:
     """`body(..., steps)` as a function of (state, parameters, cache) whose backward pass recomputes what `remat` says.
 
     Every policy keeps the reduced sums, so that nothing is all-reduced twice.
@@ -125,6 +127,8 @@ def rematerialised(body: Callable, *, steps: tuple[Step, ...], remat: Remat, loo
             offload_src="device",
             offload_dst="pinned_host",
         )
+    if EMULATED in axes:  # where jax computes a custom gradient there are no ranks, and no all-reduce to wait for
+        return jax.checkpoint(body, policy=policy, prevent_cse=loop is Loop.UNROLLED)
     body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     return body if loop is Loop.SCAN else _prevent_cse(body)
 

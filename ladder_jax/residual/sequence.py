@@ -18,8 +18,10 @@ still communicates nothing. It reads this rank's positions, and multiplies by th
 """
 
 import dataclasses
+import enum
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +30,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import CollectiveMatmul, Launch
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, all_gather, ranks, reduce_scatter
+from ladder_jax.parallel.collectives import (
+    ENTER,
+    FOLLOWING,
+    LAUNCH,
+    PREVIOUS,
+    all_gather,
+    pvary,
+    ranks,
+    reduce_scatter,
+    varying,
+)
 from ladder_jax.residual.steps import REDUCED, Delayed, State, Sublayer, add, barrier_forward, check_axes, compute
 from ladder_jax.residual.topologies import Topology
 
@@ -54,16 +66,32 @@ class Projections:
 LOCAL = Projections()
 
 
+class Prepared(enum.Enum):
+    """What a step gathers for the step after it, whose input leaves out all that is pending."""
+
+    NOTHING = "nothing"
+    NORMALISED = "normalised"
+    STREAM = "stream"  # a fresh ladder adds its partial before it is normalised
+
+    @classmethod
+    def for_step(cls, step: Delayed) -> "Prepared":
+        if not step.reads_added:
+            return cls.NOTHING
+        return cls.STREAM if step.fresh else cls.NORMALISED
+
+
 @dataclasses.dataclass(frozen=True)
 class SequenceParallelStep:
     """A `Delayed` step where `State.residual` and `State.sums` are this rank's positions, [B, T/ranks, D].
 
     step: which outputs are pending before and after it, and which its input leaves out.
     normalise: applied to a sublayer's input before it is gathered; returns the compute dtype.
+    prepares: what the step after it reads.
     """
 
     step: Delayed
     normalise: Normalise
+    prepares: Prepared = Prepared.NOTHING
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
 
     def __call__(
@@ -75,17 +103,13 @@ class SequenceParallelStep:
         launch: Launch = Launch.CHAINED,
     ) -> State:
         check_axes(axes)
-        step, stream, pending = self.step, state.residual, state.partial
+        step, stream, pending, entered = self.step, state.residual, state.partial, state.entered
         if step.early:
-            prepared = self._enter(stream, axes) if state.entered is None else state.entered
-            state = dataclasses.replace(state, entered=prepared)
-            pending = pending + compute(prepared, step.early, sublayers, axes=axes)
+            entered = self._enter(stream, axes) if entered is None else entered
+            pending = pending + compute(entered, step.early, sublayers, axes=axes)
         launched = (*state.sums, scatter(pending, axes, PREVIOUS)) if step.pending_before else ()
-        gathers = not (self._prepared and state.entered is not None)
-        projections = self._projections(axes, gathers=gathers)
-        if not gathers:
-            entered = state.entered
-        else:
+        projections = self._projections(axes, gathers=entered is None)
+        if entered is None:
             read = add(stream, launched[: step.pending_before - step.delay])
             entered = self._enter(read, axes) if projections.into is None else self.normalise(read)
         if step.fresh:
@@ -100,7 +124,7 @@ class SequenceParallelStep:
             return State(add(stream, (*launched, summed)))
         added = step.pending_before + 1 - step.pending_after
         stream, sums = add(stream, launched[:added]), launched[added:]
-        following = self._enter(stream, axes, FOLLOWING)
+        following = self._prepare(stream, axes)
         if ranks(axes) > 1:
             partial, following, stream = barrier_forward((partial, following, stream))
         return State(stream, sums, partial, entered=following)
@@ -109,20 +133,18 @@ class SequenceParallelStep:
         """`state` with zeros in place of None: a scan's carry has one structure from its first turn on."""
         if self.step.pending_before == 0:
             return state
-        if state.entered is None:
-            state = dataclasses.replace(state, entered=self._enter(state.residual, axes))
-        zero = jnp.zeros_like(state.entered, dtype)
+        stream = state.residual
+        if self.step.reads_added and state.entered is None:
+            state = dataclasses.replace(state, entered=self._enter(stream, axes))
+        rows, length, width = stream.shape
+        zero = jnp.zeros((rows, length * ranks(axes), width), dtype)
+        zero = pvary(zero, varying(stream) | frozenset(axes))
         sums = tuple(scatter(zero, axes) if s is None else s for s in state.sums)
         return dataclasses.replace(state, sums=sums, partial=zero if state.partial is None else state.partial)
 
     @property
     def sublayers(self) -> tuple[int, ...]:
         return self.step.sublayers
-
-    @property
-    def _prepared(self) -> bool:
-        """Whether the previous step can make this one's input, because the input leaves out everything pending."""
-        return self.step.delay == self.step.pending_before > 0
 
     def _projections(self, axes: tuple[str, ...], *, gathers: bool) -> Projections:
         """With collective matmuls: of an input that is gathered here, and of an output that is awaited here."""
@@ -134,9 +156,15 @@ class SequenceParallelStep:
         into = functools.partial(into, axes=axes) if gathers and not self.step.fresh else None
         return Projections(into, functools.partial(out, axes=axes) if self.step.pending_after == 0 else None)
 
-    def _enter(self, stream: jax.Array, axes: tuple[str, ...], scope: str = "") -> jax.Array:
-        """A sublayer's input [B, T, D], gathered. A fresh ladder adds its partial before it is normalised."""
-        return gather(stream if self.step.fresh else self.normalise(stream), axes, scope)
+    def _enter(self, stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """This step's input [B, T, D], gathered; of a fresh ladder not normalised yet."""
+        return gather(stream if self.step.fresh else self.normalise(stream), axes, "")
+
+    def _prepare(self, stream: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
+        """The next step's input [B, T, D], gathered."""
+        if self.prepares is Prepared.NOTHING:
+            return None
+        return gather(stream if self.prepares is Prepared.STREAM else self.normalise(stream), axes, FOLLOWING)
 
 
 def layers(
@@ -152,7 +180,18 @@ def layers(
     if collective_matmul is not CollectiveMatmul.NONE:
         of_layers[-1][-1] = dataclasses.replace(of_layers[-1][-1], pending_after=0)
     split = functools.partial(SequenceParallelStep, normalise=normalise, collective_matmul=collective_matmul)
-    return tuple(tuple(map(split, steps)) for steps in of_layers)
+    prepared = prepared_by(of_layers)
+    return tuple(tuple(split(step, prepares=next(prepared)) for step in steps) for steps in of_layers)
+
+
+def prepared_by(layers: Sequence[Sequence[Delayed]]) -> Iterator[Prepared]:
+    """What each step prepares, in order.
+
+    The last one as if another layer like its own came: a scan's layers are of equal steps.
+    """
+    steps = itertools.chain(*layers, layers[-1][:1])
+    for step, after in itertools.pairwise(steps):
+        yield Prepared.for_step(after) if step.pending_after else Prepared.NOTHING
 
 
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:

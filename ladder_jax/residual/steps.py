@@ -109,6 +109,11 @@ class Delayed:
         added = self.pending_before + 1 - self.pending_after
         return State(add(residual, launched[:added]), launched[added:], partial)
 
+    @property
+    def reads_added(self) -> bool:
+        """Whether its input leaves out all that is pending: the step before it can prepare that."""
+        return self.delay == self.pending_before > 0
+
     def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
         """`state` with zeros in place of None: a scan's carry has one structure from its first turn on."""
         if self.pending_before == 0:

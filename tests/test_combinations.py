@@ -1,0 +1,125 @@
+"""Where features meet: hybrids on a split stream, emulated ranks with recomputation, experts exchanged in bfloat16."""
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax import config, decode, nn, parallel, train
+from ladder_jax.config import CollectiveMatmul, Dtype, ExpertParallelism, Loop, Remat
+from ladder_jax.decode import weights
+from ladder_jax.errors import UserError
+from ladder_jax.nn import quantized
+from tests import cases, experts, reference
+
+TOKENS = cases.tokens((4, 9))  # 8 positions, over 2 or 4 ranks
+
+
+def gradients_and_reference(name, *, tensor=1, ranks=None, layers=4, **settings):
+    """The largest relative error of the loss and of any gradient, and what float32 may err."""
+    definition = cases.define(name, tensor=tensor, ranks=ranks, num_layers=layers)
+    params = cases.parameters(definition)
+    step = jax.jit(train.loss_and_gradients(definition, **settings))
+    loss, gradients = step(cases.place(params, definition), TOKENS)
+    shape = cases.shape(name, definition.config, ranks=ranks or tensor)
+    expected = reference.evaluate(reference.loss, params, TOKENS, shape, gradient=True)
+    errors = jax.tree.map(cases.error_but_for_padding, gradients, expected[1])
+    worst = max(cases.error(loss, expected[0]), *jax.tree.leaves(errors))
+    return worst, cases.bound(definition.config, passes=2)
+
+
+SPLIT_HYBRIDS = [
+    ("hybrid-fresh-last", 2, Loop.SCAN, CollectiveMatmul.NONE),
+    ("hybrid-fresh-last", 4, Loop.UNROLLED, CollectiveMatmul.RING),
+    ("hybrid-fresh", 2, Loop.SCAN, CollectiveMatmul.NONE),
+    ("hybrid-delay-2", 2, Loop.SCAN, CollectiveMatmul.NONE),
+    ("hybrid-delay-3-first", 4, Loop.UNROLLED, CollectiveMatmul.NONE),
+]
+
+
+@pytest.mark.parametrize("name, tensor, loop, form", SPLIT_HYBRIDS)
+def test_a_hybrid_on_a_split_stream_is_the_same_function(name, tensor, loop, form):
+    """A standard layer prepares the input of the layer after it, whose kind differs."""
+    settings = dict(loop=loop, sequence_parallel=True, collective_matmul=form)
+    worst, limit = gradients_and_reference(name, tensor=tensor, **settings)
+    assert worst < limit
+
+
+def test_a_hybrids_prefill_on_a_split_stream():
+    """With a stream of another dtype than that of compute, which a scan carries from layer to layer."""
+    definition = cases.define("hybrid-fresh-last", tensor=2, residual_dtype=Dtype.BFLOAT16)
+    placed = cases.place(cases.parameters(definition), definition)
+    found = []
+    for split in (False, True):
+        params = weights.prepare(definition, placed, loop=Loop.SCAN)
+        program = decode.prefill(definition, capacity=8, loop=Loop.SCAN, sequence_parallel=split)
+        logits, _ = program(params, TOKENS[:, :8], np.full(4, 8, np.int32))
+        found.append(np.asarray(logits)[:, : definition.config.vocab_size])
+    # The stream is rounded to bfloat16 after each of 8 sublayers, here and there of sums in another order.
+    assert cases.error(found[1], found[0]) < 8 * 2.0**-8
+
+
+@pytest.mark.parametrize("name", ["ladder-fresh", "desync-2"])
+@pytest.mark.parametrize("remat", [Remat.FULL, pytest.param(Remat.SAVE_MATMULS, marks=pytest.mark.full)])
+def test_emulated_ranks_recompute_outside_a_scan(name, remat):
+    worst, limit = gradients_and_reference(name, ranks=4, layers=2, loop=Loop.UNROLLED, remat=remat)
+    assert worst < limit
+
+
+def test_emulated_ranks_are_not_split_over_fsdp():
+    """Decided from the configuration, before jax starts."""
+    emulated = ["model.residual=ladder-fresh", "model.ranks=4", "mesh.fsdp=2"]
+    with pytest.raises(UserError, match="emulated on one device, .* mesh.fsdp=2 .*allowed: mesh.tensor=4"):
+        config.load("tiny", overrides=emulated)
+    assert config.load("tiny", overrides=[*emulated, "mesh.tensor=4"]).mesh.fsdp == 2
+
+
+def exchanged(name, kind, *, tensor=4, capacity=None, **changes):
+    """A definition with a capacity that holds every row, unless given."""
+    moe = experts.KINDS[kind]
+    moe = {**moe, "capacity": capacity or moe["experts"] / moe["top_k"]}
+    mesh = parallel.make_mesh(tensor=tensor)
+    return nn.define(experts.model(name, kind, moe=moe, **changes), mesh=mesh, experts=ExpertParallelism.EXCHANGE)
+
+
+@pytest.mark.parametrize(
+    "name, loop", [("hybrid-ladder-2", Loop.SCAN), pytest.param("hybrid-ladder-2", Loop.UNROLLED, marks=pytest.mark.full)]
+)
+def test_exchanged_experts_in_a_hybrid_with_a_delay_of_two(name, loop):
+    """A standard layer's attention is followed by experts that read what is pending: nothing is prepared for them."""
+    definition = exchanged(name, "shared")
+    params = cases.place(cases.parameters(definition), definition)
+    losses = dict(load_balance=experts.LOAD_BALANCE, router_z_loss=experts.Z_LOSS)
+    program = jax.jit(train.loss_and_gradients(definition, loop=loop, sequence_parallel=True, **losses))
+    loss, gradients = program(params, experts.tokens())
+    expected = experts.dense_gradients(name, "shared")
+    limit = cases.bound(definition.config, passes=2)
+    assert cases.error(loss, expected[0]) < limit
+    assert max(jax.tree.leaves(experts.errors(gradients, expected[1]))) < limit
+
+
+def test_padding_takes_no_place_with_an_exchanged_expert():
+    """Prefill's logits of a row do not depend on what stands behind another row's end."""
+    definition = exchanged("ladder", "ungated", capacity=1.0)
+    placed = cases.place(cases.parameters(definition), definition)
+    params = weights.prepare(definition, placed, loop=Loop.SCAN)
+    program = decode.prefill(definition, capacity=16, loop=Loop.SCAN, sequence_parallel=True)
+    lengths, tokens = np.array([3, 16, 5, 16], np.int32), experts.tokens()[:, :16]
+    padding = np.arange(16)[None, :] >= lengths[:, None]
+    logits = [np.asarray(program(params, np.where(padding, fill, tokens), lengths)[0]) for fill in (0, 7, tokens[::-1])]
+    assert np.array_equal(logits[0], logits[1]) and np.array_equal(logits[0], logits[2])
+
+
+def test_a_weights_gradient_of_exchanged_experts_in_bfloat16():
+    """Against float64: sums of 32 exact products in float32, rounded once."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: np.asarray(jax.numpy.asarray(rng.standard_normal(shape), jax.numpy.bfloat16))
+    x, weight, gradient = draw(4, 32, 16), draw(4, 16, 24), draw(32, 4, 24)
+
+    def pulled_back(x, weight, gradient):
+        product = lambda x, weight: quantized.einsum("ERM,EMD->RED", x, weight)
+        return jax.vjp(product, x, weight)[1](gradient)
+
+    of_x, of_weight = jax.jit(pulled_back)(x, weight, gradient)
+    wide = [np.asarray(a, np.float64) for a in (x, weight, gradient)]
+    assert cases.error(of_weight, np.einsum("erm,red->emd", wide[0], wide[2])) < 2.0**-8
+    assert cases.error(of_x, np.einsum("red,emd->erm", wide[2], wide[1])) < 2.0**-8
