@@ -237,6 +237,17 @@ def test_groups_turn_from_the_top():
     ]  # fmt: skip
 
 
+def test_as_many_groups_as_layers_turn():
+    """Each layer by itself, the last one in the last share of the steps; there are no more groups."""
+    last_two = ["model.ladder_layers=2", "conversion.steps=8"]
+    of_run = config.load("tiny", overrides=[*last_two, "conversion.groups=2"]).conversion
+    topology = cases.define("hybrid-last-2").topology
+    turned = [np.asarray(conversion.ladder_fraction(jnp.int32(n), topology=topology, config=of_run)) for n in (4, 7, 8)]
+    assert [fraction.tolist() for fraction in turned] == [[1, 1, 0, 1], [1, 1, 0.75, 1], [1, 1, 1, 1]]
+    with pytest.raises(UserError, match=r"conversion.groups=3 is more than the 2 layers that turn"):
+        conversion.ladder_fraction(jnp.int32(0), topology=topology, config=ConversionConfig(8, 3))
+
+
 def test_no_layer_that_could_turn():
     for standard in (cases.define("standard"), cases.define("hybrid-last-2", ladder_layers="0")):
         with pytest.raises(UserError, match="conversion.steps=8 has no ladder layer to turn"):
@@ -265,6 +276,8 @@ def test_a_fresh_ladder_emulated_on_one_device_is_taught():
     (["distill.residual=standard"], "needs a teacher"),
     (["conversion.steps=5", "model.residual=standard"], "conversion.steps needs"),
     (["conversion.steps=1", "conversion.groups=3"], "too few"),
+    (["conversion.steps=8", "conversion.groups=5"], r"conversion.groups=5 is more than the 4 .* \(allowed: 1 to 4\)"),
+    (["conversion.steps=8", "conversion.groups=3", "model.ladder_layers=2"], r"groups=3 is .* \(allowed: 1 to 2\)"),
     (["conversion.steps=5", "train.sequence_parallel=true"], "not with train.sequence_parallel"),
     (["distill.teacher=x", "train.z_loss=1e-4"], "train.z_loss"),
 ], ids=str)  # fmt: skip

@@ -68,6 +68,13 @@ class ConversionConfig:
         check_positive(self, "conversion", "groups")
         check(self.steps == 0 or self.steps >= self.groups, f"conversion.steps={self.steps} is too few for its groups")
 
+    def check_groups(self, turning: int) -> None:
+        """Raises UserError for more groups than layers turn: the steps of empty ones would turn nothing."""
+        check(
+            self.groups <= turning,
+            f"conversion.groups={self.groups} is more than the {turning} layers that turn (allowed: 1 to {turning})",
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
@@ -124,10 +131,13 @@ def check_retraining(config: Any) -> None:
         f" {config.model.residual!r}",
     )
     which = config.model.ladder_layers
+    turning = len(layer_indices(which or "all", layers))
     check(
-        not config.conversion.steps or bool(layer_indices(which or "all", layers)),
+        not config.conversion.steps or turning > 0,
         f"conversion.steps={config.conversion.steps} has no ladder layer to turn: model.ladder_layers={which!r}",
     )
+    if config.conversion.steps:
+        config.conversion.check_groups(turning)
     for name, value in (
         ("conversion.steps", config.conversion.steps),
         ("distill.hidden_weight", config.distill.hidden_weight),

@@ -14,13 +14,14 @@ def ladder_fraction(step: jax.Array, *, topology: Topology, config: ConversionCo
 
     The ladder layers are divided into groups, the topmost first, each with an equal share of the steps. During its
     share a group ramps from 0 to 1, or jumps to 1 at the beginning. Layers of a hybrid that stay standard have 1: their
-    input is the same either way. Raises UserError where no layer is a ladder layer.
+    input is the same either way. Raises UserError where no layer is a ladder layer, and for more groups than these.
     """
     ladder = [n for n, steps in enumerate(topology.layers) if any(step.delay for step in steps)]
     if not ladder:
         raise UserError(f"conversion.steps={config.steps} has no ladder layer to turn: all are standard")
+    config.check_groups(len(ladder))
     group = np.full(topology.num_layers, -1)
-    for index, members in enumerate(np.array_split(ladder[::-1], min(config.groups, len(ladder)))):
+    for index, members in enumerate(np.array_split(ladder[::-1], config.groups)):
         group[members] = index
     span = config.steps / config.groups
     done = (step.astype(jnp.float32) - jnp.asarray(group * span, jnp.float32)) / span
