@@ -67,8 +67,9 @@ def test_packages_and_modules_import_in_no_circle():
         tuple(graphlib.TopologicalSorter(graph).static_order())  # a CycleError names the circle
 
 
-def test_no_file_is_longer_than_300_lines():
-    assert not {module: n for module, path in MODULES.items() if (n := path.read_text().count("\n")) > 300}
+def test_no_file_is_longer_than_500_lines():
+    """One that is holds more than one concept."""
+    assert not {module: n for module, path in MODULES.items() if (n := path.read_text().count("\n")) > 500}
 
 
 def test_the_walks_are_short(tmp_path):
