@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from ladder_jax import train
+from ladder_jax import nn, train
 from ladder_jax.config import Loop, Remat
 from ladder_jax.data.batch import Batch
 from ladder_jax.data.packing import pack
@@ -192,3 +192,16 @@ def test_attention_within_segments(attend):
             )(q, k, v), mesh=mesh, in_specs=(spec, spec, spec, rows), out_specs=spec))(*args, segments)  # fmt: skip
         for ours, theirs in zip(gradients, dense, strict=True):
             assert cases.error(ours, theirs) < 2 * limit
+
+
+def test_a_number_may_come_again():
+    """Of documents apart from each other: equal numbers do not make them one."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 9, 2, 8)).astype(np.float32)
+    again, apart = (np.array([row, row[::-1]]) for row in ([1, 1, 2, 2, 2, 1, 1, 0, 1], [1, 1, 2, 2, 2, 3, 3, 0, 4]))
+    outs = []
+    for segments in (again, apart):
+        positions = nn.Packed(segments)
+        assert positions.indices(9).tolist() == [[0, 1, 0, 1, 2, 0, 1, 0, 0], [0, 0, 0, 1, 0, 1, 2, 0, 1]]
+        outs.append(positions.attend(query, key, value, cache=None, kernel=kernels.Kernel.XLA)[0])
+    assert (outs[0] == outs[1]).all()
