@@ -1,11 +1,14 @@
 """Token stores as rows to train on: epochs, shares, mixtures, and runs that stop and go on."""
 
 import collections
+import datetime
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
+import types
 
 import numpy as np
 import pytest
@@ -17,8 +20,9 @@ from ladder_jax.data import dataset, tokenizer
 from ladder_jax.data.batches import Batches
 from ladder_jax.data.store import Store, sources
 from ladder_jax.data.store.build import build
+from ladder_jax.data.tokenizer import chat_template
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.train import metrics
+from ladder_jax.train import metrics, timing
 from tests import tokenizers
 
 RECIPE = TrainConfig(batch=4, sequence=16, seed=3)
@@ -294,3 +298,24 @@ def test_other_data_is_refused_when_a_run_is_resumed(book, uninterrupted, tmp_pa
     store(tmp_path / "s", [*book[1][:-1], "x"])
     with pytest.raises(UserError, match=r"has changed since step 10 \(its fingerprint was \w+, now \w+\)"):
         train.run(settings(data, directory), say=lambda line: None)
+
+
+def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
+    """The rows are those of the day on which the run began, so that it goes on as if nothing had been."""
+    folder = tokenizers.folder(tmp_path / "t", template="{{ strftime_now('%d') }}" + tokenizers.TEMPLATE)
+    data, directory = tmp_path / "chats.jsonl", tmp_path / "run"
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
+    data.write_text(f"{json.dumps({'messages': turns})}\n" * 8)
+    more = ["data.format=examples", f"data.tokenizer={folder}", "model.vocab_size=301", "train.sequence=32"]
+    here = settings(data, directory, *more)
+    result = train.run(here, say=lambda line: None)
+    whole = losses(directory)
+    shutil.rmtree(directory / "checkpoints" / "10")
+    day = datetime.timedelta(days=1)
+    tomorrow = types.SimpleNamespace(now=lambda: datetime.datetime.now() + day)
+    monkeypatch.setattr(chat_template, "datetime", types.SimpleNamespace(datetime=tomorrow))
+    later = types.SimpleNamespace(time=lambda: time.time() + day.total_seconds(), perf_counter=time.perf_counter)
+    monkeypatch.setattr(timing, "time", later)
+    said = []
+    assert train.run(here, say=said.append) == result
+    assert any(line.endswith("from step 8") for line in said) and losses(directory) == whole

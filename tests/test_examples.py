@@ -1,6 +1,8 @@
 """JSON lines of examples: which tokens are learnt, how they are packed, and what is refused, by its line."""
 
+import datetime
 import json
+import types
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from ladder_jax.data import dataset, examples
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.batch import Batch
 from ladder_jax.data.examples.rendering import render
+from ladder_jax.data.tokenizer import chat_template
 from ladder_jax.errors import UserError
 from tests import tokenizers as made
 
@@ -71,10 +74,10 @@ def lines(path, *objects):
     return str(path)
 
 
-def load(path, *, tokenizer=None, length=12, **more):
+def load(path, *, tokenizer=None, length=12, began=None, **more):
     config = DataConfig(path=path, format=Format.EXAMPLES, **more)
     recipe = TrainConfig(batch=1, sequence=length, steps=1)
-    return dataset.load(config, train=recipe, vocab_size=400, tokenizer=tokenizer)
+    return dataset.load(config, train=recipe, vocab_size=400, tokenizer=tokenizer, began=began)
 
 
 def test_rows_hold_whole_examples_with_their_masks(tmp_path):
@@ -145,6 +148,25 @@ def test_a_template_that_forgets_turns(tmp_path):
     folder = made.folder(tmp_path / "t", template="{{ messages[-1].content if messages else '' }}")
     with pytest.raises(UserError, match="changes earlier turns"):
         render({"messages": CHAT}, tokenizer=tokenizers.load(folder), where="f:1")
+
+
+DATED = "{{ strftime_now('%d %b %Y %H:%M:%S') }}" + made.TEMPLATE
+TURNS = {"messages": CHAT[:2]}
+
+
+def test_examples_are_of_one_moment(tmp_path, monkeypatch):
+    """A template that asks for the time is told when the run began, or else when the data was read."""
+    tokenizer = tokenizers.load(made.folder(tmp_path / "t", template=DATED))
+    seconds = iter(range(0, 10**6, 86_399))
+    ticking = types.SimpleNamespace(now=lambda: datetime.datetime.fromtimestamp(next(seconds)))
+    monkeypatch.setattr(chat_template, "datetime", types.SimpleNamespace(datetime=ticking))
+    path = lines(tmp_path / "a.jsonl", TURNS, TURNS, TURNS)
+    one, same, other, unsaid = (load(path, tokenizer=tokenizer, length=99, began=t) for t in (1e9, 1e9, 2e9, None))
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+    dates = [tokenizer.decode(data.training[0].tokens)[:20] for data in (one, other)]
+    assert dates == ["09 Sep 2001 01:46:40", "18 May 2033 03:33:20"]  # in UTC, on every machine
+    first, second = (unsaid.training[index].tokens.tolist() for index in range(2))
+    assert first == second
 
 
 def test_another_tokenizer_than_the_checkpoints(tmp_path, byte_level):

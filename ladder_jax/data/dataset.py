@@ -1,6 +1,7 @@
 """Training rows from `data.path`: text, examples, a token store, or a mixture of stores."""
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import pathlib
@@ -38,21 +39,30 @@ class Dataset:
     stages: tuple[int, ...] = ()
 
 
-def load(config: DataConfig, *, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Dataset:
+def load(
+    config: DataConfig,
+    *,
+    train: TrainConfig,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    began: float | None = None,
+) -> Dataset:
     """Load the data of a configuration.
 
-    tokenizer: the tokenizer of the checkpoint that training starts from; the data must have the same.
+    tokenizer: the tokenizer of the checkpoint that training starts from; the data must have the same. began: when the
+    run did, in seconds since 1970: what a chat template that asks for the time is told, in UTC; None: the present.
     Raises UserError if the data is missing, unreadable or too short, or has more different tokens than `vocab_size`.
     """
     path, required = pathlib.Path(config.path).expanduser(), tokenizer
+    now = datetime.datetime.now(datetime.UTC) if began is None else datetime.datetime.fromtimestamp(began, datetime.UTC)
     path = absolute(config.path) if is_remote(config.path) else path
     if required is None or config.tokenizer != BYTES:
         tokenizer = tokenizers.load(config.tokenizer)
         _check_same(f"data.tokenizer={config.tokenizer!r}", tokenizer, required)
     if config.format is Format.EXAMPLES:
         if path.suffix in mixture.ENDINGS and path.is_file():
-            return _staged(path, config, train, vocab_size, tokenizer)
-        return _examples(config, train, vocab_size, tokenizer)
+            return _staged(path, config, train, vocab_size, tokenizer, now)
+        return _examples(config, train, vocab_size, tokenizer, now)
     if path.suffix in mixture.ENDINGS and path.is_file():
         dataset = _mixed(mixture.read(path), config, train, vocab_size)
     elif path.is_dir() and is_store(path):
@@ -70,10 +80,12 @@ def _check_same(what: str, tokenizer: Tokenizer, required: Tokenizer | None) -> 
         raise UserError(f"{what}: {tokenizer.name}, but the checkpoint that training starts from has {required.name}")
 
 
-def _examples(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer) -> Dataset:
+def _examples(
+    config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer, now: datetime.datetime
+) -> Dataset:
     """Packed examples. The last ones are held out."""
     tokenizers.check_vocabulary(tokenizer, vocab_size=vocab_size)
-    loaded = examples.load(config.path, tokenizer=tokenizer, length=train.sequence)
+    loaded = examples.load(config.path, tokenizer=tokenizer, length=train.sequence, now=now)
     cut = int(np.clip(len(loaded) - int(len(loaded) * config.validation_fraction), 1, len(loaded) - 1))
     rows = examples.ExampleRows(loaded, first=0, end=cut, length=train.sequence)
     held_out = examples.ExampleRows(loaded, first=cut, end=len(loaded), length=train.sequence)
@@ -89,13 +101,19 @@ def _examples(config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer
 
 
 def _staged(
-    file: pathlib.Path, config: DataConfig, train: TrainConfig, vocab_size: int, tokenizer: Tokenizer
+    file: pathlib.Path,
+    config: DataConfig,
+    train: TrainConfig,
+    vocab_size: int,
+    tokenizer: Tokenizer,
+    now: datetime.datetime,
 ) -> Dataset:
     """Packed examples of several files, one file after another. Of each the last ones are held out."""
     from ladder_jax.data.examples import stages
 
     paths = stages.read(file)
-    parts = [_examples(dataclasses.replace(config, path=str(path)), train, vocab_size, tokenizer) for path in paths]
+    of = lambda path: dataclasses.replace(config, path=str(path))
+    parts = [_examples(of(path), train, vocab_size, tokenizer, now) for path in paths]
     last = stages.last_steps([part.training_rows for part in parts], steps=train.steps, path=config.path)
     first, ordered, notes = 0, [], []
     for number, (path, part, end) in enumerate(zip(paths, parts, last), start=1):

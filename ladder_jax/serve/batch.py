@@ -8,6 +8,7 @@ anything is computed.
 """
 
 import dataclasses
+import datetime
 import functools
 import hashlib
 import json
@@ -29,6 +30,7 @@ from ladder_jax.serve.schema import Chat, Completion
 
 KEYS = ("custom_id", "method", "url", "body")
 BODIES = {completions.PATH: Completion, chat.PATH: Chat}
+NO_DATE = datetime.datetime(1970, 1, 1)
 ID = "batch_req_"
 BEGINNING = f'{{"id": "{ID}'.encode()
 """How every line that `Job` makes begins."""
@@ -36,7 +38,8 @@ BEGINNING = f'{{"id": "{ID}'.encode()
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One line. requests: `body.n` of each of its prompts, in order. digest: of all that determines the answer."""
+    """One line. requests: `body.n` of each of its prompts, in order. digest: of all that determines the answer but the
+    date, which a chat template may ask for: an answer of yesterday is one."""
 
     custom_id: str
     requests: tuple[Request, ...]
@@ -125,22 +128,25 @@ def _job(
     if body.stream:
         raise UserError("stream: a batch has no streams; leave it out")
     prompts, form = _prompts(body, tokenizer)
+    undated = _prompts(body, tokenizer, now=NO_DATE)[0] if isinstance(body, Chat) else prompts
     seed = (defaults.seed + index if body.seed is None else body.seed) % 2**32
     default = defaults.max_new_tokens if isinstance(body, Chat) else completions.MAX_TOKENS
     most = (body.max_completion_tokens if isinstance(body, Chat) else None) or body.max_tokens or default
     logprobs = bool(body.logprobs) if isinstance(body, Chat) else body.logprobs is not None
     check_prompts(prompts, vocab_size=vocab_size)
-    requests = prepare.sampled(
-        body, prompts, max_new_tokens=lambda prompt: most, seed=seed, logprobs=logprobs, stop_ids=tokenizer.stop_ids
-    )
-    whole = json.dumps([identity, url, value["body"], *map(dataclasses.asdict, requests)], sort_keys=True)
+    settings = dict(max_new_tokens=lambda prompt: most, seed=seed, logprobs=logprobs, stop_ids=tokenizer.stop_ids)
+    requests = prepare.sampled(body, prompts, **settings)
+    decides = map(dataclasses.asdict, prepare.sampled(body, undated, **settings))
+    whole = json.dumps([identity, url, value["body"], *decides], sort_keys=True)
     digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
     return Job(custom_id, tuple(requests), digest, form, name, body.n or 1)
 
 
-def _prompts(body: Completion | Chat, tokenizer: Tokenizer) -> tuple[list[list[int]], Callable[[], answer.Form]]:
+def _prompts(
+    body: Completion | Chat, tokenizer: Tokenizer, *, now: datetime.datetime | None = None
+) -> tuple[list[list[int]], Callable[[], answer.Form]]:
     if isinstance(body, Chat):
-        return [chat.prompt(body, tokenizer)], functools.partial(chat.ChatForm, body, tokenizer)
+        return [chat.prompt(body, tokenizer, now=now)], functools.partial(chat.ChatForm, body, tokenizer)
     completions.check(body)
     prompts = completions.prompts(body)
     tokens = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

@@ -1,5 +1,6 @@
 """/v1/chat/completions: generates the next message of a conversation, with the checkpoint's chat template."""
 
+import datetime
 from collections.abc import Callable
 
 import fastapi
@@ -38,11 +39,15 @@ def _prepare(body: Chat, service: Service) -> list[Request]:
 
 
 def prompt(
-    body: Chat, tokenizer: Tokenizer, *, check_text: Callable[[int], object] = lambda characters: None
+    body: Chat,
+    tokenizer: Tokenizer,
+    *,
+    check_text: Callable[[int], object] = lambda characters: None,
+    now: datetime.datetime | None = None,
 ) -> list[int]:
     """The conversation's tokens. Raises Refusal without a chat template, and for unsupported log-probabilities.
 
-    check_text: called with the number of characters before they are tokenized.
+    check_text: called with the number of characters before they are tokenized. now: as in `Tokenizer.render`.
     """
     if not tokenizer.has_chat:
         message = f"{body.model} has no chat template; ask it at /v1/completions"
@@ -52,7 +57,7 @@ def prompt(
     prepare.check_top_logprobs(body.top_logprobs or 0, body=body, param="top_logprobs")
     messages = [_plain(message) for message in body.messages]
     check_text(sum(len(message["content"]) for message in messages))
-    return tokenizer.chat(messages)
+    return tokenizer.chat(messages, now=now)
 
 
 def _plain(message: Message) -> dict[str, str]:

@@ -178,12 +178,22 @@ def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
 
 
 def began(folder: AnyPath, *, now: float) -> float | None:
-    """When an earlier start began this run, in seconds since 1970. At the first start `now` is stored, and None."""
-    file = folder / GOODPUT
+    """`beginning`. At the first start `now` is stored, and None returned."""
+    if (earlier := beginning(folder)) is None:
+        write_json(folder / GOODPUT, {"began": now}, indent=None)
+    return earlier
+
+
+def beginning(folder: AnyPath) -> float | None:
+    """When the first start began this run, in seconds since 1970; None if that is not on record.
+
+    Raises RunFailed where the record cannot be read now: a run's data may depend on it.
+    """
     try:
-        return float(json.loads(file.read_text(encoding="utf-8"))["began"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        write_json(file, {"began": now}, indent=None)
+        with explained(folder, "read"):
+            content = (folder / GOODPUT).read_text(encoding="utf-8") if (folder / GOODPUT).is_file() else "{}"
+        return float(json.loads(content)["began"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -69,7 +69,8 @@ def run(
     check_compiler_makes(config.train.collective_matmul, mesh=mesh)
     if profile and profile[-1] > config.train.steps:
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
-    data = _load_data(config, where=where, agreement=agreement)
+    beginning = agreement.decided("when the run began", lambda: folder.beginning(where) or account.began)
+    data = _load_data(config, where=where, agreement=agreement, began=beginning)
     definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
     say = say if jax.process_index() == 0 else lambda line: None
 
@@ -162,12 +163,12 @@ def run(
     return result
 
 
-def _load_data(config: RunConfig, *, where: AnyPath, agreement: Agreement) -> Dataset:
-    """The run's data, which must be the same on all processes."""
+def _load_data(config: RunConfig, *, where: AnyPath, agreement: Agreement, began: float) -> Dataset:
+    """The run's data, which must be the same on all processes and at every start."""
     with agreement.together("reading the data"):
         tokenizer = retrain.tokenizer(config, folder=where) if config.train.start else None
-        vocab_size = config.model.vocab_size
-        data = dataset.load(config.data, train=config.train, vocab_size=vocab_size, tokenizer=tokenizer)
+        about = dict(vocab_size=config.model.vocab_size, tokenizer=tokenizer, began=began)
+        data = dataset.load(config.data, train=config.train, **about)
     agreement.concluded("the data", [data.fingerprint, data.tokenizer.name], _check_alike)
     return data
 

@@ -16,7 +16,7 @@ class Templated(Bytes):
     stop_ids: tuple[int, ...] = (10,)
     has_chat: bool = True
 
-    def chat(self, messages):
+    def chat(self, messages, *, now=None):
         if messages[-1]["role"] == "assistant":
             raise UserError("the chat template refuses these messages: the last is not the user's")
         return self.encode("".join(f"{one['role'][0]}:{one['content']}|" for one in messages) + "a:")

@@ -1,6 +1,8 @@
 """OpenAI's batch files: answers as OpenAI's own types read them, those of the server's requests; killed, resumed."""
 
+import datetime
 import json
+import types
 
 import openai.types
 import openai.types.chat
@@ -9,10 +11,12 @@ import pytest
 from ladder_jax import cli
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import DecodeConfig
-from ladder_jax.data.tokenizer import Bytes
+from ladder_jax.data import tokenizer as tokenizers
+from ladder_jax.data.tokenizer import Bytes, chat_template
 from ladder_jax.decode.engine import jsonl
 from ladder_jax.errors import UserError
 from ladder_jax.serve import batch
+from tests import tokenizers as made
 from tests.serve.conftest import MODEL
 from tests.serve.templated import Templated
 
@@ -141,3 +145,23 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     content = out.read_bytes()
     assert content.count(b"\n") == 4 and "4/4 prompts" in capsys.readouterr().err
     assert cli.main(command) == 0 and out.read_bytes() == content
+
+
+def test_a_dated_template_on_another_day(tmp_path, monkeypatch):
+    """An answer of yesterday counts, and what is left is told today's date. Another template is another question."""
+    lines = [request("chat", CHAT, messages=[{"role": "user", "content": "hello"}])]
+    file, day = write(tmp_path / "in.jsonl", lines), datetime.timedelta(days=1)
+
+    def job(name, template):
+        if not (tmp_path / name).exists():
+            made.folder(tmp_path / name, template=template)
+        about = READ | dict(tokenizer=tokenizers.load(tmp_path / name), vocab_size=301)
+        return batch.read(file, **about)[0]
+
+    dated, other = "{{ strftime_now('%d') }}" + made.TEMPLATE, "{{ strftime_now('%d') }}!" + made.TEMPLATE
+    today = job("t", dated)
+    assert job("other", other).digest != today.digest
+    tomorrow = types.SimpleNamespace(now=lambda: datetime.datetime.now() + day)
+    monkeypatch.setattr(chat_template, "datetime", types.SimpleNamespace(datetime=tomorrow))
+    assert job("t", dated).digest == today.digest
+    assert job("t", dated).requests[0].prompt != today.requests[0].prompt

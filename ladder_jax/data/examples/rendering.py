@@ -8,6 +8,7 @@ An example is tokenized as one text, as in a continued conversation. The loss ma
 the text to predict. The assistant's turns are located by rendering the conversation up to each of them.
 """
 
+import datetime
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,15 +22,20 @@ ASSISTANT = "assistant"
 Span = tuple[int, int]  # the characters from begin to end - 1
 
 
-def render(example: dict, *, tokenizer: Tokenizer, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [n], loss mask bool [n]). Raises UserError for a wrong example. where: begins its message."""
+def render(
+    example: dict, *, tokenizer: Tokenizer, where: str, now: datetime.datetime | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens int32 [n], loss mask bool [n]). Raises UserError for a wrong example. where: begins its message.
+
+    now: the time, for a chat template that asks for it; None: the present.
+    """
     kind = next((keys for keys in KEYS if all(key in example for key in keys)), None)
     if kind is None:
         has = ", ".join(map(repr, example)) or "nothing"
         raise UserError(f"{where}: needs 'messages', 'prompt' and 'completion', or 'text': this has {has}")
     try:
         if kind == ("messages",):
-            text, spans = _chat(example["messages"], tokenizer)
+            text, spans = _chat(example["messages"], tokenizer, now)
             return _tokens(text, spans, tokenizer, special=False)
         parts = [example[key] for key in kind]
         for key, part in zip(kind, parts):
@@ -52,17 +58,17 @@ def _ended(tokens: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer) -> t
     return tokens, loss_mask
 
 
-def _chat(messages: object, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
+def _chat(messages: object, tokenizer: Tokenizer, now: datetime.datetime | None) -> tuple[str, list[Span]]:
     """The rendered conversation, and the spans of the assistant's turns."""
     if not isinstance(messages, list) or not messages:
         raise UserError("'messages' must be a list of messages")
-    text = tokenizer.render(messages, prompt=False)
+    text = tokenizer.render(messages, prompt=False, now=now)
     spans = []
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        before = tokenizer.render(messages[:index], prompt=True)
-        after = tokenizer.render(messages[: index + 1], prompt=False)
+        before = tokenizer.render(messages[:index], prompt=True, now=now)
+        after = tokenizer.render(messages[: index + 1], prompt=False, now=now)
         if not (after.startswith(before) and text.startswith(after.rstrip())):
             raise UserError(
                 "the chat template changes earlier turns when more follow: write one assistant turn per example"

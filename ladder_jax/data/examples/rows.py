@@ -1,6 +1,7 @@
 """Examples in memory, packed into rows."""
 
 import dataclasses
+import datetime
 import hashlib
 
 import numpy as np
@@ -45,14 +46,16 @@ class Examples:
         return "; ".join(parts)
 
 
-def load(path: str, *, tokenizer: Tokenizer, length: int) -> Examples:
+def load(path: str, *, tokenizer: Tokenizer, length: int, now: datetime.datetime | None = None) -> Examples:
     """The examples at `path`, each cut to a row of `length` + 1 tokens.
 
+    now: the time of all, for a chat template that asks for it; None: the present.
     All are held in memory, at 5 bytes per token. Raises UserError for a wrong example, and for fewer than two.
     """
+    now = now or datetime.datetime.now()
     tokens, loss_mask, lengths, cut, left_out = [], [], [0], 0, 0
     for where, example in lines.read(path):
-        row, mask = render(example, tokenizer=tokenizer, where=where)
+        row, mask = render(example, tokenizer=tokenizer, where=where, now=now)
         if not mask[1 : length + 1].any():
             left_out += 1
             continue

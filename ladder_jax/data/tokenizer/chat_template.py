@@ -1,6 +1,7 @@
 """Chat templates as Hugging Face's tokenizers bring them: Jinja, run in a sandbox."""
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 
@@ -20,11 +21,19 @@ class ChatTemplate:
         except Exception as error:  # Jinja's, Python's compiler's, and RecursionError
             raise UserError(f"the tokenizer's chat template is not valid: {_line(error)}") from None
 
-    def __call__(self, messages: Sequence[Mapping[str, str]], *, prompt: bool = True) -> str:
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        prompt: bool = True,
+        now: datetime.datetime | None = None,
+    ) -> str:
+        """now: what a template that asks for the time is told; None: this moment, by this machine's clock."""
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise UserError(f'a message must be such as {{"role": "user", "content": "Hello"}}, not {message!r}')
         given = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": prompt}
+        given["strftime_now"] = functools.partial(_strftime, now)
         try:
             return self._template.render(**self._special, **given)
         except Exception as error:  # the template is a program of somebody else's
@@ -51,7 +60,7 @@ def _environment():
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals["raise_exception"] = _refuse
     return environment
 
 
@@ -64,8 +73,8 @@ def _refuse(message: str):
     raise UserError(message)
 
 
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _strftime(now: datetime.datetime | None, form: str) -> str:
+    return (now or datetime.datetime.now()).strftime(form)
 
 
 def _line(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """A Hugging Face tokenizer from its files, by the `tokenizers` library."""
 
+import datetime
 import functools
 import hashlib
 import json
@@ -82,14 +83,16 @@ class HuggingFace:
         found = self._tokenizer.encode(text, add_special_tokens=special)
         return found.ids, found.offsets
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, prompt: bool, now: datetime.datetime | None = None
+    ) -> str:
         if self._chat is None:
             raise UserError(f"the tokenizer in {str(self.folder)!r} has no chat template")
-        return self._chat(messages, prompt=prompt)
+        return self._chat(messages, prompt=prompt, now=now)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], *, now: datetime.datetime | None = None) -> list[int]:
         # The template writes the special tokens itself, the first one too.
-        return self._ids(self.render(messages, prompt=True), special=False)
+        return self._ids(self.render(messages, prompt=True, now=now), special=False)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         _check_encodes(text)

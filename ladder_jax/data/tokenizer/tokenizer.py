@@ -1,6 +1,7 @@
 """Tokenizers: what one is, the one that needs no files (bytes), and how one is loaded and kept in a run's folder."""
 
 import dataclasses
+import datetime
 import os
 import pathlib
 import shutil
@@ -51,15 +52,19 @@ class Tokenizer(Protocol):
         special: with what the tokenizer puts around a text by itself, which stands for none.
         """
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, prompt: bool, now: datetime.datetime | None = None
+    ) -> str:
         """A conversation as text, by the chat template. prompt: up to where the assistant's next answer begins.
 
+        now: the time, for a template that asks for it; None: the present.
         Raises UserError where there is no template, or where it refuses the messages.
         """
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], *, now: datetime.datetime | None = None) -> list[int]:
         """A prompt for the next answer, by the chat template: `[{"role": "user", "content": "Hello"}]`.
 
+        now: as in `render`.
         Raises UserError where there is no template, or where it refuses the messages.
         """
 
@@ -95,10 +100,12 @@ class Bytes:
         places = [(index, index + 1) for index, part in enumerate(content) for _ in part]
         return list(b"".join(content)), places
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, prompt: bool, now: datetime.datetime | None = None
+    ) -> str:
         raise UserError("a model of bytes has no chat template; it learns from 'prompt' and 'completion'")
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], *, now: datetime.datetime | None = None) -> list[int]:
         raise UserError("a model of bytes has no chat template; ask it with --prompt")
 
 
