@@ -1,7 +1,6 @@
 """Chat templates as Hugging Face's tokenizers bring them: Jinja, run in a sandbox."""
 
 import datetime
-import functools
 import json
 from collections.abc import Mapping, Sequence
 
@@ -33,7 +32,7 @@ class ChatTemplate:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise UserError(f'a message must be such as {{"role": "user", "content": "Hello"}}, not {message!r}')
         given = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": prompt}
-        given["strftime_now"] = functools.partial(_strftime, now)
+        given["strftime_now"] = lambda form: (now or datetime.datetime.now()).strftime(form)
         try:
             return self._template.render(**self._special, **given)
         except Exception as error:  # the template is a program of somebody else's
@@ -71,10 +70,6 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 def _refuse(message: str):
     raise UserError(message)
-
-
-def _strftime(now: datetime.datetime | None, form: str) -> str:
-    return (now or datetime.datetime.now()).strftime(form)
 
 
 def _line(error: Exception) -> str:
