@@ -1,0 +1,77 @@
+"""A random walk over legitimate configurations: does each compute what the float64 reference does?
+
+    python -m experiments.fuzz_configurations                       # from seed 0, for ten minutes
+    python -m experiments.fuzz_configurations 7 --seconds 3600 --processes 2
+    python -m experiments.fuzz_configurations --case 7:42           # one case again, with all that it says
+
+A case draws a model, a mesh and how it trains, through the same rules as `ladder-jax train`. Its training step's loss
+and gradients are compared with the reference's, and some cases' inference, another mesh, or a run that is resumed. What
+a rule refuses counts as refused. The status is 1 if anything failed.
+"""
+
+import argparse
+import sys
+import time
+
+from experiments.fuzz_configurations import devices, report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.fuzz_configurations",
+        description=__doc__.split("\n\n", 1)[0],
+        epilog=__doc__.split("\n\n", 1)[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("seed", type=int, nargs="?", default=0, help="of the walk (default: %(default)s)")
+    parser.add_argument("--count", type=int, help="how many cases (default: as many as the time allows)")
+    parser.add_argument("--first", type=int, default=0, help="the index of the first case (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="no case begins later (default: 600 without --count)")
+    parser.add_argument("--processes", type=int, default=1, help="cases at a time (default: %(default)s)")
+    parser.add_argument("--verbose", action="store_true", help="list what was refused, and why")
+    parser.add_argument("--case", metavar="SEED:INDEX", help="run this case, in this process")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(args.worker)
+    if args.case:
+        return again(*map(int, args.case.split(":")))
+    from experiments.fuzz_configurations.walk import walk
+
+    began, tally = time.monotonic(), report.Tally()
+    seconds = 600.0 if args.seconds is None and args.count is None else args.seconds
+    limits = dict(count=args.count, seconds=seconds, processes=args.processes, first=args.first)
+    for case, outcome in walk(args.seed, **limits):
+        tally.add(case, outcome)
+        if outcome.what == "failed":
+            print(report.failure(case, outcome), flush=True)
+        print(f"{tally.line}, {time.monotonic() - began:.0f} s", end="\n" if outcome.what == "failed" else "\r", flush=True)
+    print(f"\n\n{tally.table()}\n")
+    if args.verbose:
+        print(f"{tally.refusals()}\n")
+    print(f"{tally.line}; {tally.seconds:.1f} s a case")
+    return bool(tally.failed)
+
+
+def work(spec: str) -> int:
+    devices.simulate()
+    from experiments.fuzz_configurations.walk import worker
+
+    worker(*map(int, spec.split(":")))
+    return 0
+
+
+def again(seed: int, index: int) -> int:
+    devices.simulate()
+    from experiments.fuzz_configurations.compare import outcome
+    from experiments.fuzz_configurations.draw import draw
+
+    case = draw(seed, index)
+    print(report.described(case), flush=True)
+    found = outcome(case)
+    print(f"{found.what}: {found.said or ', '.join(found.done)} ({found.seconds:.1f} s)")
+    return found.what == "failed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
