@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from experiments import combinations, readme
 from ladder_jax import config, decode, nn, parallel, train
 from ladder_jax.config import CollectiveMatmul, Dtype, ExpertParallelism, Loop, Remat
 from ladder_jax.decode import weights
@@ -123,3 +124,11 @@ def test_a_weights_gradient_of_exchanged_experts_in_bfloat16():
     wide = [np.asarray(a, np.float64) for a in (x, weight, gradient)]
     assert cases.error(of_weight, np.einsum("erm,red->emd", wide[0], wide[2])) < 2.0**-8
     assert cases.error(of_x, np.einsum("red,emd->erm", wide[2], wide[1])) < 2.0**-8
+
+
+def test_the_pages_table_is_what_the_rules_say():
+    text = combinations.PAGE.read_text()
+    assert readme.fill(text, {combinations.TABLE: combinations.table()}) == text
+    exclusions = combinations.excluded()
+    assert "emulated on one device" in exclusions["emulated ranks: `model.ranks=4`", "`mesh.fsdp=2`"][:80]
+    assert all(combinations.refusal(one.all_settings) is None for one in combinations.FEATURES)

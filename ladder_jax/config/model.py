@@ -47,6 +47,11 @@ class ResidualName:
         """Whether another number of tensor-parallel ranks makes it another function."""
         return self.kind in ("ladder-fresh", "desync")
 
+    @property
+    def reduces_every_output(self) -> bool:
+        """Whether every sublayer's output is summed over the ranks."""
+        return self.kind not in ("desync", "no-communication")
+
 
 def parse_residual(name: str) -> ResidualName:
     """Of any name in RESIDUALS and EXPERT_RESIDUALS, `ladder-K` and `desync-N`, numbers from 1.

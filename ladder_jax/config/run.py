@@ -7,7 +7,7 @@ from ladder_jax.config.decode import DecodeConfig
 from ladder_jax.config.execution import CollectiveMatmul, Loop, Remat
 from ladder_jax.config.experts import ExpertParallelism, check_exchange
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import ModelConfig, check_collective_matmul
+from ladder_jax.config.model import ModelConfig, check_collective_matmul, parse_residual
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 
 
@@ -242,10 +242,18 @@ class RunConfig:
             f"train.sequence_parallel splits train.sequence={self.train.sequence} positions over mesh.tensor="
             f"{self.mesh.tensor} ranks, which does not divide them",
         )
+        exchanges = self.mesh.experts is ExpertParallelism.EXCHANGE
+        splits = self.train.sequence_parallel and self.mesh.tensor > 1
+        check(
+            not splits or exchanges or parse_residual(self.model.residual).reduces_every_output,
+            f"train.sequence_parallel reduces and splits every sublayer's output, which {self.model.residual} does not"
+            " (allowed: standard, ladder, ladder-K, ladder-fresh, parallel, parallel-shared-norm, parallel-ladder,"
+            " farskip)",
+        )
         form, split = self.train.collective_matmul, self.train.sequence_parallel
         names = "train.collective_matmul", "train.sequence_parallel=true"
         check_collective_matmul(form, model=self.model, sequence_parallel=split, names=names)
-        if self.mesh.experts is ExpertParallelism.EXCHANGE:
+        if exchanges:
             names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
             check_exchange(self.model.moe, residual=self.model.residual, sequence_parallel=split, names=names)
         check(
