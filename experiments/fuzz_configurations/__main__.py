@@ -45,7 +45,11 @@ def main() -> int:
         tally.add(case, outcome)
         if outcome.what == "failed":
             print(report.failure(case, outcome), flush=True)
-        print(f"{tally.line}, {time.monotonic() - began:.0f} s", end="\n" if outcome.what == "failed" else "\r", flush=True)
+        print(
+            f"{tally.line}, {time.monotonic() - began:.0f} s",
+            end="\n" if outcome.what == "failed" else "\r",
+            flush=True,
+        )
     print(f"\n\n{tally.table()}\n")
     if args.verbose:
         print(f"{tally.refusals()}\n")

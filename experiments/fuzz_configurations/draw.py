@@ -29,7 +29,7 @@ class Case:
 
     preset: what the settings change. teacher: dotted settings of the teacher's model, if it is not the start's.
     batch: "plain" tokens, or "packed" documents, or those with a "masked" loss. checks: of CHECKS.
-    drops: whether an expert may run out of capacity; then the order of rows counts.
+    drops: whether an expert may run out of capacity; then the order of rows counts. step: how many were made before.
     """
 
     seed: int
@@ -41,6 +41,7 @@ class Case:
     batch: str
     checks: tuple[str, ...]
     drops: bool
+    step: int
     inference: dict[str, Any]
 
     @property
@@ -72,7 +73,7 @@ class Dice:
 
 def draw(seed: int, index: int) -> Case:
     dice = Dice(seed, index)
-    of_experts = dice.chance(0.35)
+    of_experts = dice.chance(0.3)
     settings = model(dice, of_experts)
     moe = experts(dice, settings) if of_experts else {}
     settings |= moe
@@ -83,7 +84,7 @@ def draw(seed: int, index: int) -> Case:
     settings |= retrained
     capacity = settings.get("model.moe.capacity")
     drops = capacity is not None and capacity < settings["model.moe.experts"] / settings["model.moe.top_k"]
-    checks = tuple(check for check, share in zip(CHECKS, (0.35, 0.35, 0.15)) if dice.chance(share))
+    checks = tuple(check for check, share in zip(CHECKS, (0.3, 0.25, 0.12)) if dice.chance(share))
     return Case(
         seed,
         index,
@@ -94,12 +95,13 @@ def draw(seed: int, index: int) -> Case:
         batch=dice.one(["plain", "plain", "packed", "masked"]),
         checks=checks,
         drops=drops,
+        step=int(dice.rng.integers(0, 5)) if "conversion.steps" in settings else 0,
         inference=inference(dice, settings),
     )
 
 
 def model(dice: Dice, of_experts: bool) -> dict[str, Any]:
-    residual, layers = dice.one(EXPERTS if of_experts else DENSE), dice.one([2, 3, 4, 5])
+    residual, layers = dice.one(EXPERTS if of_experts else DENSE), dice.one([2, 2, 2, 3, 3, 4, 5])
     low = dice.chance(0.12)
     drawn = {
         "model.residual": residual,
@@ -129,7 +131,7 @@ def some_layers(dice: Dice, layers: int) -> int | str:
 
 
 def experts(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
-    count = dice.one([1, 3, 4, 5, 6, 8])
+    count = dice.one([1, 2, 3, 3, 4, 4, 5, 6])
     top_k = int(dice.rng.integers(1, min(count, 4) + 1))
     drawn = {"model.moe.experts": count, "model.moe.top_k": top_k}
     drawn["model.moe.expert_width"] = dice.one([8, 16])
@@ -148,7 +150,7 @@ def experts(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
 
 def mesh(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
     """Devices an axis, and on one tensor rank perhaps emulated ranks."""
-    tensor, ranks = dice.one([1, 1, 2, 2, 4, 4, 8, 3]), {}
+    tensor, ranks = dice.one([1, 1, 1, 2, 2, 2, 4, 4, 8, 3]), {}
     if settings["model.residual"].startswith(("ladder-fresh", "desync")):
         if tensor == 1:
             ranks = {"model.ranks": dice.one([1, 2, 3, 4])}
@@ -202,7 +204,7 @@ def reduces(residual: str) -> bool:
 
 def form(dice: Dice, settings: dict[str, Any], split: bool) -> dict[str, Any]:
     """How the program is built."""
-    drawn = {"train.loop": dice.one(["scan", "unrolled"])}
+    drawn = {"train.loop": dice.one(["scan", "scan", "unrolled"])}
     drawn["train.remat"] = dice.one(["none", "none", "full", "save-matmuls", "offload"])
     drawn["train.sequence_parallel"] = split
     rings = split and not settings["model.residual"].startswith("parallel") and "model.moe.experts" not in settings
@@ -224,6 +226,7 @@ def retraining(dice: Dice, settings: dict[str, Any]) -> tuple[dict[str, Any], di
     if not dice.chance(0.3):
         return {}, {}
     drawn, teacher = {"train.start": "START"}, {}
+    drawn |= conversion(dice, settings)
     if not dense and dice.chance(0.5):
         drawn["train.freeze"] = int(dice.rng.integers(1, layers + 1))
     if not dense and drawn.get("train.freeze") != layers and dice.chance(0.45):
@@ -243,11 +246,22 @@ def retraining(dice: Dice, settings: dict[str, Any]) -> tuple[dict[str, Any], di
             drawn["distill.residual"] = dice.one([n for n in alike if n != settings["model.residual"]] or alike)
         else:
             teacher = {"model.residual": dice.one(alike), "model.ladder_layers": None, "model.ranks": None}
-        whole = not dense and not settings["train.sequence_parallel"]
+        whole = not dense and not settings["train.sequence_parallel"] and "conversion.steps" not in drawn
         if whole and not settings["model.residual"].startswith(("desync", "no-")) and dice.chance(0.3):
             drawn["distill.hidden_weight"] = 0.5
             drawn["distill.hidden_every"] = dice.one([1, 2])
     return drawn, teacher
+
+
+def conversion(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
+    """Layers on their way from standard."""
+    count, which = settings["model.num_layers"], settings.get("model.ladder_layers", "all")
+    ladder = {"all": count}.get(which) or (which if isinstance(which, int) else which.count(",") + 1)
+    fits = settings["model.residual"].startswith(("ladder", "farskip")) and not settings.get("model.moe.dense_layers")
+    if not fits or not ladder or settings["train.sequence_parallel"] or not dice.chance(0.5):
+        return {}
+    groups = int(dice.rng.integers(1, min(ladder, 2) + 1))
+    return {"conversion.steps": 4, "conversion.groups": groups, "conversion.pace": dice.one(["ramp", "jump"])}
 
 
 def another(dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops: bool) -> dict[str, Any]:
@@ -279,7 +293,8 @@ def another(dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops
     if of_ranks:
         changed["model.ranks"] = ranks
     split = split and sequence % tensor == 0
-    whole = settings.get("distill.hidden_weight", 0) or not reduces(settings.get("distill.residual", "ladder"))
+    whole = settings.get("distill.hidden_weight", 0) or "conversion.steps" in settings
+    whole = whole or not reduces(settings.get("distill.residual", "ladder"))
     whole = whole or not reduces(teacher.get("model.residual", "ladder"))
     changed |= form(dice, settings, split and not whole)
     changed |= parts(dice, {**settings, **changed}, settings["train.batch"])

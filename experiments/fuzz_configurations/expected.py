@@ -1,12 +1,13 @@
 """What the dense float64 reference says of a case: loss and gradients of a batch, document by document; and logits."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import ModelConfig, RunConfig, layer_indices, parse_residual
+from ladder_jax.config import ModelConfig, Pace, RunConfig, layer_indices, parse_residual
 from tests import reference, rounding
 
 KINDS = {
@@ -96,14 +97,55 @@ class Teacher:
     hidden: tuple[int, ...] = ()
 
 
-def loss_of(config: RunConfig, documents: Documents, shape: reference.Shape, teacher: Teacher | None):
-    """A (params) -> the training loss."""
+def ladder_fraction(config: RunConfig, shape: reference.Shape, *, step: int) -> list[float]:
+    """How far each layer is from standard: the topmost group turns first, each in its share of the steps."""
+    layers, turns = range(shape.layers), config.conversion
+    ladder = [l for l in reversed(layers) if shape.ladder is None or l in shape.ladder]
+    found = [1.0] * shape.layers
+    for index, group in enumerate(np.array_split(ladder, turns.groups)):
+        done = step * turns.groups / turns.steps - index
+        for l in group:
+            found[l] = float(np.clip(done, 0, 1) if turns.pace is Pace.RAMP else done >= 0)
+    return found
+
+
+def turning(params, tokens, shape: reference.Shape, seen, *, fraction):
+    """The logits where a ladder layer's input has so much of a ladder's, the rest of a standard layer's."""
+    of_layer = dataclasses.replace(shape, layers=0, vocab=0, number=1, ladder=None)
+    h = lambda l, inputs, attends: reference.sublayer(params["layers"], l, inputs, attends=attends, shape=of_layer)
+    xs, last, newest, late = [params["embedding"]["table"][tokens]], 0.0, 0.0, 0.0
+    for l in range(shape.layers):
+        ladder = shape.ladder is None or l in shape.ladder
+        share = fraction[l] if ladder else 0.0
+        for attends in (True, False):
+            x = xs[-1]
+            if shape.kind == "farskip":
+                inputs = x - share * (late if attends else last)
+            else:
+                inputs = (1 - share) * x + share * xs[max(0, len(xs) - 1 - shape.number)]
+            inputs = jnp.stack([inputs] * shape.ranks) + share * (newest if shape.kind == "fresh" else 0.0)
+            if shape.experts and not attends:
+                seen.append(inputs)
+            newest = h(l, inputs, attends)
+            last = newest.sum(0)
+            xs.append(x + last)
+        late = newest[0] if ladder else last  # of a farskip's layer the routed experts' part
+    x = reference.rms(xs[-1], params["final_norm"]["scale"], shape.eps)
+    table = params["head" if "head" in params else "embedding"]["table"]
+    return (x @ table.T)[..., : shape.vocab]
+
+
+def loss_of(config: RunConfig, documents: Documents, shape: reference.Shape, teacher: Teacher | None, *, step: int = 0):
+    """A (params) -> the training loss of a step."""
+    forward = reference.logits
+    if config.conversion.steps:
+        forward = functools.partial(turning, fraction=ladder_fraction(config, shape, step=step))
     train, distill, share = config.train, config.distill, documents.weights
     taught = teacher and reference.logits(teacher.params, documents.tokens, teacher.shape)
 
     def loss(params):
         seen = []
-        scores = reference.logits(params, documents.tokens, shape, seen)
+        scores = forward(params, documents.tokens, shape, seen)
         total = jax.nn.logsumexp(scores, axis=-1)
         picked = jnp.take_along_axis(scores, documents.targets[..., None], -1)[..., 0]
         each = total - picked + train.z_loss * total**2
@@ -150,11 +192,11 @@ def penalties(params, seen, shape, real, train):
     return total
 
 
-def gradients(config: RunConfig, params, documents: Documents, shape, teacher: Teacher | None = None):
-    """(loss, gradients) in float64."""
+def gradients(config: RunConfig, params, documents: Documents, shape, teacher: Teacher | None = None, *, step: int = 0):
+    """(loss, gradients) of a step in float64."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
-        whole = lambda p, of_teacher: loss_of(config, documents, shape, of_teacher)(p)
+        whole = lambda p, of_teacher: loss_of(config, documents, shape, of_teacher, step=step)(p)
         teacher = teacher and dataclasses.replace(teacher, params=wide(teacher.params))
         call = jax.jit(jax.value_and_grad(lambda p: whole(p, teacher)))
         return jax.tree.map(np.asarray, call(wide(params)))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax import nn, retrain, train
+from ladder_jax import nn, train
 from ladder_jax.checkpoint import Store
 from ladder_jax.config import START, ModelConfig, RunConfig
 from ladder_jax.data.batch import Batch
@@ -106,8 +106,8 @@ class Program:
 
     # The step.
 
-    def begin(self):
-        """The state before the first step, and the frozen parameters."""
+    def begin(self, *, step: int = 0):
+        """The state after so many steps, the optimizer's a new one, and the frozen parameters."""
         frozen = {}
         if self.config.retrains:
             teacher = self.of_teacher and cases.place(self.of_teacher, self.definition)
@@ -115,7 +115,8 @@ class Program:
         put = lambda a, like: jax.device_put(jnp.array(a), like.sharding)
         params = jax.tree.map(put, self.trained, self.task.abstract)
         settings = dict(config=self.config.train, params=params, task=self.task)
-        return train.initial_state(self.definition, **settings), frozen
+        state = train.initial_state(self.definition, **settings)
+        return dataclasses.replace(state, step=jax.device_put(np.int32(step), state.step.sharding)), frozen
 
     def advance(self, state, batch, frozen):
         """The state after a step, its loss, and its gradients of what trains."""
@@ -144,7 +145,7 @@ class Program:
         saver = checkpoints.CheckpointSaver(
             store=store, context=context, task=task, fingerprint="", sources=task.sources_record()
         )
-        saver.save(1, state, frozen, skipped=[], validation=None)
+        saver.save(int(state.step), state, frozen, skipped=[], validation=None)
         saver.finish()
         store.close()
         return lambda: checkpoints.restore(checkpoints.newest(context), context=context, task=task)

@@ -6,7 +6,14 @@ from typing import Any
 
 from experiments.fuzz_configurations.draw import Case, override
 
-LEFT_OUT = ("train.beta1", "train.clip_norm", "train.steps", "train.warmup_steps", "train.start", "model.residual_dtype")
+LEFT_OUT = (
+    "train.beta1",
+    "train.clip_norm",
+    "train.steps",
+    "train.warmup_steps",
+    "train.start",
+    "model.residual_dtype",
+)
 
 
 def described(case: Case) -> str:

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import json
-import os
 import pathlib
 import queue
 import subprocess

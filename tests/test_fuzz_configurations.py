@@ -1,0 +1,91 @@
+"""The walk over configurations: a fixed part of it, what it draws, and that it would see a wrong computation."""
+
+import collections
+import itertools
+
+import pytest
+
+from experiments.fuzz_configurations import compare, report, walk
+from experiments.fuzz_configurations.draw import CHECKS, draw
+from ladder_jax.errors import UserError
+from ladder_jax.residual import steps
+from ladder_jax.train import gradients
+
+SEED, COUNT = 5, 12
+
+
+def test_every_case_computes_what_the_reference_does():
+    tally = report.Tally()
+    for case, outcome in walk.outcomes(draw(SEED, index) for index in range(COUNT)):
+        assert outcome.what != "failed", report.failure(case, outcome)
+        tally.add(case, outcome)
+    assert tally.counts["ran"] >= 0.75 * COUNT, tally.refusals()
+    assert tally.checks["gradients"] >= COUNT / 2 and len(tally.checks) >= 3, tally.checks
+
+
+def found():
+    """What is said of a plain case that makes no other comparison."""
+    plain = lambda case: not case.checks and case.settings["model.residual"] == "ladder" and not case.drops
+    simple = lambda case: case.settings["model.dtype"] == "float32" and not case.settings["train.sequence_parallel"]
+    case = next(case for case in map(draw, itertools.repeat(0), itertools.count()) if plain(case) and simple(case))
+    return case, compare.outcome(case)
+
+
+def test_a_wrong_gradient_is_reported(monkeypatch):
+    """By 0.1 %, with the command that repeats the case."""
+    reduce = gradients._reduce_gradient
+    monkeypatch.setattr(gradients, "_reduce_gradient", lambda g, dims, layout: 1.001 * reduce(g, dims, layout))
+    case, outcome = found()
+    assert outcome.what == "failed" and "beyond" in outcome.said
+    text = report.failure(case, outcome)
+    assert f"--case {case.seed}:{case.index}" in text and "model.residual=ladder" in text
+
+
+def test_a_wrong_residual_is_reported(monkeypatch):
+    add = steps.add
+    monkeypatch.setattr(steps, "add", lambda x, outputs: add(1.001 * x, outputs))
+    _, outcome = found()
+    assert outcome.what == "failed" and "gradients" in outcome.said and "['embedding']['table']" in outcome.said
+
+
+def test_a_crash_is_reported_and_a_refusal_is_not(monkeypatch):
+    def crash(*args, **settings):
+        raise ZeroDivisionError("of a program")
+
+    monkeypatch.setattr(compare.Program, "begin", crash)
+    case, outcome = found()
+    assert outcome.what == "failed" and "ZeroDivisionError: of a program" in outcome.said and " crash" in outcome.said
+
+    def refuse(*args, **settings):
+        raise UserError("4 is not 3")
+
+    monkeypatch.setattr(compare.Program, "begin", refuse)
+    case, outcome = found()
+    assert outcome.what == "refused" and outcome.said == "4 is not 3"
+    tally = report.Tally()
+    tally.add(case, outcome)
+    assert tally.refusals().split(maxsplit=1) == ["1", "N is not N"]
+
+
+def test_draws():
+    """Deterministic, and of each setting every value."""
+    cases = [draw(1, index) for index in range(400)]
+    assert cases[:9] == [draw(1, index) for index in range(9)] and cases[0] != draw(2, 0)
+    drawn = collections.defaultdict(set)
+    for case in cases:
+        for name, value in report.values(case).items():
+            drawn[name].add(value)
+    assert drawn["train.remat"] == {"none", "full", "save-matmuls", "offload"}
+    assert {"farskip", "desync-3", "ladder-fresh", "no-communication"} <= drawn["model.residual"]
+    assert drawn["mesh.experts"] == {"exchange"} and drawn["model.ladder_layers"] == {"a list", "a number"}
+    assert drawn["batch"] == {"plain", "packed", "masked"} and len(drawn["model.ranks"]) >= 4
+    assert {check for case in cases for check in case.checks} == set(CHECKS)
+
+
+@pytest.mark.parametrize(
+    "setting, text", [((("a.b"), None), "a.b=null"), (("a", True), "a=true"), (("a", 2.0), "a=2.0")]
+)
+def test_settings_as_on_the_command_line(setting, text):
+    from experiments.fuzz_configurations.draw import override
+
+    assert override(setting) == text
