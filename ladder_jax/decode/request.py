@@ -1,6 +1,5 @@
 """A prompt and how it is to be continued, its text as it grows, and the result. Imports no jax."""
 
-import codecs
 import dataclasses
 import enum
 import math
@@ -11,12 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.config.fields import shown
+from ladder_jax.decode.stop_text import StopText
 from ladder_jax.errors import RunFailed, UserError, described, wrong_type
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """The settings that a request shares with DecodeConfig."""
 
 LARGEST = 1e30  # temperature or penalty: larger values have no further effect, and could overflow a float32
+STOP_CHARACTERS = 1000
+"""The most that a stop string may have."""
 
 type Decoder = Callable[[Sequence[int]], bytes]
 """The bytes of tokens. The bytes of a sequence are those of its tokens, concatenated."""
@@ -47,7 +49,7 @@ class Request:
     seed: of the sampling noise. With the same seed a request gives the same text, whatever else runs. None draws a
         seed, which the request then holds.
     stop_ids: tokens that end the text.
-    stop: strings that end the text; they need a decoder.
+    stop: strings that end the text, of at most STOP_CHARACTERS each; they need a decoder.
     logprobs: whether the result holds each token's log-probability, in nats.
 
     Raises UserError for settings out of their range.
@@ -89,6 +91,8 @@ class Request:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(one, str) and one for one in stop):
             raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")
+        if (longest := max(map(len, stop), default=0)) > STOP_CHARACTERS:
+            raise UserError(f"a stop string may have {STOP_CHARACTERS} characters, not {longest}")
         for name in ("prompt", "stop_ids"):
             object.__setattr__(self, name, tuple(_whole(f"a token of {name}", token) for token in getattr(self, name)))
         object.__setattr__(self, "stop", stop)
@@ -222,45 +226,3 @@ class TokenSequence:
         if self._text.stopped:
             return Finish.STOP
         return Finish.LENGTH if len(self._tokens) == self.request.max_new_tokens else None
-
-
-class StopText:
-    """Turns bytes into text that may be shown: whole UTF-8 characters, and no beginning of a stop string.
-
-    The text does not depend on how the bytes were cut. Invalid UTF-8 becomes replacement characters. Of several stop
-    strings, the first to be complete ends the text; of those complete at the same character, the longest.
-    """
-
-    def __init__(self, stop: Sequence[str] = ()):
-        self._stop = tuple(stop)
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = ""
-        self.stopped = False
-
-    def push(self, data: bytes) -> str:
-        """The text that may be shown after these bytes."""
-        return self._release(self._utf8.decode(data))
-
-    def flush(self) -> str:
-        """The text that was held back, as no more bytes will come."""
-        shown = self._release(self._utf8.decode(b"", final=True))
-        rest, self._held = self._held, ""
-        return shown + rest
-
-    def _release(self, new: str) -> str:
-        if self.stopped:
-            return ""
-        self._held += new
-        hits = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if hits:
-            shown, self._held, self.stopped = self._held[: min(hits)[1]], "", True
-            return shown
-        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return shown
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The most characters at the end of `text` with which `stop` begins."""
-    longest = min(len(stop) - 1, len(text))
-    return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
+from ladder_jax.decode.request import STOP_CHARACTERS
+
 
 def _check_characters(text: str) -> str:
     """Raises ValueError for half of a surrogate pair: JSON can contain it, but it is not a character."""
@@ -18,8 +20,15 @@ def _check_characters(text: str) -> str:
     return text
 
 
+def _check_length(stop: str) -> str:
+    if len(stop) > STOP_CHARACTERS:
+        raise ValueError(f"a string may have {STOP_CHARACTERS} characters, not {len(stop)}")
+    return stop
+
+
 Text = Annotated[str, pydantic.AfterValidator(_check_characters)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
+Stop = Annotated[Text, pydantic.AfterValidator(_check_length)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -44,8 +53,8 @@ class GenerationBody(Object):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="default 0: all tokens")
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(None, description="default 1: none")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(None, description="modulo 2**32; default random")
-    stop: Text | Annotated[Texts, Field(max_length=16)] | None = Field(
-        None, description="a string or a list of at most 16 strings"
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = Field(
+        None, description=f"a string or a list of at most 16 strings, of at most {STOP_CHARACTERS} characters each"
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None

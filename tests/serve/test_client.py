@@ -135,6 +135,7 @@ REFUSED = {
     "echo": (dict(echo=True, logprobs=0), openai.BadRequestError, "echo and logprobs exclude each other"),
     "temperature": (dict(temperature=2.5), openai.BadRequestError, "temperature: Input should be less than or equal"),
     "stop": (dict(stop=["a"] * 17), openai.BadRequestError, "stop must be a string or a list of at most 16"),
+    "long stop": (dict(stop=["a", "b" * 1001]), openai.BadRequestError, "stop: a string may have 1000 characters"),
     "stops": (dict(stop=""), openai.BadRequestError, "stop must be strings, none of them empty"),
     "stream_options": (dict(stream_options={}), openai.BadRequestError, "stream_options needs stream"),
     "unknown": (
