@@ -17,10 +17,11 @@ from experiments.fuzz_configurations.draw import Case, override
 from experiments.fuzz_configurations.program import Program, batch_of, placed
 from ladder_jax import config as configs
 from ladder_jax import decode, nn
-from ladder_jax.config import START, Dtype, ExpertParallelism, Loop, ModelConfig, RunConfig
+from ladder_jax.config import START, Dtype, ExpertParallelism, Loop, ModelConfig, Quantize, RunConfig
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
+from ladder_jax.train.gradients import held_out_loss
 from tests import cases, one_step, rounding
 
 LENGTHS, NEW, READ = np.array([1, 4, 6, 3], np.int32), 2, 8
@@ -82,6 +83,8 @@ class Run:
             self.compare("gradients", first, (loss, gradients), self.expected)
         else:
             self.done.append("run alone")
+        if "evaluated" in self.case.checks:
+            self.check_evaluated(first)
         if "another mesh" in self.case.checks:
             self.check_another(first, loss, gradients)
         if "resumed" in self.case.checks:
@@ -219,6 +222,22 @@ class Run:
         wanted = self.expected if self.referenced else (loss, gradients)
         self.compare("another mesh", second, found, wanted, passes=2 if self.referenced else 4)
 
+    def check_evaluated(self, first: Program) -> None:
+        """The held-out loss of the weights before the step."""
+        before, frozen = first.begin()
+        loss = float(
+            held_out_loss(first.task, loop=first.config.train.loop)(before.params, frozen, first.put(self.batch(0)))
+        )
+        self.finite(loss)
+        if self.low or not self.referenced:
+            self.done.append("evaluated, run")
+            return
+        documents = expected.Documents.of(*self.tokens(0))
+        wanted = expected.evaluation(first.student, documents, self.shape(first))
+        if (error := cases.error(loss, wanted)) >= (limit := cases.bound(first.config.model)):
+            raise Beyond(f"evaluated: {loss} and not {wanted}, {error:.1e} beyond {limit:.1e}")
+        self.done.append("evaluated")
+
     def check_resumed(self, first: Program, state, frozen) -> None:
         """Saved, restored and stepped on: the same bits."""
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
@@ -234,24 +253,26 @@ class Run:
     def check_inference(self, first: Program) -> None:
         """Prompts of different lengths with rubbish beyond their ends, then a few tokens."""
         drawn, config = self.case.inference, first.config
-        split, loop = drawn["way"] == "split", Loop(drawn["loop"])
+        split, form = drawn["way"] == "split", dict(loop=Loop(drawn["loop"]), quantize=Quantize(drawn["quantize"]))
         mesh = make_mesh(data=drawn["data"], tensor=config.mesh.tensor)
         definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
         params = cases.parameters(definition, seed=self.seed)
         tokens = cases.tokens((4, READ + NEW), vocab=config.model.vocab_size, seed=self.seed)
         prompts = np.where(np.arange(READ)[None] < LENGTHS[:, None], tokens[:, :READ], 7)
-        stored = weights.prepare(definition, cases.place(params, definition), loop=loop)
+        stored = weights.prepare(definition, cases.place(params, definition), **form)
         if drawn["way"] == "chunks":
             read = functools.partial(decode.prefill_in_chunks, chunk=4)
-            logits, caches = read(definition, stored, prompts, LENGTHS, capacity=12, loop=loop)
+            logits, caches = read(definition, stored, prompts, LENGTHS, capacity=12, **form)
         else:
-            program = decode.prefill.__wrapped__(definition, capacity=12, loop=loop, sequence_parallel=split)
+            program = decode.prefill.__wrapped__(definition, capacity=12, **form, sequence_parallel=split)
             logits, caches = program(stored, prompts, LENGTHS)
-        found, rows, step = [np.asarray(logits)], np.arange(4), one_step.decode.__wrapped__(definition, loop=loop)
+        found, rows, step = [np.asarray(logits)], np.arange(4), one_step.decode.__wrapped__(definition, **form)
         for new in range(NEW):
             lengths = LENGTHS + new
             logits, caches = step(stored, caches, tokens[rows, lengths], lengths)
             found.append(np.asarray(logits))
+        if form["quantize"] is Quantize.INT8:
+            params = expected.of_eight_bits(params, definition.dims)
         self.compare_logits(first, definition, params, tokens, found)
 
     def compare_logits(self, first: Program, definition, params, tokens, found) -> None:

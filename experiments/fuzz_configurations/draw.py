@@ -20,7 +20,8 @@ EXPERTS = (
     "standard", "ladder", "ladder-2", "farskip", "farskip", "farskip", "parallel", "parallel-shared-norm",
     "parallel-ladder",
 )  # fmt: skip
-CHECKS = ("inference", "another mesh", "resumed")
+CHECKS = {"inference": 0.3, "another mesh": 0.25, "resumed": 0.12, "evaluated": 0.15}
+"""And of how many cases each is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ def draw(seed: int, index: int) -> Case:
     settings |= retrained
     capacity = settings.get("model.moe.capacity")
     drops = capacity is not None and capacity < settings["model.moe.experts"] / settings["model.moe.top_k"]
-    checks = tuple(check for check, share in zip(CHECKS, (0.3, 0.25, 0.12)) if dice.chance(share))
+    checks = tuple(check for check, share in CHECKS.items() if dice.chance(share))
     return Case(
         seed,
         index,
@@ -306,4 +307,5 @@ def inference(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
     tensor = settings["mesh.tensor"]
     way = dice.one(["whole", "chunks"] + ["split"] * (8 % tensor == 0 and reduces(settings["model.residual"])))
     data = dice.one([d for d in (1, 2) if d * tensor <= DEVICES])
-    return {"data": data, "loop": dice.one(["scan", "unrolled"]), "way": way}
+    quantize = "int8" if dice.chance(0.25) else "none"
+    return {"data": data, "loop": dice.one(["scan", "unrolled"]), "way": way, "quantize": quantize}

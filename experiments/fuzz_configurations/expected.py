@@ -202,6 +202,34 @@ def gradients(config: RunConfig, params, documents: Documents, shape, teacher: T
         return jax.tree.map(np.asarray, call(wide(params)))
 
 
+def evaluation(params, documents: Documents, shape) -> float:
+    """The mean cross-entropy in float64, of a model whose layers have all turned."""
+    scores = log_softmax_of(logits(params, documents.tokens, shape))
+    picked = np.take_along_axis(scores, documents.targets[..., None], -1)[..., 0]
+    return float(-(documents.weights * picked).sum())
+
+
+def log_softmax_of(scores: np.ndarray) -> np.ndarray:
+    shifted = scores - scores.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def of_eight_bits(params, dims):
+    """What 8 bits and one scale an output channel stand for, in float64."""
+    over = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "EDM": 1, "EMD": 1, "DW": 0, "WD": 0, "VD": 1}
+
+    def value(array, dims):
+        kind = dims.removeprefix("L")
+        if kind not in over:
+            return array
+        axes = tuple(axis + len(dims) - len(kind) for axis in np.atleast_1d(over[kind]))
+        scale = np.abs(array).max(axes, keepdims=True) * np.float32(1 / 127)
+        scale[scale == 0] = 1
+        return np.rint(array / scale) * np.float64(scale)
+
+    return jax.tree.map(value, params, dims)
+
+
 def logits(params, tokens, shape) -> np.ndarray:
     """[B, T, vocabulary] in float64."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):

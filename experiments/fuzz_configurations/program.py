@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import pathlib
 from typing import Any
 
@@ -118,10 +117,12 @@ class Program:
         state = train.initial_state(self.definition, **settings)
         return dataclasses.replace(state, step=jax.device_put(np.int32(step), state.step.sharding)), frozen
 
+    def put(self, batch):
+        return jax.device_put(batch, self.definition.layout.sharding("BT"))
+
     def advance(self, state, batch, frozen):
         """The state after a step, its loss, and its gradients of what trains."""
-        sharding = self.definition.layout.sharding("BT")
-        state, metrics = self.step(state, jax.device_put(batch, sharding), frozen)
+        state, metrics = self.step(state, self.put(batch), frozen)
         first_moment = checkpoints.optimizer_to_dict(state.optimizer)["mu"]
         gradients = jax.tree.map(lambda a: np.asarray(a) / (1 - BETA1), first_moment)
         return state, float(metrics["loss"]), gradients
@@ -206,7 +207,3 @@ def placed(kind: str, tokens, segments, mask) -> Any:
     if kind == "plain":
         return tokens
     return Batch(tokens, segments, mask if kind == "masked" else None)
-
-
-def positions(config: RunConfig) -> int:
-    return math.prod((config.train.batch, config.train.sequence))
