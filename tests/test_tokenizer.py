@@ -1,5 +1,6 @@
 """Tokenizers: the exact bytes of each token, chat templates, and files that are wrong."""
 
+import base64
 import json
 import pathlib
 import random
@@ -186,6 +187,19 @@ def word_piece():
     return made
 
 
+def changed(folder, **fields):
+    """tokenizer.json with other fields."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def charsmap(content):
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
+
+
+EMPTY = dict(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[], post_processor=None)
+
+
 def begun_by(token):
     """Of which every text begins with the token of that number."""
     made = tokenizers.byte_level()
@@ -208,6 +222,9 @@ def begun_by(token):
             lambda f: begun_by(70_000).save(str(f / "tokenizer.json")),
             r"puts token 70000 around every text, .* \(allowed: 0 to 300\)",
         ),
+        (lambda f: changed(f, **EMPTY), "has an empty vocabulary"),
+        (lambda f: changed(f, normalizer=charsmap(b"")), "is not a tokenizer: .*Cannot parse precompiled_charsmap"),
+        (lambda f: changed(f, normalizer=charsmap(b"\1\0\0\0")), "is not a tokenizer: index out of bounds"),
     ],
 )
 def test_files_that_are_wrong(tmp_path, damage, message):
@@ -222,6 +239,10 @@ def test_mistakes(tmp_path):
     with pytest.raises(UserError, match="there is no tokenizer at 'nowhere'"):
         tokenizer.load("nowhere")
     ours = tokenizer.load(tokenizers.folder(tmp_path / "t"))
+    folder = pathlib.Path(tokenizers.folder(tmp_path / "panics"))
+    changed(folder, added_tokens=[], normalizer=charsmap(b"\4" + bytes(7)))  # its table is too short for any letter
+    with pytest.raises(UserError, match="the tokenizer in .*panics' cannot encode this text: index out of bounds"):
+        tokenizer.load(folder).encode("a")
     with pytest.raises(UserError, match="the text is not UTF-8"):
         ours.encode("a\udc80")
     with pytest.raises(

@@ -117,6 +117,8 @@ REFUSED = {
     "sliding_window=4096 ": ("mistral", {"sliding_window": ...}),  # what transformers takes it for
     "use_sliding_window=True": ("qwen2", {"use_sliding_window": True}),
     "layer_types": ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "layer_types=5 cannot": ("qwen3", {"layer_types": 5}),
+    "layer_types=[['full_attention']] cannot": ("qwen3", {"layer_types": [["full_attention"]]}),
     "num_local_experts=8": ("llama-3.1", {"num_local_experts": 8}),
     "quantization_config": ("llama-3.1", {"quantization_config": {"quant_method": "gptq"}}),
     "hidden_act='gelu'": ("llama-3.1", {"hidden_act": "gelu"}),

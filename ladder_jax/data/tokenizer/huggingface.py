@@ -1,11 +1,12 @@
 """A Hugging Face tokenizer from its files, by the `tokenizers` library."""
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ladder_jax.data.tokenizer.chat_template import ChatTemplate
 from ladder_jax.data.tokenizer.pieces import Pieces
@@ -29,20 +30,21 @@ class HuggingFace:
                 f"{str(folder)!r} holds no {MAIN}: a tokenizer is a folder with one"
                 " (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"
             )
-        try:
+        with _explained(f"{str(folder / MAIN)!r} is not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             if hasattr(self._tokenizer.model, "dropout"):  # BPE's, for training: it draws the merges at random
                 self._tokenizer.model.dropout = None
             described = json.loads(content)
-        except Exception as error:  # `tokenizers` raises plain Exceptions
-            raise UserError(f"{str(folder / MAIN)!r} is not a tokenizer: {error}") from None
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"{str(folder / MAIN)!r} has an empty vocabulary: a tokenizer needs one token at least")
         self.name = f"tokenizer-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         self._pieces = Pieces(described.get("decoder"))
         self._config = _object(folder, "tokenizer_config.json")
         self._special = _special_tokens(_object(folder, "special_tokens_map.json") | self._config)
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(vocabulary.values())
         self._check_around()
         self.stop_ids = self._stop_ids()
         named = self._special.get("bos_token")
@@ -79,8 +81,8 @@ class HuggingFace:
         return content.decode("utf-8", errors="replace")
 
     def offsets(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        _check_encodes(text)
-        found = self._tokenizer.encode(text, add_special_tokens=special)
+        with self._encoding(text):
+            found = self._tokenizer.encode(text, add_special_tokens=special)
         return found.ids, found.offsets
 
     def render(
@@ -95,9 +97,13 @@ class HuggingFace:
         return self._ids(self.render(messages, prompt=True, now=now), special=False)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
+        with self._encoding(text):
+            # Fast: without the offsets of tokens in the text, a third of the time.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+    def _encoding(self, text: str) -> contextlib.AbstractContextManager[None]:
         _check_encodes(text)
-        # Fast: without the offsets of tokens in the text, a third of the time.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return _explained(f"the tokenizer in {str(self.folder)!r} cannot encode this text")
 
     @functools.cached_property
     def _bytes(self) -> dict[int, bytes]:
@@ -122,6 +128,18 @@ class HuggingFace:
         several = _object(self.folder, "generation_config.json").get("eos_token_id")
         found += several if isinstance(several, list) else [several]
         return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns the errors of `tokenizers` into a UserError: plain Exceptions, and panics of its Rust, which are none."""
+    try:
+        yield
+    except BaseException as error:
+        # The class cannot be imported, as it has no module
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(f"{what}: {error}") from None
+        raise
 
 
 def _check_encodes(text: str) -> None:

@@ -96,7 +96,8 @@ def check_expressible(config: Mapping[str, Any], *, where: str) -> None:
         refuse("use_sliding_window", "attention sees all positions (allowed: false)")
     if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
         refuse("sliding_window", "attention sees all positions (allowed: null)")
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         refuse("layer_types", "attention sees all positions in every layer (allowed: 'full_attention')")
     if config.get("auto_map") and config.get("model_type") != LADDER:
         refuse("auto_map", "the model has its own program, which may compute anything")
