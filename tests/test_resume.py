@@ -402,6 +402,21 @@ def test_one_process_a_folder(book, resumable):
     assert sorted(p.stat().st_mtime_ns for p in resumable.rglob("*")) == before
 
 
+def test_a_run_that_began_meanwhile_is_not_continued_as_another(book, tmp_path, uninterrupted, monkeypatch):
+    """By another process, with other settings, between this one's look at the folder and its lock."""
+    where, owned = tmp_path / "run", folder.owned
+
+    def late(*of, **more):
+        shutil.copytree(uninterrupted, where)
+        return owned(*of, **more)
+
+    monkeypatch.setattr(folder, "owned", late)
+    with pytest.raises(UserError, match="holds a run of another configuration .train.learning_rate was .*, now 0.5"):
+        run(book, where, "train.learning_rate=0.5")
+    for file in (path for path in uninterrupted.rglob("*") if path.is_file()):
+        assert (where / file.relative_to(uninterrupted)).read_bytes() == file.read_bytes(), file
+
+
 def test_the_evaluation_that_a_signal_cut_short_is_made_up_for(book, resumable, uninterrupted):
     """The checkpoint of step 75 was saved without the held-out loss that belongs to it."""
     rows = [row for row in metrics.read(resumable) if row["step"] <= 75]

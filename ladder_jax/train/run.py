@@ -90,6 +90,8 @@ def run(
         )
         with agreement.together("the lock of the run's folder"):
             stack.enter_context(folder.owned(where, say=say))
+        # Since the first look, which costs nothing, another process may have begun a run here, and ended it.
+        agreement.decided("whose folder this is now", lambda: folder.check(config, where))
         with agreement.together("the profiler's port"):
             stack.enter_context(timing.profiler_server(config.run.profiler_port))
         say(folder.describe(config))
