@@ -1,10 +1,12 @@
 """What is installed with `pip install ladder-jax` suffices, but for what says which extra it needs."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
+from packaging.requirements import Requirement
 
 # Of the extras: nothing that requirements.txt names, or that those packages bring.
 OPTIONAL = (
@@ -38,6 +40,13 @@ def run(code: str, cwd) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", WITHOUT + code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def test_templates_of_strangers_need_a_jinja2_that_holds_them():
+    """Before 3.1.6 they could leave its sandbox (CVE-2025-27516)."""
+    lines = (pathlib.Path(__file__).parent.parent / "requirements.txt").read_text().splitlines()
+    required = {one.name: one.specifier for one in map(Requirement, (line for line in lines if line[0] != "#"))}
+    assert "3.1.6" in required["jinja2"] and "3.1.5" not in required["jinja2"]
 
 
 VERBS = """

@@ -134,6 +134,7 @@ def rendered(tmp_path, template, messages=({"role": "user", "content": "é<"},))
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
         ("{{ strftime_now('%Y')[:2] }}{{ tools is none }}", "20True"),
         ("a\n   {% if true %}\nb\n   {% endif %}\n", "a\nb\n"),
+        ("{{ ('<{0.__globals__}>' | attr('format'))(raise_exception) }}", "<>"),  # nothing of the program's
         ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
     ],
 )
