@@ -1,7 +1,7 @@
 """A random walk over legitimate configurations: does each compute what the float64 reference does?
 
     python -m experiments.fuzz_configurations                       # from seed 0, for ten minutes
-    python -m experiments.fuzz_configurations 7 --seconds 3600 --processes 2
+    python -m experiments.fuzz_configurations 7 1000 3600 --processes 2
     python -m experiments.fuzz_configurations --case 7:42           # one case again, with all that it says
 
 A case draws a model, a mesh and how it trains, through the same rules as `ladder-jax train`. Its training step's loss
@@ -24,9 +24,9 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("seed", type=int, nargs="?", default=0, help="of the walk (default: %(default)s)")
-    parser.add_argument("--count", type=int, help="how many cases (default: as many as the time allows)")
+    parser.add_argument("count", type=int, nargs="?", help="how many cases (default: as many as the time allows)")
+    parser.add_argument("seconds", type=float, nargs="?", help="no case begins later (default: 600 without a count)")
     parser.add_argument("--first", type=int, default=0, help="the index of the first case (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help="no case begins later (default: 600 without --count)")
     parser.add_argument("--processes", type=int, default=1, help="cases at a time (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="list what was refused, and why")
     parser.add_argument("--case", metavar="SEED:INDEX", help="run this case, in this process")

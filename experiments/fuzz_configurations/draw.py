@@ -176,6 +176,8 @@ def shape(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
     fits = lambda kv: heads % kv == 0 and (kv % ranks == 0 or ranks % kv == 0)
     drawn = {"model.num_heads": heads, "model.num_kv_heads": dice.one([kv for kv in range(1, heads + 1) if fits(kv)])}
     drawn["model.head_dim"] = dice.one([4, 6, 8] if heads < 8 else [2, 4])
+    if settings["model.qk_norm"] is True:  # a norm over two elements that are both small magnifies what is rounded
+        drawn["model.head_dim"] = max(drawn["model.head_dim"], 4)
     drawn["model.d_ff"] = dice.one([24, 48] if ranks in (3, 8) else [20, 24, 32])
     return drawn
 

@@ -230,6 +230,51 @@ def of_eight_bits(params, dims):
     return jax.tree.map(value, params, dims)
 
 
+class Single:
+    """As `rounding.Places`, but to float32's grid, and of any number of places."""
+
+    def __init__(self, factors):
+        self.factors, self.count = factors, 0
+
+    def __call__(self, y, forward=True, backward=True):
+        at, self.count = self.factors[self.count % len(self.factors)], self.count + 1
+        return _to_single(y, at, (forward, backward))
+
+
+def _to_grid(y, factor):
+    return (y * factor).astype(jnp.float32).astype(y.dtype) / factor
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _to_single(y, factors, where):
+    return _to_grid(y, factors[0]) if where[0] else y
+
+
+_to_single.defvjp(
+    lambda y, factors, where: (_to_single(y, factors, where), factors),
+    lambda where, factors, g: (_to_grid(g, factors[1]) if where[1] else g, jnp.zeros_like(factors)),
+)
+
+
+def singles(config: RunConfig, params, documents: Documents, shape, teacher: Teacher | None = None, *, step: int = 0):
+    """Samples of `gradients` with what float32 rounds between operations: how ill-conditioned a case is."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
+
+        def sample(params, taught, factors):
+            rounds = Single(factors)
+            of = dataclasses.replace(shape, rounds=rounds)
+            other = teacher and dataclasses.replace(
+                teacher, params=taught, shape=dataclasses.replace(teacher.shape, rounds=rounds)
+            )
+            return jax.value_and_grad(loss_of(config, documents, of, other, step=step))(params)
+
+        rng, call = np.random.default_rng(0), jax.jit(sample)
+        factors = [2.0 ** rng.random((rounding.PLACES, 2)) for _ in range(rounding.SAMPLES)]
+        given = wide(params), wide(teacher and teacher.params)
+        return [jax.tree.map(np.asarray, call(*given, some)) for some in factors]
+
+
 def logits(params, tokens, shape) -> np.ndarray:
     """[B, T, vocabulary] in float64."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):

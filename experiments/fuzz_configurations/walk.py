@@ -16,7 +16,7 @@ from experiments.fuzz_configurations.draw import Case, draw
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 EACH = 100  # cases of a process, whose memory grows
-SILENT = 900.0  # seconds after which a case counts as stuck
+STUCK = 600.0  # seconds of one case, after which its process is ended
 
 
 def outcomes(cases: Iterator[Case]) -> Iterator[tuple[Case, Outcome]]:
@@ -53,7 +53,8 @@ def walk(
     last = first + count if count is not None else None
     goes_on = lambda index: (last is None or index < last) and (until is None or time.monotonic() < until)
     starts = range(first, first + processes)
-    threads = [threading.Thread(target=_share, args=(seed, start, processes, goes_on, found.put)) for start in starts]
+    share = lambda start: (seed, start, processes, goes_on, found.put)
+    threads = [threading.Thread(target=_share, args=share(start), daemon=True) for start in starts]
     for thread in threads:
         thread.start()
     for _ in threads:
@@ -77,21 +78,27 @@ def _run(seed: int, index: int, every: int, goes_on: Callable[[int], bool], put:
     command = [sys.executable, "-m", "experiments.fuzz_configurations", "--worker", f"{seed}:{index}:{every}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said: collections.deque[str] = collections.deque(maxlen=20)
-    listening = threading.Thread(target=said.extend, args=(process.stderr,))
+    listening = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
     listening.start()
     began, last = time.monotonic(), index + EACH * every
+    stuck = threading.Timer(STUCK, process.kill)
     for line in process.stdout:
         message = json.loads(line)
-        if "begins" in message:
-            began = time.monotonic()
-            if not goes_on(index):
-                process.kill()
-                break
+        stuck.cancel()
+        if "begins" not in message:
+            put((draw(seed, index), Outcome(**message | {"done": tuple(message["done"])})))
+            index += every
             continue
-        put((draw(seed, index), Outcome(**message | {"done": tuple(message["done"])})))
-        index += every
-    process.wait()
+        if not goes_on(index):
+            process.kill()
+            break
+        began, stuck = time.monotonic(), threading.Timer(STUCK, process.kill)
+        stuck.start()
+    stuck.cancel()
     listening.join()
+    process.stdout.close()
+    process.stderr.close()
+    process.wait()
     if process.returncode and goes_on(index) and index < last:
         text = f"the process ended with status {process.returncode}:\n{''.join(said)}"
         put((draw(seed, index), Outcome("failed", text, (), time.monotonic() - began)))
