@@ -59,7 +59,8 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
     logging = dict(log_config=None, log_level="error", access_log=False, server_header=False)
     timeouts = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE)
     http = connections.protocol(most=connections.allowed())
-    settings = uvicorn.Config(app, **logging, **timeouts, http=http, lifespan="off", ws="none")
+    # Never uvloop, if it is there: it reads as much as it likes into a buffer of its own.
+    settings = uvicorn.Config(app, **logging, **timeouts, http=http, loop="asyncio", lifespan="off", ws="none")
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True)
     thread.start()

@@ -1,6 +1,7 @@
 """Connections that ask for nothing, or not to the end: they take nobody's place."""
 
 import contextlib
+import http.client
 import json
 import resource
 import socket
@@ -8,6 +9,7 @@ import time
 import urllib.parse
 
 import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ladder_jax.serve import connections
 from tests.serve.conftest import ask
@@ -109,8 +111,43 @@ def test_malformed_bodies_of_refused_requests(start):
             while sock.recv(4096):
                 pass
         with half_open(process.url, 1, sent=chunked + b"zz\r\n") as (sock,):
-            assert sock.recv(4096)[:10] == b"HTTP/1.1 4"
+            assert sock.recv(4096)[:12] == b"HTTP/1.1 401"
     assert process.end() == 0 and process.log().count("\n") == 2, process.log()
+
+
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def in_chunks_of_one_byte(body):
+    return b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+
+
+def test_a_body_of_very_many_chunks(engine, serving):
+    """Each costs what a request's head costs. A few thousand are served."""
+    body = BODY + b" " * (8000 - len(BODY))
+    with serving(engine) as (_, url):
+        with half_open(url, 1, sent=CHUNKED + in_chunks_of_one_byte(body) + b"0\r\n\r\n") as (sock,):
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+        with half_open(url, 1, sent=CHUNKED + in_chunks_of_one_byte(b" " * 10_001)) as (sock,):
+            answer = b"".join(iter(lambda: sock.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 400")
+        told = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert told["message"] == "the request's body may come in 10000 chunks"
+        assert ask(url, "/health")[0] == 200
+
+
+def test_a_wrong_key_costs_the_others_nothing(engine, serving, monkeypatch):
+    """Refused before its body is read, which is read in small pieces, and not to its end."""
+    read, data_received = [], H11Protocol.data_received
+    monkeypatch.setattr(H11Protocol, "data_received", lambda self, data: [read.append(data), data_received(self, data)])
+    flood = in_chunks_of_one_byte(b"a" * 100_000)
+    with serving(engine, key="sesame") as (_, url), half_open(url, 1, sent=CHUNKED) as (sock,):
+        with contextlib.suppress(ConnectionError):  # closed while bytes of ours are on their way
+            for _ in range(20):
+                sock.sendall(flood)
+        until(lambda: is_closed(sock) or None)
+        assert ask(url, "/health")[0] == 200
+    assert max(map(len, read)) <= 8192 and sum(map(len, read)) < 100_000
 
 
 def test_what_has_come_stays(engine, serving, monkeypatch):
@@ -122,7 +159,9 @@ def test_what_has_come_stays(engine, serving, monkeypatch):
     with serving(engine) as (_, url), half_open(url, 1, sent=b"") as (sock,):
         for _ in range(2):
             sock.sendall(whole)
-            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+            answer = http.client.HTTPResponse(sock)
+            answer.begin()
+            assert answer.status == 200 and answer.read()  # to its end: it comes in several pieces
             time.sleep(0.4)
 
 
