@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import pathlib
+import resource
 import signal
 
 # A shell ignores it for what runs in the background, and what tests start would inherit that.
@@ -87,3 +88,12 @@ def run_cli(tmp_path_factory):
         return done
 
     return run
+
+
+@pytest.fixture
+def largest_file():
+    """Sets how long a file may become: then writes are short, and the next one is an error, as on a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)

@@ -3,8 +3,6 @@
 import json
 import os
 import pathlib
-import resource
-import signal
 
 import numpy as np
 import pytest
@@ -112,15 +110,6 @@ def test_a_byte_order_mark(tmp_path):
     source.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "é"}\r\n'.encode())
     (job,) = jsonl.read(str(source), **READ)
     assert bytes(job.request.prompt) == "é".encode()
-
-
-@pytest.fixture
-def largest_file():
-    """Sets how long a file may become: then writes are short, and the next one is an error, as on a full disk."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):

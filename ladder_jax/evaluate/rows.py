@@ -36,7 +36,7 @@ def carry_out(
     """Every row's result, in order. `work` is given the rows that are left, and yields (row, result) as it has them.
 
     file: holds the results that are there already; each new one is appended as it comes.
-    Raises UserError for a file of something else, or of other rows, models or settings.
+    Raises UserError for a file of something else, or of other rows, models or settings, and RunFailed for a full disk.
     """
     results = _earlier(file, rows) if file else {}
     left = [row for row in rows if row.index not in results]
@@ -44,9 +44,9 @@ def carry_out(
     opened = open(file, "ab", buffering=0) if file else contextlib.nullcontext()
     with shown as update, opened as out:
         for row, result in work(left) if left else ():
-            if out:  # a line is one write: at most the last is ever incomplete
+            if out:
                 line = json.dumps({"index": row.index, **result, "request": row.digest}, ensure_ascii=False)
-                out.write(line.encode("utf-8", "backslashreplace") + b"\n")
+                jsonl.append(out, line.encode("utf-8", "backslashreplace") + b"\n", file=file)
             results[row.index] = result
             update(len(results), "")
     return [results[row.index] for row in rows]

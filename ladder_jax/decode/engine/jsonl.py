@@ -229,7 +229,7 @@ def answer(engine: Engine, jobs: Iterable[AnyJob], *, file: str, advance: Callab
                 of_job = [result for _, result in sorted(results.pop(id(job)).items())]
                 errors = [result for result in of_job if isinstance(result, NoNumbers)]
                 failed += bool(errors)
-                _append(out, job.failed(errors[0]) if errors else job.line(of_job), file=file)
+                append(out, job.failed(errors[0]) if errors else job.line(of_job), file=file)
                 advance()
     if failed:
         raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
@@ -242,8 +242,8 @@ def _result(handle: Handle) -> Result | NoNumbers:
         return error
 
 
-def _append(out: io.FileIO, data: bytes, *, file: str) -> None:
-    """Appends all of a line or, where the disk is full, nothing."""
+def append(out: io.FileIO, data: bytes, *, file: str) -> None:
+    """Appends all of a line or, where the disk is full, nothing: then it raises RunFailed."""
     whole, left = os.fstat(out.fileno()).st_size, memoryview(data)
     try:
         while left:  # a nearly full disk takes a part, without an error

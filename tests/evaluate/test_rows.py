@@ -1,0 +1,33 @@
+"""Results in a file of JSON lines: what a full disk leaves."""
+
+import json
+
+import pytest
+
+from ladder_jax.errors import RunFailed
+from ladder_jax.evaluate.rows import Row, carry_out
+
+
+def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
+    rows = [Row.of(index, "question", index) for index in range(4)]
+    results = [{"answer": "é" * 20, "score": index} for index in range(4)]
+    out, answered = tmp_path / "out.jsonl", []
+
+    def work(left):
+        for row in left:
+            answered.append(row.index)
+            yield row, results[row.index]
+
+    assert carry_out(rows, work, file=str(out)) == results
+    whole = out.read_bytes()
+    for room in (len(whole) - 1, len(whole) // 2, 3):
+        out.unlink()
+        largest_file(room)
+        with pytest.raises(RunFailed, match="out.jsonl: File too large. What it holds is whole, and the same command"):
+            carry_out(rows, work, file=str(out))
+        largest_file(None)
+        kept = out.read_bytes().splitlines(keepends=True)
+        assert whole.startswith(b"".join(kept))
+        answered.clear()
+        assert carry_out(rows, work, file=str(out)) == results and out.read_bytes() == whole
+        assert answered == list(range(len([json.loads(line) for line in kept]), 4))
