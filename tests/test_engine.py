@@ -12,7 +12,7 @@ from ladder_jax import decode, nn, parallel
 from ladder_jax.config import DecodeConfig, Loop, Quantize
 from ladder_jax.decode import Engine, Finish, QueueFull, Request
 from ladder_jax.decode.engine.slots import buckets
-from ladder_jax.decode.stop_text import StopText
+from ladder_jax.decode.request import StopText
 from ladder_jax.errors import UserError
 from tests import cases
 
