@@ -185,23 +185,17 @@ class Run:
     def compare(self, name: str, program: Program, found, wanted, *, passes: int = 2) -> None:
         """(loss, gradients), within what float32 rounds: by the tests' bound, or else by samples of this very case."""
         limit, largest = cases.bound(program.config.model, passes=passes), top(wanted[1])
-        wrong = {}
-        for path, (a, b) in pairs(found, wanted).items():
-            if (error := deviation(a, b, largest)) >= limit:
-                wrong[path] = error
+        both = pairs(found, wanted)
+        errors = {path: deviation(a, b, largest) for path, (a, b) in both.items()}
+        wrong = [path for path, error in errors.items() if not error < limit]
         if wrong and self.referenced:
             allowed = self.allowed(program)
-            beyond = lambda path, a, b: np.linalg.norm(a - b) > allowed[path]
-            wrong = {
-                path: wrong[path]
-                for path, both in pairs(found, wanted).items()
-                if path in wrong and beyond(path, *both)
-            }
-            self.done.extend([] if wrong else ["gradients, ill-conditioned"])
+            wrong = [path for path in wrong if not np.linalg.norm(np.subtract(*both[path])) <= allowed[path]]
+            self.done.extend([] if wrong else [f"{name}, ill-conditioned"])
         if wrong:
-            worst = sorted(wrong.items(), key=lambda item: -item[1])
-            listed = ", ".join(f"{path} {error:.1e}" for path, error in worst[:6])
-            raise Beyond(f"{name}: {len(wrong)} of {len(pairs(found, wanted))} beyond {limit:.1e}: {listed}")
+            worst = sorted(wrong, key=errors.get, reverse=True)[:6]
+            listed = ", ".join(f"{path} {errors[path]:.1e}" for path in worst)
+            raise Beyond(f"{name}: {len(wrong)} of {len(both)} beyond {limit:.1e}: {listed}")
         self.done.append(name)
 
     def allowed(self, program: Program) -> dict[str, float]:
@@ -224,14 +218,12 @@ class Run:
             shape = dataclasses.replace(shape, ranks=mesh.tensor)
         exact, samples = expected.rounded(first.config, first.student, parts, shape)
         exact, *samples = map(first.of_trained, (exact, *samples))
-        wrong = {}
-        for path, (a, b) in pairs((0.0, gradients), (0.0, exact)).items():
-            spread = [np.linalg.norm(pairs((0.0, one), (0.0, exact))[path][0] - b) for one in samples]
-            error, rms = np.linalg.norm(a - b), np.sqrt(np.mean(np.square(spread)))
-            if error > rounding.STUDENT * rms:
-                wrong[path] = error / max(rms, 1e-30)
+        error, *spread = ({path: np.linalg.norm(a - b) for path, (a, b) in pairs(tree, exact).items()}
+                          for tree in (gradients, *samples))  # fmt: skip
+        rms = {path: np.sqrt(np.mean([one[path] ** 2 for one in spread])) for path in error}
+        wrong = [path for path in error if not error[path] <= rounding.STUDENT * rms[path]]
         if wrong:
-            listed = ", ".join(f"{path} {ratio:.1f}" for path, ratio in wrong.items())
+            listed = ", ".join(f"{path} {error[path] / max(rms[path], 1e-30):.1f}" for path in wrong)
             raise Beyond(f"bfloat16 gradients beyond {rounding.STUDENT} roundings: {listed}")
         self.done.append("bfloat16 gradients")
 
@@ -249,10 +241,8 @@ class Run:
 
     def check_evaluated(self, first: Program) -> None:
         """The held-out loss of the weights before the step."""
-        before, frozen = first.begin()
-        loss = float(
-            held_out_loss(first.task, loop=first.config.train.loop)(before.params, frozen, first.put(self.batch(0)))
-        )
+        (before, frozen), program = first.begin(), held_out_loss(first.task, loop=first.config.train.loop)
+        loss = float(program(before.params, frozen, first.put(self.batch(0))))
         self.finite(loss)
         if self.low or not self.referenced:
             self.done.append("evaluated, run")
@@ -268,7 +258,8 @@ class Run:
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
             restore = first.resume(state, frozen, pathlib.Path(folder))
             unbroken, *_ = first.advance(state, self.batch(1), frozen)
-            resumed, *_ = first.advance(*_swapped(restore(), self.batch(1)))
+            state, frozen = restore()
+            resumed, *_ = first.advance(state, self.batch(1), frozen)
         same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), unbroken, resumed)
         if not all(jax.tree.leaves(same)):
             names = [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(same) if not leaf]
@@ -318,11 +309,6 @@ class Run:
             if not np.isneginf(logits[:, model.vocab_size :]).all():
                 raise Beyond("inference: the vocabulary's padding can be chosen")
         self.done.append("inference")
-
-
-def _swapped(restored, batch):
-    state, frozen = restored
-    return state, batch, frozen
 
 
 def pairs(found, wanted) -> dict[str, tuple[np.ndarray, np.ndarray]]:
