@@ -12,7 +12,7 @@ from ladder_jax import config, nn, parallel
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.nn.low_rank import LowRank
-from ladder_jax.retrain import ADAPTERS, Retraining
+from ladder_jax.retrain import ADAPTERS, Retraining, sources
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, experts, reference, rounding, test_gradients_bfloat16
 
@@ -231,6 +231,19 @@ def test_bfloat16_gradients_of_low_rank_factors():
     measured = test_gradients_bfloat16.ratios(found, of_factors(exact), samples)
     beyond = {name: value for name, value in measured.items() if not value < rounding.STUDENT}
     assert not beyond and len(measured) == 2 * 2 * 10, beyond  # layers, factors and matrices
+
+
+@pytest.mark.parametrize("before, after", [(None, 1.25), (1.25, None), (1.25, 3.0)])
+def test_a_capacity_may_change(before, after):
+    """It says how training computes; all other fields of experts say which parameters there are, or what they mean."""
+    theirs, ours = (experts.model(moe={**experts.KINDS["shared"], "capacity": one}) for one in (before, after))
+    for name in ("train.start='x'", "distill.teacher='x'"):
+        sources.check_shape(name, theirs, ours)
+    other = dataclasses.replace(ours, moe=dataclasses.replace(ours.moe, top_k=1))
+    with pytest.raises(UserError, match="^x: the checkpoint has model.moe.top_k=2, and this run model.moe.top_k=1$"):
+        sources.check_shape("x", theirs, other)
+    with pytest.raises(UserError, match="^x: the checkpoint has model.moe.experts=6, and this run .*experts=None$"):
+        sources.check_shape("x", theirs, dataclasses.replace(ours, moe=None))
 
 
 DENSE = "model.moe.dense_layers=1", "model.residual=farskip"

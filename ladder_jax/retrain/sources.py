@@ -11,7 +11,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained import OpenedModel, open_model
 
-FUNCTION = ("residual", "ladder_layers", "ranks", "side", "dtype", "residual_dtype")
+FUNCTION = ("residual", "ladder_layers", "ranks", "side", "dtype", "residual_dtype", "moe.capacity")
 """The fields in which two models with the same parameters may differ."""
 
 
@@ -72,12 +72,11 @@ def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenize
 
 def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     """Raises UserError, naming the first field that differs, for a checkpoint whose model has other parameters."""
-    before, after = to_dict(theirs), to_dict(ours)
-    for field in before:
-        if field not in FUNCTION and before[field] != after[field]:
-            raise UserError(
-                f"{name}: the checkpoint has model.{field}={before[field]}, and this run model.{field}={after[field]}"
-            )
+    before, after = _shape(to_dict(theirs)), _shape(to_dict(ours))
+    for field in before | after:
+        has, wants = before.get(field), after.get(field)
+        if has != wants:
+            raise UserError(f"{name}: the checkpoint has model.{field}={has}, and this run model.{field}={wants}")
     if theirs.side is not None and (theirs.side != ours.side or name.startswith("distill")):
         instead = "a teacher is a model without one" if name.startswith("distill") else f"this run has {ours.side}"
         raise UserError(f"{name}: the checkpoint has a side network, {theirs.side}, and {instead}")
@@ -87,6 +86,15 @@ def check_shape(name: str, theirs: ModelConfig, ours: ModelConfig) -> None:
             f"{name}: the checkpoint has model.residual={theirs.residual}, and this run {ours.residual}:"
             f" a layer of {shared} has one norm, of the others two"
         )
+
+
+def _shape(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The fields that are alike in models with the same parameters, by dotted name."""
+    fields = {}
+    for name, value in tree.items():
+        if (dotted := prefix + name) not in FUNCTION:
+            fields |= _shape(value, f"{dotted}.") if isinstance(value, dict) else {dotted: value}
+    return fields
 
 
 def _check_original(start: OpenedModel) -> None:
