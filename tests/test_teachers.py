@@ -1,15 +1,20 @@
 """Which models may teach, and that a teacher computes what it computes by itself, whatever it shares with a student."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from ladder_jax.config import START, DistillConfig, TrainConfig
-from ladder_jax.retrain import Retraining, loss
+from ladder_jax import config
+from ladder_jax.config import START, DistillConfig, RunConfig, TrainConfig
+from ladder_jax.errors import UserError
+from ladder_jax.pretrained import OpenedModel, model_config
+from ladder_jax.retrain import Retraining, Sources, loss, of_sources, sources
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, experts, reference
+from tests.pretrained import models
 from tests.test_objective import TOKENS, TWO, compute, define, shape
 
 FROZEN = 1
@@ -90,3 +95,51 @@ def test_what_a_teacher_with_experts_inherits(capacity, shared):
         teacher = as_standard(definition, moe=kept)
         plan = Retraining(definition, FROZEN, distill=DistillConfig(START), teacher=teacher)
         assert loss.shared_layers(plan) == shared
+
+
+def taught(definition, teacher, **distill):
+    """The task of a run whose teacher's checkpoint has the model `teacher`; nothing of its weights is read."""
+    opened = OpenedModel("theirs", pathlib.Path("theirs"), RunConfig(model=teacher), weights=None)
+    settings = RunConfig(model=definition.config, distill=DistillConfig("theirs", **distill))
+    found = Sources(teacher=opened)
+    return of_sources(settings, definition=definition, teacher=sources.teacher_model(settings, found), sources=found)
+
+
+@pytest.mark.parametrize("residual", ["desync-2", "ladder-fresh"])
+def test_a_teacher_is_computed_on_its_own_number_of_ranks(residual):
+    """Or not at all: on another number it is another function."""
+    student = as_standard(define(tensor=2))
+    theirs = dataclasses.replace(student.config, residual=residual, ranks=4)
+    wrong = rf"distill.teacher='theirs': .* {residual} .*model.ranks=4.* on 2 .*mesh.tensor=4.*distill.residual=standard"
+    for again in (None, residual):
+        with pytest.raises(UserError, match=wrong) as error:
+            taught(student, theirs, residual=again)
+        assert "\n" not in str(error.value)
+    assert taught(student, theirs, residual="standard").teacher.config.ranks is None
+    assert taught(student, dataclasses.replace(theirs, ranks=2)).teacher.config.ranks == 2
+    emulated = cases.define("ladder-fresh", ranks=4, **TWO)
+    assert taught(emulated, theirs).teacher.layout.ranks == 4
+
+
+def test_what_was_refitted_is_of_one_topology(tmp_path):
+    """A Hugging Face export, too: no teacher in another one, and no start of a gradual conversion."""
+    folder = models.write(tmp_path / "half", "llama-2")
+    (tmp_path / "run.yaml").write_text("run: {name: run}")
+
+    def of_run(*more):
+        given = [f"train.start={folder}", "model.residual=ladder", *more]
+        return sources.of_run(config.load(tmp_path / "run.yaml", overrides=given, model_of=model_config))
+
+    named, standard = f"distill.teacher={folder}", "distill.residual=standard"
+    for allowed in (["distill.teacher=start", standard], ["conversion.steps=4"], [named, "distill.residual=ladder"]):
+        of_run(*allowed)
+    (folder / "refit.json").write_text("{}")
+    assert of_run(named, standard).teacher.refitted and of_run().start.refitted
+    for more, said in (
+        (["distill.teacher=start", standard], "half' were refitted, so they cannot teach as the original; name the"),
+        ([named, "distill.residual=ladder"], "half' were refitted for standard, so they cannot teach as ladder; leave"),
+        (["conversion.steps=4"], "conversion.steps=4: .*half' were refitted, .*train.start=PATH.*conversion.steps=0"),
+    ):
+        with pytest.raises(UserError, match=said) as error:
+            of_run(*more)
+        assert "\n" not in str(error.value)

@@ -32,7 +32,7 @@ from ladder_jax.pretrained import gguf, hub, saved
 from ladder_jax.pretrained.huggingface import config_in, read
 from ladder_jax.pretrained.load import Reader, assemble, reader
 from ladder_jax.pretrained.load import load as load_source
-from ladder_jax.pretrained.source import Source
+from ladder_jax.pretrained.source import REFIT, Source
 
 FORMS = "a run's folder, a Hugging Face folder, a GGUF file, or org/name of the Hugging Face Hub"
 _SAMPLES, _BLOCK = 256, 2**16  # blocks of a file, and bytes of a block, in a model's identity
@@ -71,6 +71,12 @@ class OpenedModel:
             return self.weights.tokenizer is not None
         folder = self.weights.path.parent.parent / tokenizers.FOLDER
         return folder.exists() or self.config.data.tokenizer == tokenizers.BYTES
+
+    @property
+    def refitted(self) -> bool:
+        """Whether `convert` refitted the weights, which then belong to this model's topology alone."""
+        folder = self.weights.path.parent.parent if isinstance(self.weights, Checkpoint) else self.path
+        return (folder / REFIT).exists()
 
     @property
     def context(self) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.pretrained import tokenizer_files
 from ladder_jax.pretrained.huggingface import read
+from ladder_jax.pretrained.source import REFIT
 
 PREFIX = "hf://"
 TIMEOUT = 10.0  # seconds until the Hub has to answer
@@ -110,7 +111,7 @@ def _download(identifier: Identifier, *, weights: bool) -> tuple[pathlib.Path, s
         return repository.fetch([file]) / file, repository.commit
     if not weights:
         return repository.fetch([read.CONFIG]), repository.commit
-    wanted = (read.CONFIG, read.GENERATION, *tokenizer_files.FILES)
+    wanted = (read.CONFIG, read.GENERATION, REFIT, *tokenizer_files.FILES)
     repository.fetch([name for name in wanted if name in repository.names])
     return repository.fetch(_weights(repository)), repository.commit
 

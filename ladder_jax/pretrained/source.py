@@ -20,6 +20,8 @@ from ladder_jax.nn import model_def, parameter
 from ladder_jax.nn.parameter import stack_of, stacks
 from ladder_jax.pretrained import tokenizer_files
 
+REFIT = "refit.json"
+"""The file, in a model's folder, that says what a refit did: its weights are made for their own topology alone."""
 EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
 

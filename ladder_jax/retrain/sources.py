@@ -5,6 +5,7 @@ import hashlib
 import pathlib
 from typing import Any
 
+from ladder_jax import residual
 from ladder_jax.checkpoint import Checkpoint
 from ladder_jax.config import START, ModelConfig, RunConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
@@ -42,10 +43,10 @@ def of_run(
     needs_start = recorded is None or config.lora.rank or teacher == START
     recorded = (decided or {}) | (recorded or {})
     start = _opened("train.start", config.train.start, config, recorded.get("start")) if needs_start else None
-    if teacher == START:
-        _check_original(start)
     other = None if teacher in (None, START) else _opened("distill.teacher", teacher, config, recorded.get("teacher"))
-    return Sources(start, start if teacher == START else other)
+    found = Sources(start, start if teacher == START else other)
+    _check_refitted(config, found)
+    return found
 
 
 def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
@@ -56,7 +57,8 @@ def teacher_model(config: RunConfig, sources: Sources) -> ModelConfig | None:
     model = dataclasses.replace(sources.teacher.config.model, **dtypes, side=None)
     if config.distill.residual is None:
         return model
-    return dataclasses.replace(model, residual=config.distill.residual, ladder_layers=None, ranks=None)
+    ranks = model.ranks if config.distill.residual == model.residual else None
+    return dataclasses.replace(model, residual=config.distill.residual, ladder_layers=None, ranks=ranks)
 
 
 def tokenizer(config: RunConfig, *, folder: pathlib.Path) -> tokenizers.Tokenizer | None:
@@ -97,15 +99,27 @@ def _shape(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return fields
 
 
-def _check_original(start: OpenedModel) -> None:
-    """Raises UserError for weights that `convert` refitted: as a teacher, they are the original's in no topology.
-
-    The file is that of `pretrained.convert.command.REFIT`, which a training step does not import.
-    """
-    if isinstance(start.weights, Checkpoint) and (start.weights.path.parent.parent / "refit.json").exists():
+def _check_refitted(config: RunConfig, sources: Sources) -> None:
+    """Raises UserError where weights that `convert` refitted would be used in another topology than their own."""
+    start, teacher = sources.start, sources.teacher
+    if start and start.refitted and config.conversion.steps:
         raise UserError(
-            f"distill.teacher={START}: the weights of {start.name!r} were refitted, so they cannot teach as the"
+            f"conversion.steps={config.conversion.steps}: the weights of {start.name!r} were refitted, and it begins"
+            " with a standard model; start from the model that was converted (train.start=PATH), or leave it out"
+            " (conversion.steps=0)"
+        )
+    if teacher is None or not teacher.refitted:
+        return
+    if config.distill.teacher == START:
+        raise UserError(
+            f"distill.teacher={START}: the weights of {teacher.name!r} were refitted, so they cannot teach as the"
             " original; name the model that was converted (distill.teacher=PATH)"
+        )
+    own, wanted = teacher.config.model, teacher_model(config, sources)
+    if residual.of_model(own) != residual.of_model(wanted):
+        raise UserError(
+            f"distill.teacher: the weights of {teacher.name!r} were refitted for {own.residual}, so they cannot teach"
+            f" as {wanted.residual}; leave distill.residual out, or name the model that was converted"
         )
 
 

@@ -154,6 +154,13 @@ def of_sources(config: RunConfig, *, definition: ModelDef, teacher: ModelConfig 
     """The task that `config` describes. Raises UserError for a teacher that cannot teach this model."""
     of_teacher = None
     if teacher is not None:
+        ranks = definition.layout.ranks
+        if teacher.ranks not in (None, ranks):
+            raise UserError(
+                f"distill.teacher={config.distill.teacher!r}: a {teacher.residual} teacher of model.ranks="
+                f"{teacher.ranks} is another function on {ranks} ranks (allowed: mesh.tensor={teacher.ranks};"
+                " or distill.residual=standard, its weights as a standard model)"
+            )
         of_teacher = ModelDef(teacher, definition.layout)
         if of_teacher.dims != RetrainPlan(definition).without_side.dims:
             raise UserError(
