@@ -110,7 +110,7 @@ def test_a_teacher_is_computed_on_its_own_number_of_ranks(residual):
     """Or not at all: on another number it is another function."""
     student = as_standard(define(tensor=2))
     theirs = dataclasses.replace(student.config, residual=residual, ranks=4)
-    wrong = rf"distill.teacher='theirs': .* {residual} .*model.ranks=4.* on 2 .*mesh.tensor=4.*distill.residual=standard"
+    wrong = rf"distill.teacher='theirs': .* {residual} .*ranks=4.* on 2 .*mesh.tensor=4.*distill.residual=standard"
     for again in (None, residual):
         with pytest.raises(UserError, match=wrong) as error:
             taught(student, theirs, residual=again)
