@@ -83,7 +83,8 @@ def exchanged(name, kind, *, tensor=4, capacity=None, **changes):
 
 
 @pytest.mark.parametrize(
-    "name, loop", [("hybrid-ladder-2", Loop.SCAN), pytest.param("hybrid-ladder-2", Loop.UNROLLED, marks=pytest.mark.full)]
+    "name, loop",
+    [("hybrid-ladder-2", Loop.SCAN), pytest.param("hybrid-ladder-2", Loop.UNROLLED, marks=pytest.mark.full)],
 )
 def test_exchanged_experts_in_a_hybrid_with_a_delay_of_two(name, loop):
     """A standard layer's attention is followed by experts that read what is pending: nothing is prepared for them."""

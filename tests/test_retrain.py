@@ -15,8 +15,8 @@ from ladder_jax import checkpoint, config, nn, parallel, train
 from ladder_jax.checkpoint import manifest
 from ladder_jax.config import DecodeConfig
 from ladder_jax.errors import UserError
-from ladder_jax.pretrained.convert.command import REFIT
 from ladder_jax.pretrained.formats import open_model, open_source
+from ladder_jax.pretrained.source import REFIT
 from ladder_jax.train import metrics
 from tests import tokenizers
 
@@ -230,7 +230,7 @@ def test_a_start_that_has_changed_is_refused(everything, place, tmp_path):
 
 def test_a_refitted_start_is_not_its_own_teacher(place, tmp_path):
     shutil.copytree(place / "base", tmp_path / "half")
-    (tmp_path / "half" / f"{REFIT}.json").write_text("{}")
+    (tmp_path / "half" / REFIT).write_text("{}")
     start = [*LADDER, f"train.start={tmp_path / 'half'}", "distill.residual=standard"]
     with pytest.raises(UserError, match="half' were refitted, so they cannot teach as the original; name the model"):
         run(place, tmp_path / "run", *start, "distill.teacher=start")

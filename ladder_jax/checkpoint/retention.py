@@ -38,7 +38,10 @@ def parse(words: str) -> Keep:
 
 
 def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
-    """losses: the held-out loss of each step's checkpoint; None if it was not measured. One of NaN is never the best."""
+    """losses: the held-out loss of each step's checkpoint; None if it was not measured.
+
+    One of NaN is never the best.
+    """
     steps = sorted(losses)
     measured = {step: loss for step, loss in losses.items() if loss is not None and not math.isnan(loss)}
     by_loss = sorted(measured, key=lambda step: (measured[step], -step))

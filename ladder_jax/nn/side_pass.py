@@ -29,9 +29,7 @@ class SidePass:
             kernel=kernel(definition),
             positions=positions,
         )
-        self._block = rematerialised(
-            self._compute, steps=(), remat=remat, loop=loop, axes=definition.layout.tensor
-        )
+        self._block = rematerialised(self._compute, steps=(), remat=remat, loop=loop, axes=definition.layout.tensor)
 
     def begin(self, params: Params, state: State) -> State:
         """The state before the first layer, with h_0."""

@@ -43,7 +43,15 @@ def read(path: pathlib.Path) -> Source:
         arrays[key] = Stored(shape, dtype, functools.partial(_values, store, read_stack, key, shape))
     folder = opened.path.parent.parent / tokenizer.FOLDER
     generation = read_object(folder / _GENERATION) if tokenizer_files.has_file(folder, _GENERATION) else {}
-    return Source(str(path), model, arrays, opened.config.train.sequence, tokenizer_files.read(folder), generation)
+    return Source(
+        str(path),
+        model,
+        arrays,
+        opened.config.train.sequence,
+        tokenizer_files.read(folder),
+        generation,
+        source.refit_in(folder.parent),
+    )
 
 
 def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import pathlib
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -71,6 +72,7 @@ class Source:
     context: the longest sequence that the model was trained for, in tokens; None if unknown.
     files: the contents of the tokenizer's files by Hugging Face's names: tokenizer.json, chat_template.jinja, ...
     generation: the settings of Hugging Face's generation_config.json: eos_token_id, temperature, ...
+    refit: the file that says what a refit did to the weights; None without a refit.
     """
 
     path: str
@@ -79,6 +81,7 @@ class Source:
     context: int | None = None
     files: Mapping[str, bytes] = EMPTY
     generation: Mapping[str, Any] = EMPTY
+    refit: pathlib.Path | None = None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -164,3 +167,9 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         path = f"{prefix}{name}"
         flat |= _flat(value, f"{path}/") if isinstance(value, Mapping) else {path: value}
     return flat
+
+
+def refit_in(folder: pathlib.Path) -> pathlib.Path | None:
+    """The file REFIT in a model's folder, if there is one."""
+    file = folder / REFIT
+    return file if file.is_file() else None

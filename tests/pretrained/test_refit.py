@@ -31,7 +31,7 @@ from ladder_jax.pretrained.refit.least_squares import Statistics, folded
 from ladder_jax.pretrained.refit.programs import programs
 from ladder_jax.pretrained.sensitivity import Text
 from ladder_jax.pretrained.sensitivity.programs import Streams
-from ladder_jax.pretrained.source import Key, Source, Stored
+from ladder_jax.pretrained.source import REFIT, Key, Source, Stored
 from tests import cases, reference
 from tests.pretrained import gguf_files, models
 
@@ -303,6 +303,8 @@ def test_the_verb_refits_and_writes_a_plain_checkpoint(small, texts, tmp_path, c
         programs.append(nn.compiled_logits(definition).lower(params, models.tokens()).as_text())
     assert programs[0] == programs[1]
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
+    assert (tmp_path / "hf" / REFIT).read_bytes() == (tmp_path / "out" / REFIT).read_bytes()
+    assert pretrained.open(tmp_path / "hf").refit and not pretrained.open(tmp_path / "plain").refit
     before, after = pretrained.open(tmp_path / "out"), pretrained.open(tmp_path / "hf")
     original = pretrained.open(small)
     for key, stored in before.arrays.items():

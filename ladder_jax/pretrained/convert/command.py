@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import pathlib
+import shutil
 import statistics
 from collections.abc import Sequence
 
@@ -17,13 +18,11 @@ from ladder_jax.pretrained.convert.request import Format, Request, parse
 from ladder_jax.pretrained.huggingface import write as huggingface
 from ladder_jax.pretrained.refit import SUBLAYERS, Fit, Refitted
 from ladder_jax.pretrained.sensitivity import Result, picture, text
-from ladder_jax.pretrained.source import Source
+from ladder_jax.pretrained.source import REFIT, Source
 from ladder_jax.progress import progress
 
 MEASURED = "sensitivity"
 """The name of the measurement's files in the output folder: .json and, if matplotlib is installed, .png."""
-REFIT = "refit"
-"""The name of the file that says what a refit did, .json, in the output folder."""
 
 
 def run(args: dict) -> None:
@@ -58,7 +57,9 @@ def run(args: dict) -> None:
                 if pyplot.installed():
                     picture.plot(result, file=str(folder / f"{MEASURED}.png"))
             if refitted is not None:
-                _write_json(folder / f"{REFIT}.json", _fits(request, refitted, texts))
+                _write_json(folder / REFIT, _fits(request, refitted, texts))
+            elif source.refit is not None:  # a copy's weights are as they were
+                shutil.copyfile(source.refit, folder / REFIT)
     _print_summary(source, definition, request, result, refitted, as_json=args["json"])
 
 
@@ -105,7 +106,7 @@ def _print_summary(
     layers = "" if model.ladder_layers is None else f", ladder layers {model.ladder_layers}"
     print(f"{request.destination}: {parameters:,} parameters, {model.residual}{layers}; read back and compared")
     if inputs := [fit for fit in fits if fit.sublayer in SUBLAYERS]:
-        where = f"each sublayer's is in {REFIT}.json"
+        where = f"each sublayer's is in {REFIT}"
         print(f"refitted {len(inputs)} sublayers: the late inputs lacked {_means(inputs)}; {where}")
         if outputs := [fit for fit in fits if fit not in inputs]:
             print(f"behind these inputs, the sublayers' outputs lacked {_means(outputs)}")

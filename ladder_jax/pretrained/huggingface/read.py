@@ -39,6 +39,7 @@ def read(folder: pathlib.Path) -> Source:
             context=config_in.context(config, where=str(folder / CONFIG)),
             files=tokenizer_files.read(folder),
             generation={**tokens, **generation},
+            refit=source.refit_in(folder),
         )
     )
 
