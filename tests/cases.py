@@ -83,6 +83,8 @@ def parameters(definition: nn.ModelDef, *, seed: int = 0):
 
     def value(path, leaf, dims):
         kind = dims.removeprefix("L")
+        if path[-1].key == "share":  # around 1 the shared expert's gate is open, and has hardly a gradient
+            return (0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
         if kind in ("D", "H") or path[-1].key == "scale":
             return (1 + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
         fan_in = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "VD": 1,

@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.fuzz_configurations import expected
 from experiments.fuzz_configurations.draw import Case, override
-from experiments.fuzz_configurations.program import Program, batch_of, parameters, placed
+from experiments.fuzz_configurations.program import Program, batch_of, placed
 from ladder_jax import config as configs
 from ladder_jax import decode, nn
 from ladder_jax.config import START, Dtype, ExpertParallelism, Loop, ModelConfig, Quantize, RunConfig
@@ -272,7 +272,7 @@ class Run:
         split, form = drawn["way"] == "split", dict(loop=Loop(drawn["loop"]), quantize=Quantize(drawn["quantize"]))
         mesh = make_mesh(data=drawn["data"], tensor=config.mesh.tensor)
         definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
-        params = parameters(definition, seed=self.seed)
+        params = cases.parameters(definition, seed=self.seed)
         tokens = cases.tokens((4, READ + NEW), vocab=config.model.vocab_size, seed=self.seed)
         prompts = np.where(np.arange(READ)[None] < LENGTHS[:, None], tokens[:, :READ], 7)
         stored = weights.prepare(definition, cases.place(params, definition), **form)

@@ -60,14 +60,14 @@ class Program:
     @functools.cached_property
     def start(self):
         """Of the model that training starts from."""
-        return parameters(self.definition, seed=self.seed)
+        return cases.parameters(self.definition, seed=self.seed)
 
     @functools.cached_property
     def of_teacher(self):
         """None without a teacher."""
         if self.teacher is None or self.config.distill.teacher == START:
             return self.teacher and self.start
-        return parameters(ModelDef(self.teacher, self.definition.layout), seed=self.seed + 1)
+        return cases.parameters(ModelDef(self.teacher, self.definition.layout), seed=self.seed + 1)
 
     @functools.cached_property
     def trained(self):
@@ -76,7 +76,7 @@ class Program:
             return factors(self.task, self.definition, seed=self.seed + 2)
         if not self.config.retrains:
             return self.start
-        moved = parameters(self.definition, seed=self.seed + 2)
+        moved = cases.parameters(self.definition, seed=self.seed + 2)
         return jax.tree.map(np.asarray, self.task.split(moved)[0])
 
     @functools.cached_property
@@ -169,15 +169,6 @@ class Program:
             if failure := store.failure():
                 raise OSError(str(failure))
         return open_model(folder)
-
-
-def parameters(definition: ModelDef, *, seed: int):
-    """As `cases.parameters`, but a shared expert's gate is drawn around 0: around 1 it is open, and has no gradient."""
-    drawn = cases.parameters(definition, seed=seed)
-    shared = drawn["layers"]["mlp"].get("shared", {})
-    if "share" in shared:
-        shared["share"] = shared["share"] - 1
-    return drawn
 
 
 def factors(task, definition: ModelDef, *, seed: int):
