@@ -28,7 +28,6 @@ TOPOLOGIES = {
     "hybrid-delay-2": ("ladder-2", "2", "ladder", 2, (2, 3)),
     "hybrid-delay-3-first": ("ladder-3", "0,1", "ladder", 3, (0, 1)),
     "hybrid-fresh": ("ladder-fresh", "1,3", "fresh", 1, (1, 3)),
-    "hybrid-fresh-last": ("ladder-fresh", "2", "fresh", 1, (2, 3)),
     "hybrid-parallel-ladder": ("parallel-ladder", "2", "parallel-ladder", 1, (2, 3)),
 }
 DEPEND_ON_RANKS = [name for name, case in TOPOLOGIES.items() if case[2] in ("fresh", "desync")]
