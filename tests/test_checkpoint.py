@@ -2,10 +2,12 @@
 
 import concurrent.futures
 import dataclasses
+import gc
 import json
 import math
 import os
 import shutil
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, retention, steps, verify
+from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, quiet, retention, steps, verify
 from ladder_jax.checkpoint.saved import reason
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, TrainConfig
@@ -339,3 +341,19 @@ def test_the_reason_of_a_disk_is_the_systems(settings):
     """tensorstore writes what it tried before the system's error, and sometimes its settings behind it."""
     error = ValueError(f"OUT_OF_RANGE: Failed to write: {os.strerror(27)}{settings} [os_error_code='27']")
     assert reason(error) == os.strerror(27)
+
+
+def test_what_an_abandoned_write_never_began_is_not_told():
+    """Python warns of that when it collects the rest, which may be when the process ends."""
+
+    async def part():
+        pass
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        quiet.Quiet().close()
+        for name in ("async_serialize_from_host.<locals>.write_fragment", "another"):
+            part.__qualname__ = name
+            part()
+            gc.collect()
+    assert [str(one.message) for one in told] == ["coroutine 'another' was never awaited"]

@@ -1,14 +1,18 @@
 """Silence what Orbax and tensorstore print when a write fails: pages of it would hide our one-line message.
 
 `Store.wait` raises the error itself. Orbax also logs it in several threads, with tracebacks. And each write that Orbax
-abandons prints that its exception was never retrieved, or that its event loop is closed.
+abandons prints that its exception was never retrieved, that its event loop is closed, or, perhaps only when the process
+ends, that a part of it was never awaited.
 """
 
 import logging
 import sys
 import threading
+import warnings
 
 WRITING = "writing."  # the prefix of an unfinished checkpoint's folder; messages of abandoned writes contain it
+
+NEVER_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
 
 _LOGGERS = logging.getLogger("absl"), logging.getLogger("asyncio")
 
@@ -21,6 +25,7 @@ class Quiet:
         sys.unraisablehook = self._hook
         for logger in _LOGGERS:
             logger.addFilter(_not_orbax)
+        warnings.filterwarnings("ignore", NEVER_BEGUN, RuntimeWarning)  # stays, for the process's end
 
     def close(self, *, after: float = 0.0) -> None:
         """after: seconds to wait first, without blocking, as abandoned writes may still be running."""
