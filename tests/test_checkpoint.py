@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import gc
 import json
+import logging
 import math
 import os
 import shutil
@@ -357,3 +358,17 @@ def test_what_an_abandoned_write_never_began_is_not_told():
             part()
             gc.collect()
     assert [str(one.message) for one in told] == ["coroutine 'another' was never awaited"]
+
+
+def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
+    """asyncio's message does not say which file; its error does."""
+    silent = quiet.Quiet()
+    try:
+        for path in ("run/checkpoints/writing.45.2/optimizer/array_metadatas/process_0", "run/elsewhere"):
+            error = FileNotFoundError(2, "No such file or directory", path)
+            logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error)
+    finally:
+        silent.close()
+    assert [str(record.exc_info[1]) for record in caplog.records] == [
+        "[Errno 2] No such file or directory: 'run/elsewhere'"
+    ]

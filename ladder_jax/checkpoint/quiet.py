@@ -47,5 +47,6 @@ class Quiet:
 
 def _not_orbax(record: logging.LogRecord) -> bool:
     if record.name == "asyncio":
-        return f"/{WRITING}" not in record.getMessage()
+        error = record.exc_info[1] if record.exc_info else None  # the path may stand in its text alone
+        return f"/{WRITING}" not in f"{record.getMessage()} {error}"
     return "orbax" not in record.pathname
