@@ -230,6 +230,22 @@ def test_a_write_is_waited_for_in_seconds(tmp_path):
     assert waited == [7.0, 7.0]
 
 
+def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
+    """One that went on would make its folder again, after the failed save has removed it."""
+    ended = []
+
+    def fail(timeout):
+        raise OSError("full")
+
+    writing = Writing(tmp_path / "1", {})
+    writing._started = concurrent.futures.Future()
+    later = SimpleNamespace(result=lambda timeout: ended.append(timeout))
+    writing._started.set_result([SimpleNamespace(result=fail), later])
+    with pytest.raises(OSError, match="full"):
+        writing.wait(within=7.0)
+    assert ended == [7.0]
+
+
 def test_what_is_kept():
     losses = {step: loss for step, loss in zip(range(10, 80, 10), (3.0, 1.0, None, 1.0, 4.0, 2.0, None))}
     removed = lambda **keep: retention.steps_to_remove(losses, keep=retention.Keep(**keep))

@@ -39,10 +39,19 @@ class Writing:
     def wait(self, *, within: float) -> None:
         """Wait until this process's shards are written. Raises Orbax's and tensorstore's errors, and TimeoutError.
 
+        The first error is raised after the others have ended: one that went on would make its removed folder again.
         within: seconds.
         """
+        errors = []
         for commit in self._started.result():
-            commit.result(timeout=within)
+            try:
+                commit.result(timeout=within)
+            except Exception as error:  # Orbax and tensorstore have no common error for a failed write
+                errors.append(error)
+                if isinstance(error, TimeoutError):  # of a disk that hangs no more is to be awaited
+                    break
+        if errors:
+            raise errors[0]
 
     def finish(self, texts: Mapping[str, Any]) -> None:
         """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded on all processes."""
