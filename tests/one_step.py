@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from ladder_jax.config import Launch, Loop, Quantize
+from ladder_jax.config import Execution, Launch, Loop, Quantize
 from ladder_jax.decode import cache, steps, weights
 from ladder_jax.parallel import on_mesh, over_ranks
 
@@ -14,6 +14,7 @@ def decode(definition, *, loop=Loop.UNROLLED, launch=Launch.AUTO, quantize=Quant
     """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches). The caches stay."""
     dims = cache.dims(definition, loop=loop)
     in_dims = (weights.dims(definition, loop=loop, quantize=quantize), dims, "B", "B")
-    step = steps.step(definition, loop=loop, launch=launch)
+    execution = Execution(loop=loop, launch=steps._launch(definition, launch))
+    step = steps.step(definition, execution=execution)
     ranked = over_ranks(step, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims))
     return jax.jit(on_mesh(ranked, layout=definition.layout, in_dims=in_dims, out_dims=("BV", dims)))

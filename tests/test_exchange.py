@@ -117,7 +117,7 @@ def test_capacity(form):
     def exchanged(params, x):
         seen, x = [], parallel.pvary(x, axes)
         x = jax.lax.dynamic_slice_in_dim(x, 4 * parallel.rank(axes), 4, axis=1)
-        routed, _ = module.sublayers(nnx.merge(graph, params), lambda x: x, axes=axes, on_routing=seen.append)
+        routed = module.parts(nnx.merge(graph, params), lambda x: x, axes=axes, on_routing=seen.append)
         tokens, slots, weights = routed.route(x)
         rows = exchange.dispatch(exchange.fill(tokens, slots, experts=moe.padded(4), size=size), axes=axes)
         places = exchange.places(slots, experts=moe.padded(4), size=size, count=4)

@@ -9,7 +9,7 @@ from experiments.fuzz_configurations import __main__ as command
 from experiments.fuzz_configurations import compare, report, walk
 from experiments.fuzz_configurations.draw import CHECKS, draw
 from ladder_jax.errors import UserError
-from ladder_jax.residual import steps
+from ladder_jax.residual import recurrence
 from ladder_jax.train import gradients
 
 SEED, COUNT = 233, 10
@@ -43,8 +43,8 @@ def test_a_wrong_gradient_is_reported(monkeypatch):
 
 
 def test_a_wrong_residual_is_reported(monkeypatch):
-    add = steps.add
-    monkeypatch.setattr(steps, "add", lambda x, outputs: add(1.001 * x, outputs))
+    add = recurrence.add
+    monkeypatch.setattr(recurrence, "add", lambda x, outputs: add(1.001 * x, outputs))
     _, outcome = found()
     assert outcome.what == "failed" and "gradients: " in outcome.said
 

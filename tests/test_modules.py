@@ -9,9 +9,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import ladder_jax
-from ladder_jax import nn, parallel, train
+from ladder_jax import nn, parallel, residual, train
 from ladder_jax.config import Biases
 from ladder_jax.errors import UserError
+from ladder_jax.nn.modules import LayerContext
 from tests import cases, reference
 
 CONFIG = cases.model("ladder", num_layers=1, biases=Biases.ALL, qk_norm=True)
@@ -111,9 +112,16 @@ def test_a_layer_alone_is_the_model_of_one_layer(name):
         before_mlp = X + attended if name == "standard" else X  # both others read the layer's input
         normed = reference.rms(jnp.asarray(before_mlp, jnp.float64), exact["mlp_norm"]["scale"], config.norm_eps)
         expected = X + attended + np.asarray(reference.mlp(exact["mlp"], normed[None], shape)[0])
-    assert cases.error(layer(X), expected) < LIMIT
+
+    def run(layer, x, axes=()):
+        topology = residual.of_model(config)
+        wire, context = topology.wire(axes), LayerContext.of(config, x.shape[1], axes=axes)
+        state = residual.begin(x, topology=topology, axes=axes)
+        return wire.flush(layer(state, steps=topology.layers[0], wire=wire, context=context)[0])
+
+    assert cases.error(run(layer, X), expected) < LIMIT
     graph, state = nnx.split(layer)
-    local = lambda state, x: nnx.merge(graph, state)(x, axes=("tensor",))
+    local = lambda state, x: run(nnx.merge(graph, state), x, axes=("tensor",))
     specs = (nn.partition_specs(layer), P())
     on_ranks = jax.shard_map(local, mesh=parallel.make_mesh(tensor=2), in_specs=specs, out_specs=P())
     assert cases.error(jax.jit(on_ranks)(state, X), expected) < LIMIT

@@ -34,7 +34,7 @@ GRADIENTS = covering.marked(
 def logits(definition, *, loop):
     """The logits, and the program's text."""
     params = cases.place(cases.parameters(definition), definition)
-    program = nn.compiled_logits(definition, loop_form=loop).lower(params, cases.tokens()).compile()
+    program = nn.compiled_logits(definition, loop=loop).lower(params, cases.tokens()).compile()
     return np.asarray(program(params, cases.tokens())), program.as_text()
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from ladder_jax import decode, nn, parallel, train
-from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase, TrainConfig
+from ladder_jax.config import SCANNED, UNROLLED, CollectiveMatmul, Execution, Launch, Loop, Phase, TrainConfig
 from ladder_jax.parallel import Compiled, Overlap, Split, Traits, compiled
 from ladder_jax.parallel.compiled import options_for
 from ladder_jax.parallel.compiler_options import TABLE, Option, When
@@ -67,7 +67,7 @@ def test_what_is_split_has_its_own():
         rows = {Split.ROWS} if overlap is Overlap.HIDES else set()  # Standard's own overlap needs one at a time
         assert all((limit in options_for(H100, one(*s))) == bool(s & {Split.WEIGHTS} | s & rows) for s in SPLITS)
     split = cases.define("ladder", fsdp=2, tensor=2, num_kv_heads=2).traits(
-        phase=Phase.TRAIN, loop=Loop.SCAN, sequence_parallel=True, collective_matmul=CollectiveMatmul.RING
+        Execution(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING), phase=Phase.TRAIN
     )
     assert split.split == {Split.WEIGHTS, Split.SEQUENCE} and split.collective_matmul is CollectiveMatmul.RING
 
@@ -78,8 +78,10 @@ def test_exchanged_rows_have_their_own():
         mesh=parallel.make_mesh(tensor=2),
         experts="exchange",
     )
-    settings = dict(phase=Phase.PREFILL, loop=Loop.UNROLLED)
-    whole, split = definition.traits(**settings), definition.traits(**settings, sequence_parallel=True)
+    whole, split = (
+        definition.traits(Execution(loop=Loop.UNROLLED, sequence_parallel=is_split), phase=Phase.PREFILL)
+        for is_split in (False, True)
+    )
     for kind in (V5P, "TPU v6e", TPU7X):
         assert options_for(kind, split)["xla_tpu_enable_async_all_to_all"] is True
         assert "xla_tpu_enable_async_all_to_all" not in options_for(kind, whole)
@@ -98,7 +100,10 @@ def test_each_form_of_collective_matmul_has_its_own():
 
 
 def test_experts_rows_are_not_gathered_where_sums_are_reduced():
-    gather, settings = "xla_tpu_offload_gather_to_sparsecore", dict(phase=Phase.PREFILL, loop=Loop.UNROLLED)
+    gather, settings = (
+        "xla_tpu_offload_gather_to_sparsecore",
+        dict(execution=UNROLLED, phase=Phase.PREFILL),
+    )
     traits = {name: experts.define(name, tensor=2).traits(**settings) for name in ("farskip", "standard")}
     dense = cases.define("ladder", tensor=2).traits(**settings)
     for kind in (V5P, "TPU v6e", TPU7X):
@@ -107,7 +112,10 @@ def test_experts_rows_are_not_gathered_where_sums_are_reduced():
 
 
 def test_what_a_reduction_takes_is_believed_to_be_longer_beside_experts():
-    longer, settings = "xla_tpu_sparse_core_all_reduce_latency_multiplier", dict(phase=Phase.TRAIN, loop=Loop.SCAN)
+    longer, settings = (
+        "xla_tpu_sparse_core_all_reduce_latency_multiplier",
+        dict(execution=SCANNED, phase=Phase.TRAIN),
+    )
     traits = {name: experts.define(name, tensor=2).traits(**settings) for name in ("ladder", "standard")}
     dense = cases.define("ladder", tensor=2).traits(**settings)
     found = lambda kind, traits: options_for(kind, traits).get(longer)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import config, nn, parallel, residual
 from ladder_jax.config import Launch, Loop
 from ladder_jax.errors import UserError
-from ladder_jax.residual.layers import runs_of
+from ladder_jax.residual.loop import runs_of
 from tests import cases, communication
 
 
@@ -129,7 +129,7 @@ def test_the_papers_identity():
 def test_both_loop_forms_and_ranks_of_a_mesh_change_nothing_but_rounding():
     definition = cases.define("ladder", tensor=4)
     params = cases.place(cases.parameters(definition), definition)
-    scan, unrolled = (np.asarray(nn.compiled_logits(definition, loop_form=f)(params, cases.tokens())) for f in Loop)
+    scan, unrolled = (np.asarray(nn.compiled_logits(definition, loop=f)(params, cases.tokens())) for f in Loop)
     assert cases.error(scan, unrolled) < LIMIT
 
 
@@ -163,10 +163,10 @@ def test_plain_functions_in_halves(monkeypatch):
 
     def run(launch):
         def local(x):
-            state = residual.begin(x, topology=plan, axes=axes)
+            wire, state = plan.wire(axes, launch=launch), residual.begin(x, topology=plan, axes=axes)
             for step in (step for steps in plan.layers for step in steps):
-                state = step(state, sublayers, axes=axes, launch=launch)
-            return residual.flush(state, axes=axes)
+                state = wire.advance(state, step, sublayers)
+            return wire.flush(state)
 
         meshed = jax.shard_map(local, mesh=parallel.make_mesh(tensor=8), in_specs=P(), out_specs=P())
         return np.asarray(jax.jit(meshed)(jnp.ones((1, 2, 4))))

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 from ladder_jax import config, nn, parallel
-from ladder_jax.config import START, DecodeConfig, DistillConfig, Dtype, Loop, Quantize, Remat, SideConfig, TrainConfig
+from ladder_jax.config import (
+    START,
+    DecodeConfig,
+    DistillConfig,
+    Dtype,
+    Execution,
+    Loop,
+    Quantize,
+    Remat,
+    SideConfig,
+    TrainConfig,
+)
 from ladder_jax.data.batch import Batch, Targets
 from ladder_jax.decode import Engine, Generator, Request
 from ladder_jax.errors import UserError
@@ -165,7 +176,7 @@ def test_the_side_network_communicates_nothing(loop):
 
     def forward(definition):
         def local(params, tokens):
-            x, _ = nn.hidden(definition, params, tokens, loop_form=loop)
+            x, _ = nn.hidden(definition, params, tokens, execution=Execution(loop=loop))
             return parallel.all_reduce(x.sum(), definition.layout.all_axes)
 
         ranked = parallel.on_mesh(local, layout=definition.layout, in_dims=(definition.dims, "BT"), out_dims="")

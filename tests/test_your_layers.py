@@ -13,7 +13,7 @@ from ladder_jax import parallel, residual
 from ladder_jax.config import RESIDUALS, Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import Overlap, Split, Traits, compiled
-from ladder_jax.residual import anneal, sequence
+from ladder_jax.residual.wires import annealed, sequence
 from tests import cases
 from tests.test_residual import UNROLLED, example
 
@@ -266,13 +266,18 @@ def test_a_sublayer_that_reduces_is_refused(sublayer, name, tensor):
 def test_split_and_turning_steps_refuse_it_too():
     whole = lambda x: jax.lax.psum(x, "tensor")
     ladder = residual.topology("ladder", num_layers=1)
-    split = sequence.layers(ladder, normalise=lambda x: x)[0]
-    turning = anneal.steps(ladder.layers[0], ladder_fraction=jnp.float32(0.5))
     share = lambda x: sequence.scatter_sequence(parallel.pvary(x, AXES), AXES)
-    for step, start in ((split[0], share), (turning[0], lambda x: x)):
-        begin = lambda x, start=start: residual.begin(start(x), topology=ladder, axes=AXES)
+    split = lambda: sequence.SequenceParallel(AXES, lambda x: x)
+    turning = lambda: annealed.Annealed(AXES, jnp.float32(0.5))
+    for made, start in ((split, share), (turning, lambda x: x)):
+
+        def local(x, _, made=made, start=start):
+            wire = made()
+            (step, *_), *_ = wire.layers(ladder.layers)
+            return wire.advance(wire.begin(start(x), step), step, (whole, whole)).residual
+
         with pytest.raises(UserError, match="same on all ranks of tensor"):
-            on_ranks(lambda x, _, step=step, begin=begin: step(begin(x), (whole, whole), axes=AXES).residual)
+            on_ranks(local)
 
 
 def test_where_types_are_not_checked_nothing_is_refused():

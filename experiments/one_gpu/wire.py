@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from ladder_jax import decode
-from ladder_jax.residual import steps
+from ladder_jax.residual import recurrence
 
 RANKS = 8  # from two on, topologies keep their all-reduces apart by barriers
 SIZES = tuple(2**power for power in range(10, 23, 2))  # bytes of the copies that are timed
@@ -30,7 +30,7 @@ Copied = Callable[[int], int]  # from an all-reduce's bytes to those that are co
 def host_wire(copied: Copied = lambda size: size) -> Iterator[None]:
     """What is traced inside communicates by way of the host; on entry and exit, nothing traced is kept."""
     all_reduce = functools.partial(_there_and_back, copied=copied)
-    with mock.patch.multiple(steps, all_reduce=all_reduce, ranks=lambda axes: RANKS), _traced_anew():
+    with mock.patch.multiple(recurrence, all_reduce=all_reduce, ranks=lambda axes: RANKS), _traced_anew():
         yield
 
 

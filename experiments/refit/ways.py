@@ -15,15 +15,20 @@ from jax import lax
 
 from experiments.refit.plan import Way
 from ladder_jax import nn, residual
-from ladder_jax.nn.layer import layer_context
-from ladder_jax.nn.modules import normalise
+from ladder_jax.nn.modules import LayerContext, normalise
 from ladder_jax.pretrained.refit.least_squares import Statistics
 from ladder_jax.pretrained.refit.passes import Pass
-from ladder_jax.pretrained.refit.programs import Entering, ReadOutput
 
 RANK = 64  # of Way.LOW_RANK
 SURROGATES = (Way.PREVIOUS, Way.LOW_RANK)
 """The ways that change the program."""
+
+
+class OfNormalised:
+    """A wire from a sublayer's normalised input, in place of a state, to its output."""
+
+    def advance(self, x, step, sublayers):
+        return sublayers[step.sublayers[0]].of_normalised(x)
 
 
 @functools.cache
@@ -32,9 +37,9 @@ def sublayer(definition: nn.ModelDef, index: int):
 
     @jax.jit
     def run(params, normed):
-        context = layer_context(definition.config, normed.shape[1], axes=(), normalised=True)
+        context = LayerContext.of(definition.config, normed.shape[1], axes=())
         layer = definition.bind("layers", params)
-        return layer.advance(Entering(normed), None, steps=(ReadOutput((index,)),), context=context)[0][1]
+        return layer(normed, steps=(residual.Step((index,)),), wire=OfNormalised(), context=context)[0]
 
     return run
 

@@ -1,5 +1,6 @@
 """Choices that several sections and the library itself share: how a program is built, and what it computes in."""
 
+import dataclasses
 import enum
 
 
@@ -35,7 +36,7 @@ class Loop(enum.Enum):
 
 
 class Remat(enum.Enum):
-    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/layers.py)."""
+    """What the backward pass keeps. The reduced sums are kept under every policy (see residual/loop.py)."""
 
     NONE = "none"  # keep every activation
     FULL = "full"  # recompute the layer from its input
@@ -64,4 +65,21 @@ class Launch(enum.Enum):
 
     AUTO = "auto"  # explicit where it is supported, otherwise chained
     CHAINED = "chained"  # whole, chained by barriers: the compiler chooses when; differentiable, everywhere
-    EXPLICIT = "explicit"  # in two halves, around a whole sublayer: residual/steps.py
+    EXPLICIT = "explicit"  # in two halves, around a whole sublayer: residual/wires/halves.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a forward pass is executed, and the backward pass of it: whatever this says, the function is the same.
+
+    sequence_parallel: between sublayers a rank keeps T/ranks positions of the stream (residual/wires/sequence.py).
+    """
+
+    loop: Loop = Loop.SCAN
+    remat: Remat = Remat.NONE
+    launch: Launch = Launch.CHAINED
+    sequence_parallel: bool = False
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
+
+
+SCANNED, UNROLLED = Execution(), Execution(loop=Loop.UNROLLED)

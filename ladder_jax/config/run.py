@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 from ladder_jax.config.decode import DecodeConfig
-from ladder_jax.config.execution import CollectiveMatmul, Loop, Remat
+from ladder_jax.config.execution import CollectiveMatmul, Execution, Loop, Remat
 from ladder_jax.config.experts import ExpertParallelism, check_exchange
 from ladder_jax.config.fields import check, check_positive, fit, shown
 from ladder_jax.config.model import ModelConfig, check_collective_matmul, parse_residual
@@ -179,6 +179,15 @@ class TrainConfig:
         check(0 <= self.seed < 2**32, f"train.seed must be between 0 and 2**32 - 1, not {self.seed}")
         for name in ("beta1", "beta2", "final_learning_rate_fraction"):
             check(0 <= getattr(self, name) <= 1, f"train.{name} must be between 0 and 1, not {getattr(self, name)}")
+
+    @property
+    def execution(self) -> Execution:
+        return Execution(
+            loop=self.loop,
+            remat=self.remat,
+            sequence_parallel=self.sequence_parallel,
+            collective_matmul=self.collective_matmul,
+        )
 
 
 class OnDamaged(enum.Enum):

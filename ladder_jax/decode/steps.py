@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax import nn
-from ladder_jax.config import CollectiveMatmul, Launch, Loop, Phase, Quantize
+from ladder_jax.config import UNROLLED, CollectiveMatmul, Execution, Launch, Loop, Phase, Quantize
 from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
@@ -38,20 +38,21 @@ def prefill(
 
     Rows are right-padded; tokens beyond a row's length have no effect. The caches hold `capacity` positions a row.
     `params` are `weights.prepare`d, for the same loop and quantize. With `sequence_parallel`, T is divisible by the
-    tensor ranks: see residual/sequence.py. Raises UserError where `launch` is explicit and is not supported.
+    tensor ranks: see residual/wires/sequence.py. Raises UserError where `launch` is explicit and is not supported.
     """
     if sequence_parallel and launch is Launch.EXPLICIT:
         raise UserError("launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'")
     launch = Launch.CHAINED if sequence_parallel else _launch(definition, launch)
     split = dict(sequence_parallel=sequence_parallel, collective_matmul=collective_matmul)
+    execution = Execution(loop=loop, launch=launch, **split)
 
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
-        settings = dict(loop_form=loop, caches=caches, positions=nn.FullSequence(lengths), launch=launch)
-        x, caches = nn.hidden(definition, params, tokens, **settings, **split)
+        settings = dict(execution=execution, caches=caches, positions=nn.FullSequence(lengths))
+        x, caches = nn.hidden(definition, params, tokens, **settings)
         return nn.logits(definition, params, sampling.pick_last(x, lengths))[:, 0], caches
 
-    traits = definition.traits(phase=Phase.PREFILL, loop=loop, launch=launch, **split)
+    traits = definition.traits(execution, phase=Phase.PREFILL)
     dims = dict(in_dims=("BT", "B"), out_dims=("BV", cache.dims(definition, loop=loop)))
     return _compile(definition, local, quantize, traits=traits, **dims)
 
@@ -70,16 +71,16 @@ def extend(
     hold the positions before `start` and have room for all T. A row's logits are those after its last token if this
     chunk holds it, otherwise meaningless. Tokens beyond a row's length have no effect. Raises UserError as `prefill`.
     """
-    launch = _launch(definition, launch)
+    execution = Execution(loop=loop, launch=_launch(definition, launch))
 
     def local(params, caches, tokens, start, lengths):
-        settings = dict(loop_form=loop, caches=caches, positions=nn.ChunkedPrefill(start), launch=launch)
+        settings = dict(execution=execution, caches=caches, positions=nn.ChunkedPrefill(start))
         x, caches = nn.hidden(definition, params, tokens, **settings)
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
         return nn.logits(definition, params, sampling.pick_last(x, inside))[:, 0], caches
 
     dims = cache.dims(definition, loop=loop)
-    traits = definition.traits(phase=Phase.PREFILL, loop=loop, launch=launch)
+    traits = definition.traits(execution, phase=Phase.PREFILL)
     in_dims, out_dims = (dims, "BT", "", "B"), ("BV", dims)
     return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
 
@@ -195,7 +196,7 @@ def decode_many(
 
     Raises UserError where `launch` is explicit and is not supported.
     """
-    axes, launch = definition.layout.tensor, _launch(definition, launch)
+    axes, execution = definition.layout.tensor, Execution(loop=loop, launch=_launch(definition, launch))
 
     def local(params, caches, seen, tokens, lengths, settings):
         any_row = None if choice is Choice.GREEDY else sampling.AnyRow.of(settings)
@@ -219,11 +220,11 @@ def decode_many(
             (caches, seen, _, _), new = jax.lax.scan(turn, (caches, seen, tokens, lengths), length=count)
         return *jax.tree.map(jnp.transpose, new), caches, seen
 
-    one, dims = step(definition, loop=loop, launch=launch), cache.dims(definition, loop=loop)
+    one, dims = step(definition, execution=execution), cache.dims(definition, loop=loop)
     sample = _sampler(definition)
     in_dims = (dims, "BV", "B", "B", sampling.DIMS)
     out_dims = ("BT", None if choice is Choice.GREEDY else "BT", dims, "BV")
-    traits = definition.traits(phase=Phase.DECODE, loop=loop, launch=launch)
+    traits = definition.traits(execution, phase=Phase.DECODE)
     return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1, 2))
 
 
@@ -242,20 +243,11 @@ def abstract(
     return params, caches, seen, integers, integers, settings
 
 
-def step(
-    definition: ModelDef,
-    *,
-    loop: Loop = Loop.UNROLLED,
-    launch: Launch = Launch.AUTO,
-) -> Callable:
-    """On one rank: (params, caches, tokens [B], lengths [B]) -> (logits [B, V/ranks], caches), one position a row.
-
-    Raises UserError as `decode_many`.
-    """
-    launch = _launch(definition, launch)
+def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:
+    """On one rank: (params, caches, tokens [B], lengths [B]) -> (logits [B, V/ranks], caches), one position a row."""
 
     def one(params, caches, tokens, lengths):
-        settings = dict(loop_form=loop, caches=caches, positions=nn.DecodeStep(lengths), launch=launch)
+        settings = dict(execution=execution, caches=caches, positions=nn.DecodeStep(lengths))
         x, caches = nn.hidden(definition, params, tokens[:, None], **settings)
         return nn.logits(definition, params, x)[:, 0], caches
 

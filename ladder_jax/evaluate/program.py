@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax import nn
-from ladder_jax.config import Loop, Phase
+from ladder_jax.config import SCANNED, Execution, Phase
 from ladder_jax.decode import sampling
 from ladder_jax.nn import ModelDef
 from ladder_jax.parallel import Compiled, on_mesh, over_ranks
@@ -16,7 +16,7 @@ CHUNK = 512  # positions, B x T, whose float32 logits are there at once: 0.3 GB 
 
 
 @functools.lru_cache(maxsize=32)
-def compiled_scores(definition: ModelDef, *, loop_form: Loop = Loop.SCAN) -> Compiled:
+def compiled_scores(definition: ModelDef, *, execution: Execution = SCANNED) -> Compiled:
     """A compiled (params, tokens [B, T], targets [B, T]) -> (log-probabilities float32, greedy bool), both [B, T].
 
     Entry t is that of `targets[:, t]` after `tokens[:, :t+1]`: the log-softmax of the float32 logits, in nats, and
@@ -25,13 +25,13 @@ def compiled_scores(definition: ModelDef, *, loop_form: Loop = Loop.SCAN) -> Com
     """
 
     def local(params, tokens, targets):
-        x, _ = nn.hidden(definition, params, tokens, loop_form=loop_form)
+        x, _ = nn.hidden(definition, params, tokens, execution=execution)
         return _in_chunks(functools.partial(_scores, definition, params), x, targets)
 
     dims = ((definition.dims, "BT", "BT"), ("BT", "BT"))
     ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
     meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
-    return Compiled(meshed, mesh=definition.layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop_form))
+    return Compiled(meshed, mesh=definition.layout.mesh, traits=definition.traits(execution, phase=Phase.PREFILL))
 
 
 def _scores(definition: ModelDef, params: nn.Params, x_BTD: jax.Array, targets_BT: jax.Array):

@@ -1,12 +1,9 @@
 """Flax modules of a Llama-family model, and what one rank of a mesh computes with them."""
 
-from ladder_jax.nn.forward import LADDER_FRACTION as LADDER_FRACTION
 from ladder_jax.nn.forward import ForwardPass as ForwardPass
-from ladder_jax.nn.forward import hidden as hidden
 from ladder_jax.nn.forward import logits as logits
 from ladder_jax.nn.forward import loss_sum as loss_sum
 from ladder_jax.nn.forward import output_table as output_table
-from ladder_jax.nn.layer import Layer as Layer
 from ladder_jax.nn.loss import cross_entropy as cross_entropy
 from ladder_jax.nn.model_def import ModelDef as ModelDef
 from ladder_jax.nn.model_def import Params as Params
@@ -17,6 +14,7 @@ from ladder_jax.nn.model_def import matrix_elements as matrix_elements
 from ladder_jax.nn.modules import MLP as MLP
 from ladder_jax.nn.modules import Attention as Attention
 from ladder_jax.nn.modules import Embedding as Embedding
+from ladder_jax.nn.modules import Layer as Layer
 from ladder_jax.nn.modules import RMSNorm as RMSNorm
 from ladder_jax.nn.parameter import padded_vocabulary as padded_vocabulary
 from ladder_jax.nn.parameter import partition_specs as partition_specs
@@ -28,3 +26,5 @@ from ladder_jax.nn.positions import Packed as Packed
 from ladder_jax.nn.positions import Positions as Positions
 from ladder_jax.nn.transformer import Transformer as Transformer
 from ladder_jax.nn.transformer import compiled_logits as compiled_logits
+from ladder_jax.nn.transformer import forward_pass as forward_pass
+from ladder_jax.nn.transformer import hidden as hidden

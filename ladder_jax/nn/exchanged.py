@@ -1,4 +1,4 @@
-"""A layer's experts where the tensor ranks exchange rows (see residual/exchange.py): buffers in place of sorted rows.
+"""A layer's experts where the tensor ranks exchange rows (residual/wires/exchange.py): buffers, not sorted rows.
 
 All experts' buffers have one size, so their matmuls are plain batched ones, which every compiler has kernels for.
 """
@@ -12,24 +12,23 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.nn import quantized
-from ladder_jax.nn.experts import ExpertMLPs, MoE
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.nn.routing import Routing, measured
 from ladder_jax.parallel import exchange, rank, ranks
-from ladder_jax.residual.exchange import RoutedExperts
+from ladder_jax.residual.wires.exchange import ExpertParts
 
 Norm = Callable[[jax.Array], jax.Array]  # of a normalised input: times the gain, in the compute dtype
 
 
-def sublayers(
-    moe: MoE,
+def parts(
+    moe: Any,
     norm: Norm,
     *,
     axes: tuple[str, ...],
     on_routing: Callable[[Routing], None] | None,
     ends_B: jax.Array | None = None,
-) -> tuple[RoutedExperts, Callable[..., jax.Array]]:
-    """(the routed experts, the shared one) of a layer, on one rank.
+) -> ExpertParts:
+    """Those of an `experts.MoE`, on one rank.
 
     on_routing: called with its tokens' statistics. ends_B: where the rows of all ranks end; padding takes no slot.
     """
@@ -50,8 +49,8 @@ def sublayers(
                 on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
             return x_ND, slots, weights
 
-    compute = functools.partial(_compute, moe.experts)
-    return RoutedExperts(routed, compute), lambda x_BTD, *tied: moe.shared(norm(x_BTD), *tied)
+    shared = lambda x_BTD, *tied: moe.shared(norm(x_BTD), *tied)
+    return ExpertParts(routed, functools.partial(_compute, moe.experts), shared)
 
 
 def _own_positions(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -60,7 +59,7 @@ def _own_positions(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return (rank(axes) * length + jnp.arange(length))[None, :]
 
 
-def _compute(experts: ExpertMLPs, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda x: x) -> jax.Array:
+def _compute(experts: Any, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda x: x) -> jax.Array:
     """[R, E, D]: so the matmul writes what is sent in the order of sending, and no copy follows."""
     if hasattr(experts, "gate_up"):
         gate, up = jnp.split(tied(_matmul(rows_ERD, experts.gate_up.get_value())), 2, axis=-1)

@@ -22,15 +22,25 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from ladder_jax import residual
 from ladder_jax.config import ModelConfig
 from ladder_jax.nn import quantized
 from ladder_jax.nn.grouped import Groups, grouped_matmul
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of, zeros
 from ladder_jax.nn.routing import Route, Routing, measured, route
 from ladder_jax.parallel import exchange, pvary, rank, varying
+from ladder_jax.residual import Normed
+from ladder_jax.residual.wires.exchange import ExpertParts
 
 CHUNK = 8192  # tokens whose rows are in memory at once
 NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormedExperts(Normed):
+    """Experts behind their norm, whole and in the parts that an exchange computes."""
+
+    parts: ExpertParts
 
 
 class ExpertMLPs(Module):
@@ -100,7 +110,7 @@ class MoE(Module):
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
         sizes = sizes_of(config)
-        self.moe = sizes.config.moe
+        self.config, self.moe = sizes.config, sizes.config.moe
         self.router = declare("DC", sizes=sizes, init=Normal(0.02), rngs=rngs)
         if self.moe.router_bias:
             self.router_bias = declare("C", sizes=sizes, init=zeros, rngs=rngs)
@@ -132,6 +142,28 @@ class MoE(Module):
         if len(x_ND) > CHUNK:
             return _in_chunks(compute, x_ND, routed).reshape(x_BTD.shape)
         return compute(x_ND, routed).reshape(x_BTD.shape)
+
+    def sublayers(
+        self,
+        behind_norm: Callable[..., Normed],
+        norm: Any,
+        *,
+        context: Any,
+        on_routing: Callable[[Routing], None] | None,
+    ) -> list[Normed]:
+        """A layer's second sublayer, which an exchange takes apart; of FarSkip two, routed and shared experts.
+
+        behind_norm: makes a sublayer of a function, behind the RMSNorm `norm`. context: a `LayerContext`.
+        """
+        from ladder_jax.nn import exchanged
+
+        gained = functools.partial(norm.gain, dtype=context.dtype)
+        settings = dict(axes=context.axes, on_routing=on_routing)
+        parts = exchanged.parts(self, gained, ends_B=context.positions.ends, **settings)
+        experts = functools.partial(behind_norm, of=NormedExperts, parts=parts)
+        if residual.of_model(self.config).farskip:
+            return [experts(functools.partial(self.routed, **settings)), behind_norm(self.shared)]
+        return [experts(functools.partial(self, **settings))]
 
     def logits(self, x_ND: jax.Array) -> jax.Array:
         """Float32 [N, C], of float32 products: a TPU would round their operands to bfloat16."""

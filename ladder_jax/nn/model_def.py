@@ -5,25 +5,24 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
 from ladder_jax import residual
 from ladder_jax.config import (
-    CollectiveMatmul,
+    Execution,
     ExpertParallelism,
-    Launch,
-    Loop,
     ModelConfig,
     Phase,
     check_exchange,
 )
 from ladder_jax.errors import member, wrong_type
 from ladder_jax.nn import kernels, parameter
-from ladder_jax.nn.layer import Layer
-from ladder_jax.nn.modules import Embedding, RMSNorm
-from ladder_jax.nn.parameter import DENSE, STACKS, stacks
+from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise
+from ladder_jax.nn.parameter import DENSE, LAYERS, STACKS, stacks
 from ladder_jax.parallel import Layout, Split, Traits, layout
+from ladder_jax.residual.wires.sequence import SequenceParallel
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
 
@@ -57,21 +56,40 @@ class ModelDef:
         """The attention kernel for this mesh's devices, which also decides the order of a cache's dimensions."""
         return kernels.choose(self.config, mesh=self.layout.mesh)
 
-    def traits(
-        self,
-        *,
-        phase: Phase,
-        loop: Loop,
-        sequence_parallel: bool = False,
-        collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
-        launch: Launch = Launch.CHAINED,
-    ) -> Traits:
+    def splits(self, execution: Execution) -> bool:
+        """Whether the stream is split along the sequence over the tensor ranks."""
+        return execution.sequence_parallel and self.layout.ranks > 1 and not self.layout.emulated
+
+    def exchanges(self, execution: Execution) -> bool:
+        """Whether the ranks exchange the rows of experts."""
+        return self.splits(execution) and self.experts is ExpertParallelism.EXCHANGE
+
+    def wire(self, execution: Execution) -> residual.AllReduce:
+        """How sublayers' outputs cross the ranks: on a rank, inside a shard_map."""
+        axes = self.layout.tensor
+        if not self.splits(execution):
+            return self.topology.wire(axes, launch=execution.launch)
+        dtype = jnp.dtype(self.config.dtype.value)
+        normalised = lambda x: normalise(x, eps=self.config.norm_eps).astype(dtype)
+        if not self.exchanges(execution):
+            return SequenceParallel(axes, normalised, execution.collective_matmul)
+        from ladder_jax.residual.wires.exchange import Exchange, SilentExchange
+
+        silent = self.topology.communication is residual.Communication.NONE
+        return (SilentExchange if silent else Exchange)(axes, normalised, self.config.moe)
+
+    def traits(self, execution: Execution, *, phase: Phase) -> Traits:
         """The traits of a program of this model, by which compiler options are chosen."""
-        split = {Split.WEIGHTS: self.layout.fsdp > 1, Split.SEQUENCE: sequence_parallel and self.layout.ranks > 1}
-        split[Split.EXPERTS] = self.config.moe is not None
-        split[Split.ROWS] = split[Split.SEQUENCE] and self.experts is ExpertParallelism.EXCHANGE
-        of_program = frozenset(what for what, is_split in split.items() if is_split)
-        return Traits(self.topology.overlap, phase, loop, of_program, collective_matmul, launch)
+        is_split = {
+            Split.WEIGHTS: self.layout.fsdp > 1,
+            Split.SEQUENCE: execution.sequence_parallel and self.layout.ranks > 1,
+            Split.EXPERTS: self.config.moe is not None,
+            Split.ROWS: self.exchanges(execution),
+        }
+        split = frozenset(what for what, yes in is_split.items() if yes)
+        return Traits(
+            self.topology.overlap, phase, execution.loop, split, execution.collective_matmul, execution.launch
+        )
 
     @functools.cached_property
     def dims(self) -> Params:
@@ -116,10 +134,11 @@ def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str
         own = _without_experts(config) if name == DENSE else config
         layers[name] = Layer(parameter.Sizes(own, ranks, stacked=True, fused=fused, layers=len(of)))
     modules = {"embedding": Embedding(sizes), **layers, "final_norm": RMSNorm(sizes)}
-    if config.side is not None:
-        from ladder_jax.nn.side import SideEnds
+    if config.side is not None:  # computed beside the layers, by nn/side_pass.py
+        from ladder_jax.nn.side import SideBlock, SideEnds
 
         modules["side"] = SideEnds(sizes)
+        layers[LAYERS].side = SideBlock(parameter.Sizes(config, ranks, stacked=True, fused=fused))
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
 
 

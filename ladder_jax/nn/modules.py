@@ -1,5 +1,6 @@
-"""The modules of a model: RMSNorm, attention with rotary positions and a key/value cache, SwiGLU MLP, embeddings."""
+"""The modules of a model: RMSNorm, attention with rotary positions, SwiGLU MLP, embeddings, and a layer of them."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,14 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from ladder_jax import residual
 from ladder_jax.config import Biases, ModelConfig, QKNorm
 from ladder_jax.nn import kernels, quantized
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables, rotate
 from ladder_jax.parallel import all_reduce, rank, ranks
 from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM, all_gather
-from ladder_jax.residual import REDUCED
-from ladder_jax.residual.sequence import LOCAL, Product, Project, Projections
+from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
+from ladder_jax.residual.wires.sequence import LOCAL, Product, Project, Projections
 
 # What a sublayer computes of its input, and last: by `Projections`, because a topology may communicate meanwhile.
 _QUERY_KEY_VALUE = functools.partial(quantized.products, ("BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTD,DKH->BTKH"))
@@ -27,6 +29,12 @@ _OUT = functools.partial(quantized.biased, "BTNH,NHD->BTD")
 _DOWN = functools.partial(quantized.biased, "BTF,FD->BTD")
 
 Reduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key, value -> what is attended to
+
+
+def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Attention of a whole sequence to itself, in plain jax."""
+    return kernels.causal(query, key, value, kernel=kernels.Kernel.XLA)
 
 
 class RMSNorm(Module):
@@ -81,60 +89,49 @@ class Attention(Module):
             self.key_norm = RMSNorm(sizes, rngs=rngs, dim="KH" if all_heads else "H")
 
     def __call__(
-        self, x_BTD: jax.Array, *, first_rank: jax.Array | bool = True, axes: tuple[str, ...] = ()
-    ) -> jax.Array:
-        """A rank's partial sum [B, T, D] of causal attention at positions 0..T-1.
-
-        first_rank, axes: as in `with_cache`.
-        """
-        table = rotary_tables(FULL_SEQUENCE.indices(x_BTD.shape[1]), config=self.config)
-        settings = dict(table=table, kernel=kernels.Kernel.XLA, first_rank=first_rank, positions=FULL_SEQUENCE)
-        return self.with_cache(x_BTD, None, axes=axes, **settings)[0]
-
-    def with_cache(
         self,
         x_BTD: jax.Array,
-        cache: Cache | None,
         *,
-        table: tuple[jax.Array, jax.Array],
-        kernel: kernels.Kernel,
-        first_rank: jax.Array | bool,
-        positions: Positions,
+        attend: Attend = causal,
+        table: tuple[jax.Array, jax.Array] | None = None,
+        first_rank: jax.Array | bool = True,
         projections: Projections = LOCAL,
         axes: tuple[str, ...] = (),
-    ) -> tuple[jax.Array, Cache | None]:
-        """A rank's partial sum [B, T, D], and the cache with this block's keys and values written.
+    ) -> jax.Array:
+        """A rank's partial sum [B, T, D].
 
-        table: cosines and sines of the block's positions, each [B, T, H/2] (or [1, T, H/2]).
-        positions: the block's, which decide what of the cache it sees.
+        attend: of a rank's query [B, T, N, H], key and value [B, T, K, H]; it may write them to a cache.
+        table: cosines and sines of the block's positions, each [B, T, H/2] (or [1, T, H/2]); by default of 0..T-1.
         first_rank: True on the one rank that adds the output bias.
         projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
         axes: the ranks over which heads are split, for query and key norms over all heads, which reduce over them.
         """
-        query, key, value = self._project(x_BTD, table, projections, axes)
-        attended, cache = positions.attend(query, key, value, cache=cache, kernel=kernel)
-        bias = jnp.where(first_rank, self.out_bias[...], 0) if hasattr(self, "out_bias") else None
-        return _multiply(projections.out, _OUT, attended, (self.out.get_value(), bias)), cache
-
-    def _project(
-        self, x_BTD: jax.Array, table: tuple[jax.Array, jax.Array], projections: Projections, axes: tuple[str, ...]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        dtype = x_BTD.dtype
         query, key, value = self._matmuls(x_BTD, projections)
         if hasattr(self, "query_bias"):
             query = quantized.add_bias(query, self.query_bias[...])
             key = quantized.add_bias(key, self.key_bias[...])
             value = quantized.add_bias(value, self.value_bias[...])
-        if self.config.qk_norm is QKNorm.ALL:
-            gains = (
-                norm.scale[...].astype(dtype) for norm in (self.query_norm, self.key_norm)
-            )  # as inference has them
-            normed = normalise_heads((query, key), eps=self.config.norm_eps, axes=axes)
-            query, key = (self.query_norm.gain(x, dtype=dtype, scale=scale) for x, scale in zip(normed, gains))
-        elif self.config.qk_norm is QKNorm.HEAD:
-            query = self.query_norm(query, dtype=dtype)
-            key = self.key_norm(key, dtype=dtype)
-        return rotate(query, table), rotate(key, table), value
+        query, key = self._normed(query, key, dtype=x_BTD.dtype, axes=axes)
+        if table is None:
+            table = rotary_tables(FULL_SEQUENCE.indices(query.shape[1]), config=self.config)
+        attended = attend(rotate(query, table), rotate(key, table), value)
+        bias = jnp.where(first_rank, self.out_bias[...], 0) if hasattr(self, "out_bias") else None
+        return _multiply(projections.out, _OUT, attended, (self.out.get_value(), bias))
+
+    def _normed(
+        self, query: jax.Array, key: jax.Array, *, dtype: jnp.dtype, axes: tuple[str, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        norm = self.config.qk_norm
+        if norm is QKNorm.NONE:
+            return query, key
+        if norm is QKNorm.HEAD:
+            return self.query_norm(query, dtype=dtype), self.key_norm(key, dtype=dtype)
+        scales = [one.scale[...].astype(dtype) for one in (self.query_norm, self.key_norm)]  # as inference has them
+        query, key = normalise_heads((query, key), eps=self.config.norm_eps, axes=axes)
+        return (
+            self.query_norm.gain(query, dtype=dtype, scale=scales[0]),
+            self.key_norm.gain(key, dtype=dtype, scale=scales[1]),
+        )
 
     def _matmuls(self, x_BTD: jax.Array, projections: Projections) -> Sequence[jax.Array]:
         if hasattr(self, "query_key_value"):
@@ -197,19 +194,16 @@ class Embedding(Module):
         self.vocab_size, self.dtype = sizes.config.vocab_size, sizes.config.dtype.value
         self.table = declare("VD", sizes=sizes, init=Normal(0.02), rngs=rngs)
 
-    def __call__(self, tokens_BT: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
-        """`lookup` in the model's compute dtype."""
-        return self.lookup(tokens_BT, axes=axes, dtype=jnp.dtype(self.dtype))
-
     @jax.named_scope(EMBEDDING)
-    def lookup(
-        self, tokens_BT: jax.Array, *, axes: tuple[str, ...], dtype: jnp.dtype, reduce: Reduce = all_reduce
-    ) -> jax.Array:
-        """Embeddings [B, T, D], equal on all ranks of `axes`: `reduce` adds what each rank's rows give."""
+    def __call__(self, tokens_BT: jax.Array, *, axes: tuple[str, ...] = (), reduce: Reduce = all_reduce) -> jax.Array:
+        """Embeddings [B, T, D] in the compute dtype, equal on all ranks of `axes`.
+
+        reduce: adds what each rank's rows give.
+        """
         table = self.table.get_value()
         local = tokens_BT - rank(axes) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
-        rows = quantized.rows(table, jnp.clip(local, 0, table.shape[0] - 1), dtype=dtype)
+        rows = quantized.rows(table, jnp.clip(local, 0, table.shape[0] - 1), dtype=jnp.dtype(self.dtype))
         return reduce(jnp.where(mine[:, :, None], rows, 0), axes)
 
     def logits(self, x_BTD: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
@@ -218,6 +212,103 @@ class Embedding(Module):
         logits = quantized.einsum("BTD,VD->BTV", x_BTD, table, dtype=jnp.float32)
         token = rank(axes) * table.shape[0] + jnp.arange(table.shape[0])
         return jnp.where((token < self.vocab_size)[None, None, :], logits, -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerContext:
+    """What all layers of one forward pass have in common, on one rank of `axes`.
+
+    table: as in Attention. first_rank: whether this is the first. positions: the block's, which decide what of a cache
+    it sees, by `kernel`.
+    """
+
+    axes: tuple[str, ...]
+    dtype: jnp.dtype
+    kernel: kernels.Kernel
+    table: tuple[jax.Array, jax.Array]
+    first_rank: jax.Array
+    positions: Positions
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        length: int,
+        *,
+        axes: tuple[str, ...],
+        kernel: kernels.Kernel = kernels.Kernel.XLA,
+        positions: Positions = FULL_SEQUENCE,
+    ) -> "LayerContext":
+        """For blocks of `length` tokens."""
+        table = rotary_tables(positions.indices(length), config=config)
+        return cls(axes, jnp.dtype(config.dtype.value), kernel, table, rank(axes) == 0, positions)
+
+
+class Layer(Module):
+    """One layer: (norm, attention) and (norm, MLP), over which a wire takes the topology's steps."""
+
+    def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
+        sizes = sizes_of(config)
+        self.config = sizes.config
+        self.attention_norm = RMSNorm(sizes, rngs=rngs)
+        self.attention = Attention(sizes, rngs=rngs)
+        if not residual.of_model(sizes.config).shared_norm:
+            self.mlp_norm = RMSNorm(sizes, rngs=rngs)
+        if sizes.config.moe is None:
+            self.mlp = MLP(sizes, rngs=rngs)
+        else:
+            from ladder_jax.nn.experts import MoE
+
+            self.mlp = MoE(sizes, rngs=rngs)
+
+    def __call__(
+        self,
+        state: State,
+        *,
+        steps: Sequence[Step],
+        wire: AllReduce,
+        context: LayerContext,
+        cache: Cache | None = None,
+        on_routing: Callable[[Any], None] | None = None,
+    ) -> tuple[State, Cache | None]:
+        """The state after this layer's `steps`, and its cache with the block's keys and values.
+
+        on_routing: of experts, called with the statistics of their router.
+        """
+
+        def attend(query, key, value):
+            nonlocal cache
+            attended, cache = context.positions.attend(query, key, value, cache=cache, kernel=context.kernel)
+            return attended
+
+        sublayers = self.sublayers(attend, context=context, on_routing=on_routing)
+        for step in steps:
+            scope = "attention" if step.sublayers == (0,) else "joint" if 0 in step.sublayers else "mlp"
+            with jax.named_scope(scope):
+                state = wire.advance(state, step, sublayers)
+        return state, cache
+
+    def sublayers(
+        self, attend: Attend, *, context: LayerContext, on_routing: Callable[[Any], None] | None = None
+    ) -> list[Normed]:
+        """(attention, MLP); of FarSkip's experts (attention, routed, shared)."""
+        norms = self.attention_norm, getattr(self, "mlp_norm", self.attention_norm)
+        first, second = (functools.partial(_behind, norm, dtype=context.dtype) for norm in norms)
+        attention = first(
+            functools.partial(
+                self.attention, attend=attend, table=context.table, first_rank=context.first_rank, axes=context.axes
+            ),
+            communicates=self.config.qk_norm is QKNorm.ALL,
+        )
+        if self.config.moe is None:
+            return [attention, second(functools.partial(self.mlp, first_rank=context.first_rank))]
+        return [attention, *self.mlp.sublayers(second, norms[1], context=context, on_routing=on_routing)]
+
+
+def _behind(norm: RMSNorm, function: Callable, *, dtype: jnp.dtype, of: type[Normed] = Normed, **more: Any) -> Normed:
+    """`function` behind `norm`."""
+    parts = functools.partial(norm, dtype=dtype), functools.partial(norm.gain, dtype=dtype)
+    return of(function, *parts, norm.scale[...], **more)
 
 
 def _multiply(project: Project | None, product: Product, x: jax.Array, weights: Any) -> Any:

@@ -19,47 +19,50 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.config import Loop, Remat
+from ladder_jax.config import Execution, Loop, Remat
 from ladder_jax.parallel.collectives import pvary, varying
 from ladder_jax.parallel.fsdp import FsdpLayer
-from ladder_jax.residual import State, Step
-from ladder_jax.residual.layers import Body, rematerialised, runs_of, unstacked
+from ladder_jax.residual import AllReduce, State, Step
+from ladder_jax.residual.loop import Body, rematerialised, runs_of, unstacked
 
-LayerOf = Callable[[State, Any], State]  # (state, one layer's whole parameters) -> state
+Carry = tuple[State, Any]  # the state, and what goes along (see residual/loop.py)
+LayerOf = Callable[[Carry, Any], Carry]  # (carry, one layer's whole parameters) -> carry
 
 
 def run_layers(
     body: Body,
     state: State,
+    extra: Any,
     *,
     params: Any,
     steps: tuple[tuple[Step, ...], ...],
-    loop: Loop,
-    remat: Remat,
+    wire: AllReduce,
+    execution: Execution,
     fsdp_layer: FsdpLayer,
-    axes: tuple[str, ...],
     dtype: jnp.dtype,
     first: int,
-) -> State:
-    """`residual.layers.run_layers` without caches, where `params` are this rank's shares along the fsdp axis."""
+) -> Carry:
+    """`residual.loop.run_layers` without caches, where `params` are this rank's shares along the fsdp axis."""
+    remat = execution.remat
 
     def layer(kind):
         # Loop.SCAN, because this loop's own barriers keep a recomputation from being merged.
-        of_layer = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN, axes=axes)
-        return lambda state, whole: of_layer(state, whole, None)[0]
+        of_layer = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN, axes=wire.axes)
+        return lambda carry, whole: of_layer(*carry, whole, None)[:2]
 
     unrolled = [(0, len(steps), 1)]
-    for start, period, repeats in unrolled if loop is Loop.UNROLLED else runs_of(steps):
+    for start, period, repeats in unrolled if execution.loop is Loop.UNROLLED else runs_of(steps):
         stop = start + period * repeats
         if repeats == 1:
             scopes, arrays = [f"layer_{first + n}" for n in range(start, stop)], unstacked(params)[start:stop]
         else:
             scopes = [f"layers_{first + start}_to_{first + stop - 1}"] * period
             arrays = jax.tree.map(lambda a: a[start:stop], params)
-            state = steps[start][0].fill(state, axes=axes, dtype=dtype)
+            state = wire.fill(state, steps[start][0], dtype=dtype)
         layers = [layer(kind) for kind in steps[start : start + period]]
-        state = Run(layers, scopes, repeats, fsdp_layer, recomputes=remat is not Remat.NONE)(state, arrays)
-    return state
+        run = Run(layers, scopes, repeats, fsdp_layer, recomputes=remat is not Remat.NONE)
+        state, extra = run((state, extra), arrays)
+    return state, extra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Run:
     fsdp_layer: FsdpLayer
     recomputes: bool
 
-    def __call__(self, state: State, params: Any) -> State:
+    def __call__(self, state: Carry, params: Any) -> Carry:
         """params: a tuple with each layer's shares, or (of several turns) their stack [turns * layers, ...].
 
         What does not train of them (`FsdpLayer.trains`) has no gradient: none is computed, and none is scattered.
@@ -85,7 +88,7 @@ class Run:
         loop.defvjp(self._keep, self._backward)
         return loop(state, params)
 
-    def _forward(self, state: State, params: Any, compute: Callable) -> tuple[tuple[State, Any], Any]:
+    def _forward(self, state: Carry, params: Any, compute: Callable) -> tuple[tuple[Carry, Any], Any]:
         """((the last state, the last layer's whole parameters), what `compute` kept of each layer)."""
 
         def turn(carry, first):
@@ -103,13 +106,13 @@ class Run:
         carry = (state, self._gather(self._take(params, 0), 0))
         return turn(carry, 0) if self.turns == 1 else lax.scan(turn, carry, jnp.arange(self.turns))
 
-    def _keep(self, state: State, params: Any) -> tuple[State, Any]:
+    def _keep(self, state: Carry, params: Any) -> tuple[Carry, Any]:
         (state, last), kept = self._forward(
             state, params, functools.partial(_pull_back, trained=self.fsdp_layer.trained)
         )
         return state, (params, last, kept)
 
-    def _backward(self, residuals: tuple, gradient: State) -> tuple[State, Any]:
+    def _backward(self, residuals: tuple, gradient: Carry) -> tuple[Carry, Any]:
         params, last, kept = residuals
         gradients = self._no_gradients(params)
 
@@ -187,7 +190,7 @@ class _Kept:
     structure: Any = dataclasses.field(metadata=dict(static=True))
     places: tuple[tuple[int, int], ...] = dataclasses.field(metadata=dict(static=True))
 
-    def pull_back(self, gradient: State, whole: Any, *, tied: bool) -> tuple[State, Any]:
+    def pull_back(self, gradient: Carry, whole: Any, *, tied: bool) -> tuple[Carry, Any]:
         leaves, arrays = list(self.leaves), jax.tree.leaves(whole)
         for place, which in self.places:
             leaves[place] = arrays[which]
@@ -196,11 +199,11 @@ class _Kept:
         return jax.tree.unflatten(self.structure, leaves)(gradient)
 
 
-def _compute(layer: LayerOf, state: State, whole: Any) -> tuple[State, None]:
+def _compute(layer: LayerOf, state: Carry, whole: Any) -> tuple[Carry, None]:
     return layer(state, whole), None
 
 
-def _pull_back(layer: LayerOf, state: State, whole: Any, *, trained: Callable) -> tuple[State, _Kept]:
+def _pull_back(layer: LayerOf, state: Carry, whole: Any, *, trained: Callable) -> tuple[Carry, _Kept]:
     arrays, tree = jax.tree.flatten(whole)
     mine = trained(whole)
     where = [next(n for n, array in enumerate(arrays) if array is one) for one in mine]
@@ -217,8 +220,9 @@ def _pull_back(layer: LayerOf, state: State, whole: Any, *, trained: Callable) -
     return state, _Kept(leaves, structure, places)
 
 
-def _tie(state: State, others: Any) -> tuple[State, Any]:
+def _tie(carry: Carry, others: Any) -> tuple[Carry, Any]:
     """Barrier: `others` cannot start before the state's newest array (or its gradient), which no collective makes."""
+    state, extra = carry
     newest = "residual" if state.partial is None else "partial"
     here, others = lax.optimization_barrier((getattr(state, newest), others))
-    return dataclasses.replace(state, **{newest: here}), others
+    return (dataclasses.replace(state, **{newest: here}), extra), others

@@ -20,7 +20,6 @@ from ladder_jax.nn.positions import FullSequence, Packed
 from ladder_jax.nn.routing import Routing
 from ladder_jax.parallel import all_reduce, pvary, varying
 from ladder_jax.parallel.collectives import LOSS
-from ladder_jax.residual import State
 
 PREDICTED, COUNTS = "predicted", "expert_counts"
 """What `loss_sum` is given of the whole batch: its predicted positions, [], and the experts' load, [L, C]."""
@@ -82,40 +81,30 @@ class RouterLosses:
         batch: tokens, targets and weights [B, T], and segments [B, T] or None, as `data.batch.Targets` has them.
         """
         definition = self.definition
-        run = forward.ForwardPass(
-            definition,
-            batch.tokens.shape[1],
-            positions=FullSequence() if batch.segments is None else Packed(batch.segments),
-            loop_form=config.loop,
-            remat=config.remat,
-            sequence_parallel=config.sequence_parallel,
-        )
-        state, _ = run.all_layers(self.begin(run.embed(params, batch.tokens)), params)
+        positions = FullSequence() if batch.segments is None else Packed(batch.segments)
+        settings = dict(execution=config.execution, positions=positions)
+        run = forward.ForwardPass(definition, batch.tokens.shape[1], **settings)
+        state, _ = run.embed(params, batch.tokens)
+        state, chosen, _ = run.layers(state, self.begin(), params=params)
         x = run.finish(params, state)
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
         loss = forward.loss_sum(definition, params, x, batch.targets, **settings)
-        penalty, terms = self.penalty(state, batch, run=run, scheduled=scheduled, config=config)
+        penalty, terms = self.penalty(chosen, batch, scheduled=scheduled, config=config)
         return loss + penalty, terms
 
-    def begin(self, state: State) -> State:
-        """The state before the first layer, whose layers' routers are to be measured."""
+    def begin(self) -> Routing:
+        """The `extra` of a forward pass whose layers' routers are to be measured."""
         definition = self.definition
-        nothing = routing.zeros(definition.config.moe, num_layers=self._num_layers, layout=definition.layout)
-        return dataclasses.replace(state, routing=nothing)
+        return routing.zeros(definition.config.moe, num_layers=self._num_layers, layout=definition.layout)
 
     def penalty(
-        self,
-        state: State,
-        batch: Any,
-        *,
-        run: forward.ForwardPass,
-        scheduled: dict[str, jax.Array],
-        config: TrainConfig,
+        self, chosen: Routing, batch: Any, *, scheduled: dict[str, jax.Array], config: TrainConfig
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the routers' losses, the `terms`) of a state after the last layer of `run`; the rest as in `loss_sum`."""
+        """(the routers' losses, the `terms`) of a forward pass's `extra`; the rest as in `loss_sum`."""
         layout = self.definition.layout
         with jax.named_scope(LOSS):
-            chosen = routing.of_group(state.routing, axes=layout.tensor, own=run.exchanges)
+            own = self.definition.exchanges(config.execution)
+            chosen = routing.of_group(chosen, axes=layout.tensor, own=own)
             counts = scheduled.get(COUNTS)
             penalty = routing.penalty(
                 chosen,

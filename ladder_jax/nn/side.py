@@ -19,10 +19,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.nn import kernels, quantized
-from ladder_jax.nn.modules import MLP, Attention, RMSNorm
+from ladder_jax.nn import quantized
+from ladder_jax.nn.modules import MLP, Attention, LayerContext, RMSNorm
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, zeros
-from ladder_jax.nn.positions import Cache, Positions
+from ladder_jax.nn.positions import Cache
 
 TEMPERATURE = 0.1  # T
 
@@ -39,23 +39,21 @@ class SideBlock(Module):
         self.attention, self.mlp = Attention(sizes), MLP(sizes)
 
     def __call__(
-        self,
-        h_BTD: jax.Array,
-        tapped_BTM: jax.Array,
-        cache: Cache | None,
-        *,
-        table: tuple[jax.Array, jax.Array],
-        kernel: kernels.Kernel,
-        positions: Positions,
+        self, h_BTD: jax.Array, tapped_BTM: jax.Array, cache: Cache | None, *, context: LayerContext
     ) -> tuple[jax.Array, Cache | None]:
-        """h_l [B, T, D] from h_l-1 and x_l [B, T, M], and the block's cache. The rest as in Attention.with_cache."""
+        """h_l [B, T, D] from h_l-1 and x_l [B, T, M], and the block's cache. context: of the side network."""
         dtype, stream = jnp.dtype(self.config.dtype.value), h_BTD.dtype
+
+        def attend(query, key, value):
+            nonlocal cache
+            attended, cache = context.positions.attend(query, key, value, cache=cache, kernel=context.kernel)
+            return attended
+
         share = jax.nn.sigmoid(self.gate[...] / TEMPERATURE)[None, None]
         mapped = quantized.einsum("BTM,MD->BTD", tapped_BTM.astype(dtype), self.tap.get_value())
         h = (share * h_BTD.astype(jnp.float32) + (1 - share) * mapped.astype(jnp.float32)).astype(stream)
-        settings = dict(table=table, kernel=kernel, first_rank=True, positions=positions)
         with jax.named_scope("side_attention"):
-            out, cache = self.attention.with_cache(self.attention_norm(h, dtype=dtype), cache, **settings)
+            out = self.attention(self.attention_norm(h, dtype=dtype), attend=attend, table=context.table)
         h = h + out.astype(stream)
         with jax.named_scope("side_mlp"):
             return h + self.mlp(self.mlp_norm(h, dtype=dtype)).astype(stream), cache

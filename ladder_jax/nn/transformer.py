@@ -1,17 +1,19 @@
 """The Transformer as a Flax module, compiled for its mesh."""
 
 import functools
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from ladder_jax.config import Loop, ModelConfig, Phase
+from ladder_jax.config import SCANNED, Execution, Loop, ModelConfig, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.nn import arguments
-from ladder_jax.nn.forward import hidden, logits
+from ladder_jax.nn.forward import ForwardPass, logits
 from ladder_jax.nn.model_def import ModelDef, Params, declare, define, initialize
 from ladder_jax.nn.parameter import Module, next_key
+from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import Compiled, check_mesh, make_mesh, on_mesh, over_ranks, with_ranks
 from ladder_jax.residual import Topology
 
@@ -87,14 +89,18 @@ class Transformer(Module):
 
 
 @functools.cache
-def compiled_logits(definition: ModelDef, *, loop_form: Loop = Loop.SCAN) -> Compiled:
+def compiled_logits(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Compiled:
     """A compiled (params, tokens [B, T]) -> logits [B, T, V], the whole model in one shard_map.
 
     Raises UserError for another model's parameters.
     """
+    execution = Execution(loop=loop)
 
     def local(params, tokens):
-        return logits(definition, params, hidden(definition, params, tokens, loop_form=loop_form)[0])
+        run = forward_pass(definition, tokens.shape[1], execution=execution)
+        state, extra = run.embed(params, tokens)
+        state, extra, _ = run.layers(state, extra, params=params)
+        return logits(definition, params, run.finish(params, state, extra))
 
     dims = ((definition.dims, "BT"), "BTV")
     ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
@@ -104,6 +110,28 @@ def compiled_logits(definition: ModelDef, *, loop_form: Loop = Loop.SCAN) -> Com
         arguments.check_params(params, expected=definition.abstract)  # once a shape, while it is traced
         return meshed(params, tokens)[..., : definition.config.vocab_size]
 
-    return Compiled(
-        stripped, mesh=definition.layout.mesh, traits=definition.traits(phase=Phase.PREFILL, loop=loop_form)
-    )
+    traits = definition.traits(execution, phase=Phase.PREFILL)
+    return Compiled(stripped, mesh=definition.layout.mesh, traits=traits)
+
+
+def forward_pass(definition: ModelDef, length: int, **settings: Any) -> ForwardPass:
+    """The `ForwardPass` of a model, with its side network if it has one."""
+    if definition.config.side is None:
+        return ForwardPass(definition, length, **settings)
+    from ladder_jax.nn.side_pass import SidePass
+
+    return SidePass(definition, length, **settings)
+
+
+def hidden(
+    definition: ModelDef,
+    params: Params,
+    tokens: jax.Array,
+    *,
+    execution: Execution = SCANNED,
+    positions: Positions = FULL_SEQUENCE,
+    caches: Any = None,
+) -> tuple[jax.Array, Any]:
+    """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches."""
+    run = forward_pass(definition, tokens.shape[1], execution=execution, positions=positions)
+    return run(params, tokens, caches=caches)

@@ -14,7 +14,7 @@ from ladder_jax import residual
 from ladder_jax.config import ModelConfig, Remat
 from ladder_jax.plan.candidate import Candidate
 from ladder_jax.plan.request import FLOAT32, Request, size_of
-from ladder_jax.residual import Silent, Step
+from ladder_jax.residual import Step
 from ladder_jax.schedule import shards
 
 
@@ -78,7 +78,7 @@ def seconds(candidate: Candidate, *, request: Request, all_to_all: float, flops:
     """
     config, repeats = request.config, candidate.remat in (Remat.FULL, Remat.OFFLOAD)
     steps = [step for layer in residual.of_model(config).layers for step in layer if 0 not in step.sublayers]
-    delays = [step.delay for step in steps if not isinstance(step, Silent)]
+    delays = [step.delay for step in steps if step.reduces]
     tokens, shared = candidate.rows * request.sequence, config.moe.shared_width // candidate.mesh.tensor
     forward = 2 * tokens * 3 * config.d_model * shared / flops
     each = (6 if repeats else 4) * all_to_all

@@ -25,7 +25,6 @@ from ladder_jax.predict import link
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.link import Ring
 from ladder_jax.predict.machine import Machine
-from ladder_jax.residual import Silent
 from ladder_jax.schedule import shards
 
 MACHINES = {"h100": "h100-2-nodes", "b200": "b200-nvlink"}  # by target, if their names differ
@@ -130,7 +129,7 @@ def _reducing(candidate: Candidate) -> Candidate:
 def _halves(candidate: Candidate, config: ModelConfig) -> tuple[float, float]:
     """Numbers of the layers' gathers and reduce-scatters: those that a sublayer can hide, those that one waits for."""
     steps = [step for layer in residual.of_model(config).layers for step in layer]
-    reducing = [step for step in steps if not isinstance(step, Silent) and getattr(step, "sync", True)]
+    reducing = [step for step in steps if step.reduces]
     # A reduction is two halves forward and two backward. With recomputation the second input is gathered once more.
     regathers = candidate.sequence_parallel and candidate.remat is not Remat.NONE
     each = 4.5 if regathers else 4

@@ -1,4 +1,4 @@
-"""The timeline of layers whose ranks exchange the rows of experts, as residual/exchange.py computes them.
+"""The timeline of layers whose ranks exchange the rows of experts, as residual/wires/exchange.py computes them.
 
 There a barrier ties each transfer to one half of a sublayer: both begin together and are awaited together. So a layer
 is a sequence of `Slot`s, and its seconds are the sum over them of the longer of transfers and compute:
@@ -26,7 +26,7 @@ from ladder_jax.predict.link import Halves
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.timeline import Bar, Timeline, Work, beside
 from ladder_jax.predict.work import ATTENTION, Block, Kernel, Model
-from ladder_jax.residual import Delayed, Silent, Step
+from ladder_jax.residual import Silent, Step
 from ladder_jax.schedule import shards
 
 GATHER, SCATTER, DISPATCH, COMBINE = "gather", "reduce-scatter", "dispatch", "combine"
@@ -114,7 +114,7 @@ class _Layer:
     def experts(self) -> tuple[Kernel, ...]:
         return self.norm + self.route + self.shared + self.first + self.last + self.collect
 
-    def pending(self, step: Delayed) -> tuple[str, ...]:
+    def pending(self, step: Step) -> tuple[str, ...]:
         """The transfers of a step's output that the next step launches."""
         if step.pending_after == 0:
             return ()
@@ -122,7 +122,7 @@ class _Layer:
             return (SCATTER,)
         return (COMBINE, SCATTER) if self.shared and not step.early else (COMBINE,)
 
-    def attend(self, step: Delayed, arriving: tuple[str, ...], *, prepared: bool, prepares: bool) -> Iterator[Slot]:
+    def attend(self, step: Step, arriving: tuple[str, ...], *, prepared: bool, prepares: bool) -> Iterator[Slot]:
         """arriving: the transfers of the output before. prepared, prepares: this and the next step's input."""
         collect = self.collect if arriving else ()
         if arriving and step.delay == 0:
@@ -141,7 +141,7 @@ class _Layer:
         if step.pending_after == 0:
             yield Slot(wires=(SCATTER,))
 
-    def compute(self, step: Delayed, arriving: tuple[str, ...], *, prepared: bool, prepares: bool) -> Iterator[Slot]:
+    def compute(self, step: Step, arriving: tuple[str, ...], *, prepared: bool, prepares: bool) -> Iterator[Slot]:
         """As `attend`, of the experts."""
         with_dispatch, with_combine, with_first = self.shared[:1], self.shared[1:], ()
         if step.early:

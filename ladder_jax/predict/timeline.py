@@ -9,7 +9,7 @@ compute; compute is slower meanwhile.
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from ladder_jax.residual import Delayed, Desynced, Step
+from ladder_jax.residual import Desynced, Silent, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +114,9 @@ class _Player:
         # Before the first layers some sums are zero. `sums` omits them, so it may be shorter than `pending_before`.
         needed = launched[: max(0, len(launched) - step.delay)]
         self._compute(step, work, ready=max([self.residual, *needed]), issued=issued)
-        if isinstance(step, Delayed):
+        if not isinstance(step, Desynced | Silent):
             self._update_state(step, launched)
-        elif isinstance(step, Desynced) and step.sync:
+        elif step.reduces:
             self.residual = self._reduce("sync", self.now)
 
     def finish(self) -> Timeline:
@@ -142,11 +142,11 @@ class _Player:
         return start + beside(before, wire=max(0.0, self.wire_free - start), contention=self.contention)
 
     def _launch_pending(self, step: Step, issued: float | None) -> list[float]:
-        if not isinstance(step, Delayed) or self.partial is None:
+        if self.partial is None:
             return self.sums
         return [*self.sums, self._reduce("all-reduce", self.partial if issued is None else issued)]
 
-    def _update_state(self, step: Delayed, launched: list[float]) -> None:
+    def _update_state(self, step: Step, launched: list[float]) -> None:
         if step.pending_after == 0:
             self.residual = max([self.residual, *launched, self._reduce("all-reduce", self.now)])
             self.sums, self.partial = [], None

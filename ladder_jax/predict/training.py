@@ -28,7 +28,7 @@ from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import PLAIN, Form, Opponents, Program, programs
 from ladder_jax.predict.timeline import Timeline
 from ladder_jax.predict.work import Model
-from ladder_jax.residual import Delayed, Desynced, Silent, Step
+from ladder_jax.residual import Desynced, Silent, Step
 
 TRAINING = dataclasses.replace(implementation.OURS, scored=Scored.ALL, small_all_reduces=3)
 
@@ -128,6 +128,6 @@ def _backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     backward, pending = [], 0
     for step, delay in zip(steps, left_out):  # from the backward pass's last step
         before = max(delay, pending - 1)
-        backward.append(Delayed(step.sublayers, before, delay, pending))
+        backward.append(Step(step.sublayers, before, delay, pending))
         pending = before
     return tuple(backward[::-1])

@@ -36,7 +36,7 @@ each direction does was chosen by compiled schedules (`ladder-jax overlap`, expe
                                         gradients
 
 Prefill and decode need no backward pass, and where the compiler has all-reduces in two halves a step holds both in
-their place (`Launch.EXPLICIT`; see `start` and `done` in steps.py), so that a whole sublayer is between them:
+their place (`Launch.EXPLICIT`; see wires/halves.py), so that a whole sublayer is between them:
 
     launch   started = start(partial)
              gain, started = optimization_barrier((gain, started))        the sublayer's norm's, which is small
@@ -69,31 +69,37 @@ A `lax.scan` over layers of equal steps carries `residual.fill(state, steps, axe
 What a compiler hides depends on its options, too: `topology.compile_options(mesh, phase="train")` are those for
 `jax.jit(..., compiler_options=...)`.
 
-In reading order: topologies.py, the values; steps.py, the recurrence; layers.py, the loop over layers; stack.py,
-for layers of your own; sequence.py, the recurrence on a stream that is split along the sequence; anneal.py, layers on
-their way from standard to ladder; farskip.py, a ladder of experts with a shared one; exchange.py, experts whose rows
-the ranks exchange.
+In reading order: topologies.py, the values; recurrence.py, what a step does, over the plain wire; loop.py, the loop
+over layers; stack.py, for layers of your own. A *wire* is how an output crosses the ranks, one a file in wires/:
+
+    AllReduce         one all-reduce a step                      recurrence.py
+    Halves            the same, started and awaited apart        wires/halves.py      prefill and decode
+    SequenceParallel  a reduce-scatter and an all-gather         wires/sequence.py    as rings of permutes, too
+    Exchange          and two all-to-alls around experts         wires/exchange.py
+    Annealed          all sums awaited, and faded out            wires/annealed.py    a conversion's, in training
+    Desync            one all-reduce in n steps                  wires/desync.py
+    NoCommunication   none, for timing                           wires/desync.py
 """
 
-from ladder_jax.residual.layers import EXPERTS as EXPERTS
-from ladder_jax.residual.layers import MATMUL as MATMUL
+from ladder_jax.residual.loop import EXPERTS as EXPERTS
+from ladder_jax.residual.loop import MATMUL as MATMUL
+from ladder_jax.residual.recurrence import REDUCED as REDUCED
+from ladder_jax.residual.recurrence import AllReduce as AllReduce
+from ladder_jax.residual.recurrence import Normed as Normed
+from ladder_jax.residual.recurrence import State as State
+from ladder_jax.residual.recurrence import Step as Step
+from ladder_jax.residual.recurrence import Sublayer as Sublayer
+from ladder_jax.residual.recurrence import add as add
+from ladder_jax.residual.recurrence import compute as compute
 from ladder_jax.residual.stack import Stack as Stack
 from ladder_jax.residual.stack import on_one_rank as on_one_rank
 from ladder_jax.residual.stack import run as run
-from ladder_jax.residual.steps import REDUCED as REDUCED
-from ladder_jax.residual.steps import Delayed as Delayed
-from ladder_jax.residual.steps import Desynced as Desynced
-from ladder_jax.residual.steps import Normed as Normed
-from ladder_jax.residual.steps import Silent as Silent
-from ladder_jax.residual.steps import State as State
-from ladder_jax.residual.steps import Step as Step
-from ladder_jax.residual.steps import Sublayer as Sublayer
-from ladder_jax.residual.steps import add as add
-from ladder_jax.residual.steps import compute as compute
-from ladder_jax.residual.steps import fill as fill
-from ladder_jax.residual.steps import flush as flush
 from ladder_jax.residual.topologies import Communication as Communication
 from ladder_jax.residual.topologies import Topology as Topology
 from ladder_jax.residual.topologies import begin as begin
+from ladder_jax.residual.topologies import fill as fill
+from ladder_jax.residual.topologies import flush as flush
 from ladder_jax.residual.topologies import of_model as of_model
 from ladder_jax.residual.topologies import topology as topology
+from ladder_jax.residual.wires.desync import Desynced as Desynced
+from ladder_jax.residual.wires.desync import Silent as Silent

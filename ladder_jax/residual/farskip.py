@@ -15,18 +15,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ladder_jax.residual.steps import Delayed
+from ladder_jax.residual.recurrence import Step
 
 ROUTED, SHARED = 1, 2  # of a layer's sublayers
 
 
-def of_ladder(layers: Sequence[Sequence[Delayed]], *, dense: int = 0) -> tuple[tuple[Delayed, ...], ...]:
+def of_ladder(layers: Sequence[Sequence[Step]], *, dense: int = 0) -> tuple[tuple[Step, ...], ...]:
     """A ladder's layers as FarSkip's; those of its layers that are standard add both kinds of experts up.
 
     dense: how many of the first have no experts, and stay as they are.
     """
 
-    def experts(step: Delayed) -> Delayed:
+    def experts(step: Step) -> Step:
         if step.delay == 0:
             return dataclasses.replace(step, sublayers=(ROUTED, SHARED))
         return dataclasses.replace(step, early=(SHARED,))

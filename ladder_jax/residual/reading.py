@@ -4,7 +4,8 @@ import enum
 import itertools
 from collections.abc import Sequence
 
-from ladder_jax.residual.steps import Delayed, Desynced, Step
+from ladder_jax.residual.recurrence import Step
+from ladder_jax.residual.wires.desync import Desynced, Silent
 
 Layers = Sequence[Sequence[Step]]  # a topology's `layers`
 NAMES = ("attention", "MLP")
@@ -29,7 +30,7 @@ def parts(layers: Layers) -> list[list[Part]]:
     for index, step in ((2 * layer, step) for layer, steps in enumerate(layers) for step in steps):
         outputs = tuple(dict.fromkeys(index + min(sublayer, 1) for sublayer in step.sublayers))
         read = dict(held)
-        if isinstance(step, Delayed):
+        if not isinstance(step, Desynced | Silent):
             late = pending[-step.delay :] if step.delay else []
             read |= dict.fromkeys(itertools.chain(*late), Part.NONE)
             if step.fresh and pending:
@@ -48,7 +49,7 @@ def parts(layers: Layers) -> list[list[Part]]:
 def words(layers: Layers) -> str:
     """A few lines: the number of all-reduces, and what the layers of each kind read."""
     steps = [step for layer in layers for step in layer]
-    count = sum(isinstance(step, Delayed) or isinstance(step, Desynced) and step.sync for step in steps)
+    count = sum(step.reduces for step in steps)
     kinds: dict[str, list[int]] = {}
     for number, layer in enumerate(layers):
         kinds.setdefault(_layer_words(layer), []).append(number)
@@ -87,7 +88,7 @@ def _layer_words(layer: Sequence[Step]) -> str:
 def _step_words(step: Step) -> str:
     if isinstance(step, Desynced):
         return "their rank's own stream, which each all-reduce makes equal on all ranks"
-    if not isinstance(step, Delayed):
+    if isinstance(step, Silent):
         return "their rank's own stream: no rank sees the others'"
     if step.delay == 0:
         return "every output before them"

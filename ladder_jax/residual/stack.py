@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ladder_jax.config import Loop, Remat
+from ladder_jax.config import Execution, Loop, Remat
 from ladder_jax.errors import UserError, member, wrong_type
 from ladder_jax.parallel.collectives import pvary, rank
-from ladder_jax.residual.layers import run_layers
-from ladder_jax.residual.steps import Sublayer, check_axes, flush
+from ladder_jax.residual.loop import run_layers
+from ladder_jax.residual.recurrence import Sublayer
 from ladder_jax.residual.topologies import Topology, begin
 
 Blocks = Callable[[Any], Sequence[Sublayer]]  # one layer's parameters -> its sublayers (attention, MLP)
@@ -44,7 +44,7 @@ def run(
     if not isinstance(topology, Topology):
         raise wrong_type("topology", topology, Topology)
     loop, remat = member(Loop, "loop", loop), member(Remat, "remat", remat)
-    check_axes(axes)
+    wire = topology.wire(axes)
     if loop is Loop.UNROLLED and isinstance(params, list | tuple):
         params, first = tuple(params), params[0] if params else None
         counts = {len(params)}
@@ -57,7 +57,7 @@ def run(
             f" or with loop='unrolled' a list of each layer's own; they hold {_listed(counts)}"
         )
 
-    def body(state, layer, cache, steps):
+    def body(state, extra, layer, cache, steps):
         sublayers = blocks(layer)
         if topology.farskip and len(sublayers) != 3:
             raise UserError(
@@ -65,14 +65,14 @@ def run(
             )
         for step in steps:
             with jax.named_scope("_".join(f"sublayer_{index}" for index in step.sublayers)):
-                state = step(state, sublayers, axes=axes)
-        return state, cache
+                state = wire.advance(state, step, sublayers)
+        return state, extra, cache
 
     dtype = jax.eval_shape(lambda layer, x: blocks(layer)[0](pvary(x, axes)), first, x).dtype
-    settings = dict(steps=topology.layers, loop=loop, remat=remat, axes=axes, dtype=dtype)
-    state = begin(x, topology=topology, axes=axes)
-    state, _ = run_layers(body, state, params=params, caches=None, **settings)
-    return flush(state, axes=axes)
+    execution = Execution(loop=loop, remat=remat)
+    settings = dict(params=params, steps=topology.layers, wire=wire, execution=execution, dtype=dtype)
+    state, *_ = run_layers(body, begin(x, topology=topology, axes=axes), **settings)
+    return wire.flush(state)
 
 
 class Stack(nnx.Module):

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax.config import Loop, ModelConfig, Phase, layer_indices, parse_residual
+from ladder_jax.config import Launch, Loop, ModelConfig, Phase, layer_indices, parse_residual
 from ladder_jax.errors import UserError, described, member, wrong_type
-from ladder_jax.parallel.collectives import pvary
 from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.traits import Overlap, Split, Traits
 from ladder_jax.residual import reading
-from ladder_jax.residual.steps import Delayed, Desynced, Silent, State, Step, check_axes
+from ladder_jax.residual.recurrence import AllReduce, State, Step
+from ladder_jax.residual.wires.desync import Desynced, Silent
 
 
 class Communication(enum.Enum):
@@ -107,6 +107,15 @@ class Topology:
             return of_ladder(_delayed_layers(self), dense=self.dense)
         return _delayed_layers(self)
 
+    def wire(self, axes: tuple[str, ...], *, launch: Launch = Launch.CHAINED) -> AllReduce:
+        """How its outputs cross the ranks of `axes` on streams that are whole on each of them."""
+        plain = self.layers[0][0].wire(axes)
+        if launch is Launch.EXPLICIT and type(plain) is AllReduce:
+            from ladder_jax.residual.wires.halves import Halves
+
+            return Halves(axes)
+        return plain
+
 
 def topology(name: str, *, num_layers: int, ladder_layers: str | int | Sequence[int] | None = None) -> Topology:
     """The topology called `name` (`config.RESIDUALS`, EXPERT_RESIDUALS); raises UserError for an unknown one.
@@ -163,13 +172,24 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
     """
     if not isinstance(topology, Topology):
         raise wrong_type("topology", topology, Topology)
-    check_axes(axes)
-    if topology.communication is Communication.NONE:
-        return State(pvary(x, axes))
-    return State(x, (None,) * (topology.layers[0][0].pending_before - 1))
+    return topology.wire(axes).begin(x, topology.layers[0][0])
 
 
-def _delayed_layers(topology: Topology) -> tuple[tuple[Delayed, ...], ...]:
+def fill(state: State, steps: Sequence[Step], *, axes: tuple[str, ...], dtype: Any = None) -> State:
+    """`state` for a `lax.scan` over layers of equal `steps`: zeros where nothing is pending yet.
+
+    A carry has one structure in all turns, so the first turn reduces zeros, which an unrolled loop does not.
+    dtype: of the sublayers' outputs, by default the stream's.
+    """
+    return steps[0].wire(axes).fill(state, steps[0], dtype=state.residual.dtype if dtype is None else dtype)
+
+
+def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
+    """The final residual stream [B, T, D]: everything still pending is reduced and added."""
+    return AllReduce(axes).flush(state)
+
+
+def _delayed_layers(topology: Topology) -> tuple[tuple[Step, ...], ...]:
     """Steps with their numbers of pending outputs, from delays counted in sublayers."""
     delays = list(itertools.batched(topology.delays, 2))
     # Plan extra layers, so that the last real layers have the same counts as the others and one scan body serves
@@ -197,6 +217,6 @@ def _delayed_layers(topology: Topology) -> tuple[tuple[Delayed, ...], ...]:
         pending[index] = max(delays_in_steps[index], pending[index + 1] - 1)
     counts = iter(zip(pending, delays_in_steps, pending[1:]))
     return tuple(
-        tuple(Delayed(group, *of_step, fresh) for group, of_step in zip(layer, counts))
+        tuple(Step(group, *of_step, fresh) for group, of_step in zip(layer, counts))
         for layer, (_, _, fresh) in zip(groups[: topology.num_layers], kinds)
     )

@@ -8,6 +8,9 @@ from ladder_jax.config import ConversionConfig, Pace
 from ladder_jax.errors import UserError
 from ladder_jax.residual import Topology
 
+LADDER_FRACTION = "ladder_fraction"
+"""The name, among what a step computes of its number, of each layer's [L] (see residual/wires/annealed.py)."""
+
 
 def ladder_fraction(step: jax.Array, *, topology: Topology, config: ConversionConfig) -> jax.Array:
     """Float32 [L] for step number `step`, counted from 0.

@@ -14,8 +14,10 @@ from ladder_jax.data.batch import Targets
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.divergence import divergence_sum
 from ladder_jax.nn.parameter import DENSE
-from ladder_jax.residual import Delayed, State, Step
+from ladder_jax.residual import State, Step
+from ladder_jax.residual.wires.annealed import Annealed
 from ladder_jax.retrain import lora, parts
+from ladder_jax.retrain.conversion import LADDER_FRACTION
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
 
 
@@ -34,21 +36,20 @@ class _PartedModel:
     trainable: Params = dataclasses.field(default_factory=dict)
     ladder_fraction: jax.Array | None = None
 
-    def layers(self, state: State, first: int, last: int) -> State:
-        """The state after the layers first..last-1, which must lie in one of the two stacks."""
+    def layers(self, state: State, extra: Any, first: int, last: int) -> tuple[State, Any]:
+        """The state and `extra` after the layers first..last-1, which must lie in one of the two stacks."""
         if DENSE in self.params:  # then all are one block (config/retrain.py checks it)
-            return self.forward.all_layers(state, self.params)[0]
+            return self.forward.layers(state, extra, params=self.params)[:2]
         name, offset = (parts.LOWER, 0) if last <= self.below else (parts.LAYERS, self.below)
         stack, dims = self.params[name], self.dims[name]
         if (first - offset, last - offset) != (0, jax.tree.leaves(stack)[0].shape[0]):
             stack = jax.tree.map(lambda a: a[first - offset : last - offset], stack)
-        trainable = self.trainable.get(name)
+        converted = {}
         if self.ladder_fraction is not None:
-            trainable = jax.tree.map(lambda _: True, dims) if trainable is None else trainable
-            trainable = {**trainable, nn.LADDER_FRACTION: False}
-            stack = {**stack, nn.LADDER_FRACTION: self.ladder_fraction[first:last]}
-            dims = {**dims, nn.LADDER_FRACTION: "L"}
-        return self.forward.layers(state, stack, first=first, dims=dims, trains=trainable)[0]
+            annealed = lambda wire, fraction: Annealed(wire.axes, fraction)
+            converted = dict(given=self.ladder_fraction[first:last], wire_of=annealed)
+        settings = dict(stack=stack, first=first, dims=dims, trains=self.trainable.get(name), **converted)
+        return self.forward.layer_range(state, extra, **settings)[:2]
 
 
 def terms(plan: RetrainPlan) -> tuple[str, ...]:
@@ -76,32 +77,24 @@ def loss_sum(
     positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
 
     def forward(definition: ModelDef) -> nn.ForwardPass:
-        return nn.ForwardPass(
-            definition,
-            batch.tokens.shape[1],
-            positions=positions,
-            loop_form=config.loop,
-            remat=config.remat,
-            sequence_parallel=config.sequence_parallel,
-            collective_matmul=config.collective_matmul,
-        )
+        return nn.forward_pass(definition, batch.tokens.shape[1], execution=config.execution, positions=positions)
 
     definition, below = plan.definition, plan.frozen_layers
     params, dims = _with_factors(plan, trained, frozen)
     trainable = {parts.LAYERS: lora.trainable(dims[parts.LAYERS])} if plan.lora.rank else {}
-    student = _PartedModel(forward(definition), params, dims, below, trainable, scheduled.get(nn.LADDER_FRACTION))
+    student = _PartedModel(forward(definition), params, dims, below, trainable, scheduled.get(LADDER_FRACTION))
     boundaries = _boundaries(plan)
 
     student_streams, teacher_streams, shared = {}, {}, shared_layers(plan)
-    state = student.forward.embed(params, batch.tokens)
-    state = routers.begin(state) if routers else state
+    state, extra = student.forward.embed(params, batch.tokens)
+    extra = routers.begin() if routers else extra
     for first, last in zip(boundaries, boundaries[1:]):
-        state = student.layers(state, first, last)
+        state, extra = student.layers(state, extra, first, last)
         student_streams[last] = lambda state=state: student.forward.stream(state)
-    x = student.forward.finish(params, state)
+    x = student.forward.finish(params, state, extra)
     penalties, named = [], {}
     if routers:
-        penalty, named = routers.penalty(state, batch, run=student.forward, scheduled=scheduled, config=config)
+        penalty, named = routers.penalty(extra, batch, scheduled=scheduled, config=config)
         penalties = [penalty]
     if plan.teacher is None:
         total = nn.loss_sum(
@@ -123,10 +116,10 @@ def loss_sum(
     if shared:
         state = teacher.forward.begin(lax.stop_gradient(student_streams[shared]()))
     else:
-        state = teacher.forward.embed(teacher_params, batch.tokens)
+        state, _ = teacher.forward.embed(teacher_params, batch.tokens)
     for first, last in zip(boundaries, boundaries[1:]):
         if first >= shared:
-            state = teacher.layers(state, first, last)
+            state, _ = teacher.layers(state, None, first, last)
             teacher_streams[last] = teacher.forward.stream(state)
     teacher_head = teacher.forward.finish(teacher_params, state), nn.output_table(plan.teacher, teacher_params)
     sums = divergence_sum(
@@ -194,7 +187,7 @@ def _alike(student: ModelConfig, teacher: ModelConfig) -> bool:
 
 def _standard(steps: tuple[Step, ...]) -> bool:
     """Whether a layer's attention and MLP each read the whole stream before them."""
-    return len(steps) == 2 and all(isinstance(step, Delayed) and step.delay == 0 for step in steps)
+    return len(steps) == 2 and all(type(step) is Step and step.delay == 0 for step in steps)
 
 
 def _boundaries(plan: RetrainPlan) -> list[int]:

@@ -55,10 +55,10 @@ class Retraining(RetrainPlan):
             return {}
         topology = self.definition.topology
         fraction = conversion.ladder_fraction(step, topology=topology, config=self.conversion)
-        return {nn.LADDER_FRACTION: fraction}
+        return {conversion.LADDER_FRACTION: fraction}
 
     def metrics(self, scheduled: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {"turned": jnp.mean(scheduled[nn.LADDER_FRACTION])} if scheduled else {}
+        return {"turned": jnp.mean(scheduled[conversion.LADDER_FRACTION])} if scheduled else {}
 
     def measured(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if self.routers is None:

@@ -105,11 +105,8 @@ class Pretraining:
             self.definition,
             trained,
             batch.tokens,
+            execution=config.execution,
             positions=nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments),
-            loop_form=config.loop,
-            remat=config.remat,
-            sequence_parallel=config.sequence_parallel,
-            collective_matmul=config.collective_matmul,
         )
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
         return nn.loss_sum(self.definition, trained, x, batch.targets, **settings), {}
@@ -222,7 +219,8 @@ def held_out_loss(task: TrainingTask, *, loop: Loop = Loop.SCAN) -> Compiled:
 
     meshed = on_mesh(local, layout=layout, in_dims=(task.trained_dims, task.frozen_dims, "BT"), out_dims="")
     without_teacher = lambda trained, frozen, batch: meshed(trained, {n: frozen[n] for n in task.frozen_dims}, batch)
-    return Compiled(without_teacher, mesh=layout.mesh, traits=task.definition.traits(phase=Phase.PREFILL, loop=loop))
+    traits = task.definition.traits(config.execution, phase=Phase.PREFILL)
+    return Compiled(without_teacher, mesh=layout.mesh, traits=traits)
 
 
 def _accumulate(

@@ -76,8 +76,7 @@ def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask 
         new = dataclasses.replace(old, params=params, optimizer=moments, step=old.step + 1)
         return _keep_if_good(new, old, metrics, config=config)
 
-    split = dict(sequence_parallel=config.sequence_parallel, collective_matmul=config.collective_matmul)
-    traits = definition.traits(phase=Phase.TRAIN, loop=config.loop, **split)
+    traits = definition.traits(config.execution, phase=Phase.TRAIN)
     return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
 
 

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import sys
+import types
 
 from ladder_jax.schedule import targets
 
@@ -25,8 +26,8 @@ from ladder_jax.config import CollectiveMatmul, Launch, Loop, MoEConfig, Phase  
 from ladder_jax.nn import prefetch  # noqa: E402
 from ladder_jax.nn.modules import normalise  # noqa: E402
 from ladder_jax.parallel import Overlap, Split, Traits, exchange, fsdp  # noqa: E402
-from ladder_jax.residual import exchange as exchange_steps  # noqa: E402
-from ladder_jax.residual import sequence  # noqa: E402
+from ladder_jax.residual.wires import sequence  # noqa: E402
+from ladder_jax.residual.wires.exchange import Exchange, ExpertParts  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 TENSOR = ("tensor",)
@@ -48,23 +49,23 @@ def sublayer(w_in, w_out):
 def layers(x, weights, *, name, launch=Launch.CHAINED):
     """Two sublayers a layer, wired by the topology, unrolled."""
     topology = residual.topology(name, num_layers=LAYERS)
-    state = residual.begin(x, topology=topology, axes=TENSOR)
+    wire, state = topology.wire(TENSOR, launch=launch), residual.begin(x, topology=topology, axes=TENSOR)
     for layer, steps in enumerate(topology.layers):
         pair = [sublayer(w_in[layer], w_out[layer]) for w_in, w_out in weights]
         for step in steps:
-            state = step(state, pair, axes=TENSOR, launch=launch)
-    return residual.flush(state, axes=TENSOR)
+            state = wire.advance(state, step, pair)
+    return wire.flush(state)
 
 
 def scanned(x, weights, *, launch=Launch.CHAINED):
     """The same Ladder in one `lax.scan`."""
     topology = residual.topology("ladder", num_layers=LAYERS)
-    state = residual.begin(x, topology=topology, axes=TENSOR)
-    state = topology.layers[0][0].fill(state, axes=TENSOR, dtype=x.dtype)
+    wire, state = topology.wire(TENSOR, launch=launch), residual.begin(x, topology=topology, axes=TENSOR)
+    state = wire.fill(state, topology.layers[0][0], dtype=x.dtype)
 
     def turn(state, layer):
         for step in topology.layers[0]:
-            state = step(state, [sublayer(*pair) for pair in layer], axes=TENSOR, launch=launch)
+            state = wire.advance(state, step, [sublayer(*pair) for pair in layer])
         return state, None
 
     return residual.flush(jax.lax.scan(turn, state, weights)[0], axes=TENSOR)
@@ -85,11 +86,13 @@ def split(x, weights, *, name, form=CollectiveMatmul.NONE, count=LAYERS):
     """A stream that is split along the sequence: both halves of every reduction."""
     topology = residual.topology(name, num_layers=count)
     normal = lambda x: normalise(x, eps=1e-5).astype(x.dtype)
-    steps = sequence.layers(topology, normalise=normal, collective_matmul=form)
-    state = residual.begin(sequence.scatter_sequence(parallel.pvary(x, TENSOR), TENSOR), topology=topology, axes=TENSOR)
+    wire = sequence.SequenceParallel(TENSOR, normal, form)
+    steps = wire.layers(topology.layers)
+    state = wire.begin(sequence.scatter_sequence(parallel.pvary(x, TENSOR), TENSOR), steps[0][0])
     for layer in range(count):
-        state = scoped(steps[layer], layer)(state, [(w_in[layer], w_out[layer]) for w_in, w_out in weights])
-    return parallel.all_reduce(jnp.sum(sequence.flush(state, axes=TENSOR).astype(jnp.float32)), TENSOR)
+        pairs = [(w_in[layer], w_out[layer]) for w_in, w_out in weights]
+        state = scoped(steps[layer], layer, wire)(state, pairs)
+    return parallel.all_reduce(jnp.sum(wire.flush(state).astype(jnp.float32)), TENSOR)
 
 
 def exchanged(x, weights):
@@ -104,26 +107,28 @@ def exchanged(x, weights):
 
     def experts(w_in, w_out):
         compute = lambda rows, tied: jnp.einsum("ERF,FD->RED", jax.nn.relu(tied(jnp.matmul(rows, w_in))), w_out)
-        return exchange_steps.RoutedExperts(route, compute)
+        return types.SimpleNamespace(parts=ExpertParts(route, compute, None))
 
     topology = residual.topology("ladder", num_layers=2)
     normal = lambda x: normalise(x, eps=1e-5).astype(x.dtype)
-    state = residual.begin(sequence.scatter_sequence(parallel.pvary(x, TENSOR), TENSOR), topology=topology, axes=TENSOR)
-    for layer, steps in enumerate(exchange_steps.layers(topology, normalise=normal, moe=MOE)):
+    wire = Exchange(TENSOR, normal, MOE)
+    planned = wire.layers(topology.layers)
+    state = wire.begin(sequence.scatter_sequence(parallel.pvary(x, TENSOR), TENSOR), planned[0][0])
+    for layer, steps in enumerate(planned):
         attention, routed = [(w_in[layer], w_out[layer]) for w_in, w_out in weights]
         for step, name in zip(steps, ("attention", "mlp"), strict=True):
             with jax.named_scope(f"layer_{layer}/{name}"):
-                state = step(state, [sublayer(*attention), experts(*routed), None], axes=TENSOR)
-    return parallel.all_reduce(jnp.sum(exchange_steps.flush(state, axes=TENSOR).astype(jnp.float32)), TENSOR)
+                state = wire.advance(state, step, [sublayer(*attention), experts(*routed)])
+    return parallel.all_reduce(jnp.sum(wire.flush(state).astype(jnp.float32)), TENSOR)
 
 
-def scoped(steps, layer):
+def scoped(steps, layer, wire):
     """A layer of two sublayers, named as the library's are."""
 
     def compute(state, pairs):
         for step in steps:
             with jax.named_scope(f"layer_{layer}/{('attention', 'mlp')[step.sublayers[0]]}"):
-                state = step(state, [sublayer(*pair) for pair in pairs], axes=TENSOR)
+                state = wire.advance(state, step, [sublayer(*pair) for pair in pairs])
         return state
 
     return compute
@@ -133,8 +138,13 @@ def sharded(x, weights):
     """Gradients of an unrolled Ladder whose weights are split over the fsdp axis, too."""
     topology = residual.topology("ladder", num_layers=LAYERS)
     names = [f"layer_{n}" for n in range(LAYERS)]
+
+    def of_layer(n):
+        compute = lambda wire, state, whole: scoped(topology.layers[n], n, wire)(state, whole)
+        return lambda carry, whole: (compute(topology.wire(TENSOR), carry[0], whole), None)
+
     run = prefetch.Run(
-        [lambda state, whole, n=n: scoped(topology.layers[n], n)(state, whole) for n in range(LAYERS)],
+        [of_layer(n) for n in range(LAYERS)],
         names,
         1,
         fsdp.FsdpLayer((("DF", "FD"),) * 2, jnp.dtype(jnp.bfloat16)),
@@ -143,7 +153,7 @@ def sharded(x, weights):
 
     def loss(weights):
         layers = tuple(jax.tree.map(lambda w: w[n], weights) for n in range(LAYERS))
-        state = run(residual.begin(x, topology=topology, axes=TENSOR), layers)
+        state, _ = run((residual.begin(x, topology=topology, axes=TENSOR), None), layers)
         return jnp.sum(residual.flush(state, axes=TENSOR).astype(jnp.float32))
 
     own = jax.tree.map(lambda w: parallel.pvary(w, ("data", "fsdp", "tensor")), weights)

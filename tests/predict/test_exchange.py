@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from ladder_jax.predict.implementation import OURS
 from ladder_jax.predict.link import Link, Network, Ring
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.work import Model
-from ladder_jax.residual import exchange as program
+from ladder_jax.residual.wires import exchange as wire
+from ladder_jax.residual.wires.exchange import Exchange, ExpertParts
 from tests.predict.asked import H100, run
 
 RANKS, TOKENS, LAYERS = 4, 256, 3  # tokens of all ranks
@@ -131,7 +133,6 @@ def count(name, shared, which):
     """(all-to-alls, reduce-scatters, all-gathers) of the program's layers, without those that nobody reads."""
     one = config(name, shared=shared, which=which)
     topology = residual.of_model(one)
-    steps = program.layers(topology, normalise=lambda x: x, moe=one.moe)
 
     def route(x):
         tokens = x.reshape(-1, D)
@@ -140,13 +141,16 @@ def count(name, shared, which):
 
     compute = lambda rows, tied=lambda x: x: tied(rows).transpose(1, 0, 2)
     attention = lambda x, projections: projections.into(lambda x, _: 2 * x, x, None)
-    sublayers = (attention, program.RoutedExperts(route, compute), lambda x, tied=lambda x: x: tied(x + 1))
+    parts = ExpertParts(route, compute, lambda x, tied=lambda x: x: tied(x + 1))
+    sublayers = attention, types.SimpleNamespace(parts=parts)
 
     def forward(x):
-        state = residual.begin(x, topology=topology, axes=("tensor",))
-        for step in itertools.chain.from_iterable(steps):
-            state = step(state, sublayers, axes=("tensor",))
-        return program.flush(state, axes=("tensor",)) if state.partial is not None else state.residual
+        over = Exchange(("tensor",), lambda x: x, one.moe)
+        steps = list(itertools.chain.from_iterable(over.layers(topology.layers)))
+        state = over.begin(x, steps[0])
+        for step in steps:
+            state = over.advance(state, step, sublayers)
+        return over.flush(state) if state.partial is not None else state.residual
 
     spec = P(None, "tensor")
     mesh = parallel.make_mesh(tensor=RANKS)
@@ -164,7 +168,7 @@ def count(name, shared, which):
 def test_as_many_transfers_as_the_program_has(name, shared, which, monkeypatch):
     """A barrier would keep alive what no later step reads; compilers see through it."""
     for barrier in ("barrier_forward", "barrier_backward"):
-        monkeypatch.setattr(program, barrier, lambda arrays: arrays)
+        monkeypatch.setattr(wire, barrier, lambda arrays: arrays)
     found = timeline(config(name, shared=shared, which=which), device(flops=1e12))
     wires = [bar.name for bar in found.bars if bar.wire]
     kinds = {"all_to_all": ("dispatch", "combine"), "reduce_scatter": ("reduce-scatter",), "all_gather": ("gather",)}

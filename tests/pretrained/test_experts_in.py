@@ -13,7 +13,6 @@ from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import Biases, QKNorm, RouterSoftmax
 from ladder_jax.errors import UserError
 from ladder_jax.nn import routing
-from ladder_jax.nn.forward import ForwardPass
 from ladder_jax.nn.parameter import stacks
 from tests.pretrained import ladders, models
 from tests.pretrained.expert_models import FAMILIES, arrays, config, fused, write
@@ -28,12 +27,12 @@ def computed(source, *, tensor: int):
     layout = definition.layout
 
     def local(params, tokens):
-        run = ForwardPass(definition, tokens.shape[1])
+        run = nn.ForwardPass(definition, tokens.shape[1])
         experts = len(stacks(source.model)["layers"])
         nothing = routing.zeros(source.model.moe, num_layers=experts, layout=layout)
-        state, _ = run.all_layers(dataclasses.replace(run.embed(params, tokens), routing=nothing), params)
+        state, chosen, _ = run.layers(run.embed(params, tokens)[0], nothing, params=params)
         logits = nn.logits(definition, params, run.finish(params, state))
-        chosen = routing.of_group(state.routing, axes=layout.tensor, own=False)
+        chosen = routing.of_group(chosen, axes=layout.tensor, own=False)
         return logits, jax.tree.map(lambda a: parallel.all_reduce(a, layout.batch), chosen)
 
     on_mesh = parallel.on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=("BTV", ""))

@@ -3,19 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax import nn, residual
-from ladder_jax.nn.layer import layer_context
-from ladder_jax.nn.modules import normalise
+from ladder_jax.nn.modules import LayerContext, normalise
 from ladder_jax.parallel import all_gather, all_reduce, on_mesh, over_ranks, pvary, rank
 from ladder_jax.parallel.collectives import ranks
-from ladder_jax.pretrained.sensitivity.programs import Streams, delayed_step, delays_of
-from ladder_jax.residual.sequence import Projections
+from ladder_jax.pretrained.sensitivity.programs import Chosen, Streams, delayed_step, delays_of
+from ladder_jax.residual.wires.sequence import Projections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,29 +43,22 @@ class Programs:
     dims: Any  # of Streams
 
 
-@dataclasses.dataclass(frozen=True)
-class Entering:
-    """A sublayer's input [B, T, D]. routing: of `residual.State`; no router is measured here."""
+class OutputRead:
+    """A wire from a sublayer's input [B, T, D], in place of a state, to one rank's (input of its output projection
+    [B, T, M], output [B, T, D])."""
 
-    x: jax.Array
-    routing: ClassVar[None] = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadOutput:
-    """A step from `Entering` to one rank's (input of the sublayer's output projection [B, T, M], output [B, T, D])."""
-
-    sublayers: tuple[int, ...]
-
-    def __call__(self, state: Entering, sublayers: Sequence[residual.Normed], **_) -> tuple[jax.Array, jax.Array]:
-        read = []
+    def advance(
+        self, x: jax.Array, step: residual.Step, sublayers: Sequence[residual.Normed]
+    ) -> tuple[jax.Array, jax.Array]:
+        read, (which,) = [], step.sublayers
 
         def out(product, hidden, weights):
             read.append(hidden)
             return product(hidden, weights)
 
-        output = sublayers[self.sublayers[0]](state.x, Projections(out=out))
-        return read[0].reshape(*state.x.shape[:2], -1), output
+        one = sublayers[which]
+        output = one.function(one.norm(x, scale=one.gain), projections=Projections(out=out))
+        return read[0].reshape(*x.shape[:2], -1), output
 
 
 @functools.cache
@@ -77,7 +69,7 @@ def programs(definition: nn.ModelDef, stack: str) -> Programs:
     depth = 1 + max(delays_of(config))
 
     def begin(params, tokens):
-        x = definition.bind("embedding", params).lookup(tokens, axes=axes, dtype=dtype)
+        x = definition.bind("embedding", params)(tokens, axes=axes)
         x = x.astype(config.residual_dtype.value)
         return Streams((x,) * depth, no_partial(x, width=config.d_model if fresh else 1))
 
@@ -86,10 +78,10 @@ def programs(definition: nn.ModelDef, stack: str) -> Programs:
         return pvary(jnp.zeros((*x.shape[:2], width), dtype), (*layout.batch, *axes))
 
     def advance(sublayer, params, streams, delay):
-        context = layer_context(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
+        context = LayerContext.of(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
         step = delayed_step(config, sublayer, delay, stack=stack)
         layer = definition.bind(stack, params)
-        after, _ = layer.advance(streams, None, steps=(step,), context=context)
+        after, _ = layer(streams, steps=(step,), wire=Chosen(axes), context=context)
         return after if fresh else dataclasses.replace(after, partial=streams.partial)
 
     def late_input(streams, delay):
@@ -112,9 +104,10 @@ def programs(definition: nn.ModelDef, stack: str) -> Programs:
         return tuple(all_reduce(x, layout.batch) for x in (products, energy, missing))
 
     def read(sublayer, params, streams, delay):
-        context = layer_context(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
-        layer, steps = definition.bind(stack, params), (ReadOutput((sublayer,)),)
-        hidden, partial = layer.advance(Entering(late_input(streams, delay)), None, steps=steps, context=context)[0]
+        context = LayerContext.of(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
+        layer, steps = definition.bind(stack, params), (residual.Step((sublayer,)),)
+        read_input = late_input(streams, delay)
+        (hidden, partial), _ = layer(read_input, steps=steps, wire=OutputRead(), context=context)
         return hidden, all_reduce(partial.astype(jnp.float32), axes)
 
     def output(sublayer, params, streams, delay):

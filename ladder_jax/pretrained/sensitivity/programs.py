@@ -8,7 +8,6 @@ layers: subsets that agree in their first layers share the result of those.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax import lax
 
 from ladder_jax import nn, residual
 from ladder_jax.config import ModelConfig
-from ladder_jax.nn.layer import layer_context
+from ladder_jax.nn.modules import LayerContext
 from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.parallel import all_reduce, on_mesh, over_ranks, pvary
 from ladder_jax.residual.farskip import ROUTED, SHARED
@@ -28,17 +27,16 @@ class Streams:
     """The state between two sublayers. newest_first: x_i, x_{i-1}, ..., each [B, T, D]; x_0 replaces any before x_0.
 
     partial: the rank's own newest partial sum [B, T, D], which ladder-fresh reads.
-    routing: of `residual.State`; no router is measured here.
     """
 
     newest_first: tuple[jax.Array, ...]
     partial: jax.Array
-    routing: ClassVar[None] = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedStep:
-    """A step that reads the stream of `delay` sublayers ago. delay: a traced int32 scalar.
+    """A step that reads the stream of `delay` sublayers ago. delay: a traced int32 scalar, so what is read, added and
+    left pending cannot be planned, as residual/recurrence.py does it.
 
     early: sublayers of the same input whose output a later step does not leave out, if this step's input is late: a
         farskip's shared expert (residual/farskip.py).
@@ -49,15 +47,22 @@ class DelayedStep:
     fresh: bool
     early: tuple[int, ...] = ()
 
-    def __call__(self, state: Streams, sublayers: Sequence[residual.Sublayer], *, axes: tuple[str, ...], **_):
-        x = pvary(lax.select_n(self.delay, *state.newest_first), axes)
-        if self.fresh:
-            x = residual.add(x, (jnp.where(self.delay > 0, state.partial, 0),))
-        partial = residual.compute(x, self.sublayers, sublayers, axes=axes)
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The wire of such steps: every sum is reduced at once."""
+
+    axes: tuple[str, ...]
+
+    def advance(self, state: Streams, step: DelayedStep, sublayers: Sequence[residual.Sublayer]) -> Streams:
+        axes, late = self.axes, step.delay > 0
+        x = pvary(lax.select_n(step.delay, *state.newest_first), axes)
+        if step.fresh:
+            x = residual.add(x, (jnp.where(late, state.partial, 0),))
+        partial = residual.compute(x, step.sublayers, sublayers, axes=axes)
         summed, before, depth = all_reduce(partial, axes), state.newest_first[0], len(state.newest_first)
-        if self.early:
-            early = all_reduce(residual.compute(x, self.early, sublayers, axes=axes), axes)
-            late = self.delay > 0
+        if step.early:
+            early = all_reduce(residual.compute(x, step.early, sublayers, axes=axes), axes)
             before = residual.add(before, (jnp.where(late, early, 0),))
             summed = summed + jnp.where(late, 0, early)
         newest = residual.add(before, (summed,))
@@ -96,20 +101,21 @@ def programs(definition: nn.ModelDef) -> Programs:
     dtype, depth = jnp.dtype(config.dtype.value), 1 + max(delays_of(config))
 
     def begin(params, tokens):
-        x = definition.bind("embedding", params["embedding"]).lookup(tokens, axes=axes, dtype=dtype)
+        x = definition.bind("embedding", params["embedding"])(tokens, axes=axes)
         x = x.astype(config.residual_dtype.value)
         return Streams((x,) * depth, pvary(jnp.zeros(x.shape, dtype), (*layout.batch, *axes)))
 
     def advance(stack, params, streams, delays, entries, start, stop):
         length = streams.partial.shape[1]
-        context = layer_context(config, length, axes=axes, kernel=definition.kernel)
+        context = LayerContext.of(config, length, axes=axes, kernel=definition.kernel)
 
         def layer(index, streams):
             params_of_layer = jax.tree.map(
                 lambda a: lax.dynamic_index_in_dim(a, entries[index], keepdims=False), params
             )
             steps = tuple(delayed_step(config, sublayer, delays[index, sublayer], stack=stack) for sublayer in (0, 1))
-            return definition.bind(stack, params_of_layer).advance(streams, None, steps=steps, context=context)[0]
+            module = definition.bind(stack, params_of_layer)
+            return module(streams, steps=steps, wire=Chosen(axes), context=context)[0]
 
         return lax.fori_loop(start, stop, layer, streams)
 

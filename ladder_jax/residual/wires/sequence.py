@@ -1,7 +1,7 @@
-"""Sequence parallelism: the topologies' steps on a stream that is split along the sequence over the tensor ranks.
+"""Sequence parallelism: the wire of a stream that is split along the sequence over the tensor ranks.
 
-The same recurrences as in steps.py. An all-reduce is a reduce-scatter and an all-gather (arXiv 2205.05198), and
-between the two stand the addition to the stream and the next sublayer's normalisation, on a rank's own positions:
+An all-reduce is a reduce-scatter and an all-gather (arXiv 2205.05198), and between the two stand the addition to the
+stream and the next sublayer's normalisation, on a rank's own positions:
 
     launch   summed  = reduce_scatter(partial)                      of the sublayer before
              stream  = residual + summed
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ladder_jax.config import CollectiveMatmul, Launch
+from ladder_jax.config import CollectiveMatmul
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import (
     ENTER,
@@ -41,8 +41,18 @@ from ladder_jax.parallel.collectives import (
     reduce_scatter,
     varying,
 )
-from ladder_jax.residual.steps import REDUCED, Delayed, State, Sublayer, add, barrier_forward, check_axes, compute
-from ladder_jax.residual.topologies import Topology
+from ladder_jax.residual.recurrence import (
+    REDUCED,
+    AllReduce,
+    Normed,
+    State,
+    Step,
+    Sublayer,
+    Sums,
+    add,
+    barrier_forward,
+    compute,
+)
 
 LENGTH = 1  # the dimension of [B, T, D] that is split
 
@@ -74,117 +84,121 @@ class Prepared(enum.Enum):
     STREAM = "stream"  # a fresh ladder adds its partial before it is normalised
 
     @classmethod
-    def for_step(cls, step: Delayed) -> "Prepared":
+    def for_step(cls, step: Step) -> "Prepared":
         if not step.reads_added:
             return cls.NOTHING
         return cls.STREAM if step.fresh else cls.NORMALISED
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceParallelStep:
-    """A `Delayed` step where `State.residual` and `State.sums` are this rank's positions, [B, T/ranks, D].
+class SplitStep(Step):
+    """A step that knows what the step after it reads."""
 
-    step: which outputs are pending before and after it, and which its input leaves out.
+    prepares: Prepared = Prepared.NOTHING
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceParallel(AllReduce):
+    """`State.residual` and `sums` are this rank's positions, [B, T/ranks, D]; `carried` is the next step's input.
+
     normalise: applied to a sublayer's input before it is gathered; returns the compute dtype.
-    prepares: what the step after it reads.
     """
 
-    step: Delayed
     normalise: Normalise
-    prepares: Prepared = Prepared.NOTHING
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
 
-    def __call__(
-        self,
-        state: State,
-        sublayers: Sequence[Sublayer],
-        *,
-        axes: tuple[str, ...],
-        launch: Launch = Launch.CHAINED,
+    def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[SplitStep, ...], ...]:
+        """Raises UserError for topologies that do not reduce every output.
+
+        With collective matmuls the last step awaits its own output, which has no later sublayer to hide under.
+        """
+        check_reduces(layers)
+        layers = [list(steps) for steps in layers]
+        if self.collective_matmul is not CollectiveMatmul.NONE:
+            layers[-1][-1] = dataclasses.replace(layers[-1][-1], pending_after=0)
+        prepared = prepared_by(layers)
+        return tuple(tuple(SplitStep(**vars(step), prepares=next(prepared)) for step in steps) for steps in layers)
+
+    def launch(self, step: SplitStep, pending: jax.Array | None, residual: jax.Array) -> jax.Array | None:
+        return self.reduce(pending, PREVIOUS)
+
+    def reduce(self, partial: jax.Array | None, scope: str = "") -> jax.Array | None:
+        return scatter(partial, self.axes, scope)
+
+    def enter(self, step: SplitStep, stream: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+        """The step's input, gathered, or left to its projection; of a fresh ladder not normalised yet."""
+        if self._gathers_in_matmul(step):
+            return self.normalise(stream)
+        return self.gather(stream if step.fresh else self.normalise(stream), "")
+
+    def compute_early(self, step: SplitStep, entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+        return super().compute_early(step, entered, list(map(of_normalised, sublayers)))
+
+    def compute(
+        self, step: SplitStep, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
     ) -> State:
-        check_axes(axes)
-        step, stream, pending, entered = self.step, state.residual, state.partial, state.entered
-        if step.early:
-            entered = self._enter(stream, axes) if entered is None else entered
-            pending = pending + compute(entered, step.early, sublayers, axes=axes)
-        launched = (*state.sums, scatter(pending, axes, PREVIOUS)) if step.pending_before else ()
-        projections = self._projections(axes, gathers=entered is None)
-        if entered is None:
-            read = add(stream, launched[: step.pending_before - step.delay])
-            entered = self._enter(read, axes) if projections.into is None else self.normalise(read)
         if step.fresh:
             entered = self.normalise(add(entered, (state.partial,)))
+        projections = self._projections(step, gathers=state.carried is None)
         if projections == LOCAL:
-            partial = compute(entered, step.sublayers, sublayers, axes=axes)
+            partial = compute(entered, step.sublayers, list(map(of_normalised, sublayers)), axes=self.axes)
         else:
             (which,) = step.sublayers
-            partial = sublayers[which](entered, projections)
+            partial = of_normalised(sublayers[which])(entered, projections=projections)
         if step.pending_after == 0:
-            summed = scatter(partial, axes) if projections.out is None else partial
-            return State(add(stream, (*launched, summed)))
-        added = step.pending_before + 1 - step.pending_after
-        stream, sums = add(stream, launched[:added]), launched[added:]
-        following = self._prepare(stream, axes)
-        if ranks(axes) > 1:
+            summed = self.reduce(partial) if projections.out is None else partial
+            return State(add(state.residual, (*launched, summed)))
+        stream, sums = step.settle(state.residual, launched)
+        following = self._prepare(step, stream)
+        if ranks(self.axes) > 1:
             partial, following, stream = barrier_forward((partial, following, stream))
-        return State(stream, sums, partial, entered=following)
+        return State(stream, sums, partial, following)
 
-    def fill(self, state: State, *, axes: tuple[str, ...], dtype: jnp.dtype) -> State:
-        """`state` with zeros in place of None: a scan's carry has one structure from its first turn on."""
-        if self.step.pending_before == 0:
+    def fill(self, state: State, first: Step, *, dtype: jnp.dtype) -> State:
+        if first.pending_before == 0:
             return state
-        stream = state.residual
-        if self.step.reads_added and state.entered is None:
-            state = dataclasses.replace(state, entered=self._enter(stream, axes))
+        stream, carried = state.residual, state.carried
+        if first.reads_added and carried is None:
+            carried = self.gather(stream if first.fresh else self.normalise(stream), "")
         rows, length, width = stream.shape
-        zero = jnp.zeros((rows, length * ranks(axes), width), dtype)
-        zero = pvary(zero, varying(stream) | frozenset(axes))
-        sums = tuple(scatter(zero, axes) if s is None else s for s in state.sums)
-        return dataclasses.replace(state, sums=sums, partial=zero if state.partial is None else state.partial)
+        zero = jnp.zeros((rows, length * ranks(self.axes), width), dtype)
+        zero = pvary(zero, varying(stream) | frozenset(self.axes))
+        sums = tuple(self.reduce(zero) if one is None else one for one in state.sums)
+        return State(stream, sums, zero if state.partial is None else state.partial, carried)
 
-    @property
-    def sublayers(self) -> tuple[int, ...]:
-        return self.step.sublayers
+    def gather(self, stream: jax.Array, scope: str = FOLLOWING) -> jax.Array:
+        return gather(stream, self.axes, scope)
 
-    def _projections(self, axes: tuple[str, ...], *, gathers: bool) -> Projections:
+    def _prepare(self, step: SplitStep, stream: jax.Array) -> jax.Array | None:
+        """The next step's input [B, T, D], gathered."""
+        if step.prepares is Prepared.NOTHING:
+            return None
+        return self.gather(stream if step.prepares is Prepared.STREAM else self.normalise(stream))
+
+    def _gathers_in_matmul(self, step: SplitStep) -> bool:
+        return self.collective_matmul is not CollectiveMatmul.NONE and not step.fresh and not step.early
+
+    def _projections(self, step: SplitStep, *, gathers: bool) -> Projections:
         """With collective matmuls: of an input that is gathered here, and of an output that is awaited here."""
         if self.collective_matmul is CollectiveMatmul.NONE:
             return LOCAL
         into, out = _gathered_product, _scattered_product
         if self.collective_matmul is CollectiveMatmul.RING:
             into, out = _ring_in, _ring_out
-        into = functools.partial(into, axes=axes) if gathers and not self.step.fresh else None
-        return Projections(into, functools.partial(out, axes=axes) if self.step.pending_after == 0 else None)
-
-    def _enter(self, stream: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """This step's input [B, T, D], gathered; of a fresh ladder not normalised yet."""
-        return gather(stream if self.step.fresh else self.normalise(stream), axes, "")
-
-    def _prepare(self, stream: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
-        """The next step's input [B, T, D], gathered."""
-        if self.prepares is Prepared.NOTHING:
-            return None
-        return gather(stream if self.prepares is Prepared.STREAM else self.normalise(stream), axes, FOLLOWING)
+        gathers = gathers and self._gathers_in_matmul(step)
+        return Projections(
+            functools.partial(into, axes=self.axes) if gathers else None,
+            functools.partial(out, axes=self.axes) if step.pending_after == 0 else None,
+        )
 
 
-def layers(
-    topology: Topology, *, normalise: Normalise, collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
-) -> tuple[tuple[SequenceParallelStep, ...], ...]:
-    """`topology.layers` on a split stream. Raises UserError for topologies that do not reduce every output.
-
-    With collective matmuls the last step awaits its own output, which has no later sublayer to hide under.
-    """
-    if not all(isinstance(step, Delayed) for steps in topology.layers for step in steps):
+def check_reduces(layers: Sequence[Sequence[Step]]) -> None:
+    """Raises UserError for a topology that does not reduce every output."""
+    if not all(step.reduces for steps in layers for step in steps):
         raise UserError("sequence parallelism needs a residual that reduces every sublayer's output: not desync-n")
-    of_layers = [list(steps) for steps in topology.layers]
-    if collective_matmul is not CollectiveMatmul.NONE:
-        of_layers[-1][-1] = dataclasses.replace(of_layers[-1][-1], pending_after=0)
-    split = functools.partial(SequenceParallelStep, normalise=normalise, collective_matmul=collective_matmul)
-    prepared = prepared_by(of_layers)
-    return tuple(tuple(split(step, prepares=next(prepared)) for step in steps) for steps in of_layers)
 
 
-def prepared_by(layers: Sequence[Sequence[Delayed]]) -> Iterator[Prepared]:
+def prepared_by(layers: Sequence[Sequence[Step]]) -> Iterator[Prepared]:
     """What each step prepares, in order.
 
     The last one as if another layer like its own came: a scan's layers are of equal steps.
@@ -192,11 +206,6 @@ def prepared_by(layers: Sequence[Sequence[Delayed]]) -> Iterator[Prepared]:
     steps = itertools.chain(*layers, layers[-1][:1])
     for step, after in itertools.pairwise(steps):
         yield Prepared.for_step(after) if step.pending_after else Prepared.NOTHING
-
-
-def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
-    """This rank's positions of the final stream: everything still pending is reduced and added."""
-    return add(state.residual, (*state.sums, scatter(state.partial, axes, PREVIOUS)))
 
 
 def scatter(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
@@ -216,6 +225,11 @@ def gather(stream: jax.Array, axes: tuple[str, ...], scope: str = FOLLOWING) -> 
 def scatter_sequence(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """This rank's positions of the sum of every rank's [B, T, D]: where a split stream begins."""
     return reduce_scatter(x, axes, dimension=LENGTH)
+
+
+def of_normalised(sublayer: Sublayer) -> Callable[..., jax.Array]:
+    """A plain function is one of the normalised input already."""
+    return sublayer.of_normalised if isinstance(sublayer, Normed) else sublayer
 
 
 def _gathered_product(product: Product, x: jax.Array, weights: Any, *, axes: tuple[str, ...]) -> Any:

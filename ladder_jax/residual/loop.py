@@ -1,5 +1,9 @@
 """The loop over layers: unrolled, or one `lax.scan` for every run of layers with equal steps; and what its backward
-pass recomputes."""
+pass recomputes.
+
+Through the layers go the `State`, which steps read, and `extra`: any pytree that a feature carries along (routing
+statistics, a side stream), which no step sees.
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,49 +13,49 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ladder_jax.config import Loop, Remat
+from ladder_jax.config import Execution, Loop, Remat
 from ladder_jax.parallel.collectives import EMULATED, pvary, varying
-from ladder_jax.residual.steps import REDUCED, State, Step
+from ladder_jax.residual.recurrence import REDUCED, AllReduce, State, Step
 
 LAYER_INPUT = "entered"
 """The checkpoint name of the state that enters a layer."""
 MATMUL = "matmul"
 """The checkpoint name of a matmul's result: a policy for dots does not see one that has a gradient rule of its own."""
 EXPERTS = "experts"
-"""The checkpoint name of a router's choice, which every policy keeps: computed again, a near tie might turn out
-otherwise."""
+"""The checkpoint name of a router's choice, which every policy keeps: recomputed, near-equal logits could choose
+another expert."""
 EXCHANGED = "exchanged"
 """The checkpoint name of rows that came from other ranks: larger than a layer's input, so a policy that recomputes
 matmuls exchanges them again."""
 
 MAX_PERIOD = 4  # layers in one scan body; a longer pattern (desync-9, say) costs its compile time
 
-# (state, one layer's parameters, its cache, its steps) -> (state, cache)
-Body = Callable[[State, Any, Any, tuple[Step, ...]], tuple[State, Any]]
+# (state, extra, one layer's parameters, its cache, its steps) -> (state, extra, cache)
+Body = Callable[[State, Any, Any, Any, tuple[Step, ...]], tuple[State, Any, Any]]
 
 
 def run_layers(
     body: Body,
     state: State,
+    extra: Any = None,
     *,
     params: Any,
-    caches: Any,
+    caches: Any = None,
     steps: tuple[tuple[Step, ...], ...],
-    loop: Loop,
-    remat: Remat,
-    axes: tuple[str, ...],
+    wire: AllReduce,
+    execution: Execution,
     dtype: jnp.dtype,
     first: int = 0,
-) -> tuple[State, Any]:
-    """The state after all layers, and the caches in the form in which they came.
+) -> tuple[State, Any, Any]:
+    """The state and `extra` after all layers, and the caches in the form in which they came.
 
     params: stacked [L, ...], or (unrolled only) a tuple with each layer's own arrays.
     caches: likewise, or None.
     dtype: of a sublayer's output.
     first: the number of the first of these layers in the model, for their names in the program.
     """
-    form = type(caches)
-    if loop is Loop.UNROLLED:
+    form, axes, remat = type(caches), wire.axes, execution.remat
+    if execution.loop is Loop.UNROLLED:
         runs = [(layer, 1, 1) for layer in range(len(steps))]
         params, caches = unstacked(params), unstacked(caches)
     else:
@@ -61,31 +65,32 @@ def run_layers(
         stop = start + period * repeats
         if repeats == 1:
             for layer in range(start, stop):
-                layer_body = rematerialised(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED, axes=axes)
+                of_layer = rematerialised(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED, axes=axes)
                 with jax.named_scope(f"layer_{first + layer}"):  # which the schedule's report reads
-                    state, cache = layer_body(state, _layer(params, layer), _layer(caches, layer))
+                    state, extra, cache = of_layer(state, extra, _layer(params, layer), _layer(caches, layer))
                 updated.append(cache)
             continue
 
-        def scan_body(state, slices, kinds=steps[start : start + period]):
-            updated_caches = []
+        def turn(carry, slices, kinds=steps[start : start + period]):
+            (state, extra), of_turn = carry, []
             for index, kind in enumerate(kinds):
-                layer_body = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN, axes=axes)
-                state, cache = layer_body(state, *(_layer(tree, index) for tree in slices))
-                updated_caches.append(cache)
-            return state, _stack(updated_caches)
+                of_layer = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN, axes=axes)
+                state, extra, cache = of_layer(state, extra, *(_layer(tree, index) for tree in slices))
+                of_turn.append(cache)
+            return (state, extra), _stack(of_turn)
 
         fold = lambda a: a[start:stop].reshape(repeats, period, *a.shape[1:])
-        state = steps[start][0].fill(state, axes=axes, dtype=dtype)
+        carry = wire.fill(state, steps[start][0], dtype=dtype), extra
         with jax.named_scope(f"layers_{first + start}_to_{first + stop - 1}"):
-            state, scanned = jax.lax.scan(scan_body, state, jax.tree.map(fold, (params, caches)))
+            (state, extra), scanned = jax.lax.scan(turn, carry, jax.tree.map(fold, (params, caches)))
         scanned = jax.tree.map(lambda a: a.reshape(period * repeats, *a.shape[2:]), scanned)
-        updated.extend(_layer(scanned, index) for index in range(period * repeats)) if len(runs) > 1 else None
+        if len(runs) > 1:
+            updated.extend(_layer(scanned, index) for index in range(period * repeats))
     if caches is None:
-        return state, None
+        return state, extra, None
     if form is tuple:
-        return state, tuple(updated)
-    return state, (_stack(updated) if updated else scanned)
+        return state, extra, tuple(updated)
+    return state, extra, (_stack(updated) if updated else scanned)
 
 
 def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
@@ -107,7 +112,8 @@ def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
 def rematerialised(
     body: Callable, *, steps: tuple[Step, ...], remat: Remat, loop: Loop, axes: tuple[str, ...]
 ) -> Callable:
-    """`body(..., steps)` as a function of (state, parameters, cache) whose backward pass recomputes what `remat` says.
+    """`body(..., steps)` as a function of (state, extra, parameters, cache) whose backward pass recomputes what `remat`
+    says.
 
     Every policy keeps the reduced sums, so that nothing is all-reduced twice.
     """
@@ -134,10 +140,11 @@ def rematerialised(
 
 
 def _with_named_input(body: Callable) -> Callable:
-    """`body` with a name on the state that enters it: a policy offloads by name, and leaves the rest on the device."""
+    """`body` with a name on what enters it: a policy offloads by name, and leaves the rest on the device."""
 
-    def named(state, params, cache):
-        return body(jax.tree.map(lambda a: checkpoint_name(a, LAYER_INPUT), state), params, cache)
+    def named(state, extra, params, cache):
+        state, extra = jax.tree.map(lambda a: checkpoint_name(a, LAYER_INPUT), (state, extra))
+        return body(state, extra, params, cache)
 
     return named
 
@@ -150,11 +157,11 @@ def _prevent_cse(body: Callable) -> Callable:
     """
 
     @jax.custom_vjp
-    def apart(state, params, cache):
-        return body(state, params, cache)
+    def apart(state, extra, params, cache):
+        return body(state, extra, params, cache)
 
     def backward(pullback, gradients):
-        state, _ = gradients
+        state, *_ = gradients
         newest = state.residual if state.partial is None else state.partial
         pullback, _ = jax.lax.optimization_barrier((pullback, newest))
         return pullback(gradients)

@@ -1,0 +1,270 @@
+"""The recurrence: which outputs a step launches, reads and adds; and its plain wire, one all-reduce a step.
+
+A `Step` is a description. A *wire* is how an output crosses the ranks: it takes a `State` over a step (`advance`), and
+each of its methods is one thing that wires do differently. `AllReduce` is the wire of the standard Transformer and of
+its Ladders; those in wires/ replace what they do in another way.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ladder_jax.errors import UserError
+from ladder_jax.parallel import all_reduce, pvary, ranks, varying
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, check_axes, opaque_copy
+
+Sublayer = Callable[[jax.Array], jax.Array]
+Sums = tuple[jax.Array | None, ...]  # oldest first; None is zero
+
+REDUCED = "reduced"
+"""The checkpoint name of every reduced sum: under a remat policy that does not save it, backward all-reduces again."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The state between two sublayers.
+
+    residual: the stream [B, T, D], equal on all tensor ranks.
+    sums: reduced outputs that are not added yet, oldest first, because the next input leaves them out.
+    partial: this rank's newest output [B, T, D], not reduced yet. None, here and in `sums`, is zero.
+    carried: what a wire has made ready for the next step, which only that wire reads.
+    """
+
+    residual: jax.Array
+    sums: Sums = ()
+    partial: Any = None
+    carried: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of the general rule (see residual/__init__.py): what it computes, reads and leaves pending.
+
+    sublayers: which of a layer's (attention, MLP) it computes; both are summed before one reduction.
+    pending_before: how many outputs are not yet part of the residual when the step starts.
+    delay: how many of them, the newest, its input leaves out, counted in steps.
+    pending_after: how many, its own among them, stay outside the residual after it; 0 reduces at once.
+    fresh: the input also holds this rank's own partial of the output that it leaves out.
+    early: sublayers that run before the newest output's reduction and are added to it (FarSkip's shared expert).
+    """
+
+    sublayers: tuple[int, ...]
+    pending_before: int = 0
+    delay: int = 0
+    pending_after: int = 0
+    fresh: bool = False
+    early: tuple[int, ...] = ()
+
+    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> State:
+        """The state after this step, over plain all-reduces."""
+        return self.wire(axes).advance(state, self, sublayers)
+
+    def wire(self, axes: tuple[str, ...]) -> "AllReduce":
+        return AllReduce(axes)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether its output is summed over the ranks."""
+        return True
+
+    @property
+    def reads_added(self) -> bool:
+        """Whether its input leaves out all that is pending: the step before it can prepare that."""
+        return self.delay == self.pending_before > 0
+
+    def launched(self, sums: Sums, newest: Any) -> Sums:
+        """All outputs that are pending when the step starts; `newest` is the one whose reduction it has launched."""
+        return (*sums, newest) if self.pending_before else ()
+
+    def read(self, launched: Sums) -> Sums:
+        """Those that its input holds, beside the residual."""
+        return launched[: self.pending_before - self.delay]
+
+    def settle(self, residual: jax.Array, launched: Sums) -> tuple[jax.Array, Sums]:
+        """The residual with the oldest of `launched`, and those that stay outside of it after this step."""
+        added = self.pending_before + 1 - self.pending_after
+        return add(residual, launched[:added]), launched[added:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Normed:
+    """A sublayer behind its norm, which a wire may take apart.
+
+    function: of the normed input [B, T, D] and, where a wire has them, `projections` (wires/sequence.py).
+    norm: of an input, with scale=gain. gain_of: likewise, of an input that is normalised but for the gain.
+    gain: the norm's, [D]: a small array, which can wait where the whole sublayer has to.
+    communicates: over the ranks, for a norm of its own. While it does, no wire can have a reduction in flight.
+    """
+
+    function: Callable[..., jax.Array]
+    norm: Callable[..., jax.Array]
+    gain_of: Callable[..., jax.Array]
+    gain: jax.Array
+    communicates: bool = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.function(self.norm(x, scale=self.gain))
+
+    def of_normalised(self, x: jax.Array, **projections: Any) -> jax.Array:
+        return self.function(self.gain_of(x, scale=self.gain), **projections)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+    """The plain wire. axes: the mesh axes of the ranks, of the `jax.shard_map` that it stands in, or UserError."""
+
+    axes: tuple[str, ...]
+
+    def __post_init__(self):
+        check_axes(self.axes)
+
+    def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[Step, ...], ...]:
+        """A topology's layers, with what this wire knows of each step."""
+        return tuple(layers)
+
+    def begin(self, x: jax.Array, first: Step) -> State:
+        """The state before `first`: `x` [B, T, D], equal on all ranks, to which nothing is still to be added."""
+        return State(x, (None,) * (first.pending_before - 1))
+
+    def advance(self, state: State, step: Step, sublayers: Sequence[Sublayer]) -> State:
+        """The state after `step`: launch what is pending, enter with what is known, compute, and settle."""
+        pending, entered = state.partial, state.carried
+        if step.early:
+            entered = self.enter(step, state.residual, sublayers) if entered is None else entered
+            pending = pending + self.compute_early(step, entered, sublayers)
+        launched = step.launched(state.sums, self.launch(step, pending, state.residual))
+        if entered is None:
+            entered = self.enter(step, add(state.residual, step.read(launched)), sublayers)
+        return self.compute(step, state, entered, launched, sublayers)
+
+    def launch(self, step: Step, pending: Any, residual: jax.Array) -> Any:
+        """The sum over the ranks of the newest output, of the step before."""
+        return self.reduce(opaque_copy(pending, self.axes) if step.fresh else pending, PREVIOUS)
+
+    def enter(self, step: Step, stream: jax.Array, sublayers: Sequence[Sublayer]) -> Any:
+        """`stream` as the step's input. Its transpose is the all-reduce of the input's gradient."""
+        with jax.named_scope(ENTER):
+            return pvary(stream, self.axes)
+
+    def compute_early(self, step: Step, entered: Any, sublayers: Sequence[Sublayer]) -> jax.Array:
+        return compute(entered, step.early, sublayers, axes=self.axes)
+
+    def compute(self, step: Step, state: State, entered: Any, launched: Sums, sublayers: Sequence[Sublayer]) -> State:
+        """The state after the step's own sublayers, tied to what is launched so that one hides the other."""
+        residual = state.residual
+        if step.pending_after:
+            entered, residual, launched = tie_backward(entered, residual, launched, self.axes)
+        if step.fresh:
+            entered = add(entered, (state.partial,))
+        partial = compute(entered, step.sublayers, sublayers, axes=self.axes)
+        if step.delay:
+            partial, launched = tie_forward(partial, launched, self.axes)
+        return self.settled(step, residual, launched, partial)
+
+    def settled(self, step: Step, residual: jax.Array, launched: Sums, partial: jax.Array) -> State:
+        if step.pending_after == 0:
+            return State(add(residual, (*launched, self.reduce(partial))))
+        return State(*step.settle(residual, launched), partial)
+
+    def reduce(self, partial: jax.Array | None, scope: str = "") -> jax.Array | None:
+        """The all-reduced `partial`, under a name scope that the schedule's report looks for."""
+        if partial is None:
+            return None
+        with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+            return checkpoint_name(all_reduce(partial, self.axes), REDUCED)
+
+    def fill(self, state: State, first: Step, *, dtype: jnp.dtype) -> State:
+        """`state` with zeros in place of None: a scan's carry has one structure from its first turn, `first`, on.
+
+        dtype: of a sublayer's output.
+        """
+        if first.pending_before == 0:
+            return state
+        zero = pvary(jnp.zeros(state.residual.shape, dtype), varying(state.residual))
+        sums = tuple(zero if one is None else one for one in state.sums)
+        partial = pvary(zero, self.axes) if state.partial is None else state.partial
+        return dataclasses.replace(state, sums=sums, partial=partial)
+
+    def flush(self, state: State) -> jax.Array:
+        """The final stream: everything still pending is reduced and added."""
+        return add(state.residual, (*state.sums, self.reduce(state.partial, PREVIOUS)))
+
+
+def compute(x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> jax.Array:
+    """This rank's partial sum of those sublayers.
+
+    Raises UserError for a sublayer that returns the whole sum, which would be counted once per rank. With `check_vma`
+    jax's types tell: a partial sum varies over the ranks.
+    """
+    partials = []
+    for index in which:
+        out = sublayers[index](x)
+        if out.shape != x.shape:
+            raise UserError(f"a sublayer must return [B, T, D] as it reads, {x.shape}, not {out.shape}")
+        whole = (varying(x) & frozenset(axes)) - varying(out)
+        if whole:
+            raise UserError(
+                f"a sublayer's output is the same on all ranks of {', '.join(sorted(whole))}, so they would be counted"
+                " once each: return this rank's partial sum, without psum (a bias belongs to one rank only)"
+            )
+        partials.append(out)
+    return sum(partials[1:], partials[0])
+
+
+def add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:
+    """In the stream's dtype; None is zero."""
+    for addend in sums:
+        if addend is not None:
+            stream = stream + addend.astype(stream.dtype)
+    return stream
+
+
+def tie_forward(partial: jax.Array, launched: Sums, axes: tuple[str, ...]) -> tuple[jax.Array, Sums]:
+    """Barrier between a step's output and the newest all-reduce, so that the next one cannot be merged with it.
+
+    Without effect on one rank, and in the first step, where no all-reduce is in flight.
+    """
+    *older, newest = launched
+    if newest is None or ranks(axes) == 1:
+        return partial, launched
+    partial, newest = barrier_forward((partial, newest))
+    return partial, (*older, newest)
+
+
+def tie_backward(
+    entered: jax.Array, residual: jax.Array, launched: Sums, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array, Sums]:
+    """The same barrier for the backward pass, where the gradient of a step's input is all-reduced.
+
+    The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the later step's
+    all-reduce. The earlier step's backward starts from the gradient of the newest output: it must come after this
+    step's, because the next all-reduce hides under it.
+    """
+    if ranks(axes) == 1:
+        return entered, residual, launched
+    if not launched or launched[-1] is None:
+        return (*barrier_backward((entered, residual)), launched)
+    entered, residual, newest = barrier_backward((entered, residual, launched[-1]))
+    return entered, residual, (*launched[:-1], newest)
+
+
+@jax.custom_vjp
+def barrier_forward(arrays):
+    """`optimization_barrier` forward, identity backward."""
+    return lax.optimization_barrier(arrays)
+
+
+@jax.custom_vjp
+def barrier_backward(arrays):
+    """Identity forward, `optimization_barrier` backward."""
+    return arrays
+
+
+barrier_forward.defvjp(lambda arrays: (barrier_forward(arrays), None), lambda _, cotangents: (cotangents,))
+barrier_backward.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))

@@ -1,0 +1,79 @@
+"""Wires on which ranks drift apart: Desync (arXiv 2501.06589, section 6), and no communication at all.
+
+Every rank has a stream of its own, to which it adds its own outputs. A desync's all-reduce averages the streams and
+sums the newest partials at once. The mean of the ranks' streams is the last synced stream plus the mean of what each
+has added since, its *drift*: so only drift / ranks + partial crosses the wire.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from ladder_jax.parallel import pvary, ranks
+from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, Sums, add, compute
+
+
+@dataclasses.dataclass(frozen=True)
+class Desynced(Step):
+    """A step on the rank's own stream. phase: sublayers since the last all-reduce. sync: it all-reduces."""
+
+    phase: int = 0
+    sync: bool = True
+
+    @property
+    def reduces(self) -> bool:
+        return self.sync
+
+    def wire(self, axes: tuple[str, ...]) -> "Desync":
+        return Desync(axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent(Step):
+    """A step of the standard Transformer without its all-reduce: wrong numbers, for timing only."""
+
+    @property
+    def reduces(self) -> bool:
+        return False
+
+    def wire(self, axes: tuple[str, ...]) -> "NoCommunication":
+        return NoCommunication(axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Desync(AllReduce):
+    """Between two all-reduces `State.partial` is the drift, and `State.carried` the rank's own stream."""
+
+    def launch(self, step: Step, pending: jax.Array | None, residual: jax.Array) -> None:
+        return None
+
+    def compute(
+        self, step: Desynced, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
+    ) -> State:
+        partial = compute(entered, step.sublayers, sublayers, axes=self.axes)
+        if step.sync:
+            if state.partial is not None:
+                partial = partial + state.partial / ranks(self.axes)
+            return State(add(state.residual, (self.reduce(partial),)))
+        drift = partial if state.partial is None else state.partial + partial
+        return State(state.residual, (), drift, add(entered, (partial,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class NoCommunication(AllReduce):
+    """The residual is each rank's own."""
+
+    def begin(self, x: jax.Array, first: Step) -> State:
+        return State(pvary(x, self.axes))
+
+    def launch(self, step: Step, pending: None, residual: jax.Array) -> None:
+        return None
+
+    def enter(self, step: Step, stream: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+        return stream
+
+    def compute(
+        self, step: Step, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
+    ) -> State:
+        return State(add(state.residual, (compute(entered, step.sublayers, sublayers, axes=self.axes),)))

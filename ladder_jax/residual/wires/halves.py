@@ -1,0 +1,63 @@
+"""All-reduces in two halves, for prefill and decode: a whole sublayer stands between start and done.
+
+A compiler makes such halves of its own, too, but leaves only as much compute between them as its estimate of the
+transfer demands. Started collectives have no gradient, so training has `AllReduce`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from ladder_jax.parallel import start_all_reduce
+from ladder_jax.parallel.collectives import LAUNCH, PREVIOUS, opaque_copy
+from ladder_jax.residual.recurrence import AllReduce, Normed, State, Step, Sublayer, Sums, add, compute
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(AllReduce):
+    """A step whose input leaves the newest output out starts its all-reduce, computes, and awaits it."""
+
+    def advance(self, state: State, step: Step, sublayers: Sequence[Sublayer]) -> State:
+        communicates = any(getattr(sublayers[index], "communicates", False) for index in step.sublayers)
+        if not step.delay or state.partial is None or communicates:
+            return AllReduce(self.axes).advance(state, step, sublayers)
+        return super().advance(state, step, sublayers)
+
+    def launch(self, step: Step, pending: jax.Array, residual: jax.Array) -> Any:
+        pending = opaque_copy(pending, self.axes) if step.fresh else pending
+        with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):
+            return start_all_reduce(pending, self.axes)
+
+    def compute(
+        self, step: Step, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
+    ) -> State:
+        *older, started = launched
+        if step.fresh:
+            entered = add(entered, (state.partial,))
+        entered, sublayers, started = _after_start(started, entered, step.sublayers, sublayers)
+        partial = compute(entered, step.sublayers, sublayers, axes=self.axes)
+        partial, started = lax.optimization_barrier((partial, started))
+        with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):  # a TPU's compiler keeps this name for both halves
+            summed = started.done()
+        partial, summed = lax.optimization_barrier((partial, summed))  # the next one starts later: one is in flight
+        return self.settled(step, state.residual, (*older, summed), partial)
+
+
+def _after_start(
+    started: Any, x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer]
+) -> tuple[jax.Array, Sequence[Sublayer], Any]:
+    """The input `x` and the sublayers, which are computed after the start.
+
+    They wait by their gains, which are small; plain functions by `x`, which then cannot be fused with what precedes it.
+    """
+    if not all(isinstance(sublayers[index], Normed) for index in which):
+        x, started = lax.optimization_barrier((x, started))
+        return x, sublayers, started
+    gains, started = lax.optimization_barrier(({index: sublayers[index].gain for index in which}, started))
+    held = list(sublayers)
+    for index, gain in gains.items():
+        held[index] = dataclasses.replace(held[index], gain=gain)
+    return x, held, started
