@@ -58,7 +58,7 @@ def run_layers(
         else:
             scopes = [f"layers_{first + start}_to_{first + stop - 1}"] * period
             arrays = jax.tree.map(lambda a: a[start:stop], params)
-            state = wire.fill(state, steps[start][0], dtype=dtype)
+            state = wire.fill(state, sum(steps[start : start + period], ()), dtype=dtype)
         layers = [layer(kind) for kind in steps[start : start + period]]
         run = Run(layers, scopes, repeats, fsdp_layer, recomputes=remat is not Remat.NONE)
         state, extra = run((state, extra), arrays)

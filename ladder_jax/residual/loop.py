@@ -80,7 +80,8 @@ def run_layers(
             return (state, extra), _stack(of_turn)
 
         fold = lambda a: a[start:stop].reshape(repeats, period, *a.shape[1:])
-        carry = wire.fill(state, steps[start][0], dtype=dtype), extra
+        of_turn = sum(steps[start : start + period], ())
+        carry = wire.fill(state, of_turn, dtype=dtype), extra
         with jax.named_scope(f"layers_{first + start}_to_{first + stop - 1}"):
             (state, extra), scanned = jax.lax.scan(turn, carry, jax.tree.map(fold, (params, caches)))
         scanned = jax.tree.map(lambda a: a.reshape(period * repeats, *a.shape[2:]), scanned)

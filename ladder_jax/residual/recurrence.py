@@ -161,11 +161,19 @@ class AllReduce:
         if step.pending_after:
             entered, residual, launched = tie_backward(entered, residual, launched, self.axes)
         if step.fresh:
-            entered = add(entered, (state.partial,))
-        partial = compute(entered, step.sublayers, sublayers, axes=self.axes)
+            entered = self.with_own(entered, state.partial)
+        partial = self.partial(step, entered, sublayers)
         if step.delay:
             partial, launched = tie_forward(partial, launched, self.axes)
         return self.settled(step, residual, launched, partial)
+
+    def with_own(self, entered: jax.Array, partial: jax.Array | None) -> jax.Array:
+        """Of a fresh ladder: its input with this rank's own newest output."""
+        return add(entered, (partial,))
+
+    def partial(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+        """This rank's output of the step's sublayers."""
+        return compute(entered, step.sublayers, sublayers, axes=self.axes)
 
     def settled(self, step: Step, residual: jax.Array, launched: Sums, partial: jax.Array) -> State:
         if step.pending_after == 0:
@@ -179,17 +187,44 @@ class AllReduce:
         with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
             return checkpoint_name(all_reduce(partial, self.axes), REDUCED)
 
-    def fill(self, state: State, first: Step, *, dtype: jnp.dtype) -> State:
-        """`state` with zeros in place of None: a scan's carry has one structure from its first turn, `first`, on.
+    def fill(self, state: State, steps: Sequence[Step], *, dtype: jnp.dtype) -> State:
+        """`state` with zeros in place of None: the carry of a scan over `steps` has one structure in all turns.
 
         dtype: of a sublayer's output.
         """
-        if first.pending_before == 0:
+        if steps[0].pending_before == 0:
             return state
-        zero = pvary(jnp.zeros(state.residual.shape, dtype), varying(state.residual))
-        sums = tuple(zero if one is None else one for one in state.sums)
-        partial = pvary(zero, self.axes) if state.partial is None else state.partial
+        sums, partial = self.filled(state.residual, state.sums, state.partial, dtype)
         return dataclasses.replace(state, sums=sums, partial=partial)
+
+    def filled(self, stream: jax.Array, sums: Sums, partial: Any, dtype: jnp.dtype) -> tuple[Sums, Any]:
+        """`sums` and `partial` beside a residual like `stream`, with zeros in place of None."""
+        zero = pvary(jnp.zeros(stream.shape, dtype), varying(stream))
+        return tuple(zero if one is None else one for one in sums), pvary(
+            zero, self.axes
+        ) if partial is None else partial
+
+    # What two halves of a batch in turn ask of a wire beside `launch` and `enter` (see interleave.py).
+
+    def hold(
+        self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], summed: Any
+    ) -> tuple[jax.Array, Sequence[Sublayer], Any]:
+        """The step's input and sublayers, tied to the other half's sum, beside which they are to stand."""
+        if ranks(self.axes) > 1:
+            entered, summed = barrier_backward((entered, summed))
+        return entered, sublayers, summed
+
+    def arrive(
+        self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step
+    ) -> tuple[jax.Array, State]:
+        """The step's output, and the other half with its sum, ready for its step `after`."""
+        if summed is not None and ranks(self.axes) > 1:
+            partial, summed = barrier_forward((partial, summed))
+        return partial, self.prepare(after, settled(summed))
+
+    def prepare(self, after: Step, state: State) -> State:
+        """`state`, with the input of its step `after` where that crosses the ranks, too."""
+        return state
 
     def flush(self, state: State) -> jax.Array:
         """The final stream: everything still pending is reduced and added."""

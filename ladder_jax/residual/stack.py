@@ -10,9 +10,10 @@ from flax import nnx
 from ladder_jax.config import Execution, Loop, Remat
 from ladder_jax.errors import UserError, member, wrong_type
 from ladder_jax.parallel.collectives import pvary, rank
+from ladder_jax.residual.interleave import check_interleave, interleaved
 from ladder_jax.residual.loop import run_layers
 from ladder_jax.residual.recurrence import Sublayer
-from ladder_jax.residual.topologies import Topology, begin
+from ladder_jax.residual.topologies import Topology
 
 Blocks = Callable[[Any], Sequence[Sublayer]]  # one layer's parameters -> its sublayers (attention, MLP)
 
@@ -26,6 +27,7 @@ def run(
     axes: tuple[str, ...] = ("tensor",),
     loop: Loop | str = Loop.SCAN,
     remat: Remat | str = Remat.NONE,
+    interleave: int = 1,
 ) -> jax.Array:
     """The residual stream [B, T, D] after all layers, equal on all ranks of `axes`.
 
@@ -38,13 +40,16 @@ def run(
     axes: the mesh axes of the tensor-parallel ranks, inside `jax.shard_map`; () on one device.
     loop: "scan", one compiled body for all layers, or "unrolled".
     remat: what the backward pass recomputes: "none", "full", "save-matmuls" or "offload".
+    interleave: 2 takes two halves of the rows in turn (see interleave.py): the same function, whose sums over the ranks
+        stand beside the other half's sublayers.
 
     Raises UserError for params of another number of layers, and for a sublayer that reduces its own output.
     """
     if not isinstance(topology, Topology):
         raise wrong_type("topology", topology, Topology)
     loop, remat = member(Loop, "loop", loop), member(Remat, "remat", remat)
-    wire = topology.wire(axes)
+    wire = interleaved(topology.wire(axes), interleave, rows=x.shape[0])
+    steps = wire.layers(topology.layers)
     if loop is Loop.UNROLLED and isinstance(params, list | tuple):
         params, first = tuple(params), params[0] if params else None
         counts = {len(params)}
@@ -63,6 +68,7 @@ def run(
             raise UserError(
                 f"a layer of farskip has the sublayers (attention, routed experts, shared expert), not {len(sublayers)}"
             )
+        sublayers = (sublayers, sublayers) if interleave == 2 else sublayers
         for step in steps:
             with jax.named_scope("_".join(f"sublayer_{index}" for index in step.sublayers)):
                 state = wire.advance(state, step, sublayers)
@@ -70,8 +76,8 @@ def run(
 
     dtype = jax.eval_shape(lambda layer, x: blocks(layer)[0](pvary(x, axes)), first, x).dtype
     execution = Execution(loop=loop, remat=remat)
-    settings = dict(params=params, steps=topology.layers, wire=wire, execution=execution, dtype=dtype)
-    state, *_ = run_layers(body, begin(x, topology=topology, axes=axes), **settings)
+    settings = dict(params=params, steps=steps, wire=wire, execution=execution, dtype=dtype)
+    state, *_ = run_layers(body, wire.begin(x, steps[0][0]), **settings)
     return wire.flush(state)
 
 
@@ -81,8 +87,8 @@ class Stack(nnx.Module):
     layer: makes one layer, an `nnx.Module`, when called as `layer(rngs=rngs)` under `nnx.vmap`; each layer has keys of
         its own. `stack.layers` is that module with stacked parameters [L, ...].
     sublayers: from one such module to its two sublayers, by default its attributes `attention` and `mlp`.
-    axes, loop, remat: as in `run`. Variables that a sublayer changes while it runs, such as batch statistics, keep
-        their old values.
+    axes, loop, remat, interleave: as in `run`. Variables that a sublayer changes while it runs, such as batch
+        statistics, keep their old values.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class Stack(nnx.Module):
         axes: tuple[str, ...] = ("tensor",),
         loop: Loop | str = Loop.SCAN,
         remat: Remat | str = Remat.NONE,
+        interleave: int = 1,
     ):
         if not isinstance(topology, Topology):
             raise wrong_type("topology", topology, Topology)
@@ -106,6 +113,7 @@ class Stack(nnx.Module):
             raise UserError("layer and sublayers must be functions: layer(rngs=rngs), and sublayers(layer)")
         self.topology, self.sublayers = topology, sublayers
         self.axes, self.loop, self.remat = axes, member(Loop, "loop", loop), member(Remat, "remat", remat)
+        self.interleave = check_interleave(interleave)
         create = nnx.split_rngs(splits=topology.num_layers)(nnx.vmap(lambda rngs: layer(rngs=rngs)))
         self.layers = create(rngs)
 
@@ -117,7 +125,7 @@ class Stack(nnx.Module):
         """[B, T, D] to [B, T, D]."""
         graph, params = nnx.split(self.layers)
         blocks = lambda layer: self.sublayers(nnx.merge(graph, layer))
-        settings = dict(axes=self.axes, loop=self.loop, remat=self.remat)
+        settings = dict(axes=self.axes, loop=self.loop, remat=self.remat, interleave=self.interleave)
         return run(self.topology, blocks, x, params=params, **settings)
 
 

@@ -181,7 +181,7 @@ def fill(state: State, steps: Sequence[Step], *, axes: tuple[str, ...], dtype: A
     A carry has one structure in all turns, so the first turn reduces zeros, which an unrolled loop does not.
     dtype: of the sublayers' outputs, by default the stream's.
     """
-    return steps[0].wire(axes).fill(state, steps[0], dtype=state.residual.dtype if dtype is None else dtype)
+    return steps[0].wire(axes).fill(state, steps, dtype=state.residual.dtype if dtype is None else dtype)
 
 
 def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:

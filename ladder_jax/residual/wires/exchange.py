@@ -206,7 +206,8 @@ class Exchange(AllReduce):
         fresh, following, stream = barrier_both((fresh, following, stream))
         return State(stream, sums, fresh, following)
 
-    def fill(self, state: State, first: ExchangeStep, *, dtype: jnp.dtype) -> State:
+    def fill(self, state: State, steps: Sequence[ExchangeStep], *, dtype: jnp.dtype) -> State:
+        first = steps[0]
         if first.pending_before == 0:
             return state
         stream, carried, partial = state.residual, state.carried, state.partial

@@ -5,7 +5,7 @@ transfer demands. Started collectives have no gradient, so training has `AllRedu
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 
 from ladder_jax.parallel import start_all_reduce
 from ladder_jax.parallel.collectives import LAUNCH, PREVIOUS, opaque_copy
-from ladder_jax.residual.recurrence import AllReduce, Normed, State, Step, Sublayer, Sums, add, compute
+from ladder_jax.residual.recurrence import AllReduce, Normed, State, Step, Sublayer, Sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Halves(AllReduce):
             return AllReduce(self.axes).advance(state, step, sublayers)
         return super().advance(state, step, sublayers)
 
-    def launch(self, step: Step, pending: jax.Array, residual: jax.Array) -> Any:
+    def launch(self, step: Step, pending: jax.Array | None, residual: jax.Array) -> Any:
+        if pending is None:
+            return None
         pending = opaque_copy(pending, self.axes) if step.fresh else pending
         with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):
             return start_all_reduce(pending, self.axes)
@@ -36,28 +38,39 @@ class Halves(AllReduce):
     ) -> State:
         *older, started = launched
         if step.fresh:
-            entered = add(entered, (state.partial,))
-        entered, sublayers, started = _after_start(started, entered, step.sublayers, sublayers)
-        partial = compute(entered, step.sublayers, sublayers, axes=self.axes)
-        partial, started = lax.optimization_barrier((partial, started))
-        with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):  # a TPU's compiler keeps this name for both halves
-            summed = started.done()
-        partial, summed = lax.optimization_barrier((partial, summed))  # the next one starts later: one is in flight
+            entered = self.with_own(entered, state.partial)
+        entered, sublayers, started = self.hold(step, entered, sublayers, started)
+        partial, summed = _awaited(self.partial(step, entered, sublayers), started)
         return self.settled(step, state.residual, (*older, summed), partial)
 
+    def hold(
+        self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], summed: Any
+    ) -> tuple[jax.Array, Sequence[Sublayer], Any]:
+        """The input and the sublayers, which are computed after the start.
 
-def _after_start(
-    started: Any, x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer]
-) -> tuple[jax.Array, Sequence[Sublayer], Any]:
-    """The input `x` and the sublayers, which are computed after the start.
+        They wait by their gains, which are small; plain functions by their input, which then cannot be fused with what
+        precedes it.
+        """
+        if not all(isinstance(sublayers[index], Normed) for index in step.sublayers):
+            entered, summed = lax.optimization_barrier((entered, summed))
+            return entered, sublayers, summed
+        gains, summed = lax.optimization_barrier(({index: sublayers[index].gain for index in step.sublayers}, summed))
+        held = list(sublayers)
+        for index, gain in gains.items():
+            held[index] = dataclasses.replace(held[index], gain=gain)
+        return entered, held, summed
 
-    They wait by their gains, which are small; plain functions by `x`, which then cannot be fused with what precedes it.
-    """
-    if not all(isinstance(sublayers[index], Normed) for index in which):
-        x, started = lax.optimization_barrier((x, started))
-        return x, sublayers, started
-    gains, started = lax.optimization_barrier(({index: sublayers[index].gain for index in which}, started))
-    held = list(sublayers)
-    for index, gain in gains.items():
-        held[index] = dataclasses.replace(held[index], gain=gain)
-    return x, held, started
+    def arrive(
+        self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step
+    ) -> tuple[jax.Array, State]:
+        if summed is not None:
+            partial, summed = _awaited(partial, summed)
+        return partial, settled(summed)
+
+
+def _awaited(partial: jax.Array, started: Any) -> tuple[jax.Array, jax.Array]:
+    """`partial`, and the sum of what was started, awaited after it. The next one starts later: one is in flight."""
+    partial, started = lax.optimization_barrier((partial, started))
+    with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):  # a TPU's compiler keeps this name for both halves
+        summed = started.done()
+    return lax.optimization_barrier((partial, summed))

@@ -51,7 +51,6 @@ from ladder_jax.residual.recurrence import (
     Sums,
     add,
     barrier_forward,
-    compute,
 )
 
 LENGTH = 1  # the dimension of [B, T, D] that is split
@@ -134,14 +133,20 @@ class SequenceParallel(AllReduce):
     def compute_early(self, step: SplitStep, entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
         return super().compute_early(step, entered, list(map(of_normalised, sublayers)))
 
+    def with_own(self, entered: jax.Array, partial: jax.Array | None) -> jax.Array:
+        return self.normalise(add(entered, (partial,)))
+
+    def partial(self, step: SplitStep, entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+        return super().partial(step, entered, list(map(of_normalised, sublayers)))
+
     def compute(
         self, step: SplitStep, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
     ) -> State:
         if step.fresh:
-            entered = self.normalise(add(entered, (state.partial,)))
+            entered = self.with_own(entered, state.partial)
         projections = self._projections(step, gathers=state.carried is None)
         if projections == LOCAL:
-            partial = compute(entered, step.sublayers, list(map(of_normalised, sublayers)), axes=self.axes)
+            partial = self.partial(step, entered, sublayers)
         else:
             (which,) = step.sublayers
             partial = of_normalised(sublayers[which])(entered, projections=projections)
@@ -154,17 +159,31 @@ class SequenceParallel(AllReduce):
             partial, following, stream = barrier_forward((partial, following, stream))
         return State(stream, sums, partial, following)
 
-    def fill(self, state: State, first: Step, *, dtype: jnp.dtype) -> State:
-        if first.pending_before == 0:
-            return state
-        stream, carried = state.residual, state.carried
-        if first.reads_added and carried is None:
-            carried = self.gather(stream if first.fresh else self.normalise(stream), "")
+    def fill(self, state: State, steps: Sequence[SplitStep], *, dtype: jnp.dtype) -> State:
+        if steps[0].reads_added and state.carried is None:
+            state = self.prepare(steps[0], state, "")
+        return super().fill(state, steps, dtype=dtype)
+
+    def filled(
+        self, stream: jax.Array, sums: Sums, partial: jax.Array | None, dtype: jnp.dtype
+    ) -> tuple[Sums, jax.Array]:
         rows, length, width = stream.shape
         zero = jnp.zeros((rows, length * ranks(self.axes), width), dtype)
         zero = pvary(zero, varying(stream) | frozenset(self.axes))
-        sums = tuple(self.reduce(zero) if one is None else one for one in state.sums)
-        return State(stream, sums, zero if state.partial is None else state.partial, carried)
+        return tuple(self.reduce(zero) if one is None else one for one in sums), zero if partial is None else partial
+
+    def arrive(
+        self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step
+    ) -> tuple[jax.Array, State]:
+        arrived = self.prepare(after, settled(summed))
+        if ranks(self.axes) > 1:
+            partial, arrived = barrier_forward((partial, arrived))
+        return partial, arrived
+
+    def prepare(self, after: Step, state: State, scope: str = FOLLOWING) -> State:
+        stream = add(state.residual, after.read(state.sums))
+        entered = self.gather(stream if after.fresh else self.normalise(stream), scope)
+        return dataclasses.replace(state, carried=entered)
 
     def gather(self, stream: jax.Array, scope: str = FOLLOWING) -> jax.Array:
         return gather(stream, self.axes, scope)

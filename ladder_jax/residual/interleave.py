@@ -1,0 +1,154 @@
+"""Two halves of a batch in turn: while the output of one half is summed over the ranks, the other half computes.
+
+The function is the topology's own, for any topology: rows do not depend on each other, and a weight's gradient is a sum
+over rows. Half A is one step ahead of half B, and a turn of A is
+
+    launch   summed  = reduce(B's partial)                          needs nothing that this turn computes
+             entered = enter(A's stream)
+    compute  entered, summed = barrier_backward((entered, summed))
+             partial = sublayer(entered)                            the overlap
+    await    partial, summed = barrier_forward((partial, summed))
+             B's stream + summed
+
+then likewise with A and B exchanged. A loop carries B's output un-reduced, as a Ladder's does: so in a scan's body each
+sum stands beside compute. Backward it is the same pipeline: the gradient of A's input is summed over the ranks while
+B's earlier step is differentiated. Without the barriers a compiler merges the sums of both halves, and hides none.
+
+The price: every half reads all weights, and its matmuls have half the rows. It pays where rows are many, in training
+and in prefill; in decoding a Ladder is what remains.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ladder_jax.errors import UserError
+from ladder_jax.parallel.collectives import PREVIOUS
+from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, add
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """The states of both halves between two turns.
+
+    ready: of the half whose turn it is. All its outputs are reduced; those that are not added yet are its `sums`.
+    computed: of the other one. Its `partial` is not reduced yet, and `sums` are the outputs before it.
+    """
+
+    ready: State
+    computed: State
+
+    @property
+    def residual(self) -> jax.Array:
+        return self.computed.residual
+
+    @property
+    def partial(self) -> jax.Array | None:
+        return self.computed.partial
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn(Step):
+    """A step, and the one that follows it."""
+
+    after: Step | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Interleaved:
+    """The wire `wire`, in two halves: of the rows (axis 0) or of the sequence (axis 1), the first `at` of them."""
+
+    wire: AllReduce
+    at: int
+    axis: int = 0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.wire.axes
+
+    def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[Turn, ...], ...]:
+        """Raises UserError for a topology that does not reduce every output, or reduces two in one step."""
+        if not all(step.reduces for steps in layers for step in steps):
+            raise UserError("interleave=2 is for a residual that reduces every sublayer's output: not desync-n")
+        if any(step.early for steps in layers for step in steps):
+            raise UserError("interleave=2 is not for farskip, whose shared expert is reduced with attention")
+        steps = list(itertools.chain(*layers, layers[-1][:1]))
+        turns = iter([Turn(**vars(step), after=after) for step, after in itertools.pairwise(steps)])
+        return tuple(tuple(itertools.islice(turns, len(of_layer))) for of_layer in layers)
+
+    def begin(self, x: jax.Array, first: Step) -> Halves:
+        """Both halves of `x` [B, T, D] before `first`."""
+        ready, computed = jnp.split(x, [self.at], axis=self.axis)
+        pending = first.pending_before
+        return Halves(State(ready, (None,) * pending), State(computed, (None,) * (pending - 1)))
+
+    def advance(self, halves: Halves, step: Turn, sublayers: Sequence[Sequence[Sublayer]]) -> Halves:
+        """Both halves after `step`. sublayers: of each half."""
+        of_first, of_second = sublayers
+        first, second = self._turn(step, halves, step, of_first)
+        second, first = self._turn(step, Halves(second, first), step.after, of_second)
+        return Halves(first, second)
+
+    def _turn(self, step: Step, halves: Halves, after: Step, sublayers: Sequence[Sublayer]) -> tuple[State, State]:
+        """(the ready half, whose `step` is computed; the other one, ready for `after`)."""
+        wire, mine, other = self.wire, halves.ready, halves.computed
+        summed = wire.launch(step, other.partial, other.residual)
+        entered = mine.carried
+        if entered is None:
+            entered = wire.enter(step, add(mine.residual, step.read(mine.sums)), sublayers)
+        if summed is not None:
+            entered, sublayers, summed = wire.hold(step, entered, sublayers, summed)
+        if step.fresh:
+            entered = wire.with_own(entered, mine.partial)
+
+        def settled(summed):
+            """The other half, with all outputs but those that stay pending before `after`."""
+            launched = (*other.sums, summed)
+            added = len(launched) - after.pending_before
+            own = other.partial if after.fresh else None
+            return State(add(other.residual, launched[:added]), launched[added:], own)
+
+        partial = wire.partial(step, entered, sublayers)
+        partial, arrived = wire.arrive(partial, summed, settled, after)
+        return State(mine.residual, mine.sums, partial), arrived
+
+    def fill(self, halves: Halves, steps: Sequence[Step], *, dtype: jnp.dtype) -> Halves:
+        """Zeros in place of None, and as many sums as after a turn of the scan: see `AllReduce.fill`."""
+        first, last, wire = steps[0], steps[-1], self.wire
+        ready, computed = halves.ready, halves.computed
+        sums, own = wire.filled(ready.residual, ready.sums, ready.partial, dtype)
+        ready = State(ready.residual, sums, own if first.fresh else None, ready.carried)
+        ready = wire.prepare(first, ready) if ready.carried is None else ready
+        residual, sums = computed.residual, computed.sums
+        more = len(sums) - last.pending_before
+        if more > 0:  # the next turn would add them first
+            residual, sums = add(residual, sums[:more]), sums[more:]
+        sums, partial = wire.filled(residual, (None,) * -more + sums, computed.partial, dtype)
+        return Halves(ready, State(residual, sums, partial))
+
+    def flush(self, halves: Halves) -> jax.Array:
+        """The final stream of both halves: everything still pending is reduced and added."""
+        ready, computed = halves.ready, halves.computed
+        newest = self.wire.reduce(computed.partial, PREVIOUS)
+        first = add(ready.residual, ready.sums)
+        return jnp.concatenate([first, add(computed.residual, (*computed.sums, newest))], axis=self.axis)
+
+
+def check_interleave(interleave: int) -> int:
+    """`interleave`. Raises UserError for another number than 1 and 2."""
+    if interleave not in (1, 2):
+        raise UserError(f"interleave must be 1, the whole batch, or 2, halves of it in turn, not {interleave!r}")
+    return interleave
+
+
+def interleaved(wire: AllReduce, interleave: int, *, rows: int) -> AllReduce | Interleaved:
+    """`wire`, or with interleave=2 in halves of `rows` rows. Raises UserError for an odd number."""
+    if check_interleave(interleave) == 1:
+        return wire
+    if rows % 2:
+        raise UserError(f"interleave=2 takes halves of the rows, and {rows} is odd")
+    return Interleaved(wire, at=rows // 2)
