@@ -117,7 +117,7 @@ def test_a_layer_alone_is_the_model_of_one_layer(name):
         topology = residual.of_model(config)
         wire, context = topology.wire(axes), LayerContext.of(config, x.shape[1], axes=axes)
         state = residual.begin(x, topology=topology, axes=axes)
-        return wire.flush(layer(state, steps=topology.layers[0], wire=wire, context=context)[0])
+        return wire.flush(layer(state, steps=topology.layers[0], wire=wire, contexts=[context])[0])
 
     assert cases.error(run(layer, X), expected) < LIMIT
     graph, state = nnx.split(layer)

@@ -39,7 +39,7 @@ def sublayer(definition: nn.ModelDef, index: int):
     def run(params, normed):
         context = LayerContext.of(definition.config, normed.shape[1], axes=())
         layer = definition.bind("layers", params)
-        return layer(normed, steps=(residual.Step((index,)),), wire=OfNormalised(), context=context)[0]
+        return layer(normed, steps=(residual.Step((index,)),), wire=OfNormalised(), contexts=[context])[0]
 
     return run
 

@@ -73,6 +73,7 @@ class Execution:
     """How a forward pass is executed, and the backward pass of it: whatever this says, the function is the same.
 
     sequence_parallel: between sublayers a rank keeps T/ranks positions of the stream (residual/wires/sequence.py).
+    interleave: 2 takes two halves of the rows, or of one row's positions, in turn (residual/interleave.py).
     """
 
     loop: Loop = Loop.SCAN
@@ -80,6 +81,7 @@ class Execution:
     launch: Launch = Launch.CHAINED
     sequence_parallel: bool = False
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
+    interleave: int = 1
 
 
 SCANNED, UNROLLED = Execution(), Execution(loop=Loop.UNROLLED)

@@ -131,6 +131,7 @@ class TrainConfig:
     accumulate: int = 1  # parts of a batch, computed one after another to save memory
     sequence_parallel: bool = False  # split the stream between sublayers along the sequence, over mesh.tensor
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE  # of sequence_parallel's exposed gathers and scatters
+    interleave: int = 1  # 2: two halves of each device's rows in turn, one's sums under the other's compute
     z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
     load_balance: float = 0.01  # of experts: times the Switch loss, which is 1 where all have the same load
     router_z_loss: float = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
@@ -187,6 +188,7 @@ class TrainConfig:
             remat=self.remat,
             sequence_parallel=self.sequence_parallel,
             collective_matmul=self.collective_matmul,
+            interleave=self.interleave,
         )
 
 

@@ -1,5 +1,6 @@
 """A forward pass on one rank, in parts: embedding, layers (all, or one range after another), final norm, scores."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,18 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.config import SCANNED, Execution, check_collective_matmul
-from ladder_jax.nn import loss, prefetch
+from ladder_jax.nn import loss
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.modules import LayerContext
 from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
-from ladder_jax.parallel import (
-    all_reduce,
-    fsdp,
-    pvary,
-)
+from ladder_jax.parallel import all_reduce, fsdp, pvary
 from ladder_jax.parallel.collectives import HEAD
 from ladder_jax.residual import AllReduce, State, Step
+from ladder_jax.residual.interleave import interleaved
 from ladder_jax.residual.loop import run_layers
 from ladder_jax.residual.wires import sequence
 
@@ -27,7 +25,7 @@ GIVEN = "given"
 
 
 class ForwardPass:
-    """One forward pass on one rank, over blocks of `length` tokens: all of it, or `embed`, `layers` and `finish`.
+    """One forward pass on one rank, over tokens of `shape` [B, T]: all of it, or `embed`, `layers` and `finish`.
 
     positions: those of the tokens, 0..T-1 by default.
     Through the layers go a `State` and `extra`, what a feature carries along: with experts in training a `Routing`.
@@ -36,7 +34,7 @@ class ForwardPass:
     def __init__(
         self,
         definition: ModelDef,
-        length: int,
+        shape: tuple[int, int],
         *,
         execution: Execution = SCANNED,
         positions: Positions = FULL_SEQUENCE,
@@ -47,11 +45,13 @@ class ForwardPass:
             sequence_parallel=execution.sequence_parallel,
             names=("collective_matmul", "sequence_parallel=True"),
         )
-        self.definition, self.execution, self.wire = definition, execution, definition.wire(execution)
+        (rows, length), wire = shape, definition.wire(execution)
+        self.definition, self.execution = definition, execution
+        self.wire = interleaved(wire, execution.interleave, rows=rows)
         self.steps = self.wire.layers(definition.topology.layers)
-        self.context = LayerContext.of(
-            definition.config, length, axes=self.wire.axes, kernel=definition.kernel, positions=positions
-        )
+        parts = (positions,) if self.wire is wire else positions.halves(rows // 2)
+        of_model = functools.partial(LayerContext.of, definition.config, axes=wire.axes, kernel=definition.kernel)
+        self.contexts = [of_model(length, positions=part) for part in parts]
 
     def __call__(self, params: Params, tokens: jax.Array, *, caches: Any = None) -> tuple[jax.Array, Any]:
         """The final, normed stream [B, T, D] for `tokens` [B, T], and the caches."""
@@ -95,23 +95,21 @@ class ForwardPass:
         first: int = 0,
         name: str = LAYERS,
         dims: Any = None,
-        trains: Any = None,
         given: Any = None,
         wire_of: Callable[[AllReduce, Any], AllReduce] = lambda wire, given: wire,
     ) -> tuple[State, Any, Any]:
         """The state and `extra` after the layers from `first` on that `stack` holds, and their caches.
 
         stack: [L, ...], or (unrolled only) a tuple with each layer's own arrays. name: of the model's stack. dims: of
-        one that holds other arrays than the definition has. trains: as in `fsdp.FsdpLayer`; what does not must not be
-        differentiated anyway. given: arrays [L, ...] without gradients, of which `wire_of` makes each layer's wire.
+        one that holds other arrays than the definition has. given: arrays [L, ...] without gradients, of which
+        `wire_of` makes each layer's wire.
         """
         definition = self.definition
         dims = definition.dims[name] if dims is None else dims
         count = len(stack) if isinstance(stack, tuple) else jax.tree.leaves(stack)[0].shape[0]
         dtype = jnp.dtype(definition.config.dtype.value)
         if given is not None:
-            trains = jax.tree.map(lambda _: True, dims) if trains is None else trains
-            stack, dims, trains = {**stack, GIVEN: given}, {**dims, GIVEN: "L"}, {**trains, GIVEN: False}
+            stack, dims = {**stack, GIVEN: given}, {**dims, GIVEN: "L"}
 
         def body(state, extra, layer, cache, steps):
             wire = wire_of(self.wire, layer[GIVEN]) if GIVEN in layer else self.wire
@@ -126,16 +124,14 @@ class ForwardPass:
             first=first,
         )
         if definition.layout.fsdp > 1:
-            of_layer = jax.tree.map(lambda dims: dims.removeprefix("L"), dims)
-            fsdp_layer = fsdp.FsdpLayer(of_layer, dtype, trains)
+            of_layer, of_whole = jax.tree.map(lambda dims: dims.removeprefix("L"), dims), body
             stack = fsdp.with_vectors(stack, dims)
-            if caches is None and self.prefetches:
-                return *prefetch.run_layers(body, state, extra, params=stack, fsdp_layer=fsdp_layer, **settings), None
-            of_whole = body
-            body = lambda state, extra, layer, *more: of_whole(state, extra, fsdp_layer.gather(layer), *more)
-        return run_layers(body, state, extra, params=stack, caches=caches, **settings)
+            settings["keeps"] = fsdp.all_but_gathered
 
-    prefetches = True  # of a model that is split over the fsdp axis, a layer's matrices beside the layer before
+            def body(state, extra, layer, cache, steps):
+                return of_whole(state, extra, fsdp.unshard_matrices(layer, of_layer, dtype=dtype), cache, steps)
+
+        return run_layers(body, state, extra, params=stack, caches=caches, **settings)
 
     def layer(
         self,
@@ -152,9 +148,11 @@ class ForwardPass:
         of_layer = []  # the statistics of this layer's router
         module = self.definition.bind(name, params)
         on_routing = None if extra is None else of_layer.append
-        settings = dict(steps=steps, wire=wire, context=self.context, on_routing=on_routing)
+        settings = dict(steps=steps, wire=wire, contexts=self.contexts, on_routing=on_routing)
         state, cache = module(state, cache=cache, **settings)
-        return state, extra.with_layer(*of_layer) if of_layer else extra, cache
+        if of_layer:
+            extra = extra.with_layer(functools.reduce(functools.partial(jax.tree.map, jnp.add), of_layer))
+        return state, extra, cache
 
     def stream(self, state: State) -> jax.Array:
         """The stream [B, T, D] (of a split one this rank's positions), to which all that is pending was added."""

@@ -267,21 +267,26 @@ class Layer(Module):
         *,
         steps: Sequence[Step],
         wire: AllReduce,
-        context: LayerContext,
+        contexts: Sequence[LayerContext],
         cache: Cache | None = None,
         on_routing: Callable[[Any], None] | None = None,
     ) -> tuple[State, Cache | None]:
         """The state after this layer's `steps`, and its cache with the block's keys and values.
 
+        contexts: one, or those of both halves of an interleaved wire.
         on_routing: of experts, called with the statistics of their router.
         """
 
-        def attend(query, key, value):
+        def attend(query, key, value, *, context):
             nonlocal cache
             attended, cache = context.positions.attend(query, key, value, cache=cache, kernel=context.kernel)
             return attended
 
-        sublayers = self.sublayers(attend, context=context, on_routing=on_routing)
+        of_parts = [
+            self.sublayers(functools.partial(attend, context=context), context=context, on_routing=on_routing)
+            for context in contexts
+        ]
+        sublayers = of_parts[0] if len(of_parts) == 1 else of_parts
         for step in steps:
             scope = "attention" if step.sublayers == (0,) else "joint" if 0 in step.sublayers else "mlp"
             with jax.named_scope(scope):

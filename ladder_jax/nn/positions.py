@@ -33,6 +33,9 @@ class Positions(Protocol):
 
     ends: jax.Array | None
 
+    def halves(self, rows: int) -> tuple["Positions", "Positions"]:
+        """Those of the first `rows` rows and of the others, whose cache is one."""
+
     def indices(self, length: int) -> jax.Array:
         """Those of a block of `length` tokens, [B, length] or, the same for all rows, [1, length]."""
 
@@ -47,16 +50,24 @@ class Positions(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FullSequence:
-    """Positions 0..T-1. Nothing precedes them, so a cache is written and not read; without one nothing is written."""
+    """Positions 0..T-1. Nothing precedes them, so a cache is written and not read; without one nothing is written.
+
+    row: the first one's place in the cache.
+    """
 
     ends: jax.Array | None = None
+    row: int = 0
 
     def indices(self, length):
         return jnp.arange(length)[None, :]
 
     def attend(self, query, key, value, *, cache, kernel):
-        cache = cache and _write(cache, key, value, start=0, kernel=kernel)
+        cache = cache and _write(cache, key, value, row=self.row, start=0, kernel=kernel)
         return kernels.causal(query, key, value, kernel=kernel), cache
+
+    def halves(self, rows):
+        first, second = (None, None) if self.ends is None else (self.ends[:rows], self.ends[rows:])
+        return FullSequence(first, self.row), FullSequence(second, self.row + rows)
 
 
 FULL_SEQUENCE = FullSequence()
@@ -85,23 +96,31 @@ class Packed:
     def attend(self, query, key, value, *, cache, kernel):
         return kernels.causal(query, key, value, kernel=kernel, segments=self.begins), cache
 
+    def halves(self, rows):
+        return Packed(self.segments[:rows]), Packed(self.segments[rows:])
+
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedPrefill:
     """Positions start..start+T-1 of every row; the cache holds those before, and must have room for these.
 
-    start: an int32 scalar.
+    start: an int32 scalar. row: the first one's place in the cache.
     """
 
     start: jax.Array
+    row: int = 0
     ends: ClassVar[None] = None
 
     def indices(self, length):
         return self.start + jnp.arange(length)[None, :]
 
     def attend(self, query, key, value, *, cache, kernel):
-        cache = _write(cache, key, value, start=self.start, kernel=kernel)
-        return kernels.extend(query, cache.key, cache.value, self.start, kernel=kernel), cache
+        cache = _write(cache, key, value, row=self.row, start=self.start, kernel=kernel)
+        own = (array[self.row : self.row + len(query)] for array in (cache.key, cache.value))
+        return kernels.extend(query, *own, self.start, kernel=kernel), cache
+
+    def halves(self, rows):
+        return ChunkedPrefill(self.start, self.row), ChunkedPrefill(self.start, self.row + rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +141,13 @@ class DecodeStep:
         return kernels.decode(query, cache.key, cache.value, self.lengths + 1, kernel=kernel), cache
 
 
-def _write(cache: Cache, key: jax.Array, value: jax.Array, *, start: int | jax.Array, kernel: kernels.Kernel) -> Cache:
+def _write(
+    cache: Cache, key: jax.Array, value: jax.Array, *, row: int, start: int | jax.Array, kernel: kernels.Kernel
+) -> Cache:
+    place = tuple({"B": row, "S": start}.get(dim, 0) for dim in kernel.cache_dims)
+
     def write(into, block):
-        block, axis = kernels.cached(block, kernel=kernel), kernel.cache_dims.index("S")
-        return jax.lax.dynamic_update_slice_in_dim(into, block, start, axis)
+        return jax.lax.dynamic_update_slice(into, kernels.cached(block, kernel=kernel), place)
 
     return Cache(write(cache.key, key), write(cache.value, value))
 

@@ -83,7 +83,7 @@ class RouterLosses:
         definition = self.definition
         positions = FullSequence() if batch.segments is None else Packed(batch.segments)
         settings = dict(execution=config.execution, positions=positions)
-        run = forward.ForwardPass(definition, batch.tokens.shape[1], **settings)
+        run = forward.ForwardPass(definition, batch.tokens.shape, **settings)
         state, _ = run.embed(params, batch.tokens)
         state, chosen, _ = run.layers(state, self.begin(), params=params)
         x = run.finish(params, state)

@@ -25,22 +25,21 @@ from ladder_jax.residual.loop import rematerialised
 class SidePass(ForwardPass):
     """A forward pass with the side network beside it, whose stream is `extra`."""
 
-    prefetches = False
-
     def __init__(
         self,
         definition: ModelDef,
-        length: int,
+        shape: tuple[int, int],
         *,
         execution: Execution = SCANNED,
         positions: Positions = FULL_SEQUENCE,
     ):
         check(not definition.splits(execution), "model.side reads whole streams: not with sequence_parallel")
+        check(execution.interleave == 1, "model.side reads whole streams: not with interleave=2")
         frozen = dataclasses.replace(execution, remat=Remat.NONE)  # only the side network has a backward pass
-        super().__init__(definition, length, execution=frozen, positions=positions)
+        super().__init__(definition, shape, execution=frozen, positions=positions)
         self._dtype = jnp.dtype(definition.config.dtype.value)
         self._side = LayerContext.of(
-            network(definition), length, axes=(), kernel=kernel(definition), positions=positions
+            network(definition), shape[1], axes=(), kernel=kernel(definition), positions=positions
         )
         of_block = dict(steps=(), remat=execution.remat, loop=execution.loop, axes=self.wire.axes)
         self._block = rematerialised(self._compute, **of_block)

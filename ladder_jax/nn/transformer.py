@@ -97,7 +97,7 @@ def compiled_logits(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Compiled
     execution = Execution(loop=loop)
 
     def local(params, tokens):
-        run = forward_pass(definition, tokens.shape[1], execution=execution)
+        run = forward_pass(definition, tokens.shape, execution=execution)
         state, extra = run.embed(params, tokens)
         state, extra, _ = run.layers(state, extra, params=params)
         return logits(definition, params, run.finish(params, state, extra))
@@ -114,13 +114,13 @@ def compiled_logits(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Compiled
     return Compiled(stripped, mesh=definition.layout.mesh, traits=traits)
 
 
-def forward_pass(definition: ModelDef, length: int, **settings: Any) -> ForwardPass:
+def forward_pass(definition: ModelDef, shape: tuple[int, int], **settings: Any) -> ForwardPass:
     """The `ForwardPass` of a model, with its side network if it has one."""
     if definition.config.side is None:
-        return ForwardPass(definition, length, **settings)
+        return ForwardPass(definition, shape, **settings)
     from ladder_jax.nn.side_pass import SidePass
 
-    return SidePass(definition, length, **settings)
+    return SidePass(definition, shape, **settings)
 
 
 def hidden(
@@ -133,5 +133,5 @@ def hidden(
     caches: Any = None,
 ) -> tuple[jax.Array, Any]:
     """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches."""
-    run = forward_pass(definition, tokens.shape[1], execution=execution, positions=positions)
+    run = forward_pass(definition, tokens.shape, execution=execution, positions=positions)
     return run(params, tokens, caches=caches)

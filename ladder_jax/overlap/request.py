@@ -40,7 +40,7 @@ class Request:
     model: as the user typed it. shape: its configuration, where it is no preset.
     batch: rows on one data shard; the fsdp axis shards the batch too.
     context: the cache's capacity in positions per row. Decode fills all of them, prefill those of the prompt.
-    sequence_parallel: the residual stream is split along the sequence over the tensor axis (residual/wires/sequence.py).
+    sequence_parallel: the stream is split along the sequence over the tensor axis (see residual/wires/sequence.py).
     collective_matmul: of sequence parallelism's gathers and scatters that no other sublayer hides.
     experts: how the rows of other ranks' experts are computed. capacity: of exchanged ones (see config.MoEConfig).
     """

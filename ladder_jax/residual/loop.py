@@ -46,6 +46,7 @@ def run_layers(
     execution: Execution,
     dtype: jnp.dtype,
     first: int = 0,
+    keeps: Callable[..., bool] | None = None,
 ) -> tuple[State, Any, Any]:
     """The state and `extra` after all layers, and the caches in the form in which they came.
 
@@ -53,8 +54,9 @@ def run_layers(
     caches: likewise, or None.
     dtype: of a sublayer's output.
     first: the number of the first of these layers in the model, for their names in the program.
+    keeps: with Remat.NONE, a checkpoint policy for what the backward pass does not recompute; all of it by default.
     """
-    form, axes, remat = type(caches), wire.axes, execution.remat
+    form, recomputed = type(caches), dict(remat=execution.remat, axes=wire.axes, keeps=keeps)
     if execution.loop is Loop.UNROLLED:
         runs = [(layer, 1, 1) for layer in range(len(steps))]
         params, caches = unstacked(params), unstacked(caches)
@@ -65,7 +67,7 @@ def run_layers(
         stop = start + period * repeats
         if repeats == 1:
             for layer in range(start, stop):
-                of_layer = rematerialised(body, steps=steps[layer], remat=remat, loop=Loop.UNROLLED, axes=axes)
+                of_layer = rematerialised(body, steps=steps[layer], loop=Loop.UNROLLED, **recomputed)
                 with jax.named_scope(f"layer_{first + layer}"):  # which the schedule's report reads
                     state, extra, cache = of_layer(state, extra, _layer(params, layer), _layer(caches, layer))
                 updated.append(cache)
@@ -74,7 +76,7 @@ def run_layers(
         def turn(carry, slices, kinds=steps[start : start + period]):
             (state, extra), of_turn = carry, []
             for index, kind in enumerate(kinds):
-                of_layer = rematerialised(body, steps=kind, remat=remat, loop=Loop.SCAN, axes=axes)
+                of_layer = rematerialised(body, steps=kind, loop=Loop.SCAN, **recomputed)
                 state, extra, cache = of_layer(state, extra, *(_layer(tree, index) for tree in slices))
                 of_turn.append(cache)
             return (state, extra), _stack(of_turn)
@@ -111,7 +113,13 @@ def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
 
 
 def rematerialised(
-    body: Callable, *, steps: tuple[Step, ...], remat: Remat, loop: Loop, axes: tuple[str, ...]
+    body: Callable,
+    *,
+    steps: tuple[Step, ...],
+    remat: Remat,
+    loop: Loop,
+    axes: tuple[str, ...],
+    keeps: Callable[..., bool] | None = None,
 ) -> Callable:
     """`body(..., steps)` as a function of (state, extra, parameters, cache) whose backward pass recomputes what `remat`
     says.
@@ -120,10 +128,12 @@ def rematerialised(
     """
     body = functools.partial(body, steps=steps)
     policies = jax.checkpoint_policies
-    if remat is Remat.NONE:
+    if remat is Remat.NONE and keeps is None:
         return body
     policy = policies.save_only_these_names(REDUCED, EXPERTS)
-    if remat is Remat.SAVE_MATMULS:
+    if remat is Remat.NONE:
+        policy = keeps
+    elif remat is Remat.SAVE_MATMULS:
         named = policies.save_only_these_names(REDUCED, MATMUL, EXPERTS, EXCHANGED)
         policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
     elif remat is Remat.OFFLOAD:

@@ -59,12 +59,6 @@ def attach(stack: Params, factors: Params, *, scale: float) -> Params:
     return attached
 
 
-def trainable(stack: Params) -> Params:
-    """True for each factor in a stack that `attach` gave, False for every other array."""
-    is_pair = lambda leaf: isinstance(leaf, LowRank)
-    return jax.tree.map(lambda a: LowRank(False, True, True, a.scale) if is_pair(a) else False, stack, is_leaf=is_pair)
-
-
 def merge(stack: Params, factors: Params, *, dims: Params, scale: float) -> Params:
     """`stack` with each matrix replaced by its sum with its factors' product, added in float32."""
     attached = attach(stack, factors, scale=scale)

@@ -25,15 +25,13 @@ from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
 class _PartedModel:
     """One forward pass over a model whose lowest layers are stacked apart (see parts.py).
 
-    below: how many layers those are. trainable: for each stack in which some arrays are frozen, the tree of booleans
-    that says which are not. ladder_fraction: float32 [L], None where no layer is being converted.
+    below: how many layers those are. ladder_fraction: float32 [L], None where no layer is being converted.
     """
 
     forward: nn.ForwardPass
     params: Params
     dims: Params
     below: int
-    trainable: Params = dataclasses.field(default_factory=dict)
     ladder_fraction: jax.Array | None = None
 
     def layers(self, state: State, extra: Any, first: int, last: int) -> tuple[State, Any]:
@@ -48,7 +46,7 @@ class _PartedModel:
         if self.ladder_fraction is not None:
             annealed = lambda wire, fraction: Annealed(wire.axes, fraction)
             converted = dict(given=self.ladder_fraction[first:last], wire_of=annealed)
-        settings = dict(stack=stack, first=first, dims=dims, trains=self.trainable.get(name), **converted)
+        settings = dict(stack=stack, first=first, dims=dims, **converted)
         return self.forward.layer_range(state, extra, **settings)[:2]
 
 
@@ -77,12 +75,11 @@ def loss_sum(
     positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
 
     def forward(definition: ModelDef) -> nn.ForwardPass:
-        return nn.forward_pass(definition, batch.tokens.shape[1], execution=config.execution, positions=positions)
+        return nn.forward_pass(definition, batch.tokens.shape, execution=config.execution, positions=positions)
 
     definition, below = plan.definition, plan.frozen_layers
     params, dims = _with_factors(plan, trained, frozen)
-    trainable = {parts.LAYERS: lora.trainable(dims[parts.LAYERS])} if plan.lora.rank else {}
-    student = _PartedModel(forward(definition), params, dims, below, trainable, scheduled.get(LADDER_FRACTION))
+    student = _PartedModel(forward(definition), params, dims, below, scheduled.get(LADDER_FRACTION))
     boundaries = _boundaries(plan)
 
     student_streams, teacher_streams, shared = {}, {}, shared_layers(plan)

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from ladder_jax import parallel, residual, schedule  # noqa: E402
 from ladder_jax.config import CollectiveMatmul, Launch, Loop, MoEConfig, Phase  # noqa: E402
-from ladder_jax.nn import prefetch  # noqa: E402
 from ladder_jax.nn.modules import normalise  # noqa: E402
 from ladder_jax.parallel import Overlap, Split, Traits, exchange, fsdp  # noqa: E402
 from ladder_jax.residual.wires import sequence  # noqa: E402
@@ -136,24 +135,21 @@ def scoped(steps, layer, wire):
 
 def sharded(x, weights):
     """Gradients of an unrolled Ladder whose weights are split over the fsdp axis, too."""
-    topology = residual.topology("ladder", num_layers=LAYERS)
-    names = [f"layer_{n}" for n in range(LAYERS)]
+    topology, dims = residual.topology("ladder", num_layers=LAYERS), (("DF", "FD"),) * 2
+    wire = topology.wire(TENSOR)
 
     def of_layer(n):
-        compute = lambda wire, state, whole: scoped(topology.layers[n], n, wire)(state, whole)
-        return lambda carry, whole: (compute(topology.wire(TENSOR), carry[0], whole), None)
+        def gathered(state, shares):
+            with jax.named_scope(f"layer_{n}"):
+                whole = fsdp.unshard_matrices(shares, dims, dtype=jnp.dtype(jnp.bfloat16))
+            return scoped(topology.layers[n], n, wire)(state, whole)
 
-    run = prefetch.Run(
-        [of_layer(n) for n in range(LAYERS)],
-        names,
-        1,
-        fsdp.FsdpLayer((("DF", "FD"),) * 2, jnp.dtype(jnp.bfloat16)),
-        recomputes=False,
-    )
+        return jax.checkpoint(gathered, policy=fsdp.all_but_gathered, prevent_cse=False)
 
     def loss(weights):
-        layers = tuple(jax.tree.map(lambda w: w[n], weights) for n in range(LAYERS))
-        state, _ = run((residual.begin(x, topology=topology, axes=TENSOR), None), layers)
+        state = residual.begin(x, topology=topology, axes=TENSOR)
+        for n in range(LAYERS):
+            state = of_layer(n)(state, jax.tree.map(lambda w: w[n], weights))
         return jnp.sum(residual.flush(state, axes=TENSOR).astype(jnp.float32))
 
     own = jax.tree.map(lambda w: parallel.pvary(w, ("data", "fsdp", "tensor")), weights)

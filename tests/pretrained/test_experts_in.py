@@ -27,7 +27,7 @@ def computed(source, *, tensor: int):
     layout = definition.layout
 
     def local(params, tokens):
-        run = nn.ForwardPass(definition, tokens.shape[1])
+        run = nn.ForwardPass(definition, tokens.shape)
         experts = len(stacks(source.model)["layers"])
         nothing = routing.zeros(source.model.moe, num_layers=experts, layout=layout)
         state, chosen, _ = run.layers(run.embed(params, tokens)[0], nothing, params=params)

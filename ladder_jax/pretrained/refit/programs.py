@@ -81,7 +81,7 @@ def programs(definition: nn.ModelDef, stack: str) -> Programs:
         context = LayerContext.of(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
         step = delayed_step(config, sublayer, delay, stack=stack)
         layer = definition.bind(stack, params)
-        after, _ = layer(streams, steps=(step,), wire=Chosen(axes), context=context)
+        after, _ = layer(streams, steps=(step,), wire=Chosen(axes), contexts=[context])
         return after if fresh else dataclasses.replace(after, partial=streams.partial)
 
     def late_input(streams, delay):
@@ -107,7 +107,7 @@ def programs(definition: nn.ModelDef, stack: str) -> Programs:
         context = LayerContext.of(config, streams.partial.shape[1], axes=axes, kernel=definition.kernel)
         layer, steps = definition.bind(stack, params), (residual.Step((sublayer,)),)
         read_input = late_input(streams, delay)
-        (hidden, partial), _ = layer(read_input, steps=steps, wire=OutputRead(), context=context)
+        (hidden, partial), _ = layer(read_input, steps=steps, wire=OutputRead(), contexts=[context])
         return hidden, all_reduce(partial.astype(jnp.float32), axes)
 
     def output(sublayer, params, streams, delay):

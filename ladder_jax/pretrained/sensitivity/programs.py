@@ -115,7 +115,7 @@ def programs(definition: nn.ModelDef) -> Programs:
             )
             steps = tuple(delayed_step(config, sublayer, delays[index, sublayer], stack=stack) for sublayer in (0, 1))
             module = definition.bind(stack, params_of_layer)
-            return module(streams, steps=steps, wire=Chosen(axes), context=context)[0]
+            return module(streams, steps=steps, wire=Chosen(axes), contexts=[context])[0]
 
         return lax.fori_loop(start, stop, layer, streams)
 

@@ -1,0 +1,79 @@
+"""Weights gathered for one layer at a time: what is kept for the backward pass, and runs of layers of several kinds.
+
+Its numbers on every mesh are held to one device's in test_meshes.py, its schedules in tests/audit/test_sharded.py.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from ladder_jax import nn
+from ladder_jax.config import Execution, Loop, LoraConfig, Remat, TrainConfig
+from ladder_jax.parallel import all_reduce, fsdp, on_mesh, pvary
+from ladder_jax.retrain import Retraining
+from ladder_jax.train.gradients import loss_and_gradients, task_gradients
+from tests import cases
+from tests.test_meshes import LENGTH, ROWS
+
+
+@pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS])
+@pytest.mark.parametrize("loop", Loop)
+def test_no_whole_matrix_is_kept_for_the_backward_pass(loop, remat, monkeypatch):
+    """Of what the layers' loop gives its backward pass nothing has the shape of a gathered matrix."""
+    definition = cases.define("ladder", num_layers=2, fsdp=4, tensor=2)
+    whole, unshard = set(), fsdp.unshard_matrices
+
+    def watch(params, dims, **settings):
+        gathered = unshard(params, dims, **settings)
+        whole.update(a.shape for a in jax.tree.leaves(gathered) if a.ndim > 1)
+        return gathered
+
+    monkeypatch.setattr(fsdp, "unshard_matrices", watch)
+    kept = []
+
+    def local(params, tokens):
+        params = jax.tree.map(lambda a: pvary(a, definition.layout.all_axes), params)  # as a training step does
+        run = nn.ForwardPass(definition, tokens.shape, execution=Execution(loop=loop, remat=remat))
+        state, _ = run.embed(params, tokens)
+        through = lambda stack: run.layers(state, params={"layers": stack})[0].residual
+        x, pull_back = jax.vjp(through, params["layers"])
+        kept.extend(a.shape for a in jax.tree.leaves(pull_back))
+        return all_reduce(x.sum(), definition.layout.batch)
+
+    dims = dict(in_dims=(definition.dims, "BT"), out_dims="")
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32", sharding=definition.layout.sharding("BT"))
+    jax.eval_shape(on_mesh(local, layout=definition.layout, **dims), definition.abstract, tokens)
+    assert len(whole) >= 4 and kept
+    stacked = {(2, *shape) for shape in whole}
+    assert not (whole | stacked) & set(kept)
+
+
+@pytest.mark.parametrize("loop", Loop)
+def test_beside_low_rank_factors_no_matrix_has_a_gradient(loop):
+    """One reduce-scatter for each of a layer's seven matrices: of the factor that is split."""
+    plan = Retraining(cases.define("ladder", num_layers=2, fsdp=4, tensor=2), lora=LoraConfig(rank=3))
+    batch = jax.ShapeDtypeStruct((ROWS, LENGTH + 1), "int32", sharding=plan.definition.layout.sharding("BT"))
+    frozen = {"model": plan.definition.abstract}
+    gradients = task_gradients(plan, config=TrainConfig(loop=loop))
+    program = jax.jit(gradients).lower(plan.abstract, frozen, batch, {}).compile().as_text()
+    assert program.count(" reduce-scatter(") == 7 * (2 if loop is Loop.UNROLLED else 1)
+
+
+def loss_and_gradients_of(*, mesh, loop):
+    """A hybrid: in a scan, a layer, a run of two, a layer."""
+    definition = cases.define("ladder", num_layers=4, ladder_layers="1,2", **mesh)
+    params = cases.place(cases.parameters(definition), definition)
+    batch = jax.device_put(cases.tokens((ROWS, LENGTH + 1)), definition.layout.sharding("BT"))
+    loss, gradients = jax.jit(loss_and_gradients(definition, loop=loop))(params, batch)
+    return definition.config, float(loss), jax.tree.map(np.asarray, gradients)
+
+
+def test_several_runs_of_layers():
+    config, loss, gradients = loss_and_gradients_of(mesh={}, loop=Loop.SCAN)
+    for loop in Loop:
+        _, ours, found = loss_and_gradients_of(mesh=dict(fsdp=4, tensor=2), loop=loop)
+        bound = cases.bound(config, passes=2)
+        assert abs(ours - loss) <= bound * loss
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+            padded = a.ndim == 2 and a.shape[0] >= config.vocab_size
+            assert (cases.error_but_for_padding if padded else cases.error)(a, b) < bound
