@@ -33,6 +33,7 @@ def prefill(
     quantize: Quantize = Quantize.NONE,
     sequence_parallel: bool = False,
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
+    interleave: int = 1,
 ) -> Compiled:
     """A compiled (params, tokens [B, T], lengths [B]) -> (logits [B, V] after each row's last token, caches).
 
@@ -42,9 +43,9 @@ def prefill(
     """
     if sequence_parallel and launch is Launch.EXPLICIT:
         raise UserError("launch 'explicit' halves all-reduces, and sequence parallelism has none: use 'auto'")
-    launch = Launch.CHAINED if sequence_parallel else _launch(definition, launch)
+    launch = Launch.CHAINED if sequence_parallel else _launch(definition, launch, interleave=interleave)
     split = dict(sequence_parallel=sequence_parallel, collective_matmul=collective_matmul)
-    execution = Execution(loop=loop, launch=launch, **split)
+    execution = Execution(loop=loop, launch=launch, interleave=interleave, **split)
 
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
@@ -259,10 +260,11 @@ def _sampler(definition: ModelDef) -> Callable:
     return functools.partial(sampling.sample, vocab_size=definition.config.vocab_size, axes=definition.layout.tensor)
 
 
-def _launch(definition: ModelDef, launch: Launch) -> Launch:
+def _launch(definition: ModelDef, launch: Launch, *, interleave: int = 1) -> Launch:
     """CHAINED or EXPLICIT; where no all-reduce can be hidden, CHAINED."""
     layout = definition.layout
-    hides = definition.topology.overlap is Overlap.HIDES and layout.ranks > 1 and not layout.emulated
+    hides = interleave == 2 or definition.topology.overlap is Overlap.HIDES
+    hides = hides and layout.ranks > 1 and not layout.emulated
     return resolve_launch(launch, mesh=layout.mesh) if hides else Launch.CHAINED
 
 

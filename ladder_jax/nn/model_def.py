@@ -21,7 +21,7 @@ from ladder_jax.errors import member, wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise
 from ladder_jax.nn.parameter import DENSE, LAYERS, STACKS, stacks
-from ladder_jax.parallel import Layout, Split, Traits, layout
+from ladder_jax.parallel import Layout, Overlap, Split, Traits, layout
 from ladder_jax.residual.wires.sequence import SequenceParallel
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
@@ -87,8 +87,9 @@ class ModelDef:
             Split.ROWS: self.exchanges(execution),
         }
         split = frozenset(what for what, yes in is_split.items() if yes)
+        overlap = Overlap.HIDES if execution.interleave == 2 else self.topology.overlap
         return Traits(
-            self.topology.overlap, phase, execution.loop, split, execution.collective_matmul, execution.launch
+            overlap, phase, execution.loop, split, execution.collective_matmul, execution.launch
         )
 
     @functools.cached_property
