@@ -27,6 +27,7 @@ from ladder_jax.config.model import Biases as Biases
 from ladder_jax.config.model import ModelConfig as ModelConfig
 from ladder_jax.config.model import RopeScaling as RopeScaling
 from ladder_jax.config.model import check_collective_matmul as check_collective_matmul
+from ladder_jax.config.model import check_interleave as check_interleave
 from ladder_jax.config.model import layer_indices as layer_indices
 from ladder_jax.config.model import parse_residual as parse_residual
 from ladder_jax.config.model import preset as preset

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from ladder_jax.config.execution import CollectiveMatmul, Dtype, QKNorm
-from ladder_jax.config.experts import EXPERT_SHAPES, MoEConfig
+from ladder_jax.config.experts import EXPERT_SHAPES, ExpertParallelism, MoEConfig
 from ladder_jax.config.fields import build, check, check_positive, fit, shown
 from ladder_jax.config.side import SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
@@ -66,6 +66,38 @@ def parse_residual(name: str) -> ResidualName:
     if name in (*RESIDUALS, *EXPERT_RESIDUALS):
         return ResidualName(name)
     raise unknown("residual", name, (*RESIDUALS, *EXPERT_RESIDUALS, "ladder-K", "desync-N"))
+
+
+def check_interleave(
+    interleave: int,
+    *,
+    model: "ModelConfig",
+    rows: int,
+    names: tuple[str, str],
+    collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
+    experts: ExpertParallelism = ExpertParallelism.REDUCE,
+) -> None:
+    """Raises UserError where two halves of `rows` rows in turn are not the model's program.
+
+    names: the user's words for the two settings, such as ("train.interleave", "train.batch").
+    """
+    setting, of_rows = names
+    check(interleave in (1, 2), f"{setting} must be 1 (the whole batch) or 2 (two halves in turn), not {interleave}")
+    if interleave == 1:
+        return
+    check(rows % 2 == 0, f"{setting} 2 halves the rows, and {of_rows} gives {rows} a device: take an even number")
+    kind = parse_residual(model.residual).kind
+    reduces = kind not in ("desync", "no-communication")
+    check(reduces, f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}")
+    shared = kind == "farskip" and model.moe is not None and model.moe.shared_width
+    check(not shared, f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention")
+    check(model.side is None, f"{setting} 2 is not for a model with a side network, which reads whole streams")
+    whole = collective_matmul is CollectiveMatmul.NONE
+    check(
+        whole, f"{setting} 2 hides gathers and scatters, of which collective_matmul {collective_matmul.value} has none"
+    )
+    reduced = experts is ExpertParallelism.REDUCE
+    check(reduced, f"{setting} 2 is for experts whose sums are reduced, not for rows that are exchanged")
 
 
 def check_collective_matmul(

@@ -7,7 +7,7 @@ from ladder_jax.config.decode import DecodeConfig
 from ladder_jax.config.execution import CollectiveMatmul, Execution, Loop, Remat
 from ladder_jax.config.experts import ExpertParallelism, check_exchange
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import ModelConfig, check_collective_matmul, parse_residual
+from ladder_jax.config.model import ModelConfig, check_collective_matmul, check_interleave, parse_residual
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 
 
@@ -271,6 +271,19 @@ class RunConfig:
             self.train.batch // rows % self.train.accumulate == 0,
             f"train.accumulate={self.train.accumulate} does not divide a device's {self.train.batch // rows} rows"
             f" (train.batch={self.train.batch} over data x fsdp = {rows})",
+        )
+        check_interleave(
+            self.train.interleave,
+            model=self.model,
+            rows=self.train.batch // rows // self.train.accumulate,
+            collective_matmul=form,
+            experts=self.mesh.experts,
+            names=("train.interleave", "train.batch over data x fsdp x train.accumulate"),
+        )
+        check(
+            self.train.interleave == 1 or not self.conversion.steps,
+            f"train.interleave=2 and conversion.steps={self.conversion.steps} exclude each other: while layers turn,"
+            " a sublayer waits for every sum",
         )
 
     @property

@@ -88,9 +88,7 @@ class ModelDef:
         }
         split = frozenset(what for what, yes in is_split.items() if yes)
         overlap = Overlap.HIDES if execution.interleave == 2 else self.topology.overlap
-        return Traits(
-            overlap, phase, execution.loop, split, execution.collective_matmul, execution.launch
-        )
+        return Traits(overlap, phase, execution.loop, split, execution.collective_matmul, execution.launch)
 
     @functools.cached_property
     def dims(self) -> Params:

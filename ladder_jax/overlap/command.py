@@ -28,7 +28,9 @@ def run(args: dict) -> None:
         collective_matmul=_collective_matmul(args["collective_matmul"]),
         experts=member(ExpertParallelism, "--experts", args["experts"] or "reduce"),
         capacity=args["capacity"],
-        **{name: args[name] for name in ("layers", "tensor", "fsdp", "batch", "prompt_length", "context")},
+        **{
+            name: args[name] for name in ("layers", "tensor", "fsdp", "batch", "prompt_length", "context", "interleave")
+        },
     )
     answer = result.read(request, compiling.compiled(request))
     if args["plot"]:

@@ -30,7 +30,11 @@ def program(request: Request) -> tuple[Compiled, tuple[Any, ...]]:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=definition.layout.sharding("BT"[: len(shape)]))
 
     rows, loop = request.batch * request.fsdp, request.loop
-    split = dict(sequence_parallel=request.sequence_parallel, collective_matmul=request.collective_matmul)
+    split = dict(
+        sequence_parallel=request.sequence_parallel,
+        collective_matmul=request.collective_matmul,
+        interleave=request.interleave,
+    )
     if request.phase is Phase.TRAIN:
         shape = dict(batch=rows, sequence=request.prompt_length, loop=loop, remat=request.remat)
         config = TrainConfig(**{**recipe(request.model), **shape, **split})

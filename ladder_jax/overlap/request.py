@@ -18,6 +18,7 @@ from ladder_jax.config import (
     check_collective_matmul,
     check_exchange,
     check_fits_mesh,
+    check_interleave,
     model_from_dict,
     parse_residual,
     preset,
@@ -42,6 +43,7 @@ class Request:
     context: the cache's capacity in positions per row. Decode fills all of them, prefill those of the prompt.
     sequence_parallel: the stream is split along the sequence over the tensor axis (see residual/wires/sequence.py).
     collective_matmul: of sequence parallelism's gathers and scatters that no other sublayer hides.
+    interleave: 2 takes two halves of the rows in turn (residual/interleave.py).
     experts: how the rows of other ranks' experts are computed. capacity: of exchanged ones (see config.MoEConfig).
     """
 
@@ -62,6 +64,7 @@ class Request:
     fsdp: int = 1
     sequence_parallel: bool = False
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
+    interleave: int = 1
     experts: ExpertParallelism = ExpertParallelism.REDUCE
     capacity: float | None = None
     shape: ModelConfig | None = None
@@ -114,6 +117,7 @@ def make(
     fsdp: int | None = None,
     sequence_parallel: bool = False,
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
+    interleave: int | None = None,
     experts: ExpertParallelism = ExpertParallelism.REDUCE,
     capacity: float | None = None,
 ) -> Request:
@@ -148,6 +152,7 @@ def make(
         fsdp=fsdp,
         sequence_parallel=sequence_parallel,
         collective_matmul=collective_matmul,
+        interleave=1 if interleave is None else interleave,
         experts=experts,
         capacity=exchange_capacity(capacity, config=config, experts=experts),
         shape=None if model in PRESETS else config,
@@ -163,6 +168,16 @@ def make(
         model=request.config,
         sequence_parallel=sequence_parallel,
         names=("--collective-matmul", "--sequence-parallel"),
+    )
+    if request.interleave == 2 and phase is Phase.DECODE:
+        raise UserError("--interleave 2 is for train and prefill: a decode step has too few rows to halve")
+    check_interleave(
+        request.interleave,
+        model=request.config,
+        rows=request.batch,
+        collective_matmul=collective_matmul,
+        experts=experts,
+        names=("--interleave", "--batch"),
     )
     if experts is ExpertParallelism.EXCHANGE:
         names = "--experts exchange", "--capacity", "--sequence-parallel"

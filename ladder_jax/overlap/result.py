@@ -156,6 +156,7 @@ def _is_used(name: str, request: Request) -> bool:
         "fsdp": request.phase is Phase.TRAIN,
         "sequence_parallel": request.phase is not Phase.DECODE,
         "collective_matmul": request.sequence_parallel,
+        "interleave": request.phase is not Phase.DECODE,
         "experts": request.config.moe is not None and request.sequence_parallel,
         "capacity": request.capacity is not None,
         "ladder_layers": request.ladder_layers is not None,

@@ -23,6 +23,8 @@ def lines(answer: Result) -> list:
     title = f"{request.model}, {request.residual}, {request.phase.value}, {request.layers} layers"
     mesh = (f"fsdp {request.fsdp}, " if request.fsdp > 1 else "") + f"tensor {request.tensor}"
     split = f", sequence-parallel{FORMS[request.collective_matmul]}" if request.sequence_parallel else ""
+    if request.interleave == 2:
+        split += ", two halves in turn"
     if request.experts is ExpertParallelism.EXCHANGE:
         split += f", experts exchanged with capacity {request.capacity:g}"
     head = [*answer.verdict.split("; "), f"{title}, {mesh}{split}, {request.loop.value}, on {request.target.name}"]

@@ -29,6 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--collective-matmul", metavar="FORM", help="with --sequence-parallel: none (the default), compiler or ring"
     )
+    parser.add_argument(
+        "--interleave", type=int, metavar="N", help="for train and prefill: 2 takes two halves of the rows in turn"
+    )
     parser.add_argument("--experts", metavar="FORM", help="with --sequence-parallel: reduce (the default) or exchange")
     parser.add_argument(
         "--capacity", type=float, metavar="C", help="of --experts exchange: an expert's rows, at most, over the mean"
