@@ -118,7 +118,7 @@ class Delayed:
         """`state` with zeros in place of None: a scan's carry has one structure from its first turn on."""
         if self.pending_before == 0:
             return state
-        zero = pvary(jnp.zeros(state.residual.shape, dtype), varying(state.residual))
+        zero = pvary(jnp.zeros_like(state.residual, dtype=dtype), varying(state.residual))
         sums = tuple(zero if s is None else s for s in state.sums)
         return dataclasses.replace(
             state, sums=sums, partial=pvary(zero, axes) if state.partial is None else state.partial
