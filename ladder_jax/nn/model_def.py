@@ -23,7 +23,7 @@ from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.layer import Layer
 from ladder_jax.nn.modules import Embedding, RMSNorm
 from ladder_jax.nn.parameter import DENSE, STACKS, stacks
-from ladder_jax.parallel import Layout, Split, Traits, layout
+from ladder_jax.parallel import Layout, NamedMesh, Split, Traits, layout
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
 
@@ -103,7 +103,9 @@ class ModelDef:
         return nnx.merge(self._graphs[fused][name], params)
 
 
-def define(config: ModelConfig, *, mesh: Mesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE) -> ModelDef:
+def define(
+    config: ModelConfig, *, mesh: Mesh | NamedMesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE
+) -> ModelDef:
     form = experts if isinstance(experts, ExpertParallelism) else member(ExpertParallelism, "experts", experts)
     return ModelDef(config, layout(config, mesh=mesh), form)
 
