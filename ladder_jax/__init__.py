@@ -13,6 +13,7 @@ _PACKAGES = {
     "preset": "config",
     "presets": "config",
     "make_mesh": "parallel",
+    "mesh_of": "parallel",
     "Transformer": "pretrained",
     "from_pretrained": "pretrained",
     "load": "pretrained.transformer",

@@ -132,8 +132,9 @@ WRONG = {
         "mesh must be of type Mesh, not 'cpu",
     ),
     "Transformer(mesh=) of other axes": (
-        lambda: nn.Transformer(CONFIG, rngs=RNGS, mesh=jax.make_mesh((1,), ("x",))),
-        "the mesh has the axes ('x',); ladder_jax.make_mesh makes one with ('data', 'fsdp', 'tensor')",
+        lambda: nn.Transformer(CONFIG, rngs=RNGS, mesh=jax.make_mesh((2,), ("x",))),
+        "the mesh has the axes ('x',), and a model's are ('data', 'fsdp', 'tensor'): name them by"
+        " ladder_jax.mesh_of(mesh, axes={'tensor': 'x'})",
     ),
     "define": (lambda: nn.define("tiny", mesh=parallel.make_mesh()), "config must be of type ModelConfig, not 'tiny'"),
     "ModelDef": (lambda: nn.ModelDef(CONFIG, 5), "layout must be of type Layout, not 5"),

@@ -106,6 +106,32 @@ def test_your_own_linen_model_as_a_standard_is_the_plain_one():
     assert cases.error(scope["forward"](fresh, tokens), expected) < cases.bound(cases.model(d_model=64, d_ff=128))
 
 
+EXPLICIT = blocks(DOCS / "guides" / "explicit.md", "python")
+
+
+def test_the_explicit_model_trains_beside_one_of_ours(capsys):
+    import jax
+
+    scope = {}
+    with jax.set_mesh(None):  # the page sets one
+        for block in EXPLICIT:
+            exec(compile(block, "explicit.md", "exec"), scope)  # noqa: S102
+    assert scope["losses"] == sorted(scope["losses"], reverse=True) and scope["losses"][-1] < 0.8 * scope["losses"][0]
+    assert capsys.readouterr().out.splitlines()[:2] == ["True", "float32[8@dp,16,8@tp]"]
+
+
+def test_the_explicit_model_as_a_standard_is_the_plain_one():
+    import jax
+
+    scope = {}
+    with jax.set_mesh(None):
+        code = "".join(EXPLICIT[:2]).replace('"ladder", num', '"standard", num')
+        exec(compile(code, "explicit.md", "exec"), scope)  # noqa: S102
+        params, tokens = scope["initial"](jax.random.key(0)), np.arange(32).reshape(4, 8)
+        ladder, plain = (jax.jit(scope[name])(params, tokens) for name in ("ladder", "plain"))
+    assert cases.error(ladder, plain) < cases.bound(cases.model(d_model=64, d_ff=128))
+
+
 @pytest.mark.audit
 @pytest.mark.parametrize("which", [NNX, LINEN], ids=["nnx", "linen"])
 def test_your_own_model_hides_its_all_reduces(which):

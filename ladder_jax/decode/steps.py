@@ -17,7 +17,7 @@ from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.parallel import Compiled, Overlap, Traits, on_mesh, over_ranks, resolve_launch
+from ladder_jax.parallel import Compiled, Overlap, Traits, apart, on_mesh, over_ranks, resolve_launch
 from ladder_jax.parallel.collectives import TOKEN_LOOP
 
 CHUNK = 16  # tokens that a call of `decode_many` makes by default, without a round trip to the host between them
@@ -126,7 +126,7 @@ def prefill_chunks(
         part = tokens[:, start : start + chunk]
         new, caches = program(params, caches, jax.device_put(part, sharding("BT")), np.int32(start), ends)
         # A row's logits are those of the last chunk that begins before its end: that chunk holds its last token.
-        logits = new if logits is None else _replace_rows(new, logits, lengths > start)
+        logits = new if logits is None else _replace_rows(definition)(new, logits, lengths > start)
     return logits, caches
 
 
@@ -145,13 +145,15 @@ def chunk_starts(length: int, *, chunk: int) -> list[int]:
     return [min(start, length - chunk) for start in range(0, length, chunk)]
 
 
-@functools.partial(jax.jit, donate_argnums=1)
-def _replace_rows(new_BV: jax.Array, old_BV: jax.Array, replaced_B: jax.Array) -> jax.Array:
-    return jnp.where(replaced_B[:, None], new_BV, old_BV)
+@functools.cache
+def _replace_rows(definition: ModelDef) -> Callable:
+    """A compiled (new [B, V], old [B, V], replaced [B] bool) -> [B, V]."""
+    local = lambda new, old, replaced: jnp.where(replaced[:, None], new, old)
+    return _jit(definition, local, in_dims=("BV", "BV", "B"), out_dims="BV")
 
 
 @functools.cache
-def seen_in(definition: ModelDef) -> jax.stages.Wrapped:
+def seen_in(definition: ModelDef) -> Callable:
     """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens that right-padded rows hold."""
     size = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks) // definition.layout.ranks
     local = functools.partial(sampling.seen_of, size=size, axes=definition.layout.tensor)
@@ -159,7 +161,7 @@ def seen_in(definition: ModelDef) -> jax.stages.Wrapped:
 
 
 @functools.cache
-def sample_first(definition: ModelDef, *, choice: Choice = Choice.SAMPLED) -> jax.stages.Wrapped:
+def sample_first(definition: ModelDef, *, choice: Choice = Choice.SAMPLED) -> Callable:
     """A compiled (logits [B, V], settings, positions [B], seen [B, V]) -> (tokens [B], log-probabilities [B] or None).
 
     With Choice.GREEDY as in `decode_many`: no log-probabilities, and of the settings only the penalty counts.
@@ -268,12 +270,12 @@ def _launch(definition: ModelDef, launch: Launch, *, interleave: int = 1) -> Lau
     return resolve_launch(launch, mesh=layout.mesh) if hides else Launch.CHAINED
 
 
-def _jit(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any) -> jax.stages.Wrapped:
+def _jit(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any) -> Callable:
     """For programs without parameters or large reductions, which need no compiler options."""
     layout = definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims))
+    return apart(jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims)))
 
 
 def _compile(

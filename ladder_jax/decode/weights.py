@@ -21,7 +21,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, parameter, quantized
 from ladder_jax.nn.parameter import stacks
 from ladder_jax.nn.quantized import Int8
-from ladder_jax.parallel import Layout, is_v5e, mesh, on_mesh, over_ranks
+from ladder_jax.parallel import Layout, apart, is_v5e, mesh, on_mesh, on_own_mesh, over_ranks
 
 if TYPE_CHECKING:
     from ladder_jax.checkpoint import Key
@@ -282,14 +282,20 @@ def _is_stored(quantize: Quantize, dtype: str, array: jax.Array, dims: str, layo
     return as_is and isinstance(array, jax.Array) and array.sharding == layout.sharding(dims)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
 def _convert(
-    layout: Layout, quantize: Quantize, dtype: str, array: jax.Array, dims: str, layer: Any
+    layout: Layout, quantize: Quantize, dtype: str, array: jax.Array, dims: str, layer: int | None
 ) -> jax.Array | Int8:
     """An array, or a layer of a stack, as the compiled steps take it. One program for all layers of a stack."""
-    place = lambda a, d: jax.lax.with_sharding_constraint(a, layout.sharding(d))
-    array = array if layer is None else array[layer]
-    return jax.tree.map(place, _stored(quantize, dtype, array, dims), _stored_dims(quantize, dims))
+    return _converter(layout, quantize, dtype, dims)(array, layer)
+
+
+@functools.cache
+def _converter(layout: Layout, quantize: Quantize, dtype: str, dims: str) -> Callable:
+    """A compiled (array or stack, layer or None) -> the array as it is stored."""
+    out_dims = _stored_dims(quantize, dims)
+    convert = lambda array, layer: _stored(quantize, dtype, array if layer is None else array[layer], dims)
+    placed = jax.tree.map(layout.sharding, out_dims)
+    return apart(jax.jit(on_own_mesh(convert, layout=layout, out_dims=out_dims), out_shardings=placed))
 
 
 @functools.cache
@@ -297,4 +303,5 @@ def _fuser(layout: Layout, dims: tuple, out_dims: str | Int8, axis: int) -> Call
     """A compiled (arrays of these dimensions) -> one array, concatenated on each rank."""
     local = lambda *parts: jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *parts)
     ranked = over_ranks(local, layout=layout, in_dims=dims, out_dims=out_dims)
-    return jax.jit(on_mesh(ranked, layout=layout, in_dims=dims, out_dims=out_dims))
+    meshed = on_mesh(ranked, layout=layout, in_dims=dims, out_dims=out_dims)
+    return apart(jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims)))

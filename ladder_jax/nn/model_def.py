@@ -21,7 +21,7 @@ from ladder_jax.errors import member, wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise
 from ladder_jax.nn.parameter import DENSE, LAYERS, STACKS, stacks
-from ladder_jax.parallel import Layout, Overlap, Split, Traits, layout
+from ladder_jax.parallel import Layout, NamedMesh, Overlap, Split, Traits, layout
 from ladder_jax.residual.wires.sequence import SequenceParallel
 
 Params = dict[str, Any]  # nested dict of arrays, by the names that checkpoints store
@@ -120,7 +120,9 @@ class ModelDef:
         return nnx.merge(self._graphs[fused][name], params)
 
 
-def define(config: ModelConfig, *, mesh: Mesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE) -> ModelDef:
+def define(
+    config: ModelConfig, *, mesh: Mesh | NamedMesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE
+) -> ModelDef:
     form = experts if isinstance(experts, ExpertParallelism) else member(ExpertParallelism, "experts", experts)
     return ModelDef(config, layout(config, mesh=mesh), form)
 

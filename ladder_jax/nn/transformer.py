@@ -14,7 +14,17 @@ from ladder_jax.nn.forward import ForwardPass, logits
 from ladder_jax.nn.model_def import ModelDef, Params, declare, define, initialize
 from ladder_jax.nn.parameter import Module, next_key
 from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
-from ladder_jax.parallel import Compiled, check_mesh, make_mesh, on_mesh, over_ranks, with_ranks
+from ladder_jax.parallel import (
+    Compiled,
+    NamedMesh,
+    context_mesh,
+    make_mesh,
+    mesh_of,
+    on_mesh,
+    on_own_mesh,
+    over_ranks,
+    with_ranks,
+)
 from ladder_jax.residual import Topology
 
 
@@ -30,20 +40,20 @@ class Transformer(Module):
         config: ModelConfig,
         *,
         rngs: nnx.Rngs | None = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | NamedMesh | None = None,
         params: Params | None = None,
     ):
         """Initial values by `rngs.params`, or `params` in their place, all of them.
 
-        mesh: axes data, fsdp, tensor; one device by default. The initial values do not depend on it.
+        mesh: axes data, fsdp, tensor, or others' by `mesh_of`; by default that of `jax.set_mesh`, or else one device.
+            The initial values do not depend on it.
         Raises UserError where the model cannot be split over the mesh, or `params` are another model's.
         """
         if not isinstance(config, ModelConfig):
             raise UserError(f"a Transformer takes a ModelConfig, such as preset('tiny'), not {config!r:.80}")
         if (rngs is None) == (params is None):
             raise UserError("a Transformer takes either rngs=nnx.Rngs(seed), for new weights, or params=")
-        mesh = make_mesh() if mesh is None else mesh
-        check_mesh(mesh)
+        mesh = mesh_of((context_mesh() or make_mesh()) if mesh is None else mesh)
         config = with_ranks(config, tensor=mesh.shape["tensor"])
         self.definition = define(config, mesh=mesh)
         modules = declare(config, ranks=self.definition.layout.ranks)
@@ -53,6 +63,8 @@ class Transformer(Module):
             params = initialize(self.definition, key=next_key(rngs))
         else:
             arguments.check_params(params, expected=self.definition.abstract)
+            if not mesh.is_own:  # the caller's code has them by their types
+                params = jax.device_put(params, jax.tree.map(lambda a: a.sharding, self.definition.abstract))
         nnx.update(self, params)
 
     @property
@@ -61,7 +73,9 @@ class Transformer(Module):
 
     @property
     def mesh(self) -> Mesh:
-        return self.definition.layout.mesh
+        """The caller's; of `make_mesh`, where ranks share a key/value head, with the axes kv and group for tensor."""
+        layout = self.definition.layout
+        return layout.mesh if layout.given.is_own else layout.given.mesh
 
     @property
     def topology(self) -> Topology:
@@ -111,7 +125,8 @@ def compiled_logits(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Compiled
         return meshed(params, tokens)[..., : definition.config.vocab_size]
 
     traits = definition.traits(execution, phase=Phase.PREFILL)
-    return Compiled(stripped, mesh=definition.layout.mesh, traits=traits)
+    whole = on_own_mesh(stripped, layout=definition.layout, out_dims=dims[1])
+    return Compiled(whole, mesh=definition.layout.mesh, traits=traits)
 
 
 def forward_pass(definition: ModelDef, shape: tuple[int, int], **settings: Any) -> ForwardPass:

@@ -1,5 +1,6 @@
 """`jax.jit` with compiler options for the mesh's devices, and what replaces options on which the compiler fails."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -81,6 +82,24 @@ def tracing() -> bool:
     return core.get_opaque_trace_state() != _EAGER
 
 
+def without_mesh() -> contextlib.AbstractContextManager:
+    """A context in which `jax.set_mesh` has set none; the same one in a trace, where that cannot be changed."""
+    around = jax.sharding.get_abstract_mesh()
+    return contextlib.nullcontext() if around.empty or tracing() else jax.set_mesh(None)
+
+
+def apart(compiled: Callable) -> Callable:
+    """A compiled function whose results are for other programs of ours: it leaves them on the mesh of its arguments,
+    whichever `jax.set_mesh` has set."""
+
+    @functools.wraps(compiled)
+    def called(*args):
+        with without_mesh():
+            return compiled(*args)
+
+    return called
+
+
 class Compiled:
     """`jax.jit(fn)` with compiler options for its mesh; if the compiler fails on them, with fewer and a notice.
 
@@ -88,7 +107,8 @@ class Compiled:
     `options` are those in force, for a program of these `traits`.
 
     Inside a trace it is `jax.jit(fn)` without options, which jax refuses there, and without donation: both belong to
-    the outermost program.
+    the outermost program. Results are on the mesh of `jax.set_mesh`, if it is another than the model's; outside of a
+    trace, what a program hands to its next call stays where it is: of those that donate, or have `out_shardings`.
     """
 
     def __init__(
@@ -103,6 +123,7 @@ class Compiled:
         best = compile_options(mesh, traits=traits)
         rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
         self.__wrapped__ = fn
+        self._out_shardings, self._is_apart = out_shardings, bool(out_shardings) or donate_argnums != ()
         self._placed = functools.partial(jax.jit, fn, out_shardings=out_shardings)
         self._jit = functools.partial(self._placed, donate_argnums=donate_argnums)
         self._left = [*([{**best, **rescue}] if rescue else []), *([{}] if best else [])]
@@ -115,9 +136,10 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         if tracing():
-            return self._plain(*args)
+            return self._plain(*args) if self._is_at_home() else self._moved(*args)
         try:
-            return self._jitted(*args)
+            with self._context():
+                return self._jitted(*args)
         except jax.errors.JaxRuntimeError as error:
             self._fall_back(error)
         return self(*args)
@@ -125,17 +147,30 @@ class Compiled:
     def compile(self, *args: Any) -> jax.stages.Compiled:
         """Ahead of time, for arguments or their shapes."""
         try:
-            return self._jitted.lower(*args).compile()
+            return self.lower(*args).compile()
         except jax.errors.JaxRuntimeError as error:
             self._fall_back(error)
         return self.compile(*args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        return self._jitted.lower(*args)
+        with self._context():
+            return self._jitted.lower(*args)
 
     @functools.cached_property
     def _plain(self) -> Callable:
         return self._placed()
+
+    @functools.cached_property
+    def _moved(self) -> Callable:
+        """`_plain` where another mesh is set."""
+        return jax.jit(self.__wrapped__)
+
+    def _is_at_home(self) -> bool:
+        around = jax.sharding.get_abstract_mesh()
+        return around.empty or all(s.mesh.abstract_mesh == around for s in jax.tree.leaves(self._out_shardings)[:1])
+
+    def _context(self) -> contextlib.AbstractContextManager:
+        return without_mesh() if self._is_apart else contextlib.nullcontext()
 
     def _fall_back(self, error: jax.errors.JaxRuntimeError) -> None:
         """Take the next options. Raises `error` if it has another cause, or no options are left."""

@@ -1,22 +1,28 @@
 """Device meshes, how a model's named dimensions are split over them, functions that run on every rank, and arrays that
-are copied to their devices piece by piece: one device's shard, or one layer, at a time."""
+are copied to their devices piece by piece: one device's shard, or one layer, at a time.
+
+Programs run on a mesh of our own, whose axes are Auto. A caller's mesh may have other names and Explicit axes, and be
+set by `jax.set_mesh`: `on_own_mesh` changes arguments to ours, and results to the caller's. Over the same devices that
+moves nothing but what is split otherwise; on meshes of `make_mesh` alone there is nothing to change.
+"""
 
 import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
-from ladder_jax.errors import UserError, wrong_type
+from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.parallel.collectives import EMULATED
+from ladder_jax.parallel.compiled import apart
 
 logger = logging.getLogger("ladder_jax")
 
@@ -58,17 +64,105 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequenc
 
 
 @dataclasses.dataclass(frozen=True)
+class NamedMesh:
+    """A mesh and what it calls our axes. Stands wherever a mesh of `make_mesh` does; made by `mesh_of`.
+
+    names: of the mesh's axes, those that are data, fsdp and tensor; None for an axis that it lacks, of one rank.
+    """
+
+    mesh: Mesh
+    names: tuple[str | None, str | None, str | None]
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Sizes by our names."""
+        return {axis: self.mesh.shape[name] if name else 1 for axis, name in zip(AXES, self.names)}
+
+    @property
+    def devices(self) -> np.ndarray:
+        return self.own.devices
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is as `make_mesh` makes them."""
+        return self.own is self.mesh
+
+    @functools.cached_property
+    def own(self) -> Mesh:
+        """The same devices in the same order, with the axes data, fsdp and tensor, all Auto.
+
+        Its axes have the mesh's order, as programs may hold arrays of both; an axis that it lacks stands where ours has
+        it, if the others do.
+        """
+        if self.mesh.axis_names == AXES and set(self.mesh.axis_types) == {AxisType.Auto}:
+            return self.mesh
+        ours = {name: axis for axis, name in zip(AXES, self.names) if name}
+        order = [ours[name] for name in self.mesh.axis_names if name in ours]
+        in_order = order == [axis for axis in AXES if axis in order]
+        order = AXES if in_order else (*order, *(axis for axis in AXES if axis not in order))
+        devices = np.asarray(self.mesh.devices).reshape([self.shape[axis] for axis in order])
+        return Mesh(devices, tuple(order), axis_types=(AxisType.Auto,) * 3)
+
+
+def mesh_of(mesh: Mesh | NamedMesh, *, axes: Mapping[str, str] | None = None) -> NamedMesh:
+    """A mesh of jax's for a model of ours: `mesh_of(mesh, axes={"data": "dp", "tensor": "tp"})`.
+
+    axes: what the mesh calls data, fsdp and tensor. An axis left out is the one of that name; one that the mesh lacks
+        has one rank, and axes of one device need no name. Explicit axes stay so: parameters and results have types on
+        this mesh. A mesh whose axes have our names is taken as it is, without this.
+
+    Raises UserError for names that are none, and for axes of several devices without a name.
+    """
+    if isinstance(mesh, NamedMesh) and axes is None:
+        return mesh
+    if not isinstance(mesh, Mesh):
+        raise wrong_type("mesh", mesh, Mesh)
+    if not isinstance(axes, Mapping | None):
+        raise wrong_type("axes", axes, dict)
+    for axis, name in (axes or {}).items():
+        if axis not in AXES:
+            raise unknown("axis", axis, AXES)
+        if name not in mesh.axis_names:
+            raise unknown("axis of the mesh", name, mesh.axis_names)
+    names = {axis: axis for axis in AXES if axis in mesh.axis_names} | dict(axes or {})
+    if len(set(names.values())) < len(names):
+        raise UserError(f"axes must name an axis of the mesh once, not {names}")
+    if left := [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in names.values()]:
+        raise UserError(
+            f"the mesh has the axes {mesh.axis_names}, and a model's are {AXES}:"
+            f" name them by ladder_jax.mesh_of(mesh, axes={_example(left, names)})"
+        )
+    return NamedMesh(mesh, tuple(names.get(axis) for axis in AXES))
+
+
+def context_mesh() -> Mesh | None:
+    """The mesh that `jax.set_mesh` set, if one did. Raises UserError in a trace, which does not know its devices."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return None
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:
+        raise UserError("a model that is made inside jax.jit and the like needs its mesh=") from None
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """Which mesh axes each named dimension of a model is split over.
 
-    mesh: the axes data, fsdp, tensor; with fewer key/value heads than tensor ranks the last one
-        is split in two, (kv, group), over the same devices in the same order.
+    given: the caller's mesh. Parameters, batches and results lie on it.
+    mesh: the one that programs run on, all Auto: the axes data, fsdp, tensor; with fewer key/value heads than tensor
+        ranks the last one is split in two, (kv, group), over the same devices in the same order.
     batch, tensor, kv: the mesh axes of the batch, of the tensor-parallel dimensions, and of the
         key/value heads (the ranks of one `group` hold the same head).
     ranks: how many tensor-parallel ranks compute the model.
     emulated: the ranks are computed on one device, by `over_ranks`.
     """
 
+    given: NamedMesh
     mesh: Mesh
     batch: tuple[str, ...]
     tensor: tuple[str, ...]
@@ -82,14 +176,23 @@ class Layout:
         return f"Layout({sizes} of {self.mesh.devices.flat[0].device_kind}{emulated})"
 
     def spec(self, dims: str) -> PartitionSpec:
-        """The partition of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
-        axes = {"B": self.batch, "D": FSDP if self.fsdp > 1 else None}
-        if not self.emulated:
-            axes |= {**dict.fromkeys(SHARDED, self.tensor), "K": self.kv}
-        return PartitionSpec(*(axes.get(dim) for dim in dims))
+        """The partition over `mesh` of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
+        return self._split(dims, batch=self.batch, fsdp=FSDP if self.fsdp > 1 else None, tensor=self.tensor, kv=self.kv)
 
     def sharding(self, dims: str) -> NamedSharding:
-        return NamedSharding(self.mesh, self.spec(dims))
+        """Of an array with these dimensions on the caller's mesh."""
+        if self.given.is_own:
+            return NamedSharding(self.mesh, self.spec(dims))
+        return NamedSharding(self.given.mesh, self._spec_by(self._names(self.given.mesh), dims))
+
+    def sharding_on(
+        self, mesh: AbstractMesh, shape: tuple[int, ...], *, dims: str, axes: tuple[str, ...]
+    ) -> NamedSharding:
+        """Of an array on any mesh over the same devices: split along those of its `axes` that correspond to ours, where
+        they divide `shape`."""
+        names = {axis: name for axis, name in self._names(mesh).items() if name in axes}
+        whole = lambda axes, size: axes if axes is None or size % _ranks(mesh, axes) == 0 else None
+        return NamedSharding(mesh, PartitionSpec(*map(whole, self._spec_by(names, dims), shape)))
 
     def own_axes(self, dims: str) -> tuple[str, ...]:
         """The axes each of whose ranks computes its own results with an array of these dimensions: all of them.
@@ -109,36 +212,48 @@ class Layout:
 
     @property
     def batch_ranks(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.batch)
+        return _ranks(self.mesh, self.batch)
+
+    def _names(self, mesh: Mesh | AbstractMesh) -> dict[str, str]:
+        """What `mesh` calls those of our axes that have several ranks: as the caller's mesh does, or as we do."""
+        pairs = [(axis, name) for axis, given in zip(AXES, self.given.names) for name in (axis, given)]
+        sizes = self.given.shape
+        return {axis: name for axis, name in pairs if 1 < sizes[axis] == mesh.shape.get(name)}
+
+    def _spec_by(self, names: dict[str, str], dims: str) -> PartitionSpec:
+        batch, tensor = tuple(names[axis] for axis in (DATA, FSDP) if axis in names), names.get(TENSOR)
+        kv = tensor if self.kv == self.tensor else None  # ranks that share a head are no axis of the caller's mesh
+        return self._split(dims, batch=batch or None, fsdp=names.get(FSDP), tensor=tensor, kv=kv)
+
+    def _split(self, dims: str, *, batch: Any, fsdp: Any, tensor: Any, kv: Any) -> PartitionSpec:
+        axes = {"B": batch, "D": fsdp}
+        if not self.emulated:
+            axes |= {**dict.fromkeys(SHARDED, tensor), "K": kv}
+        return PartitionSpec(*(axes.get(dim) for dim in dims))
 
 
-def layout(config: ModelConfig, *, mesh: Mesh) -> Layout:
+def layout(config: ModelConfig, *, mesh: Mesh | NamedMesh) -> Layout:
     """How `config`'s model lies over `mesh` (axes data, fsdp, tensor). Raises UserError where it cannot."""
     if not isinstance(config, ModelConfig):
         raise wrong_type("config", config, ModelConfig)
-    check_mesh(mesh)
-    tensor = mesh.shape["tensor"]
-    check_fits_mesh(config, MeshConfig(**mesh.shape))
-    batch = ("data", "fsdp")
+    given = mesh_of(mesh)
+    own, tensor, batch = given.own, given.shape[TENSOR], (DATA, FSDP)
+    check_fits_mesh(config, MeshConfig(**given.shape))
     if tensor == 1 and (config.ranks or 1) > 1:
-        return Layout(mesh, batch, (EMULATED,), (EMULATED,), config.ranks, emulated=True)
+        return Layout(given, own, batch, (EMULATED,), (EMULATED,), config.ranks, emulated=True)
     if tensor <= config.num_kv_heads:
-        return Layout(mesh, batch, ("tensor",), ("tensor",), tensor, emulated=False)
-    data, fsdp, kv = mesh.shape["data"], mesh.shape["fsdp"], config.num_kv_heads
-    split = Mesh(
-        np.asarray(mesh.devices).reshape(data, fsdp, kv, tensor // kv),
-        ("data", "fsdp", "kv", "group"),
-        axis_types=(AxisType.Auto,) * 4,
+        return Layout(given, own, batch, (TENSOR,), (TENSOR,), tensor, emulated=False)
+    return Layout(
+        given, _with_groups(own, kv=config.num_kv_heads), batch, ("kv", "group"), ("kv",), tensor, emulated=False
     )
-    return Layout(split, batch, ("kv", "group"), ("kv",), tensor, emulated=False)
 
 
-def check_mesh(mesh: Mesh) -> None:
-    """Raises UserError for a mesh with other axes than data, fsdp and tensor."""
-    if not isinstance(mesh, Mesh):
-        raise wrong_type("mesh", mesh, Mesh)
-    if mesh.axis_names != AXES:
-        raise UserError(f"the mesh has the axes {mesh.axis_names}; ladder_jax.make_mesh makes one with {AXES}")
+def _with_groups(mesh: Mesh, *, kv: int) -> Mesh:
+    """`mesh` with its tensor axis split in two, (kv, group)."""
+    at = mesh.axis_names.index(TENSOR)
+    sizes = *mesh.axis_sizes[:at], kv, mesh.shape[TENSOR] // kv, *mesh.axis_sizes[at + 1 :]
+    names = *mesh.axis_names[:at], "kv", "group", *mesh.axis_names[at + 1 :]
+    return Mesh(np.asarray(mesh.devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def with_ranks(config: ModelConfig, *, tensor: int) -> ModelConfig:
@@ -155,13 +270,54 @@ def on_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) -> C
     the collectives of a `vmap`.
     """
     specs = lambda dims: jax.tree.map(layout.spec, dims)
-    return jax.shard_map(
+    mapped = jax.shard_map(
         fn,
         mesh=layout.mesh,
         in_specs=specs(in_dims),
         out_specs=specs(out_dims),
         check_vma=not layout.emulated,
     )
+    return on_own_mesh(mapped, layout=layout, out_dims=out_dims)
+
+
+def on_own_mesh(fn: Callable, *, layout: Layout, out_dims: Any) -> Callable:
+    """`fn`, a function of global arrays on the layout's own mesh, wherever it is called. out_dims: of its results."""
+
+    @functools.wraps(fn)
+    def changed(*args):
+        around, own = mesh_around(args, layout=layout), layout.mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(own):
+            out = fn(*jax.tree.map(lambda a: _changed(a, NamedSharding(own, PartitionSpec())), args))
+        back = lambda dims, a: _given_back(a, around, functools.partial(layout.sharding_on, around, a.shape, dims=dims))
+        return jax.tree.map(lambda dims, below: jax.tree.map(functools.partial(back, dims), below), out_dims, out)
+
+    compiled = jax.jit(changed)  # outside of a trace, too, jax knows no arrays of other meshes than the one set
+
+    @functools.wraps(fn)
+    def called(*args):
+        return fn(*args) if mesh_around(args, layout=layout) is None else compiled(*args)
+
+    return called
+
+
+def mesh_around(args: Any, *, layout: Layout) -> AbstractMesh | None:
+    """The mesh that results belong on, if it is not the layout's own: the one that is set, or else the caller's.
+
+    Raises UserError where the one that is set has another number of devices.
+    """
+    own, around = layout.mesh.abstract_mesh, jax.sharding.get_abstract_mesh()
+    of_args = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args))
+    explicit = next((mesh for mesh in of_args if mesh.explicit_axes), None)
+    if around.empty:
+        around = explicit or (own if layout.given.is_own else layout.given.mesh.abstract_mesh)
+    if around.manual_axes or (around == own and explicit is None):
+        return None
+    if around.size != own.size:
+        raise UserError(
+            f"the mesh set by jax.set_mesh has {around.size} devices, and this model's {own.size}:"
+            " make the model with mesh=jax.sharding.get_mesh(), or call it outside"
+        )
+    return around
 
 
 def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) -> Callable:
@@ -203,15 +359,42 @@ def place(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+    return _zeros(shape, dtype, sharding)()
 
 
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+@apart
 @functools.partial(jax.jit, donate_argnums=0)
 def put(stack: Any, layer: Any, index: int) -> Any:
     """`stack` [L, ...], an array or a tree of them, with `layer` written at `index`; the given stack is consumed."""
     return jax.tree.map(lambda s, a: jax.lax.dynamic_update_index_in_dim(s, a, index, 0), stack, layer)
+
+
+def _example(left: list[str], names: Mapping[str, str]) -> dict[str, str]:
+    """A way to name the axes `left`: the last is tensor, the first data."""
+    order = AXES if len(left) > 2 else (DATA, TENSOR)[-len(left) :]
+    return {**{axis: name for axis, name in names.items() if axis != name}, **dict(zip(order, left))}
+
+
+def _changed(array: Any, sharding: NamedSharding) -> Any:
+    return array if jax.typeof(array).sharding.mesh == sharding.mesh else jax.sharding.reshard(array, sharding)
+
+
+def _given_back(array: jax.Array, around: AbstractMesh, split: Callable[..., NamedSharding]) -> jax.Array:
+    """By its type along Explicit axes; along Auto ones by a constraint, as the compiler may choose what they cannot."""
+    array = _changed(array, split(axes=around.explicit_axes))
+    if not around.auto_axes:
+        return array
+    return jax.lax.with_sharding_constraint(array, split(axes=around.auto_axes))
+
+
+def _ranks(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 def _align(dims: Dims, tree: Any) -> tuple[Any, Any]:

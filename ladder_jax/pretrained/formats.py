@@ -98,7 +98,7 @@ class OpenedModel:
         """All parameters, stacked as in training, read one at a time. dtype: of all; None keeps the stored dtypes."""
         if isinstance(self.weights, Source):
             source = dataclasses.replace(self.weights, model=definition.config)
-            return load_source(source, mesh=definition.layout.mesh, dtype=dtype)
+            return load_source(source, mesh=definition.layout.given, dtype=dtype)
         if dtype == np.float32:
             return self.weights.params(definition)
         return assemble(definition, self.reader(definition), dtype=dtype)

@@ -21,7 +21,7 @@ type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
 def load(
     source: Source,
     *,
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | parallel.NamedMesh,
     dtype: np.dtype | None = None,
     loop: Loop = Loop.SCAN,
     done: Callable[[Key], object] = lambda key: None,
@@ -33,6 +33,7 @@ def load(
     done: called with the key of each array after it is loaded.
     Raises UserError if the model cannot be split over the mesh.
     """
+    mesh = parallel.mesh_of(mesh)
     definition = nn.define(parallel.with_ranks(source.model, tensor=mesh.shape["tensor"]), mesh=mesh)
     return assemble(definition, reader(source, definition, dtype=dtype, loop=loop, done=done), loop=loop)
 

@@ -24,6 +24,7 @@ from ladder_jax.decode import Generator, Request, default_tensor, memory
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import UserError, member
 from ladder_jax.nn import Params
+from ladder_jax.parallel import NamedMesh
 from ladder_jax.pretrained import hub, source, staging, tokenizer_files
 from ladder_jax.pretrained.convert import native
 from ladder_jax.pretrained.convert.request import Format
@@ -47,7 +48,7 @@ class Transformer(nn.Transformer):
         config: ModelConfig,
         *,
         rngs: nnx.Rngs | None = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | NamedMesh | None = None,
         params: Params | None = None,
         tokenizer: Tokenizer | None = None,
         decode: DecodeConfig | None = None,
@@ -132,7 +133,7 @@ class Transformer(nn.Transformer):
 def from_pretrained(
     name: str | os.PathLike,
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | NamedMesh | None = None,
     residual: str | None = None,
     ladder_layers: str | int | Sequence[int] | None = None,
     ranks: int | None = None,
@@ -141,7 +142,8 @@ def from_pretrained(
     """The model called `name` with its tokenizer: a checkpoint, a Hugging Face folder, a GGUF file, or
     `org/name[@revision]` of the Hub.
 
-    mesh: by default as many tensor-parallel devices as it was trained on, if there are as many; else one.
+    mesh: by default that of `jax.set_mesh`; without one, as many tensor-parallel devices as it was trained on, if there
+    are as many; else one.
     ladder_layers: convert these in memory: N (the last N), [i, j] or "all"; residual, ranks: to which kind (default
     ladder), and for ladder-fresh, the ranks that it is for. dtype: "bfloat16" or "float32", of the parameters and of
     compute; None keeps the stored dtypes, and computes in the configuration's.
@@ -152,7 +154,9 @@ def from_pretrained(
     dtype = None if dtype is None else member(Dtype, "dtype", dtype)
     opened = open_model(name, ladder_layers=ladder_layers, residual=residual, ranks=ranks)
     tokenizer = opened.tokenizer() if opened.has_tokenizer else None
-    mesh = parallel.make_mesh(tensor=default_tensor(opened.config)) if mesh is None else mesh
+    if mesh is None:
+        mesh = parallel.context_mesh() or parallel.make_mesh(tensor=default_tensor(opened.config))
+    mesh = parallel.mesh_of(mesh)
     config = parallel.with_ranks(opened.config.model, tensor=mesh.shape["tensor"])
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype, residual_dtype=dtype)
@@ -162,7 +166,7 @@ def from_pretrained(
 
 
 def load(
-    path: str | os.PathLike, *, mesh: Mesh | None = None, dtype: Dtype | np.dtype | str | None = None
+    path: str | os.PathLike, *, mesh: Mesh | NamedMesh | None = None, dtype: Dtype | np.dtype | str | None = None
 ) -> Transformer:
     """What `Transformer.save` or a run wrote; as `from_pretrained`, which never asks the Hub here."""
     if not pathlib.Path(path).expanduser().exists():
@@ -194,9 +198,9 @@ class _Prepared:
             self._of, self._generators = tuple(map(weakref.ref, leaves)), {}
         form = dict(loop=loop, quantize=quantize)
         if (loop, quantize) not in self._generators:
-            held = memory.held_bytes(model.params)
+            held, rows = memory.held_bytes(model.params), model.definition.layout.batch_ranks
             with memory.explained("generating"):
-                memory.check_slots(model.definition, slots=1, capacity=capacity, chunk=CHUNK, held=held, **form)
+                memory.check_slots(model.definition, slots=rows, capacity=capacity, chunk=CHUNK, held=held, **form)
                 self._generators[loop, quantize] = Generator(model, **form)
         return self._generators[loop, quantize]
 

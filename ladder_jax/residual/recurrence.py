@@ -199,7 +199,7 @@ class AllReduce:
 
     def filled(self, stream: jax.Array, sums: Sums, partial: Any, dtype: jnp.dtype) -> tuple[Sums, Any]:
         """`sums` and `partial` beside a residual like `stream`, with zeros in place of None."""
-        zero = pvary(jnp.zeros(stream.shape, dtype), varying(stream))
+        zero = pvary(jnp.zeros_like(stream, dtype=dtype), varying(stream))
         return tuple(zero if one is None else one for one in sums), pvary(
             zero, self.axes
         ) if partial is None else partial

@@ -19,7 +19,7 @@ from ladder_jax.data.batch import Batch
 from ladder_jax.errors import wrong_type
 from ladder_jax.nn import ModelDef, Params
 from ladder_jax.nn.parameter import is_matrix
-from ladder_jax.parallel import Compiled
+from ladder_jax.parallel import Compiled, apart, on_own_mesh
 from ladder_jax.parallel.collectives import GRADIENT_NORM
 from ladder_jax.train.gradients import Pretraining, TrainingTask, task_gradients
 
@@ -77,7 +77,9 @@ def train_step(definition: ModelDef, *, config: TrainConfig, task: TrainingTask 
         return _keep_if_good(new, old, metrics, config=config)
 
     traits = definition.traits(config.execution, phase=Phase.TRAIN)
-    return Compiled(step, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
+    out_dims = state_dims(config=config, task=task), ""
+    whole = on_own_mesh(step, layout=definition.layout, out_dims=out_dims)
+    return Compiled(whole, mesh=definition.layout.mesh, traits=traits, donate_argnums=0)
 
 
 def _keep_if_good(
@@ -129,6 +131,13 @@ def gradient_norm(gradients: Params) -> jax.Array:
     return optax.tree.norm(gradients)
 
 
+def state_dims(*, config: TrainConfig, task: TrainingTask) -> TrainState:
+    """The dimensions of a state's arrays; each of the optimizer's moments has its parameter's."""
+    dims = task.trained_dims
+    moments = jax.tree.map(lambda _: "", jax.eval_shape(adamw(config, dims=dims).init, task.abstract))
+    return TrainState(dims, optax.tree.set(moments, mu=dims, nu=dims), "", "", "")
+
+
 def abstract_state(definition: ModelDef, *, config: TrainConfig, task: TrainingTask | None = None) -> TrainState:
     """Shapes, dtypes and shardings; each of the optimizer's moments is sharded like its parameter."""
     task = task or Pretraining(definition)
@@ -156,7 +165,7 @@ def initial_state(
     init = adamw(config, dims=task.trained_dims).init
     rest = lambda params: (init(params), jnp.int32(0), jnp.float32(0), jnp.int32(0))
     of_rest = (shardings.optimizer, shardings.step, shardings.mean_loss, shardings.good_steps)
-    return TrainState(params, *jax.jit(rest, out_shardings=of_rest)(params))
+    return TrainState(params, *apart(jax.jit(rest, out_shardings=of_rest))(params))
 
 
 OPTIMIZER = ("count", "mu", "nu")  # the names of the optimizer's arrays in a checkpoint

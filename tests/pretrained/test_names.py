@@ -81,6 +81,13 @@ def test_text_without_converting_first(name, files, tmp_path, capsys):
         assert ours.dtype == theirs.dtype and (np.asarray(ours) == np.asarray(theirs)).all()
 
 
+def test_a_folder_on_other_meshes(files):
+    """Of more tensor ranks than key/value heads, and of two data ranks: the same text."""
+    text = lj.from_pretrained(files / "qwen2").generate(TEXT, max_new_tokens=4)
+    for mesh in (lj.make_mesh(tensor=4), lj.make_mesh(data=2, tensor=2)):
+        assert lj.from_pretrained(files / "qwen2", mesh=mesh).generate(TEXT, max_new_tokens=4) == text
+
+
 def test_ladder_layers_in_memory(files, tmp_path, capsys):
     """As `convert` makes them; and what it refuses."""
     for options in (["--ladder-layers", "1"], ["--ladder-layers", "all", "--residual", "ladder-2"]):

@@ -20,7 +20,7 @@ from ladder_jax.decode import cache, sampling, steps
 from ladder_jax.decode.request import Request
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.parallel import on_mesh
+from ladder_jax.parallel import apart, on_mesh
 
 
 @jax.tree_util.register_dataclass
@@ -203,4 +203,4 @@ def _jit(definition: ModelDef, local: Callable, *, in_dims: Any, out_dims: Any, 
     layout = definition.layout
     meshed = on_mesh(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     out_shardings = jax.tree.map(layout.sharding, out_dims)
-    return jax.jit(meshed, donate_argnums=donate, out_shardings=out_shardings)
+    return apart(jax.jit(meshed, donate_argnums=donate, out_shardings=out_shardings))

@@ -1,0 +1,287 @@
+"""Meshes as jax makes them, whose axes are Explicit, and meshes set by `jax.set_mesh`: the numbers of the reference,
+with other Explicit code before and after, for arguments of any sharding."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ladder_jax as lj
+from ladder_jax import decode, nn, residual
+from ladder_jax.config import DecodeConfig, Loop, Quantize, TrainConfig
+from ladder_jax.decode import weights
+from ladder_jax.errors import UserError
+from ladder_jax.train import step
+from ladder_jax.train.gradients import loss_and_gradients
+from tests import cases
+from tests.test_your_layers import LIMIT, STACKED, X, exactly, float64, pair
+
+CONFIG, TOKENS = cases.model("ladder"), cases.tokens()
+VALUES, GRADIENTS = cases.bound(CONFIG), cases.bound(CONFIG, passes=2)
+TABLE = np.random.default_rng(2).standard_normal((251, 8)).astype(np.float32) / 16
+MESHES = {  # sizes, names, which are ours, and the names of rows and heads
+    "our names": ((2, 1, 4), ("data", "fsdp", "tensor"), {}, "data", "tensor"),
+    "other names": ((2, 4), ("dp", "tp"), dict(data="dp", tensor="tp"), "dp", "tp"),
+    "another order": ((4, 2, 1), ("tp", "fsdp", "stage"), dict(tensor="tp"), "fsdp", "tp"),
+    "shared heads": ((1, 8), ("dp", "tensor"), dict(data="dp"), None, "tensor"),
+    "Explicit rows": ((2, 4), ("data", "tensor"), {}, "data", None),
+}
+SET = pytest.mark.parametrize("is_set", [True, False], ids=["set", "not set"])
+
+
+@functools.cache
+def example(name):
+    """(the mesh, a model on it)."""
+    sizes, names, axes, _, heads = MESHES[name]
+    mesh = jax.make_mesh(sizes, names, None if heads else (AxisType.Explicit, AxisType.Auto))
+    return mesh, model_on(lj.mesh_of(mesh, axes=axes))
+
+
+def model_on(mesh, config=CONFIG):
+    return nn.Transformer(config, mesh=mesh, params=cases.parameters(nn.define(config, mesh=mesh)))
+
+
+def setting(mesh, is_set=True):
+    return jax.set_mesh(mesh) if is_set else contextlib.nullcontext()
+
+
+def errors(found, expected):
+    """The largest, of two trees of parameters whose tables may be padded for different meshes."""
+    padded = lambda a: a.ndim == 2 and a.shape[0] >= CONFIG.vocab_size
+    compare = lambda a, b: (cases.error_but_for_padding if padded(a) else cases.error)(a, b)
+    return max(jax.tree.leaves(jax.tree.map(compare, found, expected)))
+
+
+def same_types(found, like):
+    return jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, like)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_values_between_explicit_code(name):
+    """Results have types by which matmuls go on; under nnx.jit, jax.jit and outside of a trace."""
+    (mesh, model), (*_, rows, heads) = example(name), MESHES[name]
+    expected = cases.dense_logits("ladder", 1)
+
+    def between(model, tokens, table):
+        logits = model(jnp.where(tokens < 0, 0, tokens))
+        assert jax.typeof(logits).sharding == NamedSharding(mesh.abstract_mesh, P(rows, None, None))
+        return jnp.einsum("btv,vx->btx", jnp.sin(logits), table, out_sharding=P(rows, None, heads))
+
+    with setting(mesh):
+        table, tokens = jax.device_put(TABLE, P(None, heads)), jax.device_put(TOKENS, P(rows))
+        for transform in (nnx.jit, lambda f: f, lambda f: lambda m, *args: jax.jit(functools.partial(f, m))(*args)):
+            found = transform(between)(model, tokens, table)
+            assert cases.error(found, np.sin(expected) @ TABLE) < 100 * VALUES
+            assert jax.typeof(found).sharding.spec == P(rows, None, heads)
+
+
+@SET
+@pytest.mark.parametrize("name", MESHES)
+def test_arguments_of_any_sharding(name, is_set):
+    """Of other meshes over the same devices, too."""
+    (mesh, model), (*_, rows, _) = example(name), MESHES[name]
+    ours, other = lj.make_mesh(data=4, tensor=2), jax.make_mesh((4, 2), ("x", "y"))
+    with setting(mesh, is_set):
+        for tokens in (
+            TOKENS,
+            jnp.asarray(TOKENS),
+            jax.device_put(TOKENS, NamedSharding(mesh, P(None, rows))),
+            jax.device_put(TOKENS, NamedSharding(ours, P("data", "tensor"))),
+            jax.device_put(TOKENS, NamedSharding(other, P("x", "y"))),
+        ):
+            logits = model(tokens)
+            assert cases.error(logits, cases.dense_logits("ladder", 1)) < VALUES
+            assert logits.sharding.mesh == mesh
+
+
+@pytest.mark.parametrize("name", [name for name in MESHES if name != "another order"])
+def test_gradients_between_explicit_code(name):
+    """Of the model's parameters, with their types: an optimizer goes on with them."""
+    (mesh, model), (*_, rows, _) = example(name), MESHES[name]
+
+    def loss_of(model, tokens):
+        logits = model(tokens[:, :-1])
+        chosen = jnp.einsum("btv,btv->bt", logits, jax.nn.one_hot(tokens[:, 1:], 251), out_sharding=P(rows))
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+    loss, gradients = cases.dense_gradients("ladder", 1)
+    with setting(mesh):
+        tokens = jax.device_put(TOKENS, P(rows))
+        value, found = nnx.jit(nnx.value_and_grad(loss_of))(model, tokens)
+        graph, params = nnx.split(model)
+        plain = jax.jit(jax.grad(lambda params: loss_of(nnx.merge(graph, params), tokens)))(params)
+        moved = jax.jit(lambda p, g: jax.tree.map(lambda p, g: p - 0.1 * g, p, g))(params, plain)
+    assert abs(float(value) - loss) < GRADIENTS * loss and same_types((found, moved), (params, params))
+    for each in (found, plain):
+        assert errors(nnx.to_pure_dict(each), gradients) < GRADIENTS
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_training(name):
+    """Loss and gradients of `train`, and its step, whose state keeps its types."""
+    (mesh, model), config = example(name), TrainConfig(batch=4, sequence=9, steps=3)
+    loss, gradients = cases.dense_gradients("ladder", 1)
+    norm = sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in jax.tree.leaves(gradients)) ** 0.5
+    with setting(mesh):
+        value, found = jax.jit(loss_and_gradients(model.definition))(model.params, TOKENS)
+        before = step.initial_state(model.definition, config=config, params=jax.tree.map(jnp.copy, model.params))
+        expected = step.abstract_state(model.definition, config=config)
+        assert jax.tree.all(
+            jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), before, expected)
+        )
+        train = step.train_step(model.definition, config=config)
+        types = jax.tree.map(jax.typeof, before)
+        after, metrics = train(before, TOKENS)
+        assert jax.tree.map(jax.typeof, after) == types and not metrics["bad"]
+        after, _ = train(after, TOKENS)
+        jax.jit(lambda params: jax.tree.map(jnp.square, params))(after.params)
+    assert abs(float(value) - loss) < GRADIENTS * loss and errors(found, gradients) < GRADIENTS
+    assert same_types(found, model.params)
+    assert abs(float(metrics["loss"]) - loss) < GRADIENTS * loss
+    assert abs(float(metrics["gradient_norm"]) - norm) < GRADIENTS * norm
+
+
+@functools.cache
+def greedy(prompt, *, new=20):
+    """By the reference's rule, a token at a time, on one device."""
+    return decode.Generator(model_on(lj.make_mesh())).tokens([prompt], config=DecodeConfig(max_new_tokens=new))[0]
+
+
+@SET
+@pytest.mark.parametrize("name", [name for name in MESHES if name != "another order"])
+def test_generation(name, is_set):
+    """Prefill's logits are the reference's; tokens those of one device, by either loop."""
+    (mesh, model), prompt = example(name), tuple(TOKENS[0, :5].tolist())
+    with setting(mesh, is_set):
+        for loop, quantize in ((Loop.UNROLLED, Quantize.NONE), (Loop.SCAN, Quantize.NONE), (Loop.SCAN, Quantize.INT8)):
+            generator = decode.Generator(model, loop=loop, quantize=quantize)
+            (found,) = generator.tokens([prompt], config=DecodeConfig(max_new_tokens=20, prefill_chunk=2))
+            assert quantize is Quantize.INT8 or (found == greedy(prompt)).all()
+        program = decode.prefill(model.definition, capacity=32)
+        logits, caches = program(
+            weights.prepare(model.definition, model.params, loop=Loop.UNROLLED), TOKENS, np.full(4, 10)
+        )
+        if is_set:
+            jax.jit(lambda caches: jax.tree.map(jnp.square, caches))(caches)
+    assert cases.error(np.asarray(logits)[:, :251], cases.dense_logits("ladder", 1)[:, -1]) < VALUES
+
+
+def test_a_model_with_its_text(tmp_path):
+    """Made on the mesh that is set; generated from, saved and loaded."""
+    with setting(jax.make_mesh((2, 4), ("data", "tensor"))) as _:
+        model = lj.Transformer(cases.model("ladder", vocab_size=256), rngs=nnx.Rngs(0))
+        text = model.generate("a", max_new_tokens=4)
+        assert model.mesh == jax.sharding.get_mesh() and model.definition.layout.ranks == 4
+        model.save(tmp_path / "model")
+        again = lj.load(tmp_path / "model")
+        assert same_types(again.params, model.params) and again.generate("a", max_new_tokens=4) == text
+    alone = lj.Transformer(model.config, rngs=nnx.Rngs(0))
+    assert alone.mesh.size == 1 and alone.generate("a", max_new_tokens=4) == text
+
+
+def test_a_model_of_make_mesh_among_explicit_code():
+    """Its parameters stay on its own mesh; results lie on the one that is set, whatever its axes are called."""
+    model, shared = model_on(lj.make_mesh(data=2, tensor=4)), model_on(lj.make_mesh(tensor=8))
+    expected, prompt = cases.dense_logits("ladder", 1), tuple(TOKENS[0, :5].tolist())
+    for names, spec in ((("data", "tensor"), P("data", None, None)), (("x", "y"), P(None, None, None))):
+        with setting(jax.make_mesh((2, 4), names)):
+            logits = model(TOKENS)
+            assert cases.error(jnp.sin(logits), np.sin(expected)) < 10 * VALUES and logits.sharding.spec == spec
+            assert cases.error(jax.jit(lambda tokens: model(tokens) + 0)(TOKENS), expected) < VALUES
+            (found,) = decode.Generator(model).tokens([prompt], config=DecodeConfig(max_new_tokens=20))
+            assert (found == greedy(prompt)).all()
+    params, config = jax.tree.map(jnp.copy, shared.params), TrainConfig(batch=4, sequence=9, steps=3)
+    loss, gradients = cases.dense_gradients("ladder", 1)
+    with setting(lj.make_mesh(tensor=8)):  # which has no axes for the ranks that share a head
+        value, found = jax.jit(loss_and_gradients(shared.definition))(params, TOKENS)
+        state = step.initial_state(shared.definition, config=config, params=params)
+        _, metrics = step.train_step(shared.definition, config=config)(state, TOKENS)
+        assert cases.error(shared(TOKENS), expected) < VALUES and errors(found, gradients) < GRADIENTS
+        assert all(abs(float(one) - loss) < GRADIENTS * loss for one in (value, metrics["loss"]))
+
+
+SPECS = P("data"), P(None, None, None, "tensor", None)
+
+
+@pytest.mark.parametrize("axes", [("tensor",), ("data", "tensor")], ids=["tensor alone", "all"])
+@pytest.mark.parametrize("loop", ["scan", "unrolled"])
+@pytest.mark.parametrize("name", ["ladder", "standard", "parallel-ladder"])
+def test_layers_of_your_own(name, loop, axes):
+    """`residual.run` in a shard_map over the whole mesh, or over the tensor axis alone, the rows split by type."""
+    topology = residual.topology(name, num_layers=3)
+    local = lambda x, stacked: residual.run(topology, pair, x, params=stacked, loop=loop)
+    specs = SPECS if len(axes) == 2 else (P(), SPECS[1])
+    mapped = jax.shard_map(local, in_specs=specs, out_specs=specs[0], axis_names=set(axes))
+    expected, gradient = float64(functools.partial(exactly, name)), float64(jax.grad(
+        lambda x, w: jnp.sum(exactly(name, x, w) ** 2), argnums=1
+    ))  # fmt: skip
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+    with setting(mesh):
+        x, stacked = (jax.device_put(a, spec) for a, spec in zip((X, STACKED), SPECS))
+        found = jax.jit(lambda x, w: 2 * mapped(x / 2 * 2, w))(x, stacked)
+        slope = jax.jit(jax.grad(lambda w, x: jnp.sum(mapped(x, w) ** 2)))(stacked, x)
+        assert same_types((found, slope), (x, stacked))
+    assert cases.error(found, 2 * expected) < LIMIT and cases.error(slope, gradient) < 2 * LIMIT
+
+
+def test_a_stack_of_your_own():
+    class Sublayer(nnx.Module):
+        def __init__(self, *, rngs):
+            self.up, self.down = (nnx.Linear(*sizes, use_bias=False, rngs=rngs) for sizes in ((8, 16), (16, 8)))
+
+        def __call__(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+    class Layer(nnx.Module):
+        def __init__(self, *, rngs):
+            self.attention, self.mlp = Sublayer(rngs=rngs), Sublayer(rngs=rngs)
+
+    topology = residual.topology("ladder", num_layers=3)
+    one = residual.Stack(Layer, topology=topology, rngs=nnx.Rngs(0), axes=())
+    with setting(jax.make_mesh((2, 4), ("data", "tensor"))):
+        graph, params = nnx.split(residual.Stack(Layer, topology=topology, rngs=nnx.Rngs(0)))
+        spec = lambda path, _: P(None, None, "tensor") if "up" in jax.tree_util.keystr(path) else P(None, "tensor")
+        specs = jax.tree_util.tree_map_with_path(spec, params)
+        local = lambda params, x: nnx.merge(graph, params)(x)
+        mapped = jax.shard_map(local, in_specs=(specs, P("data")), out_specs=P("data"))
+        found = jax.jit(lambda params, x: mapped(jax.reshard(params, specs), jax.reshard(x, P("data"))))(params, X)
+        whole = nnx.jit(lambda stack, x: stack(x))(one, jax.device_put(X, P("data")))  # split by types alone
+    assert cases.error(found, one(X)) < LIMIT and cases.error(whole, one(X)) < LIMIT
+
+
+def wrong(names, sizes=(2, 4), **axes):
+    return lambda: lj.mesh_of(jax.make_mesh(sizes, names), axes=axes or None)
+
+
+@pytest.mark.parametrize("make, said", [
+    (wrong(("dp", "tp")), r"has the axes \('dp', 'tp'\), and a model's are .*axes={'data': 'dp', 'tensor': 'tp'}\)"),
+    (wrong(("data", "model")), r"name them by ladder_jax.mesh_of\(mesh, axes={'tensor': 'model'}\)"),
+    (wrong(("dp", "tp"), data="dp"), r"axes={'data': 'dp', 'tensor': 'tp'}"),
+    (wrong(("a", "b", "c"), (2, 2, 2)), r"axes={'data': 'a', 'fsdp': 'b', 'tensor': 'c'}"),
+    (wrong(("dp", "tp"), tensr="tp"), "unknown axis 'tensr'; did you mean 'tensor'"),
+    (wrong(("dp", "tp"), tensor="tpp"), "unknown axis of the mesh 'tpp'; did you mean 'tp'"),
+    (wrong(("dp", "tp"), tensor="tp", data="tp"), "axes must name an axis of the mesh once"),
+    (lambda: lj.mesh_of(8), "mesh must be of type Mesh, not 8"),
+    (lambda: lj.mesh_of(lj.make_mesh(), axes=("tp",)), "axes must be of type dict, not a tuple"),
+    (lambda: nnx.eval_shape(lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0))), "inside jax.jit and the like needs its"),
+    (lambda: model_on(lj.make_mesh())(TOKENS), "set by jax.set_mesh has 8 devices, and this model's 1: make the model"),
+    (lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0)), "has the axes .'x',., and a model's are"),
+], ids=str)  # fmt: skip
+def test_what_is_refused(make, said):
+    """In one line."""
+    with setting(jax.make_mesh((8,), ("x",))), pytest.raises(UserError, match=said) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def test_sizes_by_our_names():
+    mesh = lj.mesh_of(jax.make_mesh((4, 2, 1), ("tp", "dp", "stage")), axes={"tensor": "tp", "data": "dp"})
+    assert mesh.shape == dict(data=2, fsdp=1, tensor=4) and mesh.size == 8 and lj.mesh_of(mesh) is mesh
+    assert mesh.own.axis_names == ("tensor", "data", "fsdp") and list(mesh.devices.flat) == list(mesh.mesh.devices.flat)
+    assert lj.mesh_of(jax.make_mesh((2, 4), ("data", "tensor"))).own == lj.make_mesh(data=2, tensor=4)
