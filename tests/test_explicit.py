@@ -272,7 +272,7 @@ def wrong(names, sizes=(2, 4), **axes):
     (lambda: nnx.eval_shape(lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0))), "inside jax.jit and the like needs its"),
     (lambda: model_on(lj.make_mesh())(TOKENS), "set by jax.set_mesh has 8 devices, and this model's 1: make the model"),
     (lambda: nn.Transformer(CONFIG, rngs=nnx.Rngs(0)), "has the axes .'x',., and a model's are"),
-], ids=str)  # fmt: skip
+], ids=lambda value: value[:40] if isinstance(value, str) else "call")  # fmt: skip
 def test_what_is_refused(make, said):
     """In one line."""
     with setting(jax.make_mesh((8,), ("x",))), pytest.raises(UserError, match=said) as error:
