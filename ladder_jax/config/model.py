@@ -74,10 +74,11 @@ def check_interleave(
     model: "ModelConfig",
     rows: int,
     names: tuple[str, str],
+    sequence_parallel: bool = False,
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
     experts: ExpertParallelism = ExpertParallelism.REDUCE,
 ) -> None:
-    """Raises UserError where two halves of `rows` rows in turn are not the model's program.
+    """Raises UserError where two halves of `rows` rows in turn, or of an odd number's sequences, are no program.
 
     names: the user's words for the two settings, such as ("train.interleave", "train.batch").
     """
@@ -85,7 +86,10 @@ def check_interleave(
     check(interleave in (1, 2), f"{setting} must be 1 (the whole batch) or 2 (two halves in turn), not {interleave}")
     if interleave == 1:
         return
-    check(rows % 2 == 0, f"{setting} 2 halves the rows, and {of_rows} gives {rows} a device: take an even number")
+    whole_rows = rows % 2 == 0 or not sequence_parallel
+    check(
+        whole_rows, f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows} a device: an odd number"
+    )
     kind = parse_residual(model.residual).kind
     reduces = kind not in ("desync", "no-communication")
     check(reduces, f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}")

@@ -1,6 +1,7 @@
 """A forward pass on one rank, in parts: embedding, layers (all, or one range after another), final norm, scores."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,15 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.config import SCANNED, Execution, check_collective_matmul
+from ladder_jax.config.fields import check
 from ladder_jax.nn import loss
-from ladder_jax.nn.model_def import ModelDef, Params
+from ladder_jax.nn.model_def import ModelDef, Params, matrix_elements
 from ladder_jax.nn.modules import LayerContext
 from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import all_reduce, fsdp, pvary
 from ladder_jax.parallel.collectives import HEAD
 from ladder_jax.residual import AllReduce, State, Step
-from ladder_jax.residual.interleave import interleaved
+from ladder_jax.residual.interleave import Interleaved
 from ladder_jax.residual.loop import run_layers
 from ladder_jax.residual.wires import sequence
 
@@ -27,7 +29,7 @@ GIVEN = "given"
 class ForwardPass:
     """One forward pass on one rank, over tokens of `shape` [B, T]: all of it, or `embed`, `layers` and `finish`.
 
-    positions: those of the tokens, 0..T-1 by default.
+    positions: those of the tokens, 0..T-1 by default. cached: the layers have caches.
     Through the layers go a `State` and `extra`, what a feature carries along: with experts in training a `Routing`.
     """
 
@@ -38,6 +40,7 @@ class ForwardPass:
         *,
         execution: Execution = SCANNED,
         positions: Positions = FULL_SEQUENCE,
+        cached: bool = False,
     ):
         check_collective_matmul(
             execution.collective_matmul,
@@ -47,11 +50,18 @@ class ForwardPass:
         )
         (rows, length), wire = shape, definition.wire(execution)
         self.definition, self.execution = definition, execution
-        self.wire = interleaved(wire, execution.interleave, rows=rows)
+        self.wire, parts = wire, ((length, positions),)
+        if execution.interleave == 2 and rows % 2 == 0:
+            self.wire = Interleaved(wire, at=rows // 2)
+            parts = ((length, half) for half in positions.halves(rows // 2))
+        elif execution.interleave == 2:
+            check_halves_of_sequence(length, splits=definition.splits(execution), rows=rows)
+            at = half_of_sequence(definition, length)
+            self.wire = Interleaved(wire, at=at, axis=1)
+            parts = zip((at, length - at), positions.parts(at, cached=cached), strict=True)
         self.steps = self.wire.layers(definition.topology.layers)
-        parts = (positions,) if self.wire is wire else positions.halves(rows // 2)
         of_model = functools.partial(LayerContext.of, definition.config, axes=wire.axes, kernel=definition.kernel)
-        self.contexts = [of_model(length, positions=part) for part in parts]
+        self.contexts = [of_model(size, positions=part) for size, part in parts]
 
     def __call__(self, params: Params, tokens: jax.Array, *, caches: Any = None) -> tuple[jax.Array, Any]:
         """The final, normed stream [B, T, D] for `tokens` [B, T], and the caches."""
@@ -169,6 +179,30 @@ class ForwardPass:
         final = definition.bind("final_norm", unshard(definition, "final_norm", params["final_norm"]))
         x = final(x, dtype=jnp.dtype(definition.config.dtype.value))
         return sequence.gather(x, axes) if definition.splits(self.execution) else x
+
+
+def check_halves_of_sequence(length: int, *, splits: bool, rows: int) -> None:
+    """Raises UserError where an odd number of rows has no two parts of their sequences."""
+    check(length > 1, f"interleave=2 takes halves of the rows or of their positions, not of {rows} x 1 tokens")
+    check(not splits, f"interleave=2 with sequence parallelism takes halves of the rows, and {rows} is odd")
+
+
+def half_of_sequence(definition: ModelDef, length: int) -> int:
+    """How many of `length` positions have half of a layer's FLOPs: more than half, as the later ones attend to more.
+
+    With E matrix elements of a layer and n H query channels, t positions take 2 E t + 2 n H t^2.
+    """
+    config = definition.config
+    linear = (matrix_elements(definition) - config.vocab_size * config.d_model) / config.num_layers
+    square = config.num_heads * config.head_dim
+    half = (linear * length + square * length**2) / 2
+    at = round((math.sqrt(linear**2 + 4 * square * half) - linear) / (2 * square))
+    if length >= 4 * TILE:
+        at = TILE * round(at / TILE)
+    return min(max(at, 1), length - 1)
+
+
+TILE = 128  # of positions, for which matmuls and attention kernels are best
 
 
 def unshard(definition: ModelDef, name: str, params: Params) -> Params:

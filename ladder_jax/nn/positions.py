@@ -36,6 +36,12 @@ class Positions(Protocol):
     def halves(self, rows: int) -> tuple["Positions", "Positions"]:
         """Those of the first `rows` rows and of the others, whose cache is one."""
 
+    def parts(self, at: int, *, cached: bool) -> tuple["Positions", "Positions"]:
+        """Those of every row's first `at` positions and of the later ones, which attend to the first, too.
+
+        Without a cache to read them from, the first part leaves its keys and values in its place.
+        """
+
     def indices(self, length: int) -> jax.Array:
         """Those of a block of `length` tokens, [B, length] or, the same for all rows, [1, length]."""
 
@@ -69,6 +75,11 @@ class FullSequence:
         first, second = (None, None) if self.ends is None else (self.ends[:rows], self.ends[rows:])
         return FullSequence(first, self.row), FullSequence(second, self.row + rows)
 
+    def parts(self, at, *, cached):
+        if cached:
+            return self, ChunkedPrefill(jnp.int32(at), self.row)
+        return FirstPart(self), LaterPart(at)
+
 
 FULL_SEQUENCE = FullSequence()
 
@@ -99,6 +110,9 @@ class Packed:
     def halves(self, rows):
         return Packed(self.segments[:rows]), Packed(self.segments[rows:])
 
+    def parts(self, at, *, cached):
+        return FirstPart(Packed(self.segments[:, :at])), LaterPart(at, self.begins)
+
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedPrefill:
@@ -121,6 +135,46 @@ class ChunkedPrefill:
 
     def halves(self, rows):
         return ChunkedPrefill(self.start, self.row), ChunkedPrefill(self.start, self.row + rows)
+
+    def parts(self, at, *, cached):
+        return self, ChunkedPrefill(self.start + at, self.row)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstPart:
+    """The first positions of rows in training, as `of` has them; their keys and values are left for `LaterPart`."""
+
+    of: FullSequence | Packed
+    ends: ClassVar[None] = None
+
+    def indices(self, length):
+        return self.of.indices(length)
+
+    def attend(self, query, key, value, *, cache, kernel):
+        attended, _ = self.of.attend(query, key, value, cache=None, kernel=kernel)
+        return attended, Cache(key, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterPart:
+    """The positions from `start` on of rows in training. begins: [B, T] of packed rows, as `Packed` has them."""
+
+    start: int
+    begins: jax.Array | None = None
+    ends: ClassVar[None] = None
+
+    def indices(self, length):
+        index = self.start + jnp.arange(length)[None, :]
+        return index if self.begins is None else index - self.begins[:, self.start :]
+
+    def attend(self, query, key, value, *, cache, kernel):
+        keys, values = (jnp.concatenate(pair, axis=1) for pair in ((cache.key, key), (cache.value, value)))
+        index = jnp.arange(keys.shape[1])
+        seen = (index[None, :] <= index[self.start :, None])[None]
+        if self.begins is not None:
+            seen = seen & (self.begins[:, self.start :, None] == self.begins[:, None, :])
+        attended = jax.nn.dot_product_attention(query, keys, values, mask=seen[:, None], implementation="xla")
+        return attended, None
 
 
 @dataclasses.dataclass(frozen=True)

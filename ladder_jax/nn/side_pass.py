@@ -32,6 +32,7 @@ class SidePass(ForwardPass):
         *,
         execution: Execution = SCANNED,
         positions: Positions = FULL_SEQUENCE,
+        cached: bool = False,
     ):
         check(not definition.splits(execution), "model.side reads whole streams: not with sequence_parallel")
         check(execution.interleave == 1, "model.side reads whole streams: not with interleave=2")

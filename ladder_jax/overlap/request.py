@@ -175,6 +175,7 @@ def make(
         request.interleave,
         model=request.config,
         rows=request.batch,
+        sequence_parallel=sequence_parallel and tensor > 1,
         collective_matmul=collective_matmul,
         experts=experts,
         names=("--interleave", "--batch"),
@@ -210,6 +211,7 @@ def experts(request: Request) -> Experts | None:
 def sublayer_flops(request: Request, *, form: Form = Form.KERNELS) -> dict[str, float]:
     """Forward matmul FLOPs of one sublayer's projections on one device, by kind (see `schedule.judge.read`).
 
+    Of two halves in turn, a sublayer is that of one half.
     form: of the experts' matmuls. Expanded, every (token, choice) row passes all of the device's experts.
     """
     shard, moe = shards.shard(request.config, ranks=request.tensor), request.config.moe
@@ -217,7 +219,8 @@ def sublayer_flops(request: Request, *, form: Form = Form.KERNELS) -> dict[str, 
     if moe is not None and form is Form.EXPANDED:
         held, own = -(-moe.experts // request.tensor), moe.top_k / request.tensor
         per_token += 3 * shard.d_model * moe.expert_width * (moe.top_k * held - own)
-    attention, mlp = 2 * request.tokens * shard.attention, 2 * request.tokens * per_token
+    tokens = request.tokens / request.interleave
+    attention, mlp = 2 * tokens * shard.attention, 2 * tokens * per_token
     return {"attention": attention, "mlp": mlp, "joint": attention + mlp}
 
 
