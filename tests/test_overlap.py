@@ -82,13 +82,13 @@ def test_phases(run_cli, kept, phase, loop, count):
 
 
 def test_weights_and_a_stream_that_are_split(run_cli, kept):
-    """4 layers of 7 matrices: gathered again in the backward pass, but for the last; and both halves of 8 sums."""
+    """4 layers of 7 matrices: gathered again in the backward pass, too; and both halves of 8 sums."""
     args = "--model tiny --target cpu:8 --phase train --residual ladder --prompt-length 16 --loop unrolled --fsdp 2"
     done = run_cli("overlap", *args.split(), "--sequence-parallel", "--json", LADDER_JAX_CACHE=str(kept))
     found = json.loads(done.stdout)
     assert (found["fsdp"], found["tensor"], found["sequence_parallel"]) == (2, 4, True)
     gathers, scatters = found["weights_gathers"], found["gradients_scatters"]
-    assert [gathers[name] for name in ("count", "asynchronous", "hidden")] == [7 * (4 + 3), 0, 0]
+    assert [gathers[name] for name in ("count", "asynchronous", "hidden")] == [7 * (4 + 4), 0, 0]
     assert [scatters[name] for name in ("count", "asynchronous", "hidden")] == [7 * 4, 0, 0]
     assert [one["layer"] for one in scatters["each"]] == [layer for layer in "3210" for _ in range(7)]
     forward = [one["kind"] for one in found["reductions"] if one["direction"] == "forward"]
