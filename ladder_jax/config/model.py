@@ -87,19 +87,16 @@ def check_interleave(
     if interleave == 1:
         return
     whole_rows = rows % 2 == 0 or not sequence_parallel
-    check(
-        whole_rows, f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows} a device: an odd number"
-    )
+    check(whole_rows, f"{setting} 2 halves the rows of a split stream, and {of_rows} gives {rows}: an odd number")
     kind = parse_residual(model.residual).kind
     reduces = kind not in ("desync", "no-communication")
     check(reduces, f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}")
     shared = kind == "farskip" and model.moe is not None and model.moe.shared_width
     check(not shared, f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention")
     check(model.side is None, f"{setting} 2 is not for a model with a side network, which reads whole streams")
+    form = collective_matmul.value
     whole = collective_matmul is CollectiveMatmul.NONE
-    check(
-        whole, f"{setting} 2 hides gathers and scatters, of which collective_matmul {collective_matmul.value} has none"
-    )
+    check(whole, f"{setting} 2 hides gathers and scatters, of which collective_matmul {form} leaves none")
     reduced = experts is ExpertParallelism.REDUCE
     check(reduced, f"{setting} 2 is for experts whose sums are reduced, not for rows that are exchanged")
 

@@ -5,7 +5,7 @@ over rows. Half A is one step ahead of half B, and a turn of A is
 
     launch   summed  = reduce(B's partial)                          needs nothing that this turn computes
              entered = enter(A's stream)
-    compute  entered, summed = barrier_backward((entered, summed))
+    compute  entered, B's stream, summed = barrier_backward((entered, B's stream, summed))
              partial = sublayer(entered)                            the overlap
     await    partial, summed = barrier_forward((partial, summed))
              B's stream + summed
@@ -100,8 +100,7 @@ class Interleaved:
         entered = mine.carried
         if entered is None:
             entered = wire.enter(step, add(mine.residual, step.read(mine.sums)), sublayers)
-        if summed is not None:
-            entered, sublayers, summed = wire.hold(step, entered, sublayers, summed)
+        entered, sublayers, (residual, summed) = wire.hold(step, entered, sublayers, (other.residual, summed))
         if step.fresh:
             entered = wire.with_own(entered, mine.partial)
 
@@ -110,7 +109,7 @@ class Interleaved:
             launched = (*other.sums, summed)
             added = len(launched) - after.pending_before
             own = other.partial if after.fresh else None
-            return State(add(other.residual, launched[:added]), launched[added:], own)
+            return State(add(residual, launched[:added]), launched[added:], own)
 
         partial = wire.partial(step, entered, sublayers)
         partial, arrived = wire.arrive(partial, summed, settled, after)

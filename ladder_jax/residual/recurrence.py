@@ -206,13 +206,20 @@ class AllReduce:
 
     # What two halves of a batch in turn ask of a wire beside `launch` and `enter` (see interleave.py).
 
-    def hold(
-        self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], summed: Any
-    ) -> tuple[jax.Array, Sequence[Sublayer], Any]:
-        """The step's input and sublayers, tied to the other half's sum, beside which they are to stand."""
-        if ranks(self.axes) > 1:
-            entered, summed = barrier_backward((entered, summed))
-        return entered, sublayers, summed
+    def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], launched: tuple[Any, Any]) -> tuple:
+        """The step's input and sublayers, tied to `launched`, beside which they are to stand.
+
+        launched: the other half's residual and newest sum, or None. In the backward pass the gradient of its residual
+        holds the sum of its later input's gradient: so sums come one after another, and none is merged.
+        """
+        residual, summed = launched
+        if ranks(self.axes) == 1:
+            return entered, sublayers, launched
+        if summed is None:
+            entered, residual = barrier_backward((entered, residual))
+        else:
+            entered, residual, summed = barrier_backward((entered, residual, summed))
+        return entered, sublayers, (residual, summed)
 
     def arrive(
         self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step

@@ -39,26 +39,15 @@ class Halves(AllReduce):
         *older, started = launched
         if step.fresh:
             entered = self.with_own(entered, state.partial)
-        entered, sublayers, started = self.hold(step, entered, sublayers, started)
+        entered, sublayers, started = _after(started, step, entered, sublayers)
         partial, summed = _awaited(self.partial(step, entered, sublayers), started)
         return self.settled(step, state.residual, (*older, summed), partial)
 
-    def hold(
-        self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], summed: Any
-    ) -> tuple[jax.Array, Sequence[Sublayer], Any]:
-        """The input and the sublayers, which are computed after the start.
-
-        They wait by their gains, which are small; plain functions by their input, which then cannot be fused with what
-        precedes it.
-        """
-        if not all(isinstance(sublayers[index], Normed) for index in step.sublayers):
-            entered, summed = lax.optimization_barrier((entered, summed))
-            return entered, sublayers, summed
-        gains, summed = lax.optimization_barrier(({index: sublayers[index].gain for index in step.sublayers}, summed))
-        held = list(sublayers)
-        for index, gain in gains.items():
-            held[index] = dataclasses.replace(held[index], gain=gain)
-        return entered, held, summed
+    def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], launched: tuple[Any, Any]) -> tuple:
+        residual, started = launched
+        if started is not None:
+            entered, sublayers, started = _after(started, step, entered, sublayers)
+        return entered, sublayers, (residual, started)
 
     def arrive(
         self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step
@@ -74,3 +63,19 @@ def _awaited(partial: jax.Array, started: Any) -> tuple[jax.Array, jax.Array]:
     with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):  # a TPU's compiler keeps this name for both halves
         summed = started.done()
     return lax.optimization_barrier((partial, summed))
+
+
+def _after(started: Any, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer]) -> tuple:
+    """(the input, the sublayers, what was started), of which the sublayers are computed after the start.
+
+    They wait by their gains, which are small; plain functions by their input, which then cannot be fused with what
+    precedes it.
+    """
+    if not all(isinstance(sublayers[index], Normed) for index in step.sublayers):
+        entered, started = lax.optimization_barrier((entered, started))
+        return entered, sublayers, started
+    gains, started = lax.optimization_barrier(({index: sublayers[index].gain for index in step.sublayers}, started))
+    held = list(sublayers)
+    for index, gain in gains.items():
+        held[index] = dataclasses.replace(held[index], gain=gain)
+    return entered, held, started

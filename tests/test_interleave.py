@@ -1,0 +1,217 @@
+"""Two halves of a batch in turn: the function of the whole batch, for every topology, and sums that stand apart."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from ladder_jax import config, nn, parallel, residual, train
+from ladder_jax.config import ExpertParallelism, Launch, Loop, Remat
+from ladder_jax.data.batch import Batch
+from ladder_jax.decode import steps, weights
+from ladder_jax.errors import UserError
+from ladder_jax.parallel.collectives import ENTER, LAUNCH
+from tests import cases, communication, covering, experts, reference
+
+REDUCING = [name for name, case in cases.TOPOLOGIES.items() if case[2] not in ("desync", "none")]
+FORMS = {  # of tokens [B, T + 1]: halves of rows, of those of a split stream, and, of an odd number, of sequences
+    "rows": ((4, 10), {}),
+    "split rows": ((4, 9), dict(sequence_parallel=True)),
+    "sequences": ((3, 10), {}),
+}
+GRADIENTS = covering.rows(REDUCING, FORMS, Loop, list(Remat)[:3], pairs=[(0, 1), (0, 2), (1, 2), (1, 3)], even=[3])
+
+
+@functools.cache
+def dense(name, shape):
+    """(loss, gradients) of the reference."""
+    definition = cases.define(name, tensor=4)
+    of = cases.shape(name, definition.config, ranks=4)
+    params = cases.parameters(definition)
+    return reference.evaluate(reference.loss, params, cases.tokens(shape), of, gradient=True)
+
+
+def compiled(definition, shape, **settings):
+    """(the program, its arguments) of loss and gradients in two halves."""
+    params = cases.place(cases.parameters(definition), definition)
+    batch = jax.device_put(cases.tokens(shape), definition.layout.sharding("BT"))
+    run = jax.jit(train.loss_and_gradients(definition, interleave=2, **settings))
+    return run.lower(params, batch).compile(), (params, batch)
+
+
+def assert_close(found, expected, *, definition):
+    limit = cases.bound(definition.config, passes=2)
+    assert cases.error(found[0], expected[0]) < limit
+    errors = jax.tree.map(cases.error_but_for_padding, found[1], expected[1])
+    assert max(jax.tree.leaves(errors)) < limit, errors
+
+
+@pytest.mark.parametrize("name, form, loop, remat", GRADIENTS)
+def test_gradients(name, form, loop, remat):
+    """Against the float64 reference; and every half's every sum is an all-reduce of its own, in both directions."""
+    definition, (shape, split) = cases.define(name, tensor=4), FORMS[form]
+    program, arguments = compiled(definition, shape, loop=loop, remat=remat, **split)
+    assert_close(program(*arguments), dense(name, shape), definition=definition)
+    if split or loop is Loop.SCAN:
+        return
+    found = communication.all_reduces(program.as_text())
+    assert all(operands == 1 for *_, operands, _ in found), "merged"
+    for direction in (LAUNCH, ENTER):
+        assert sum(one[0] == direction for one in found) == 2 * communication.IN_ALL[name]
+
+
+@pytest.mark.parametrize("mesh, settings", [
+    (dict(fsdp=2, tensor=2), dict(remat=Remat.FULL)),
+    (dict(data=2, fsdp=2, tensor=2), dict(accumulate=2, loop=Loop.UNROLLED)),
+])  # fmt: skip
+def test_beside_the_other_axes(mesh, settings):
+    definition = cases.define("hybrid-list", **mesh)
+    program, arguments = compiled(definition, (16, 9), **settings)
+    whole = jax.jit(train.loss_and_gradients(definition))(*arguments)
+    assert_close(program(*arguments), whole, definition=definition)
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+def test_packed_documents(rows):
+    """A position of the later half attends to those of its own document in the first one, and to no other."""
+    definition = cases.define("ladder", tensor=4)
+    segments = np.repeat(np.array([[1, 1, 1, 2, 2, 2, 2, 2, 2, 3]]), rows, 0)
+    batch = Batch(tokens=cases.tokens((rows, 10)), segments=segments, loss_mask=None)
+    params = cases.place(cases.parameters(definition), definition)
+    whole, halves = (jax.jit(train.loss_and_gradients(definition, interleave=count))(params, batch) for count in (1, 2))
+    assert_close(halves, whole, definition=definition)
+
+
+@pytest.mark.parametrize("name", ["standard", "ladder"])
+def test_experts_whose_sums_are_reduced(name):
+    """Their statistics are sums over both halves, so the routers' losses are those of the whole batch."""
+    definition = experts.define(name, "shared", tensor=4)
+    params = cases.place(cases.parameters(definition), definition)
+    tokens = cases.tokens((4, 10))
+    whole, halves = (
+        jax.jit(train.loss_and_gradients(definition, interleave=count))(params, tokens) for count in (1, 2)
+    )
+    assert_close(halves, whole, definition=definition)
+
+
+@pytest.mark.parametrize(
+    "name, loop, rows", covering.rows(["standard", "ladder-fresh", "hybrid-delay-2"], Loop, (4, 1, 3))
+)
+def test_prefill(name, loop, rows):
+    """Logits and caches, of halves of rows and of a row's positions: the second reads what the first has written."""
+    definition = cases.define(name, tensor=4)
+    params = weights.prepare(definition, cases.place(cases.parameters(definition), definition), loop=loop)
+    tokens, lengths = cases.tokens((rows, 8)), np.array([8, 5, 7, 3], np.int32)[:rows]
+    whole, halves = (
+        steps.prefill(definition, capacity=32, loop=loop, interleave=count)(params, tokens, lengths) for count in (1, 2)
+    )
+    limit = cases.bound(definition.config)
+    real = slice(definition.config.vocab_size)
+    assert cases.error(halves[0][:, real], whole[0][:, real]) < limit
+    for a, b in zip(jax.tree.leaves(halves[1]), jax.tree.leaves(whole[1]), strict=True):
+        assert cases.error(a, b) < limit
+
+
+@pytest.mark.parametrize("name", ["standard", "ladder"])
+def test_prefill_that_starts_and_awaits_apart(name, monkeypatch):
+    """Every half's every sum but the last is started before the other half's sublayer."""
+    started = communication.start_on_a_cpu(monkeypatch)
+    definition = cases.define(name, tensor=8)
+    params = weights.prepare(definition, cases.place(cases.parameters(definition), definition), loop=Loop.UNROLLED)
+    tokens, lengths = cases.tokens((4, 8)), np.full(4, 8, np.int32)
+    settings = dict(capacity=16, loop=Loop.UNROLLED)
+    halves = steps.prefill.__wrapped__(definition, launch=Launch.EXPLICIT, interleave=2, **settings)
+    found = halves(params, tokens, lengths)[0]
+    assert len(started) == 2 * 2 * communication.NUM_LAYERS - 1
+    whole = steps.prefill(definition, launch=Launch.CHAINED, **settings)(params, tokens, lengths)[0]
+    real = slice(definition.config.vocab_size)
+    assert cases.error(found[:, real], whole[:, real]) < cases.bound(definition.config)
+
+
+def block(layer):
+    norm = lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+    return (
+        lambda x: jnp.tanh(norm(x) @ layer["a"]) @ layer["b"],
+        lambda x: jax.nn.relu(norm(x) @ layer["c"]) @ layer["d"],
+    )
+
+
+def own_layers(rows, **settings):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(0.4 * rng.standard_normal(shape), jnp.float32)
+    x, params = draw(rows, 3, 8), {name: draw(3, *((8, 16) if name in "ac" else (16, 8))) for name in "abcd"}
+    specs = {name: P(None, None, "tensor") if name in "ac" else P(None, "tensor") for name in "abcd"}
+    topology = residual.topology("ladder-2", num_layers=3)
+    run = lambda x, params: residual.run(topology, block, x, params=params, **settings)
+    mapped = jax.shard_map(run, mesh=parallel.make_mesh(tensor=4), in_specs=(P(), specs), out_specs=P())
+    return jax.jit(jax.value_and_grad(lambda x, params: jnp.sum(jnp.sin(mapped(x, params))), (0, 1)))(x, params)
+
+
+@pytest.mark.parametrize("loop", Loop)
+def test_layers_of_your_own(loop):
+    whole, halves = (own_layers(4, loop=loop, interleave=count) for count in (1, 2))
+    for a, b in zip(jax.tree.leaves(halves), jax.tree.leaves(whole), strict=True):
+        assert cases.error(a, b) < 1e-5
+
+
+def test_a_stack_of_your_own():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = (nnx.Linear(*sizes, rngs=rngs) for sizes in ((8, 16), (16, 8)))
+
+        def attention(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+        mlp = attention
+
+    topology, x = residual.topology("ladder", num_layers=2), jnp.ones((2, 3, 8))
+    made = [
+        residual.Stack(Layer, topology=topology, rngs=nnx.Rngs(0), axes=(), interleave=count)(x) for count in (1, 2)
+    ]
+    assert cases.error(made[1], made[0]) < 1e-6
+
+
+RUN = dict(model=config.preset("tiny"), mesh=config.MeshConfig(tensor=2))
+
+
+def of_run(*, model=None, mesh=None, **settings):
+    changed = config.TrainConfig(batch=4, sequence=8, steps=2, interleave=2, **settings)
+    return config.RunConfig(**{**RUN, **(model or {}), **(mesh or {})}, train=changed)
+
+
+def with_model(**changes):
+    return dict(model=config.preset("tiny", **changes))
+
+
+@pytest.mark.parametrize("made, said", [
+    (lambda: of_run(model=with_model(residual="desync-2")), "train.interleave 2 is for a residual that reduces every"),
+    (lambda: of_run(sequence_parallel=True, accumulate=4), "halves the rows of a split stream, and .* gives 1: an odd"),
+    (
+        lambda: of_run(sequence_parallel=True, collective_matmul=config.CollectiveMatmul.RING),
+        "hides gathers and scatters, of which collective_matmul ring leaves none",
+    ),
+    (lambda: own_layers(3, interleave=2), "interleave=2 takes halves of the rows, and 3 is odd"),
+    (lambda: own_layers(2, interleave=3), "interleave must be 1, the whole batch, or 2, halves of it in turn, not 3"),
+    (
+        lambda: compiled(experts.define("farskip", "shared", tensor=4), (4, 10)),
+        "interleave=2 is not for farskip, whose shared expert is reduced with attention",
+    ),
+    (lambda: compiled(cases.define("desync-2", tensor=4), (4, 10)), "not desync-n"),
+])  # fmt: skip
+def test_what_is_refused(made, said):
+    with pytest.raises(UserError, match=said):
+        made()
+
+
+def test_exchanged_experts_are_refused():
+    definition = nn.define(
+        experts.model("ladder", moe={**experts.KINDS["shared"], "capacity": 1.0}),
+        mesh=parallel.make_mesh(tensor=2),
+        experts=ExpertParallelism.EXCHANGE,
+    )
+    with pytest.raises(UserError, match="interleave=2 is for experts whose sums are reduced"):
+        compiled(definition, (4, 9), sequence_parallel=True)
