@@ -23,7 +23,15 @@ FORMS = {  # of tokens [B, T + 1]: halves of rows, of those of a split stream, a
     "split rows": ((4, 9), dict(sequence_parallel=True)),
     "sequences": ((3, 10), {}),
 }
-GRADIENTS = covering.rows(REDUCING, FORMS, Loop, list(Remat)[:3], pairs=[(0, 1), (0, 2), (1, 2), (1, 3)], even=[3])
+FEW = "standard", "ladder-fresh", "hybrid-delay-2", "parallel-ladder"
+REMATS = [Remat.NONE, Remat.FULL, Remat.SAVE_MATMULS]
+GRADIENTS = covering.marked(
+    itertools.product(REDUCING, FORMS, Loop, REMATS),
+    chosen=[
+        *covering.array(FEW, FORMS, Loop, REMATS, pairs=[(0, 1), (0, 2), (1, 2), (1, 3)], even=[3]),
+        *covering.array([name for name in REDUCING if name not in FEW], FORMS, Loop, REMATS, pairs=[], even=[1, 2]),
+    ],
+)
 
 
 @functools.cache

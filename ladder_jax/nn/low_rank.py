@@ -40,14 +40,15 @@ class LowRank:
         (of_x, matrix), out = spec.split("->")[0].split(","), spec.split("->")[1]
         inputs = "".join(dim for dim in matrix if dim not in out)
         (down, up), thin = _factors(matrix, inputs, rank="r"), of_x.replace(inputs, "") + "r"
-        whole = jnp.einsum(spec, x, self.base.astype(x.dtype), preferred_element_type=dtype)
+        base = jax.lax.stop_gradient(self.base)  # an unrolled loop asks for every array's gradient
+        whole = jnp.einsum(spec, x, base.astype(x.dtype), preferred_element_type=dtype)
         inner = quantized.einsum(f"{of_x},{down}->{thin}", x, self.down)
         outer = quantized.einsum(f"{thin},{up}->{out}", inner, self.up, dtype=dtype)
         return (whole + outer * jnp.float32(self.scale)).astype(whole.dtype)
 
     def grouped(self, rows: jax.Array, groups: Groups) -> jax.Array:
         """As `grouped_matmul`."""
-        whole = grouped_matmul(rows, self.base, groups)
+        whole = grouped_matmul(rows, jax.lax.stop_gradient(self.base), groups)
         outer = grouped_matmul(grouped_matmul(rows, self.down, groups), self.up, groups)
         return (whole + outer * jnp.float32(self.scale)).astype(whole.dtype)
 
