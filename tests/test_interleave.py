@@ -1,6 +1,7 @@
 """Two halves of a batch in turn: the function of the whole batch, for every topology, and sums that stand apart."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp

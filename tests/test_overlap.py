@@ -99,7 +99,7 @@ def test_weights_and_a_stream_that_are_split(run_cli, kept):
     assert text.splitlines()[0] == f"0 of {found['all_reduces']} collectives hidden: each is synchronous"
     assert "fsdp 2, tensor 4, sequence-parallel, unrolled" in text
     assert (
-        "0 of 49 arrays of layers' weights gathered, hidden (0% of their bytes); 7 of layer 0, forward, synchronous"
+        "0 of 56 arrays of layers' weights gathered, hidden (0% of their bytes); 7 of layer 0, forward, synchronous"
         in text
     )
 
