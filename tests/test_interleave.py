@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from ladder_jax import config, nn, parallel, residual, train
+from ladder_jax import config, decode, nn, parallel, residual, train
 from ladder_jax.config import ExpertParallelism, Launch, Loop, Remat
 from ladder_jax.data.batch import Batch
 from ladder_jax.decode import steps, weights
@@ -139,6 +139,24 @@ def test_prefill_that_starts_and_awaits_apart(name, monkeypatch):
     whole = steps.prefill(definition, launch=Launch.CHAINED, **settings)(params, tokens, lengths)[0]
     real = slice(definition.config.vocab_size)
     assert cases.error(found[:, real], whole[:, real]) < cases.bound(definition.config)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_text_of_prompts_that_are_read_in_halves(rows):
+    """Whole, in chunks, and by the engine: the same tokens."""
+    definition = cases.define("standard", tensor=2)
+    params = cases.place(cases.parameters(definition), definition)
+    prompts = [list(row) for row in cases.tokens((rows, 40))]
+    texts = []
+    for interleave, chunk in itertools.product((1, 2), (2048, 16)):
+        settings = config.DecodeConfig(max_new_tokens=5, prefill_chunk=chunk, interleave=interleave)
+        texts.append(decode.Generator(definition, params).tokens(prompts, config=settings))
+    for text in texts[1:]:
+        np.testing.assert_array_equal(text, texts[0])
+    engine = decode.Engine(definition, params, slots=2, capacity=48, interleave=2, prefill_chunk=16)
+    handles = engine.submit_all([decode.Request(tuple(prompt), max_new_tokens=5) for prompt in prompts])
+    engine.run()
+    np.testing.assert_array_equal([handle.result().tokens for handle in handles], texts[0])
 
 
 def block(layer):

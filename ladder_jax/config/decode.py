@@ -24,6 +24,7 @@ class DecodeConfig:
     repetition_penalty: float = 1.0  # above 1, tokens of the prompt and of the text so far become less likely
     seed: int = 0
     prefill_chunk: int = 2048  # longer prompts are read in blocks of this many tokens, to bound memory
+    interleave: int = 1  # 2: prompts are read in two halves in turn, one's sums under the other's compute
     loop: Loop = Loop.UNROLLED
     launch: Launch = Launch.AUTO  # of all-reduces, in prefill and decode
     quantize: Quantize = Quantize.NONE
@@ -33,6 +34,8 @@ class DecodeConfig:
     def __post_init__(self):
         fit(self, "decode")
         check_positive(self, "decode", "max_new_tokens", "prefill_chunk")
+        one_or_two = "decode.interleave must be 1 (whole prompts) or 2 (two halves in turn)"
+        check(self.interleave in (1, 2), f"{one_or_two}, not {self.interleave}")
         for name in ("temperature", "top_k"):
             check(getattr(self, name) >= 0, f"decode.{name} must not be negative, not {getattr(self, name)}")
         check(0 < self.top_p <= 1, f"decode.top_p must be above 0 and at most 1, not {self.top_p}")

@@ -47,11 +47,12 @@ class Generator:
         decoder: Decoder | None = None,
         launch: Launch = Launch.AUTO,
         prefill_chunk: int = DecodeConfig.prefill_chunk,
+        interleave: int = 1,
     ) -> GeneratorOf[Piece, None, Result]:
         """Yields the request's text as it grows, and returns its Result: what `Engine` gives the same request.
 
         decoder: the bytes of tokens; without it there is no text, and no stop strings.
-        prefill_chunk: the most tokens of the prompt that are read at once.
+        prefill_chunk: the most tokens of the prompt that are read at once. interleave: 2 reads two halves in turn.
         Raises UserError for a prompt outside the vocabulary, NoNumbers where the logits are NaN or infinite.
         """
         request.check(vocab_size=self.definition.config.vocab_size, decoder=decoder)
@@ -59,7 +60,7 @@ class Generator:
         rows = self.definition.layout.batch_ranks  # of which the first counts
         settings = Settings.like(request, keys=_row_keys(request.seed, rows=rows))
         choice = Choice.GREEDY if request.is_greedy else Choice.SAMPLED
-        form = dict(choice=choice, launch=launch, prefill_chunk=prefill_chunk)
+        form = dict(choice=choice, launch=launch, prefill_chunk=prefill_chunk, interleave=interleave)
         first = lambda x: None if x is None else np.asarray(x).reshape(rows, -1)[0]
         for tokens, logprobs in self._chunks([request.prompt] * rows, settings, new=request.max_new_tokens, **form):
             try:
@@ -88,7 +89,8 @@ class Generator:
         rows = [*prompts] + [prompts[0]] * (-len(prompts) % self.definition.layout.batch_ranks)
         settings = Settings.like(config, keys=_row_keys(config.seed, rows=len(rows)))
         choice, left = Choice.SAMPLED if config.temperature else Choice.GREEDY, config.max_new_tokens
-        form = dict(choice=choice, launch=config.launch, prefill_chunk=config.prefill_chunk)
+        read = dict(prefill_chunk=config.prefill_chunk, interleave=config.interleave)
+        form = dict(choice=choice, launch=config.launch, **read)
         for tokens, _ in self._chunks(rows, settings, new=left, **form):
             new = np.asarray(tokens).reshape(len(rows), -1)[: len(prompts), :left]
             if (failed := (new == NO_NUMBER).any(axis=1)).any():
@@ -106,6 +108,7 @@ class Generator:
         choice: Choice,
         launch: Launch,
         prefill_chunk: int,
+        interleave: int,
     ) -> Iterator[Chunk]:
         """The first token of each prompt, then CHUNK tokens at a time until there are at least `new`.
 
@@ -120,7 +123,7 @@ class Generator:
             row[: len(prompt)] = prompt
         ends, settings = jax.device_put((lengths, settings), definition.layout.sharding("B"))
 
-        sizes = dict(capacity=positions, chunk=prefill_chunk)
+        sizes = dict(capacity=positions, chunk=prefill_chunk, interleave=interleave)
         logits, caches = steps.prefill_in_chunks(definition, self.params, padded, lengths, **sizes, **form)
         seen = steps.seen_in(definition)(padded, lengths)
         token, logprob = steps.sample_first(definition, choice=choice)(logits, settings, ends, seen)

@@ -65,6 +65,7 @@ def extend(
     loop: Loop = Loop.UNROLLED,
     launch: Launch = Launch.AUTO,
     quantize: Quantize = Quantize.NONE,
+    interleave: int = 1,
 ) -> Compiled:
     """A compiled (params, caches, tokens [B, T], start, lengths [B]) -> (logits [B, V], caches): one chunk of prompts.
 
@@ -72,7 +73,8 @@ def extend(
     hold the positions before `start` and have room for all T. A row's logits are those after its last token if this
     chunk holds it, otherwise meaningless. Tokens beyond a row's length have no effect. Raises UserError as `prefill`.
     """
-    execution = Execution(loop=loop, launch=_launch(definition, launch))
+    launch = _launch(definition, launch, interleave=interleave)
+    execution = Execution(loop=loop, launch=launch, interleave=interleave)
 
     def local(params, caches, tokens, start, lengths):
         settings = dict(execution=execution, caches=caches, positions=nn.ChunkedPrefill(start))
@@ -102,6 +104,7 @@ def prefill_chunks(
     loop: Loop = Loop.UNROLLED,
     launch: Launch = Launch.AUTO,
     quantize: Quantize = Quantize.NONE,
+    interleave: int = 1,
 ) -> Generator[None, None, tuple[jax.Array, Any]]:
     """`prefill` of at most `chunk` tokens a row per `next`, so that others can compute in between; it returns the same.
 
@@ -112,12 +115,12 @@ def prefill_chunks(
     form, sharding = dict(loop=loop, launch=launch, quantize=quantize), definition.layout.sharding
     ends = jax.device_put(lengths, sharding("B"))
     if tokens.shape[1] <= chunk:
-        whole = prefill(definition, capacity=capacity, **form)
+        whole = prefill(definition, capacity=capacity, interleave=interleave, **form)
         return whole(params, jax.device_put(tokens, sharding("BT")), ends)
     length = max(int(lengths.max()), chunk)  # the rest is padding in every row
     if capacity < length:  # jax would write the last chunk over the one before
         raise ValueError(f"a cache of {capacity} positions has no room for {length} tokens")
-    program = extend(definition, **form)
+    program = extend(definition, interleave=interleave, **form)
     caches = cache.make(definition, rows=len(tokens), capacity=capacity, loop=loop)()
     logits = None
     for start in chunk_starts(length, chunk=chunk):

@@ -124,7 +124,7 @@ class OpenedModel:
         decoder: Decoder | None,
         tensor: int | None = None,
     ) -> Engine:
-        """settings: loop, launch, quantize and prefill_chunk; `tensor` as in `define`; the rest as in Engine."""
+        """settings: `loop` to `interleave` of the section `decode`; `tensor` as in `define`; the rest as in Engine."""
         definition = self.define(tensor=tensor)
         return Engine(
             definition,
@@ -136,6 +136,7 @@ class OpenedModel:
             decoder=decoder,
             launch=settings.launch,
             prefill_chunk=settings.prefill_chunk,
+            interleave=settings.interleave,
             loop=settings.loop,
             quantize=settings.quantize,
         )

@@ -127,7 +127,8 @@ def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, set
     form, capacity = dict(loop=settings.loop, quantize=settings.quantize), len(request.prompt) + request.max_new_tokens
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
     generator = Generator(definition, saved.reader(definition), **form)
-    how = dict(launch=settings.launch, prefill_chunk=settings.prefill_chunk)
+    read = dict(prefill_chunk=settings.prefill_chunk, interleave=settings.interleave)
+    how = dict(launch=settings.launch, **read)
     pieces = generator.pieces(request, decoder=tokenizer.to_bytes, **how)
     if args.stream:
         _stream(args.prompt[0], pieces)

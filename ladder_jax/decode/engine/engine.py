@@ -18,6 +18,7 @@ from ladder_jax.decode.sampling import NO_NUMBER, Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
 from ladder_jax.errors import UserError, described, member, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
+from ladder_jax.residual.interleave import check_interleave
 
 
 class Engine:
@@ -43,12 +44,14 @@ class Engine:
         launch: Launch = Launch.AUTO,
         quantize: Quantize = Quantize.NONE,
         prefill_chunk: int = DecodeConfig.prefill_chunk,
+        interleave: int = 1,
     ):
         """A ModelDef needs `params`: float32 and stacked as they are stored, in memory or read one by one.
 
         capacity: the most tokens of a request, prompt and new ones together; every slot has room for them.
         max_queue: how many requests may wait for a slot.
         chunk: tokens that a round makes in each slot. prefill_chunk: the most tokens of a prompt that it reads.
+        interleave: 2 reads a prompt in two halves in turn.
         decoder: the bytes of tokens; without it there is no text, and no stop strings.
 
         Raises UserError for a mesh with data ranks, and where the devices' memory is too small.
@@ -80,6 +83,7 @@ class Engine:
         with self._compilations, memory.explained(what):
             prepared = weights.prepare(definition, params, **form)
             sizes = dict(slots=slots, capacity=capacity, chunk=chunk, prefill_chunk=prefill_chunk)
+            sizes |= dict(interleave=check_interleave(interleave))
             self._device = Slots(definition, prepared, **sizes, **form, launch=launch)
 
         self._scheduler = Scheduler(slots=slots, max_queue=max_queue)

@@ -59,11 +59,13 @@ class Slots:
         capacity: int,
         chunk: int,
         prefill_chunk: int,
+        interleave: int,
         loop: Loop,
         launch: Launch,
         quantize: Quantize,
     ):
-        self._definition, self._params, self._prefill_chunk = definition, params, prefill_chunk
+        self._definition, self._params = definition, params
+        self._read = dict(chunk=prefill_chunk, interleave=interleave)
         self._form = dict(loop=loop, launch=launch, quantize=quantize)
         self._positions = cache.positions_for(capacity, chunk=chunk)
         self.buckets = buckets(longest=capacity - 1, positions=self._positions)
@@ -82,7 +84,7 @@ class Slots:
         padded[0, :length] = request.prompt
         lengths, settings = np.array([length], np.int32), _settings(request)
         # The row's caches are only as long as the bucket: later positions of the slot are written before they are read.
-        form = dict(capacity=bucket, chunk=self._prefill_chunk, **self._form)
+        form = dict(capacity=bucket, **self._read, **self._form)
         logits, caches = yield from steps.prefill_chunks(self._definition, self._params, padded, lengths, **form)
         seen = steps.seen_in(self._definition)(padded, lengths)
         token, logprob = steps.sample_first(self._definition)(logits, settings, lengths, seen)
