@@ -3,7 +3,6 @@
 4 layers of Llama-3-70B over 8 devices, one row of 1024 tokens on each of the fsdp devices. See `test_overlap.py`.
 """
 
-import collections
 import concurrent.futures
 
 import pytest
@@ -18,11 +17,18 @@ from tests.audit.test_overlap import LAYERS, absent, case, until
 pytestmark = pytest.mark.audit
 
 MATRICES = 7  # of a layer
-# Of 16 all-reduces. An H100's scheduler hides one more where gradients of weights are added in bfloat16; scanned, the
-# default, it hides all of the body.
-LEAST = {"tpu7x": 15, "h100": 14, "v6e": 15, "v5p": 9}
-TRAIN = [case(target, Phase.TRAIN, fsdp=2) for target in ("tpu7x:2x2x1", "h100:8")]
-ONE_AT_A_TIME = [case(target, Phase.TRAIN, fsdp=2) for target in ("v5p:2x2x2", "v6e:2x4")]
+# In a scan, the default: of 17 all-reduces how many are hidden at least, and which shares of the bytes of forward
+# gathers, of backward gathers and of gradients' reduce-scatters. A compiler moves a gather beside the layer before, as
+# far as it finds compute for its estimate of the transfer.
+HIDDEN = {
+    "v5p": (12, 0.9, 0.6, 0.9),
+    "v6e": (12, 0.9, 0.6, 0.9),
+    "tpu7x": (16, 0.9, 0.7, 0.7),
+    "h100": (14, 0.7, 0.7, 0.45),
+}
+TRAIN = [
+    case(target, Phase.TRAIN, loop=Loop.SCAN, fsdp=2) for target in ("v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8")
+]
 # No tensor parallelism: a reduce-scatter goes over all three sides of the torus.
 ALONE = requests.make(
     model="llama-3.2-1b",
@@ -34,7 +40,6 @@ ALONE = requests.make(
     fsdp=8,
     tensor=1,
 )
-SCANNED = [case("h100:8", Phase.TRAIN, loop=Loop.SCAN, fsdp=2)]
 SPLIT = [
     case(target, Phase.PREFILL, sequence_parallel=True) for target in ("tpu7x:2x2x1", "v6e:2x4", "v5p:2x2x2", "h100:8")
 ]
@@ -45,7 +50,7 @@ STANDARD = [case(target, Phase.PREFILL, "standard", sequence_parallel=True) for 
 def compiled(request):
     """As in `test_overlap.py`: a function that waits for one of the chosen tests' programs."""
     chosen = [item.callspec.params.get("request_") for item in request.session.items if hasattr(item, "callspec")]
-    every = [ALONE, *(param.values[0] for param in TRAIN + ONE_AT_A_TIME + SCANNED + SPLIT + STANDARD)]
+    every = [ALONE, *(param.values[0] for param in TRAIN + SPLIT + STANDARD)]
     wanted = [one for one in every if one in chosen]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         records = {one: pool.submit(compiling.compiled, one, until=until(one)) for one in wanted if not absent(one)}
@@ -59,64 +64,22 @@ def compiled(request):
         pool.shutdown(cancel_futures=True)
 
 
-def left(transfers):
-    """How many arrays of which layers are not hidden, by (layer, whether backward)."""
-    found = collections.Counter()
-    for t in transfers:
-        if t.status is not Status.HIDDEN:
-            found[t.layer, t.backward] += t.count
-    return dict(found)
-
-
-def matrices(transfers, *, backward):
-    """Of each layer, how many arrays are moved; a compiler may join vectors of the whole model to them."""
-    found = collections.Counter()
-    for t in transfers:
-        if t.backward is backward:
-            found[t.layer] += t.count
-    return found
+def share(transfers):
+    """Of their bytes, how many are hidden."""
+    moved = lambda these: sum(one.collective.bytes * one.collective.executions for one in these)
+    return moved([one for one in transfers if one.status is Status.HIDDEN]) / moved(transfers)
 
 
 @pytest.mark.parametrize("request_", TRAIN)
-def test_weights_and_gradients_are_hidden(request_, compiled):
-    """All but what the first layer needs before there is anything to compute, and gives when nothing is left."""
-    found = compiled(request_).report
-    assert min(matrices(found.gathers, backward=False).values()) >= MATRICES
-    assert sorted(matrices(found.gathers, backward=True)) == [str(n) for n in range(LAYERS - 1)]  # the last is kept
-    assert len(matrices(found.scatters, backward=True)) >= LAYERS
-    assert set(left(found.gathers)) <= {("0", False)}
-    assert set(left(found.scatters)) <= {("0", True)}
-
-
-@pytest.mark.parametrize("request_", TRAIN)
-def test_sublayers_reductions_stay_hidden_beside_them(request_, compiled):
+def test_weights_gradients_and_sums_are_hidden(request_, compiled):
     answer = compiled(request_)
-    assert (answer.report.all_reduces, answer.report.merged) == (4 * LAYERS, 0)
-    assert answer.report.hidden == LEAST[request_.target.kind], answer.verdict
-
-
-@pytest.mark.parametrize("request_", ONE_AT_A_TIME)
-def test_where_one_weight_is_gathered_at_a_time(request_, compiled):
-    """v5p and v6e: their compiler finds too little compute for each of 7 messages, and leaves the smallest bare."""
-    answer = compiled(request_)
-    found = answer.report
-    assert found.merged == 0 and found.all_reduces == 4 * LAYERS
-    assert found.hidden >= LEAST[request_.target.kind], answer.verdict
-    for moved, bare in ((found.gathers, ("0", False)), (found.scatters, ("0", True))):
-        assert not any(t.collective.synchronous for t in moved)
-        inner = [t for t in moved if (t.layer, t.backward) != bare]
-        hidden = sum(t.collective.bytes for t in inner if t.status is Status.HIDDEN)
-        assert hidden >= 0.9 * sum(t.collective.bytes for t in inner)
-
-
-@pytest.mark.parametrize("request_", SCANNED)
-def test_a_scan_hides_all_of_its_body(request_, compiled):
-    found = compiled(request_).report
-    for moved in (found.reductions, found.gathers, found.scatters):
-        body = [one for one in moved if one.collective.executions > 1]
-        assert body and all(one.status is Status.HIDDEN for one in body)
-    forward = [t for t in found.gathers if t.collective.executions > 1 and not t.backward]
-    assert sum(t.count for t in forward) == LAYERS * MATRICES
+    found, (sums, *least) = answer.report, HIDDEN[request_.target.kind]
+    assert (found.all_reduces, found.merged) == (4 * LAYERS + 1, 0) and found.hidden >= sums, answer.verdict
+    for moved in (found.gathers, found.scatters):
+        assert sum(one.count for one in moved if one.backward) >= LAYERS * MATRICES
+    forward, backward = ([one for one in found.gathers if one.backward is way] for way in (False, True))
+    shares = [round(share(moved), 3) for moved in (forward, backward, found.scatters)]
+    assert all(mine >= floor for mine, floor in zip(shares, least, strict=True)), shares
 
 
 @pytest.mark.full
