@@ -27,7 +27,7 @@ from ladder_jax.parallel.compiled import apart
 logger = logging.getLogger("ladder_jax")
 
 DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
-SHARDED = "NJFGVKEWU"  # the dimensions that tensor parallelism splits
+SHARDED = "NFVKEW"  # the dimensions that tensor parallelism splits
 ROUTER = "DC"  # the dimensions of a router, which is gathered and stored in float32, as it chooses in it
 Dims = Any  # a pytree prefix of strings such as "BTV"
 
