@@ -164,10 +164,10 @@ def test_weights_are_made_once_in_the_compute_dtype():
     standard, shared = map(work.named, programs.random_weights(definitions))
     assert set(standard) - set(shared) == {f"['layers'][{i}]['mlp_norm']['scale']" for i in range(2)}
     assert all(shared[name] is standard[name] for name in shared)
-    query, gain = standard["['layers'][0]['attention']['query_key_value']"], standard["['final_norm']['scale']"]
+    query, gain = standard["['layers'][0]['attention']['query']"], standard["['final_norm']['scale']"]
     assert query.dtype == jnp.bfloat16 and gain.dtype == jnp.float32 and (np.asarray(gain) == 1).all()
     assert abs(float(jnp.std(query.astype(jnp.float32))) - 0.02) < 1e-3
-    assert not np.array_equal(query, standard["['layers'][1]['attention']['query_key_value']"])
+    assert not np.array_equal(query, standard["['layers'][1]['attention']['query']"])
     asked = work.named(weights.abstract(definitions[0], loop=Loop.UNROLLED))
     for name, array in standard.items():
         assert (array.shape, array.dtype, array.sharding) == (

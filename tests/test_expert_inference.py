@@ -58,7 +58,7 @@ def test_a_checkpoint_has_two_stacks(tmp_path):
     definition = experts.define("farskip", "dense", tensor=2)
     layers = of_a_checkpoint(tmp_path, definition, loop=Loop.UNROLLED)
     assert [len(layers["dense"]), len(layers["layers"])] == [1, 2]
-    assert "gate_up" in layers["dense"][0]["mlp"] and "router" in layers["layers"][1]["mlp"]
+    assert "gate" in layers["dense"][0]["mlp"] and "router" in layers["layers"][1]["mlp"]
 
 
 def of_a_checkpoint(folder, definition, *, loop):
@@ -108,7 +108,7 @@ def test_eight_bits(loop):
     stored = weights.prepare(definition, cases.place(params, definition), loop=loop, quantize=Quantize.INT8)
     layer = stored["layers"] if loop is Loop.SCAN else stored["layers"][0]
     kinds = jax.tree.map(lambda a: type(a) is Int8, layer["mlp"], is_leaf=lambda a: isinstance(a, Int8))
-    assert kinds["experts"] == dict(gate_up=True, down=True) and not kinds["router"]
+    assert kinds["experts"] == dict(gate=True, up=True, down=True) and not kinds["router"]
     prefill = decode.prefill(definition, capacity=32, loop=loop, quantize=Quantize.INT8)
     logits, _ = prefill(stored, experts.tokens()[:, :16], np.full(4, 16, np.int32))
     expected = reference.evaluate(

@@ -108,9 +108,8 @@ def test_a_looked_up_row_loses_at_most_half_a_step():
 
 
 @pytest.mark.parametrize("loop", Loop)
-def test_every_mesh_has_the_same_bits(loop, monkeypatch):
+def test_every_mesh_has_the_same_bits(loop):
     """Also of the matrices that tensor parallelism splits along what is summed, whose scales span all ranks."""
-    monkeypatch.setattr(weights, "faster_fused", lambda _: False)  # joined matrices are in the ranks' order
     made = []
     for mesh in (dict(), dict(data=2, tensor=4), dict(tensor=8)):
         definition = cases.define("ladder", **mesh)
@@ -273,9 +272,8 @@ def test_the_audit_knows_of_it():
     assert 0.5 < least[INT8] / least[Quantize.NONE] < 0.6
 
 
-def test_params_are_those_of_the_model(monkeypatch):
+def test_params_are_those_of_the_model():
     """The stored names stay: only leaves are replaced."""
-    monkeypatch.setattr(weights, "faster_fused", lambda _: False)
     definition = cases.define("ladder", biases=Biases.ALL, qk_norm=True)
     of = weights.dims(definition, loop=Loop.SCAN, quantize=INT8)
     leaves = jax.tree.leaves_with_path(of, is_leaf=lambda leaf: isinstance(leaf, Int8))

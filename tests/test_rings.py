@@ -168,7 +168,7 @@ def test_gradients_are_the_references(name, tensor, loop, remat, form):
 
 @pytest.mark.parametrize("quantize", [Quantize.INT8, pytest.param(Quantize.NONE, marks=pytest.mark.full)])
 def test_a_prefill_in_rings_is_the_plain_one(quantize):
-    """With one matrix for those that read the same input, and (of int8) their scales."""
+    """Of int8 with the scales, too."""
     definition = cases.define("standard", tensor=4, num_layers=2)
     params = weights.prepare(
         definition, cases.place(cases.parameters(definition), definition), loop=Loop.UNROLLED, quantize=quantize

@@ -145,6 +145,17 @@ def test_candidates_cut_where_the_definitions_do(mesh, count):
         assert np.isneginf(out[:, VOCAB:]).all()
 
 
+@pytest.mark.parametrize("mesh", ["1", "8"])
+def test_no_filter_sorts_the_vocabulary(mesh):
+    """The compiled program has XLA's kernel for the largest scores, and sorts no more than was gathered of them."""
+    ranks, share = cases.define(**MESHES[mesh]).layout.ranks, 4096
+    scores = np.zeros((2, ranks * share), np.float32)
+    rest = settings([{**OFF, "top_k": 50}] * 2), np.zeros(2, np.int32), np.zeros(scores.shape, bool)
+    program = compiled(mesh, "filtered").jitted.lower(scores, *rest).compile().as_text()
+    sorts = re.findall(r"(\w+\[[\d,]*\])\S* sort\(", program)
+    assert 'custom_call_target="TopK"' in program and sorts == [f"f32[2,{ranks * logit_filters.COUNT}]"]
+
+
 def test_draws_have_the_distribution_that_was_asked_for():
     draws, values = 5000, np.repeat(logits(1), len(ASKED), 0)
     seen = np.repeat(np.random.default_rng(2).random((1, VOCAB)) < 0.4, len(ASKED), 0)

@@ -25,7 +25,7 @@ def wide(tmp_path_factory):
     return folder
 
 
-def expected(definition, params, *, quantize, joined):
+def expected(definition, params, *, quantize):
     """What inference should hold, in NumPy, a dict a layer; of matrices of 8 bits (values, scale)."""
 
     def stored(array, dims):
@@ -38,25 +38,10 @@ def expected(definition, params, *, quantize, joined):
         scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale)
         return np.round(array / scale).astype(np.int8), scale.squeeze(over)
 
-    def beside(parts, axis):
-        """Each rank's share of all parts; ranks that share a key/value head have it each."""
-        ranks = definition.layout.ranks
-        out = []
-        for arrays in zip(*parts):
-            arrays = [np.repeat(a, max(1, ranks // a.shape[axis]), axis) for a in arrays]
-            shares = zip(*(np.split(a, ranks, axis) for a in arrays))
-            out.append(np.concatenate([np.concatenate(share, axis) for share in shares], axis))
-        return tuple(out)
-
     found = []
     for layer in range(definition.config.num_layers):
         take = lambda a, d, layer=layer: stored(np.asarray(a)[layer], d.removeprefix("L"))
-        tree = jax.tree.map(take, params["layers"], definition.dims["layers"])
-        if joined:
-            attention, mlp = tree["attention"], tree["mlp"]
-            attention["query_key_value"] = beside([attention.pop(name) for name in ("query", "key", "value")], -2)
-            mlp["gate_up"] = beside([mlp.pop(name) for name in ("gate", "up")], -1)
-        found.append(tree)
+        found.append(jax.tree.map(take, params["layers"], definition.dims["layers"]))
     rest = {name: jax.tree.map(stored, params[name], definition.dims[name]) for name in params if name != "layers"}
     return {**rest, "layers": tuple(found)}
 
@@ -77,20 +62,19 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
+@pytest.mark.parametrize("chunk", ["stack", "layer"])
 @pytest.mark.parametrize("case", MODELS)
-def test_the_values_are_those_of_all_at_once(case, joined, tmp_path, monkeypatch):
+def test_the_values_are_those_of_all_at_once(case, chunk, tmp_path, monkeypatch):
     """On another mesh than the one that wrote them, too, and whatever the chunks hold."""
     name, changes = MODELS[case]
-    monkeypatch.setattr(weights, "faster_fused", lambda _: joined)
     definition = cases.define(name, num_layers=3, **changes, **starts.BFLOAT16)
     writer = definition if name == "ladder-fresh" else nn.define(definition.config, mesh=cases.define(name).layout.mesh)
-    if joined:
+    if chunk == "stack":
         monkeypatch.setattr(writing, "_chunks", lambda tree: jax.tree.map(lambda _: writing.ocp.SaveArgs(), tree))
     params = starts.save(tmp_path, writer)
     saved = checkpoint.open_checkpoint(tmp_path)
     for quantize in Quantize:
-        wanted = expected(definition, params, quantize=quantize, joined=joined)
+        wanted = expected(definition, params, quantize=quantize)
         for ahead in (1, pieces.AHEAD):
             monkeypatch.setattr(pieces, "AHEAD", ahead)
             form = dict(loop=Loop.UNROLLED, quantize=quantize)

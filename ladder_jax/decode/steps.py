@@ -1,6 +1,10 @@
 """The compiled programs of inference: prefill, whole or in chunks, and decode, a chunk of tokens a call.
 
 Each is one shard_map over the whole mesh; key/value caches are updated in place.
+
+Layers are unrolled, or scanned to compile sooner. A scanned decode step takes 63 to 86 % more estimated cycles, because
+XLA slices and copies the stacks (4 and 32 layers of Llama-3-70B, 16 rows, on v5p, v6e, v5e and tpu7x). An unrolled one
+takes ten times as long to compile, 103 s against 10 at 32 layers.
 """
 
 import functools

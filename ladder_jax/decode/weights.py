@@ -1,7 +1,7 @@
 """Parameters as inference reads them: matrices in the compute dtype or in 8 bits; unrolled, each layer's arrays apart.
 
-They are built one array at a time: each is read, cast or quantized, and fused or stacked before the next is read. So
-the devices never hold more than the finished arrays and one array as it is stored.
+They are built one array at a time: each is read, cast or quantized, and stacked before the next is read. So the
+devices never hold more than the finished arrays and one array as it is stored.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from flax import traverse_util
 
 from ladder_jax.config import Loop, Quantize
 from ladder_jax.errors import UserError
-from ladder_jax.nn import ModelDef, Params, parameter, quantized
+from ladder_jax.nn import ModelDef, Params, quantized
 from ladder_jax.nn.parameter import stacks
 from ladder_jax.nn.quantized import Int8
-from ladder_jax.parallel import Layout, apart, is_v5e, mesh, on_mesh, on_own_mesh, over_ranks
+from ladder_jax.parallel import Layout, apart, mesh, on_own_mesh
 
 if TYPE_CHECKING:
     from ladder_jax.checkpoint import Key
@@ -29,31 +29,27 @@ if TYPE_CHECKING:
 type Reader = Callable[[Sequence[Key]], Iterator[jax.Array]]
 """Yields each key's array in turn, laid out as the definition has it, without L: `checkpoint.Pieces`, for example."""
 
-FUSED = {  # matrices that are concatenated, and along which axis from the end: the same in a matrix and its scales
-    "query_key_value": (("query", "key", "value"), -2),
-    "gate_up": (("gate", "up"), -1),
-}
-
 
 def prepare(definition: ModelDef, params: Params | Reader, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """From parameters as they are trained and stored, in memory or read one by one (`checkpoint.Pieces`).
 
-    In the compute dtype the values stay the same, as the model casts matrices where it uses them. Matrices that read
-    the same input are fused where that is `faster_fused`. Beside the result no more is held than `peak_bytes` says;
-    parameters in memory stay the caller's.
+    In the compute dtype the values stay the same, as the model casts matrices where it uses them. Beside the result no
+    more is held than `peak_bytes` says; parameters in memory stay the caller's.
     """
-    return _build(definition, params, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)
+    _check(definition)
+    return _build(definition, params, loop=loop, quantize=quantize)
 
 
 def stacked(definition: ModelDef, params: Params | Reader) -> Params:
     """The parameters in the compute dtype, by the names and shapes in which they are trained and stored."""
-    return _build(definition, params, definition.dims, loop=Loop.SCAN, quantize=Quantize.NONE)
+    return _build(definition, params, loop=Loop.SCAN, quantize=Quantize.NONE)
 
 
 def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The dimensions of `prepare`'s arrays."""
+    _check(definition)
     of = lambda dims, layer: _stored_dims(quantize, dims if layer is None else dims.removeprefix("L"))
-    return _each(definition, loop, of, _kept(definition, parameter.dims_of))
+    return _each(definition, loop, of, definition.dims)
 
 
 def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
@@ -66,37 +62,25 @@ def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.
         sharding = definition.layout.sharding
         return jax.tree.map(lambda a, d: a.update(sharding=sharding(d)), stored, _stored_dims(quantize, dims))
 
-    shapes = _kept(definition, functools.partial(parameter.abstract, layout=definition.layout))
-    return _each(definition, loop, place, shapes, _kept(definition, parameter.dims_of))
+    _check(definition)
+    return _each(definition, loop, place, definition.abstract, definition.dims)
 
 
 def peak_bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> int:
     """The most that a device holds while `prepare` reads, its finished arrays included."""
-    return _bytes(definition, _kept(definition, parameter.dims_of), loop=loop, quantize=quantize)[1]
+    _check(definition)
+    return _bytes(definition, loop=loop, quantize=quantize)[1]
 
 
 def stacked_bytes(definition: ModelDef) -> tuple[int, int]:
     """A device's share of `stacked`'s arrays, and the most that it holds while they are read."""
-    return _bytes(definition, definition.dims, loop=Loop.SCAN, quantize=Quantize.NONE)
+    return _bytes(definition, loop=Loop.SCAN, quantize=Quantize.NONE)
 
 
-def faster_fused(definition: ModelDef) -> bool:
-    """Whether one matmul is faster than one each for queries, keys and values, and for gate and up.
-
-    By the compilers' estimates of a decode step: 3 % fewer cycles on v5p, 8 % on v6e, 1 % more on tpu7x; on v5e 5 %
-    fewer, but then a reduction and the larger matmul that should hide it do not fit into vector memory together, and
-    ladder-2 hides none. A GPU launches three kernels a layer less; that was not timed.
-    """
-    kind = definition.layout.mesh.devices.flat[0].device_kind
-    return kind != "TPU7x" and not is_v5e(kind)
-
-
-def _kept(definition: ModelDef, of: Callable) -> Params:
-    """`of` each module as inference has it. Raises UserError for a mesh that splits parameters for training."""
+def _check(definition: ModelDef) -> None:
+    """Raises UserError for a mesh that splits parameters for training."""
     if definition.layout.fsdp > 1:
         raise UserError(f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)")
-    modules = definition.fused if faster_fused(definition) else definition.modules
-    return {name: of(module) for name, module in modules.items()}
 
 
 def _each(definition: ModelDef, loop: Loop, fn: Callable, *trees: Params) -> Params:
@@ -130,22 +114,13 @@ def _dtype(dtype: str, dims: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """An array to build, or one for every layer: its name, its dimensions without L, and the stored arrays in it.
-
-    axis: along which `parts` are concatenated, counted from the end.
-    """
+    """An array to build, or one for every layer: its name, and its dimensions without L."""
 
     definition: ModelDef
     name: str
     dims: str
-    parts: tuple[str, ...]
-    axis: int
-
-    @classmethod
-    def of(cls, definition: ModelDef, name: str, dims: str) -> _Target:
-        folder, _, own = name.rpartition("/")
-        parts, axis = FUSED.get(own, ((own,), 0))
-        return cls(definition, name, dims.removeprefix("L"), tuple(f"{folder}/{part}" for part in parts), axis)
+    loop: Loop
+    quantize: Quantize
 
     @property
     def layers(self) -> int:
@@ -153,55 +128,70 @@ class _Target:
         return len(stacks(self.definition.config).get(self.name.partition("/")[0], ()))
 
     @functools.cached_property
-    def part_dims(self) -> tuple[str, ...]:
-        stored = traverse_util.flatten_dict(self.definition.dims, sep="/")
-        return tuple(stored[part].removeprefix("L") for part in self.parts)
+    def share(self) -> tuple[int, ...]:
+        """The shape of a device's share, of one layer."""
+        stored = traverse_util.flatten_dict(self.definition.abstract, sep="/")[self.name]
+        return stored.sharding.shard_shape(stored.shape)[self.layers > 0 :]
 
-    @functools.cached_property
-    def part_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """A device's share of each part, of one layer."""
-        stored = traverse_util.flatten_dict(self.definition.abstract, sep="/")
-        leaves = [stored[part] for part in self.parts]
-        return tuple(leaf.sharding.shard_shape(leaf.shape)[self.layers > 0 :] for leaf in leaves)
+    @property
+    def keys(self) -> list[Key]:
+        return [(self.name, layer) for layer in range(self.layers)] or [(self.name, None)]
+
+    def build(self, pieces: Iterator) -> Any:
+        """The array, a tuple with one for each layer, or their stack. `pieces` yields the arrays of `keys`."""
+        if not self.layers:
+            return self._make(pieces)
+        if self.loop is Loop.UNROLLED:
+            return tuple(self._make(pieces) for _ in range(self.layers))
+        stack = None
+        for layer in range(self.layers):
+            value = self._make(pieces)
+            stack = self._empty(value) if stack is None else stack
+            stack = jax.block_until_ready(mesh.put(stack, value, layer))
+            del value
+        return stack
+
+    def _make(self, pieces: Iterator) -> jax.Array | Int8:
+        """The next piece as it is to be stored. The piece that was read is freed on return."""
+        piece, dtype, layout = next(pieces), self.definition.config.dtype.value, self.definition.layout
+        array, layer = piece if isinstance(piece, tuple) else (piece, None)
+        if layer is None and _is_stored(self.quantize, dtype, array, self.dims, layout):
+            return array
+        return jax.block_until_ready(_convert(layout, self.quantize, dtype, array, self.dims, layer))
+
+    def _empty(self, value: jax.Array | Int8) -> jax.Array | Int8:
+        sharding, count = self.definition.layout.sharding, self.layers
+        zeros = lambda a, d: mesh.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
+        return jax.tree.map(zeros, value, _stored_dims(self.quantize, self.dims))
 
 
-def _targets(definition: ModelDef, kept: Params) -> list[_Target]:
-    """The largest arrays first: then the least is held beside them. kept: the dimensions of all."""
-    targets = [_Target.of(definition, *item) for item in traverse_util.flatten_dict(kept, sep="/").items()]
-    return sorted(targets, key=lambda target: -max(map(math.prod, target.part_shapes)))
+def _targets(definition: ModelDef, *, loop: Loop, quantize: Quantize) -> list[_Target]:
+    """The largest arrays first: then the least is held beside them."""
+    dims = traverse_util.flatten_dict(definition.dims, sep="/")
+    targets = [_Target(definition, name, of.removeprefix("L"), loop, quantize) for name, of in dims.items()]
+    return sorted(targets, key=lambda target: -math.prod(target.share))
 
 
-def _bytes(definition: ModelDef, kept: Params, *, loop: Loop, quantize: Quantize) -> tuple[int, int]:
+def _bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize) -> tuple[int, int]:
     """A device's share of `_build`'s arrays, and the most that it holds meanwhile, from arrays stored in float32."""
-
-    def sizes(shape: tuple[int, ...], dims: str) -> tuple[int, int]:
-        """Bytes of a stored share, and of the float32 share that it is made from."""
-        read = jax.ShapeDtypeStruct(shape, jnp.float32)
-        stored = jax.eval_shape(lambda a: _stored(quantize, definition.config.dtype.value, a, dims), read)
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
-        return size, 0 if stored == read else 4 * math.prod(shape)
-
     done, most = 0, 0
-    for target in _targets(definition, kept):
-        layers = target.layers or 1
-        stored, read = zip(*map(sizes, target.part_shapes, target.part_dims))
-        total = layers * sum(stored)
-        in_place = loop is Loop.SCAN and target.layers  # into a stack, which is allocated with the first layer
-        for index, size in enumerate(read):
-            before = total + sum(stored[: index + 1]) if in_place else layers * sum(stored[: index + 1])
-            most = max(most, done + before + size)
-        if len(stored) > 1:
-            most = max(most, done + total + sum(stored) * (1 + in_place))
-        done += total
-    return done, max(most, done)
+    for target in _targets(definition, loop=loop, quantize=quantize):
+        read = jax.ShapeDtypeStruct(target.share, jnp.float32)
+        stored = jax.eval_shape(lambda a, t=target: _stored(quantize, definition.config.dtype.value, a, t.dims), read)
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
+        beside = 0 if stored == read else 4 * math.prod(target.share)
+        beside += size if loop is Loop.SCAN and target.layers else 0  # its stack is allocated with the first layer
+        total = size * (target.layers or 1)
+        done, most = done + total, max(most, done + total + beside)
+    return done, most
 
 
-def _build(definition: ModelDef, params: Params | Reader, kept: Params, *, loop: Loop, quantize: Quantize) -> Params:
-    """The arrays whose dimensions are `kept`, unrolled or stacked as `loop` has them."""
+def _build(definition: ModelDef, params: Params | Reader, *, loop: Loop, quantize: Quantize) -> Params:
+    """The arrays, unrolled or stacked as `loop` has them."""
     read = params if callable(params) else _in_memory(params)
-    work = [_Work(target, loop, quantize) for target in _targets(definition, kept)]
-    pieces = read([key for one in work for key in one.keys])
-    done = traverse_util.unflatten_dict({one.target.name: one.build(pieces) for one in work}, sep="/")
+    targets = _targets(definition, loop=loop, quantize=quantize)
+    pieces = read([key for target in targets for key in target.keys])
+    done = traverse_util.unflatten_dict({target.name: target.build(pieces) for target in targets}, sep="/")
     if loop is Loop.UNROLLED:
         for name, of in stacks(definition.config).items():
             is_layers, below = (lambda leaf: isinstance(leaf, tuple)), done[name]
@@ -214,67 +204,6 @@ def _in_memory(params: Params) -> Callable:
     """A reader of parameters in memory. It yields whole stacks, each with the index of the layer to take from it."""
     flat = traverse_util.flatten_dict(params, sep="/")
     return lambda keys: ((flat[name], layer) for name, layer in keys)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """Builds one target from its parts."""
-
-    target: _Target
-    loop: Loop
-    quantize: Quantize
-
-    @property
-    def keys(self) -> list[Key]:
-        """The parts in the order of reading: unrolled part by part, so that a stack is read once; scanned by layer."""
-        parts, layers = self.target.parts, range(self.target.layers)
-        if not self.target.layers:
-            return [(part, None) for part in parts]
-        if self.loop is Loop.SCAN:
-            return [(part, layer) for layer in layers for part in parts]
-        return [(part, layer) for part in parts for layer in layers]
-
-    def build(self, pieces: Iterator) -> Any:
-        """The array, a tuple with one for each layer, or their stack. `pieces` yields the arrays of `keys`."""
-        waiting, layers, stack = {}, [], None
-        for part, layer in self.keys:
-            waiting[part, layer] = self._make(pieces, part)
-            if part != self.target.parts[-1]:
-                continue
-            value = self._fuse([waiting.pop((one, layer)) for one in self.target.parts])
-            if layer is None:
-                return value
-            if self.loop is Loop.UNROLLED:
-                layers.append(value)
-                continue
-            stack = self._empty(value) if stack is None else stack
-            stack = jax.block_until_ready(mesh.put(stack, value, layer))
-            del value
-        return stack if self.loop is Loop.SCAN else tuple(layers)
-
-    def _make(self, pieces: Iterator, part: str) -> jax.Array | Int8:
-        """The next piece as it is to be stored. The piece that was read is freed on return."""
-        piece, definition = next(pieces), self.target.definition
-        array, layer = piece if isinstance(piece, tuple) else (piece, None)
-        dims, dtype = self.target.part_dims[self.target.parts.index(part)], definition.config.dtype.value
-        if layer is None and _is_stored(self.quantize, dtype, array, dims, definition.layout):
-            return array
-        return jax.block_until_ready(_convert(definition.layout, self.quantize, dtype, array, dims, layer))
-
-    def _fuse(self, parts: list) -> jax.Array | Int8:
-        if len(parts) == 1:
-            return parts[0]
-        of = functools.partial(_stored_dims, self.quantize)
-        fuse = _fuser(
-            self.target.definition.layout, tuple(map(of, self.target.part_dims)), of(self.target.dims), self.target.axis
-        )
-        return jax.block_until_ready(fuse(*parts))
-
-    def _empty(self, value: jax.Array | Int8) -> jax.Array | Int8:
-        definition = self.target.definition
-        sharding, count = definition.layout.sharding, self.target.layers
-        zeros = lambda a, d: mesh.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
-        return jax.tree.map(zeros, value, _stored_dims(self.quantize, self.target.dims))
 
 
 def _is_stored(quantize: Quantize, dtype: str, array: jax.Array, dims: str, layout: Layout) -> bool:
@@ -296,12 +225,3 @@ def _converter(layout: Layout, quantize: Quantize, dtype: str, dims: str) -> Cal
     convert = lambda array, layer: _stored(quantize, dtype, array if layer is None else array[layer], dims)
     placed = jax.tree.map(layout.sharding, out_dims)
     return apart(jax.jit(on_own_mesh(convert, layout=layout, out_dims=out_dims), out_shardings=placed))
-
-
-@functools.cache
-def _fuser(layout: Layout, dims: tuple, out_dims: str | Int8, axis: int) -> Callable:
-    """A compiled (arrays of these dimensions) -> one array, concatenated on each rank."""
-    local = lambda *parts: jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *parts)
-    ranked = over_ranks(local, layout=layout, in_dims=dims, out_dims=out_dims)
-    meshed = on_mesh(ranked, layout=layout, in_dims=dims, out_dims=out_dims)
-    return apart(jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims)))

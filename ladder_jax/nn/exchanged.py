@@ -61,10 +61,7 @@ def _own_positions(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _compute(experts: Any, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda x: x) -> jax.Array:
     """[R, E, D]: so the matmul writes what is sent in the order of sending, and no copy follows."""
-    if hasattr(experts, "gate_up"):
-        gate, up = jnp.split(tied(_matmul(rows_ERD, experts.gate_up.get_value())), 2, axis=-1)
-    else:
-        gate, up = tied(tuple(_matmul(rows_ERD, one.get_value()) for one in (experts.gate, experts.up)))
+    gate, up = tied(tuple(_matmul(rows_ERD, one.get_value()) for one in (experts.gate, experts.up)))
     return quantized.einsum("ERM,EMD->RED", jax.nn.silu(gate) * up, experts.down.get_value())
 
 

@@ -48,11 +48,8 @@ class ExpertMLPs(Module):
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs | None = None):
         new = functools.partial(declare, sizes=sizes, rngs=rngs)
-        if sizes.fused:
-            self.gate_up = new("EDX", init=Normal(0.02))
-        else:
-            self.gate = new("EDM", init=Normal(0.02))
-            self.up = new("EDM", init=Normal(0.02))
+        self.gate = new("EDM", init=Normal(0.02))
+        self.up = new("EDM", init=Normal(0.02))
         self.down = new("EMD", init=residual_writer(sizes.config))
 
     def __call__(self, x_ND: jax.Array, routed: Route, *, axes: tuple[str, ...]) -> jax.Array:
@@ -60,11 +57,8 @@ class ExpertMLPs(Module):
         first = rank(axes) * self.count
         groups = _groups(routed.choice, first=first, count=self.count)
         rows = _sorted_rows(pvary(x_ND, varying(groups.order)), groups, routed.choice.shape[1])
-        if hasattr(self, "gate_up"):
-            gate, up = jnp.split(grouped_matmul(rows, self.gate_up.get_value(), groups), 2, axis=-1)
-        else:
-            gate = grouped_matmul(rows, self.gate.get_value(), groups)
-            up = grouped_matmul(rows, self.up.get_value(), groups)
+        gate = grouped_matmul(rows, self.gate.get_value(), groups)
+        up = grouped_matmul(rows, self.up.get_value(), groups)
         out = _in_token_order(grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), groups), groups)
         mine = (routed.choice >= first) & (routed.choice < first + self.count)  # the other rows are undefined
         of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, -1), 0).astype(jnp.float32)
@@ -81,22 +75,16 @@ class SharedExpert(Module):
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs | None = None):
         new = functools.partial(declare, sizes=sizes, rngs=rngs)
-        if sizes.fused:
-            self.gate_up = new("DU", init=Normal(0.02))
-        else:
-            self.gate = new("DW", init=Normal(0.02))
-            self.up = new("DW", init=Normal(0.02))
+        self.gate = new("DW", init=Normal(0.02))
+        self.up = new("DW", init=Normal(0.02))
         self.down = new("WD", init=residual_writer(sizes.config))
         if sizes.config.moe.shared_gate:
             self.share = new("D", init=Normal(0.02))
 
     def __call__(self, x_BTD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
         """A rank's partial sum [B, T, D]. tied: applied to the first products, whose await may be tied to others'."""
-        if hasattr(self, "gate_up"):
-            gate, up = jnp.split(tied(quantized.einsum("BTD,DU->BTU", x_BTD, self.gate_up.get_value())), 2, axis=-1)
-        else:
-            of = lambda matrix: quantized.einsum("BTD,DW->BTW", x_BTD, matrix.get_value())
-            gate, up = tied((of(self.gate), of(self.up)))
+        of = lambda matrix: quantized.einsum("BTD,DW->BTW", x_BTD, matrix.get_value())
+        gate, up = tied((of(self.gate), of(self.up)))
         out = quantized.einsum("BTW,WD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
         if not hasattr(self, "share"):
             return out

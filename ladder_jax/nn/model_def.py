@@ -20,7 +20,7 @@ from ladder_jax.config import (
 from ladder_jax.errors import member, wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise
-from ladder_jax.nn.parameter import DENSE, LAYERS, STACKS, stacks
+from ladder_jax.nn.parameter import DENSE, LAYERS, stacks
 from ladder_jax.parallel import Layout, NamedMesh, Overlap, Split, Traits, layout
 from ladder_jax.residual.wires.sequence import SequenceParallel
 
@@ -105,19 +105,12 @@ class ModelDef:
         return declare(self.config, ranks=self.layout.ranks)
 
     @functools.cached_property
-    def fused(self) -> dict[str, nnx.Module]:
-        """`modules` with one matrix for those that read the same input: for inference only, never stored."""
-        return declare(self.config, ranks=self.layout.ranks, fused=True)
-
-    @functools.cached_property
-    def _graphs(self) -> dict[bool, dict[str, nnx.GraphDef]]:
-        forms = {False: self.modules, True: self.fused}
-        return {fused: {name: nnx.split(m)[0] for name, m in modules.items()} for fused, modules in forms.items()}
+    def _graphs(self) -> dict[str, nnx.GraphDef]:
+        return {name: nnx.split(module)[0] for name, module in self.modules.items()}
 
     def bind(self, name: str, params: Params) -> Any:
         """The module called `name` over a rank's arrays; one of STACKS gives one layer. Only while tracing."""
-        fused = name in STACKS and "query_key_value" in params["attention"]
-        return nnx.merge(self._graphs[fused][name], params)
+        return nnx.merge(self._graphs[name], params)
 
 
 def define(
@@ -127,19 +120,19 @@ def define(
     return ModelDef(config, layout(config, mesh=mesh), form)
 
 
-def declare(config: ModelConfig, *, ranks: int, fused: bool = False) -> dict[str, nnx.Module]:
+def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:
     """The model's modules, their parameters declared and without values."""
     sizes = parameter.Sizes(config, ranks)
     layers = {}
     for name, of in stacks(config).items():
         own = _without_experts(config) if name == DENSE else config
-        layers[name] = Layer(parameter.Sizes(own, ranks, stacked=True, fused=fused, layers=len(of)))
+        layers[name] = Layer(parameter.Sizes(own, ranks, stacked=True, layers=len(of)))
     modules = {"embedding": Embedding(sizes), **layers, "final_norm": RMSNorm(sizes)}
     if config.side is not None:  # computed beside the layers, by nn/side_pass.py
         from ladder_jax.nn.side import SideBlock, SideEnds
 
         modules["side"] = SideEnds(sizes)
-        layers[LAYERS].side = SideBlock(parameter.Sizes(config, ranks, stacked=True, fused=fused))
+        layers[LAYERS].side = SideBlock(parameter.Sizes(config, ranks, stacked=True))
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
 
 

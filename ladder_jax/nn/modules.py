@@ -21,10 +21,10 @@ from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
 from ladder_jax.residual.wires.sequence import LOCAL, Product, Project, Projections
 
 # What a sublayer computes of its input, and last: by `Projections`, because a topology may communicate meanwhile.
+# One matrix in place of the three, or two, would gain in batched decode on v5p and v6e alone, and lose in prefill and
+# in one row's decode (experiments/decode_bytes).
 _QUERY_KEY_VALUE = functools.partial(quantized.products, ("BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTD,DKH->BTKH"))
-_QUERY_KEY_VALUE_FUSED = functools.partial(quantized.products, ("BTD,DJH->BTJH",))
 _GATE_UP = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
-_GATE_UP_FUSED = functools.partial(quantized.products, ("BTD,DG->BTG",))
 _OUT = functools.partial(quantized.biased, "BTNH,NHD->BTD")
 _DOWN = functools.partial(quantized.biased, "BTF,FD->BTD")
 
@@ -70,12 +70,9 @@ class Attention(Module):
         sizes = sizes_of(config)
         config, new = sizes.config, functools.partial(declare, sizes=sizes, rngs=rngs)
         self.config = config
-        if sizes.fused:
-            self.query_key_value = new("DJH", init=Normal(0.02))
-        else:
-            self.query = new("DNH", init=Normal(0.02))
-            self.key = new("DKH", init=Normal(0.02))
-            self.value = new("DKH", init=Normal(0.02))
+        self.query = new("DNH", init=Normal(0.02))
+        self.key = new("DKH", init=Normal(0.02))
+        self.value = new("DKH", init=Normal(0.02))
         self.out = new("NHD", init=residual_writer(config))
         if config.biases is not Biases.NONE:
             self.query_bias = new("NH", init=zeros)
@@ -106,7 +103,8 @@ class Attention(Module):
         projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
         axes: the ranks over which heads are split, for query and key norms over all heads, which reduce over them.
         """
-        query, key, value = self._matmuls(x_BTD, projections)
+        matrices = self.query.get_value(), self.key.get_value(), self.value.get_value()
+        query, key, value = _multiply(projections.into, _QUERY_KEY_VALUE, x_BTD, matrices)
         if hasattr(self, "query_bias"):
             query = quantized.add_bias(query, self.query_bias[...])
             key = quantized.add_bias(key, self.key_bias[...])
@@ -133,14 +131,6 @@ class Attention(Module):
             self.key_norm.gain(key, dtype=dtype, scale=scales[1]),
         )
 
-    def _matmuls(self, x_BTD: jax.Array, projections: Projections) -> Sequence[jax.Array]:
-        if hasattr(self, "query_key_value"):
-            (fused,) = _multiply(projections.into, _QUERY_KEY_VALUE_FUSED, x_BTD, (self.query_key_value.get_value(),))
-            heads = self.out.get_value().shape[0]
-            return jnp.split(fused, [heads, (heads + fused.shape[2]) // 2], axis=2)
-        matrices = self.query.get_value(), self.key.get_value(), self.value.get_value()
-        return _multiply(projections.into, _QUERY_KEY_VALUE, x_BTD, matrices)
-
 
 class MLP(Module):
     """SwiGLU (arXiv 2002.05202): silu(x gate) * (x up), then down.
@@ -154,11 +144,8 @@ class MLP(Module):
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
         sizes = sizes_of(config)
         new = functools.partial(declare, sizes=sizes, rngs=rngs)
-        if sizes.fused:
-            self.gate_up = new("DG", init=Normal(0.02))
-        else:
-            self.gate = new("DF", init=Normal(0.02))
-            self.up = new("DF", init=Normal(0.02))
+        self.gate = new("DF", init=Normal(0.02))
+        self.up = new("DF", init=Normal(0.02))
         self.down = new("FD", init=residual_writer(sizes.config))
         if sizes.config.biases is Biases.ALL:
             self.gate_bias = new("F", init=zeros)
@@ -172,11 +159,7 @@ class MLP(Module):
 
         projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
         """
-        if hasattr(self, "gate_up"):
-            (fused,) = _multiply(projections.into, _GATE_UP_FUSED, x_BTD, (self.gate_up.get_value(),))
-            gate, up = jnp.split(fused, 2, axis=-1)
-        else:
-            gate, up = _multiply(projections.into, _GATE_UP, x_BTD, (self.gate.get_value(), self.up.get_value()))
+        gate, up = _multiply(projections.into, _GATE_UP, x_BTD, (self.gate.get_value(), self.up.get_value()))
         if hasattr(self, "gate_bias"):
             gate, up = quantized.add_bias(gate, self.gate_bias[...]), quantized.add_bias(up, self.up_bias[...])
         bias = jnp.where(first_rank, self.down_bias[...], 0) if hasattr(self, "down_bias") else None

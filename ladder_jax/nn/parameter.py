@@ -1,9 +1,9 @@
 """A parameter is declared once; shapes, shardings, initial values and stored names all follow from it.
 
 Dimensions are single letters: V vocabulary, D model, N query heads, K key/value heads, H head size,
-F feed-forward, L layers, R a low rank; J query, key and value heads and G gate and up, side by side (see Sizes).
+F feed-forward, L layers, R a low rank.
 Of experts: E all of them, padded to a multiple of the ranks, C those a router chooses from, M the width of one and W of
-the shared one; X and U their gates and ups side by side.
+the shared one.
 Small letters are a side network's (nn/side.py), whole on every rank.
 Which mesh axis splits which letter is `parallel.Layout`'s business.
 """
@@ -81,8 +81,6 @@ class Sizes:
     """The size of every named dimension of a model over `ranks` tensor-parallel ranks.
 
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
-    fused: matrices that read the same input are one matrix, for inference: side by side on each rank, so the whole
-        array is in the ranks' order.
     low_rank: R, the size between two factors of a matrix.
     layers: how many are stacked, where that is not all of them.
     backbone: of a side network (nn/side.py): B, the width of the model that it stands beside. Its letters are small.
@@ -91,14 +89,13 @@ class Sizes:
     config: ModelConfig
     ranks: int = 1
     stacked: bool = False
-    fused: bool = False
     low_rank: int = 0
     layers: int | None = None
     backbone: int = 0
 
     def __getitem__(self, dim: str) -> int:
         config = self.config
-        if config.moe is not None and dim in "ECMXWU":
+        if config.moe is not None and dim in "ECMW":
             return _expert_sizes(config.moe, self.ranks)[dim]
         return {
             "V": padded_vocabulary(config.vocab_size, ranks=self.ranks),
@@ -107,8 +104,6 @@ class Sizes:
             "K": config.num_kv_heads,
             "H": config.head_dim,
             "F": config.d_ff,
-            "J": config.num_heads + 2 * max(config.num_kv_heads, self.ranks),  # ranks that share a head hold it each
-            "G": 2 * config.d_ff,
             "R": self.low_rank,
             "B": self.backbone,
             "I": 1,
@@ -121,9 +116,7 @@ def _expert_sizes(moe: MoEConfig, ranks: int) -> dict[str, int]:
         "E": moe.padded(ranks),
         "C": moe.experts,
         "M": moe.expert_width,
-        "X": 2 * moe.expert_width,
         "W": moe.shared_width,
-        "U": 2 * moe.shared_width,
     }
 
 

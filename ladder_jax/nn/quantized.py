@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ladder_jax.parallel import pvary, varying
 from ladder_jax.residual import MATMUL
 
-CONTRACTED = {"DNH": "D", "DKH": "D", "DJH": "D", "NHD": "NH", "DF": "D", "DG": "D", "FD": "F", "VD": "D",
-              "EDM": "D", "EDX": "D", "EMD": "M", "DW": "D", "DU": "D", "WD": "W"}  # fmt: skip
+CONTRACTED = {"DNH": "D", "DKH": "D", "NHD": "NH", "DF": "D", "FD": "F", "VD": "D",
+              "EDM": "D", "EMD": "M", "DW": "D", "WD": "W"}  # fmt: skip
 """The contracted dimensions of each matrix. Parameters that are not listed (gains, biases) are never quantized.
 
 A table's rows are summed over D by the head, and a looked-up row is a channel of its own: tied, one serves both.
@@ -92,7 +92,7 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
 
 def products(specs: tuple[str, ...], x: jax.Array, weights: tuple) -> tuple[jax.Array, ...]:
     """`einsum` of one input and several matrices."""
-    return tuple(einsum(spec, x, weight) for spec, weight in zip(specs, weights, strict=True))
+    return tuple([einsum(spec, x, weight) for spec, weight in zip(specs, weights, strict=True)])
 
 
 def biased(spec: str, x: jax.Array, weights: tuple) -> jax.Array:

@@ -27,7 +27,7 @@ from ladder_jax.parallel.compiled import apart
 logger = logging.getLogger("ladder_jax")
 
 DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
-SHARDED = "NJFGVKEWU"  # the dimensions that tensor parallelism splits
+SHARDED = "NFVKEW"  # the dimensions that tensor parallelism splits
 ROUTER = "DC"  # the dimensions of a router, which is gathered and stored in float32, as it chooses in it
 Dims = Any  # a pytree prefix of strings such as "BTV"
 
@@ -326,6 +326,9 @@ def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) 
     The emulation splits each argument along its tensor-parallel dimension, computes every rank
     under one named axis, over which the collectives work as on a mesh, and joins the results.
     It must stand inside `jax.grad`: only then is a gradient that of the whole function.
+
+    ladder-fresh and desync are functions of the number of ranks, and on one GPU or TPU chip nothing else computes them.
+    On a CPU simulated devices are faster: 2.1 against 4.0 s a training step of 6 layers of SmolLM2's shape on 3 ranks.
     """
     if not layout.emulated:
         return fn
