@@ -124,12 +124,7 @@ class ForwardPass:
         dtype = jnp.dtype(definition.config.dtype.value)
         if given is not None:
             stack, dims = {**stack, GIVEN: given}, {**dims, GIVEN: "L"}
-
-        def body(state, extra, layer, cache, steps):
-            wire = wire_of(self.wire, layer[GIVEN]) if GIVEN in layer else self.wire
-            layer = {part: params for part, params in layer.items() if part != GIVEN}
-            return self.layer(state, extra, layer, cache, name=name, steps=steps, wire=wire)
-
+        body = functools.partial(self.layer, name=name, wire_of=wire_of)
         settings = dict(
             steps=self.steps[first : first + count],
             wire=self.wire,
@@ -143,7 +138,7 @@ class ForwardPass:
             settings["keeps"] = fsdp.all_but_gathered
 
             def body(state, extra, layer, cache, steps):
-                return of_whole(state, extra, fsdp.unshard_matrices(layer, of_layer, dtype=dtype), cache, steps)
+                return of_whole(state, extra, fsdp.unshard_matrices(layer, of_layer, dtype=dtype), cache, steps=steps)
 
         return run_layers(body, state, extra, params=stack, caches=caches, **settings)
 
@@ -154,12 +149,15 @@ class ForwardPass:
         params: Params,
         cache: Any,
         *,
-        name: str,
         steps: tuple[Step, ...],
-        wire: AllReduce,
+        name: str,
+        wire_of: Callable[[AllReduce, Any], AllReduce],
     ) -> tuple[State, Any, Any]:
         """The state, `extra` and the cache after one layer of the stack `name`."""
-        of_layer = []  # the statistics of this layer's router
+        wire, of_layer = self.wire, []  # the statistics of this layer's router
+        if GIVEN in params:
+            wire = wire_of(wire, params[GIVEN])
+            params = {part: module for part, module in params.items() if part != GIVEN}
         module = self.definition.bind(name, params)
         on_routing = None if extra is None else of_layer.append
         settings = dict(steps=steps, wire=wire, contexts=self.contexts, on_routing=on_routing)
