@@ -273,16 +273,6 @@ TABLE: dict[str, tuple[Option, ...]] = {
             collective_matmul=CollectiveMatmul.RING,
         ),
         Option(
-            "xla_gpu_enable_pipelined_all_gather",
-            True,
-            "a scan's gathers begin a turn earlier: of 4 layers of Llama-3-70B on fsdp 2 x tensor 4, 1.1 ms of a step's"
-            " communication were exposed, and 3.7 ms without it",
-            overlap=tuple(Overlap),
-            phases=(Phase.TRAIN,),
-            loops=(Loop.SCAN,),
-            split=(Split.WEIGHTS,),
-        ),
-        Option(
             "xla_gpu_all_gather_combine_threshold_bytes",
             2**28,
             "one or two messages a layer instead of six: each hides under a sublayer or more, where of six some hid"

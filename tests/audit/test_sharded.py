@@ -24,7 +24,7 @@ HIDDEN = {
     "v5p": (12, 0.9, 0.6, 0.9),
     "v6e": (12, 0.9, 0.6, 0.9),
     "tpu7x": (16, 0.9, 0.7, 0.7),
-    "h100": (14, 0.7, 0.7, 0.45),
+    "h100": (12, 0.5, 0.5, 0.7),
 }
 TRAIN = [
     case(target, Phase.TRAIN, loop=Loop.SCAN, fsdp=2) for target in ("v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8")
