@@ -277,10 +277,11 @@ class Run:
         prompts = np.where(np.arange(READ)[None] < LENGTHS[:, None], tokens[:, :READ], 7)
         stored = weights.prepare(definition, cases.place(params, definition), **form)
         if drawn["way"] == "chunks":
-            read = functools.partial(decode.prefill_in_chunks, chunk=4)
+            read = functools.partial(decode.prefill_in_chunks, chunk=4, interleave=drawn["interleave"])
             logits, caches = read(definition, stored, prompts, LENGTHS, capacity=12, **form)
         else:
-            program = decode.prefill.__wrapped__(definition, capacity=12, **form, sequence_parallel=split)
+            how = dict(sequence_parallel=split, interleave=drawn["interleave"])
+            program = decode.prefill.__wrapped__(definition, capacity=12, **form, **how)
             logits, caches = program(stored, prompts, LENGTHS)
         found, rows, step = [np.asarray(logits)], np.arange(4), one_step.decode.__wrapped__(definition, **form)
         for new in range(NEW):

@@ -86,7 +86,7 @@ def draw(seed: int, index: int) -> Case:
     capacity = settings.get("model.moe.capacity")
     drops = capacity is not None and capacity < settings["model.moe.experts"] / settings["model.moe.top_k"]
     checks = tuple(check for check, share in CHECKS.items() if dice.chance(share))
-    return Case(
+    case = Case(
         seed,
         index,
         preset="tiny-moe" if of_experts else "tiny",
@@ -99,6 +99,7 @@ def draw(seed: int, index: int) -> Case:
         step=int(dice.rng.integers(0, 5)) if "conversion.steps" in settings else 0,
         inference=inference(dice, settings),
     )
+    return in_halves(dice, case)  # drawn last: a seed's cases are otherwise those from before there were halves
 
 
 def model(dice: Dice, of_experts: bool) -> dict[str, Any]:
@@ -302,6 +303,23 @@ def another(dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops
     changed |= form(dice, settings, split and not whole)
     changed |= parts(dice, {**settings, **changed}, settings["train.batch"])
     return settings | changed
+
+
+def in_halves(dice: Dice, case: Case) -> Case:
+    """Either program perhaps in two halves in turn; prompts likewise."""
+    names = [case.settings["model.residual"], *(case.teacher.get(n) for n in ("model.residual",))]
+    names.append(case.settings.get("distill.residual"))
+    fits = all(reduces(name) and not name.startswith("farskip") for name in names if name)
+    fits = fits and not case.drops and case.settings.get("mesh.experts") != "exchange"
+    programs = []
+    for settings in (case.settings, case.other):
+        shards = settings["mesh.data"] * settings["mesh.fsdp"] * settings["train.accumulate"]
+        odd = settings["train.batch"] // shards % 2 == 1
+        waits = settings["train.collective_matmul"] != "none" or "conversion.steps" in settings
+        takes = fits and not waits and not (odd and settings["train.sequence_parallel"]) and dice.chance(0.35)
+        programs.append({**settings, "train.interleave": 2} if takes else settings)
+    prompts = case.inference | ({"interleave": 2} if fits and dice.chance(0.35) else {"interleave": 1})
+    return dataclasses.replace(case, settings=programs[0], other=programs[1], inference=prompts)
 
 
 def inference(dice: Dice, settings: dict[str, Any]) -> dict[str, Any]:
