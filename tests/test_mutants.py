@@ -1,6 +1,7 @@
 """The mutants of `make mutants`: each is a program, and differs from the source in one place."""
 
 import ast
+import collections
 
 from experiments.mutants import __main__ as command
 from experiments.mutants.operators import is_program, mutants
@@ -39,5 +40,6 @@ def test_what_is_changed():
 def test_the_same_seed_chooses_the_same_and_fewer_are_the_first():
     some, more = command.choose(count=20, seed=3), command.choose(count=40, seed=3)
     assert some == more[:20] and some != command.choose(count=20, seed=4)
-    packages = [mutant.file.split("/")[1] for mutant in some[:7]]
-    assert sorted(packages) == sorted(command.PACKAGES)
+    # In turn, but for a few that are no programs.
+    packages = collections.Counter(mutant.file.split("/")[1] for mutant in more)
+    assert set(packages) == set(command.PACKAGES) and max(packages.values()) - min(packages.values()) <= 3

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import decode, nn, train
-from ladder_jax.config import Biases, CollectiveMatmul, Loop, Quantize, Remat
+from ladder_jax.config import Biases, CollectiveMatmul, Execution, Loop, Quantize, Remat
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.nn import quantized
@@ -186,11 +186,11 @@ def test_a_prefill_in_rings_is_the_plain_one(quantize):
 
 def test_forms_that_cannot_be():
     definition = cases.define("standard", tensor=2)
-    hidden = functools.partial(nn.hidden, definition, {}, TOKENS, collective_matmul=CollectiveMatmul.RING)
     with pytest.raises(UserError, match="collective_matmul ring needs sequence_parallel=True"):
-        hidden()
+        nn.hidden(definition, {}, TOKENS, execution=Execution(collective_matmul=CollectiveMatmul.RING))
     shared = cases.define("parallel", tensor=2)
     with pytest.raises(UserError, match="attention and MLP of parallel share one gather"):
-        nn.hidden(shared, {}, TOKENS, sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
+        split = Execution(sequence_parallel=True, collective_matmul=CollectiveMatmul.RING)
+        nn.hidden(shared, {}, TOKENS, execution=split)
     with pytest.raises(UserError, match="an option of XLA for TPUs, and this mesh is of cpu: use 'ring'"):
         decode.prefill(definition, capacity=8, sequence_parallel=True, collective_matmul=CollectiveMatmul.COMPILER)
