@@ -28,6 +28,7 @@ GPUS = ("h100:8", "b200:8")
 ALL = TPUS + GPUS
 WITH_HALVES = ALL[1:]
 SERVING = (Phase.PREFILL, Phase.DECODE)
+IN_HALVES = dict(interleave=2, batch=2, prompt_length=2048)
 CONTROLS = [
     ("v5p:2x2x2", Phase.PREFILL),
     ("h100:8", Phase.PREFILL),
@@ -41,6 +42,8 @@ SAMPLE = [
     dict(target="h100:8", phase=Phase.DECODE, residual="ladder", loop=Loop.UNROLLED, launch=Launch.CHAINED),
     dict(target="v5p:2x2x2", phase=Phase.DECODE, residual="ladder", loop=Loop.SCAN),
     dict(target="v5p:2x2x2", phase=Phase.DECODE, residual="ladder", loop=Loop.SCAN, launch=Launch.CHAINED),
+    dict(target="h100:8", phase=Phase.TRAIN, residual="standard", loop=Loop.SCAN, **IN_HALVES),
+    dict(target="v5p:2x2x2", phase=Phase.PREFILL, residual="standard", loop=Loop.UNROLLED, **IN_HALVES),
 ]
 
 
