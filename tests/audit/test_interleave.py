@@ -15,8 +15,8 @@ from tests.audit.test_overlap import IN_HALVES, LAYERS, absent, case, until
 pytestmark = pytest.mark.audit
 
 ONE_ROW = dict(interleave=2, batch=1, prompt_length=4096)  # halves of its sequence
-# Of 33 all-reduces of a scanned training step, and 16 of an unrolled prefill. The last one is always exposed. On v5p and
-# tpu7x one more a layer has less than a tenth of a sublayer's matmuls beside it, but more cycles than its transfer takes.
+# Of 33 all-reduces of a scanned training step, and 16 of an unrolled prefill. The last one is always exposed. On v5p
+# and tpu7x one more a layer has less than a tenth of a sublayer's matmuls beside it, but more cycles than its transfer.
 HIDDEN = {
     ("v5p", Phase.TRAIN): 28,
     ("v6e", Phase.TRAIN): 32,
