@@ -51,10 +51,6 @@ class ForwardPass:
         (rows, length), wire = shape, definition.wire(execution)
         self.definition, self.execution = definition, execution
         self.wire, parts = wire, ((length, positions),)
-        check(
-            execution.interleave == 1 or not definition.exchanges(execution),
-            "interleave=2 is for experts whose sums are reduced, not for rows that are exchanged",
-        )
         if execution.interleave == 2 and rows % 2 == 0:
             self.wire = Interleaved(wire, at=rows // 2)
             parts = ((length, half) for half in positions.halves(rows // 2))

@@ -72,6 +72,7 @@ class Interleaved:
 
     def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[Turn, ...], ...]:
         """Raises UserError for a topology that does not reduce every output, or reduces two in one step."""
+        self.wire.check_halves()
         if not all(step.reduces for steps in layers for step in steps):
             raise UserError("interleave=2 is for a residual that reduces every sublayer's output: not desync-n")
         if any(step.early for steps in layers for step in steps):

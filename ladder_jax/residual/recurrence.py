@@ -206,6 +206,9 @@ class AllReduce:
 
     # What two halves of a batch in turn ask of a wire beside `launch` and `enter` (see interleave.py).
 
+    def check_halves(self) -> None:
+        """Raises UserError for a wire that knows no halves."""
+
     def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], launched: tuple[Any, Any]) -> tuple:
         """The step's input and sublayers, tied to `launched`, beside which they are to stand.
 
