@@ -21,8 +21,8 @@ from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
 from ladder_jax.residual.wires.sequence import LOCAL, Product, Project, Projections
 
 # What a sublayer computes of its input, and last: by `Projections`, because a topology may communicate meanwhile.
-# One matrix in place of the three, or two, would gain in batched decode on v5p and v6e alone, and lose in prefill and
-# in one row's decode (experiments/decode_bytes).
+# One matrix in place of the three, or two, would gain in batched decode and in Standard's collective matmuls, and lose
+# in one row's decode and in other prefills (experiments/decode_bytes).
 _QUERY_KEY_VALUE = functools.partial(quantized.products, ("BTD,DNH->BTNH", "BTD,DKH->BTKH", "BTD,DKH->BTKH"))
 _GATE_UP = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
 _OUT = functools.partial(quantized.biased, "BTNH,NHD->BTD")

@@ -70,11 +70,15 @@ def statuses(answer) -> dict[str, list[bool]]:
 
 @pytest.mark.parametrize("request_", RINGS)
 def test_rings_are_hidden_under_their_matmuls(request_, compiled):
+    """But for attention's inputs on GPUs: XLA issues one of a ring's seven permutes behind the product of the queries,
+    and beside it is only that of keys or values.
+    """
     answer = compiled(request_)
     assert (answer.report.all_reduces, answer.report.merged) == (4 * LAYERS + 1, 0)
     found = statuses(answer)
     assert found["head"] == [False] and len(found["input"]) == len(found["output"]) == 2 * LAYERS
-    assert sum(found["input"] + found["output"]) >= 14, answer.verdict
+    least = 14 if request_.target.platform == "tpu" else 12
+    assert sum(found["input"] + found["output"]) >= least, answer.verdict
 
 
 @pytest.mark.parametrize("request_", COMPILERS)
