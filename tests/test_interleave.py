@@ -141,6 +141,21 @@ def test_prefill_that_starts_and_awaits_apart(name, monkeypatch):
     assert cases.error(found[:, real], whole[:, real]) < cases.bound(definition.config)
 
 
+def test_no_sum_is_in_flight_while_norms_communicate(monkeypatch):
+    """Attention whose query and key norms reduce over all heads: only MLPs stand beside a started sum."""
+    started = communication.start_on_a_cpu(monkeypatch)
+    definition = cases.define("standard", tensor=4, qk_norm="all-heads")
+    params = weights.prepare(definition, cases.place(cases.parameters(definition), definition), loop=Loop.UNROLLED)
+    tokens, lengths = cases.tokens((4, 8)), np.full(4, 8, np.int32)
+    settings = dict(capacity=16, loop=Loop.UNROLLED)
+    halves = steps.prefill.__wrapped__(definition, launch=Launch.EXPLICIT, interleave=2, **settings)
+    found = halves(params, tokens, lengths)[0]
+    assert len(started) == 2 * communication.NUM_LAYERS
+    whole = steps.prefill(definition, launch=Launch.CHAINED, **settings)(params, tokens, lengths)[0]
+    real = slice(definition.config.vocab_size)
+    assert cases.error(found[:, real], whole[:, real]) < cases.bound(definition.config)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_text_of_prompts_that_are_read_in_halves(rows):
     """Whole, in chunks, and by the engine: the same tokens."""
@@ -222,16 +237,38 @@ def with_model(**changes):
         "hides gathers and scatters, of which collective_matmul ring leaves none",
     ),
     (lambda: own_layers(3, interleave=2), "interleave=2 takes halves of the rows, and 3 is odd"),
-    (lambda: own_layers(2, interleave=3), "interleave must be 1, the whole batch, or 2, halves of it in turn, not 3"),
+    (lambda: own_layers(2, interleave=3), r"interleave must be 1 .* or 2 \(two halves of it in turn\), not 3"),
     (
         lambda: compiled(experts.define("farskip", "shared", tensor=4), (4, 10)),
-        "interleave=2 is not for farskip, whose shared expert is reduced with attention",
+        "interleave 2 is not for farskip with a shared expert, which is reduced with attention",
     ),
-    (lambda: compiled(cases.define("desync-2", tensor=4), (4, 10)), "not desync-n"),
+    (lambda: compiled(cases.define("desync-2", tensor=4), (4, 10)), "every sublayer's output, not desync-2"),
 ])  # fmt: skip
 def test_what_is_refused(made, said):
     with pytest.raises(UserError, match=said):
         made()
+
+
+@pytest.mark.parametrize("made", [
+    lambda: config.Execution(interleave=3),
+    lambda: config.TrainConfig(interleave=3),
+    lambda: config.DecodeConfig(interleave=0),
+    lambda: steps.prefill(cases.define("standard", tensor=2), capacity=8, interleave=3),
+])  # fmt: skip
+def test_other_numbers_of_halves(made):
+    with pytest.raises(UserError, match=r"interleave must be 1 \(the whole batch\) or 2 \(two halves of it in turn\)"):
+        made()
+
+
+def test_rings_and_decode_steps_are_refused():
+    definition = cases.define("standard", tensor=4)
+    with pytest.raises(UserError, match="collective_matmul ring leaves none"):
+        compiled(definition, (4, 9), sequence_parallel=True, collective_matmul=config.CollectiveMatmul.RING)
+    one = steps.step(definition, execution=config.Execution(interleave=2))
+    local = lambda lengths: one({}, None, lengths, lengths)[0]
+    on_mesh = parallel.on_mesh(local, layout=definition.layout, in_dims=("B",), out_dims="BV")
+    with pytest.raises(UserError, match="a decode step has too few tokens to halve"):
+        jax.eval_shape(on_mesh, jnp.zeros(4, jnp.int32))
 
 
 def test_exchanged_experts_are_refused():
@@ -240,5 +277,5 @@ def test_exchanged_experts_are_refused():
         mesh=parallel.make_mesh(tensor=2),
         experts=ExpertParallelism.EXCHANGE,
     )
-    with pytest.raises(UserError, match="interleave=2 is for experts whose sums are reduced"):
+    with pytest.raises(UserError, match="interleave 2 is for experts whose sums are reduced"):
         compiled(definition, (4, 9), sequence_parallel=True)

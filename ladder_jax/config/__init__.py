@@ -12,6 +12,7 @@ from ladder_jax.config.execution import Loop as Loop
 from ladder_jax.config.execution import Phase as Phase
 from ladder_jax.config.execution import QKNorm as QKNorm
 from ladder_jax.config.execution import Remat as Remat
+from ladder_jax.config.execution import check_interleave as check_interleave
 from ladder_jax.config.experts import ExpertParallelism as ExpertParallelism
 from ladder_jax.config.experts import MoEConfig as MoEConfig
 from ladder_jax.config.experts import RouterSoftmax as RouterSoftmax
@@ -27,7 +28,7 @@ from ladder_jax.config.model import Biases as Biases
 from ladder_jax.config.model import ModelConfig as ModelConfig
 from ladder_jax.config.model import RopeScaling as RopeScaling
 from ladder_jax.config.model import check_collective_matmul as check_collective_matmul
-from ladder_jax.config.model import check_interleave as check_interleave
+from ladder_jax.config.model import check_halves as check_halves
 from ladder_jax.config.model import layer_indices as layer_indices
 from ladder_jax.config.model import parse_residual as parse_residual
 from ladder_jax.config.model import preset as preset

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ladder_jax.config.execution import Launch, Loop
+from ladder_jax.config.execution import Launch, Loop, check_interleave
 from ladder_jax.config.fields import check, check_positive, fit, shown
 
 
@@ -34,8 +34,7 @@ class DecodeConfig:
     def __post_init__(self):
         fit(self, "decode")
         check_positive(self, "decode", "max_new_tokens", "prefill_chunk")
-        one_or_two = "decode.interleave must be 1 (whole prompts) or 2 (two halves in turn)"
-        check(self.interleave in (1, 2), f"{one_or_two}, not {self.interleave}")
+        check_interleave(self.interleave, name="decode.interleave")
         for name in ("temperature", "top_k"):
             check(getattr(self, name) >= 0, f"decode.{name} must not be negative, not {getattr(self, name)}")
         check(0 < self.top_p <= 1, f"decode.top_p must be above 0 and at most 1, not {self.top_p}")

@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 
+from ladder_jax.errors import UserError
+
 
 class Dtype(enum.Enum):
     """`Dtype("float32")`; also made from NumPy's and jax's types, such as `jnp.float32` or an array's dtype."""
@@ -65,7 +67,7 @@ class Launch(enum.Enum):
 
     AUTO = "auto"  # explicit where it is supported, otherwise chained
     CHAINED = "chained"  # whole, chained by barriers: the compiler chooses when; differentiable, everywhere
-    EXPLICIT = "explicit"  # in two halves, around a whole sublayer: residual/wires/halves.py
+    EXPLICIT = "explicit"  # in two halves, around a whole sublayer: residual/wires/async_all_reduce.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,15 @@ class Execution:
     sequence_parallel: bool = False
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
     interleave: int = 1
+
+    def __post_init__(self):
+        check_interleave(self.interleave)
+
+
+def check_interleave(interleave: int, *, name: str = "interleave") -> None:
+    """Raises UserError for another number than 1 and 2."""
+    if interleave not in (1, 2):
+        raise UserError(f"{name} must be 1 (the whole batch) or 2 (two halves of it in turn), not {interleave!r}")
 
 
 SCANNED, UNROLLED = Execution(), Execution(loop=Loop.UNROLLED)

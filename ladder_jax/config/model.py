@@ -6,7 +6,7 @@ import numbers
 import re
 from collections.abc import Sequence
 
-from ladder_jax.config.execution import CollectiveMatmul, Dtype, QKNorm
+from ladder_jax.config.execution import CollectiveMatmul, Dtype, QKNorm, check_interleave
 from ladder_jax.config.experts import EXPERT_SHAPES, ExpertParallelism, MoEConfig
 from ladder_jax.config.fields import build, check, check_positive, fit, shown
 from ladder_jax.config.side import SideConfig
@@ -68,7 +68,7 @@ def parse_residual(name: str) -> ResidualName:
     raise unknown("residual", name, (*RESIDUALS, *EXPERT_RESIDUALS, "ladder-K", "desync-N"))
 
 
-def check_interleave(
+def check_halves(
     interleave: int,
     *,
     model: "ModelConfig",
@@ -83,7 +83,7 @@ def check_interleave(
     names: the user's words for the two settings, such as ("train.interleave", "train.batch").
     """
     setting, of_rows = names
-    check(interleave in (1, 2), f"{setting} must be 1 (the whole batch) or 2 (two halves in turn), not {interleave}")
+    check_interleave(interleave, name=setting)
     if interleave == 1:
         return
     whole_rows = rows % 2 == 0 or not sequence_parallel

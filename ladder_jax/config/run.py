@@ -4,10 +4,10 @@ import dataclasses
 import enum
 
 from ladder_jax.config.decode import DecodeConfig
-from ladder_jax.config.execution import CollectiveMatmul, Execution, Loop, Remat
+from ladder_jax.config.execution import CollectiveMatmul, Execution, Loop, Remat, check_interleave
 from ladder_jax.config.experts import ExpertParallelism, check_exchange
 from ladder_jax.config.fields import check, check_positive, fit, shown
-from ladder_jax.config.model import ModelConfig, check_collective_matmul, check_interleave, parse_residual
+from ladder_jax.config.model import ModelConfig, check_collective_matmul, check_halves, parse_residual
 from ladder_jax.config.retrain import ConversionConfig, DistillConfig, LoraConfig, check_retraining
 
 
@@ -173,6 +173,7 @@ class TrainConfig:
             self.spike_factor == 0 or self.spike_factor > 1,
             f"train.spike_factor must be above 1, or 0 for none, not {self.spike_factor}",
         )
+        check_interleave(self.interleave, name="train.interleave")
         if self.peak_tflops is not None:
             check_positive(self, "train", "peak_tflops")
         check(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, not {self.warmup_steps}")
@@ -272,7 +273,7 @@ class RunConfig:
             f"train.accumulate={self.train.accumulate} does not divide a device's {self.train.batch // rows} rows"
             f" (train.batch={self.train.batch} over data x fsdp = {rows})",
         )
-        check_interleave(
+        check_halves(
             self.train.interleave,
             model=self.model,
             rows=self.train.batch // rows // self.train.accumulate,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ladder_jax.config import SCANNED, Execution, check_collective_matmul
+from ladder_jax.config import SCANNED, Execution
 from ladder_jax.config.fields import check
 from ladder_jax.nn import loss
 from ladder_jax.nn.model_def import ModelDef, Params, matrix_elements
@@ -22,6 +22,7 @@ from ladder_jax.residual.interleave import Interleaved
 from ladder_jax.residual.loop import run_layers
 from ladder_jax.residual.wires import sequence
 
+TILE = 128  # of positions, for which matmuls and attention kernels are best
 GIVEN = "given"
 """The name, beside the modules of a layer, of arrays that are no parameters (see `ForwardPass.layer_range`)."""
 
@@ -29,7 +30,7 @@ GIVEN = "given"
 class ForwardPass:
     """One forward pass on one rank, over tokens of `shape` [B, T]: all of it, or `embed`, `layers` and `finish`.
 
-    positions: those of the tokens, 0..T-1 by default. cached: the layers have caches.
+    positions: those of the tokens, 0..T-1 by default.
     Through the layers go a `State` and `extra`, what a feature carries along: with experts in training a `Routing`.
     """
 
@@ -40,14 +41,8 @@ class ForwardPass:
         *,
         execution: Execution = SCANNED,
         positions: Positions = FULL_SEQUENCE,
-        cached: bool = False,
     ):
-        check_collective_matmul(
-            execution.collective_matmul,
-            model=definition.config,
-            sequence_parallel=execution.sequence_parallel,
-            names=("collective_matmul", "sequence_parallel=True"),
-        )
+        definition.check(execution, rows=shape[0])
         (rows, length), wire = shape, definition.wire(execution)
         self.definition, self.execution = definition, execution
         self.wire, parts = wire, ((length, positions),)
@@ -55,10 +50,9 @@ class ForwardPass:
             self.wire = Interleaved(wire, at=rows // 2)
             parts = ((length, half) for half in positions.halves(rows // 2))
         elif execution.interleave == 2:
-            check_halves_of_sequence(length, splits=definition.splits(execution), rows=rows)
             at = half_of_sequence(definition, length)
             self.wire = Interleaved(wire, at=at, axis=1)
-            parts = zip((at, length - at), positions.parts(at, cached=cached), strict=True)
+            parts = zip((at, length - at), positions.parts(at), strict=True)
         self.steps = self.wire.layers(definition.topology.layers)
         of_model = functools.partial(LayerContext.of, definition.config, axes=wire.axes, kernel=definition.kernel)
         self.contexts = [of_model(size, positions=part) for size, part in parts]
@@ -179,18 +173,13 @@ class ForwardPass:
         return sequence.gather(x, axes) if definition.splits(self.execution) else x
 
 
-def check_halves_of_sequence(length: int, *, splits: bool, rows: int) -> None:
-    """Raises UserError where an odd number of rows has no two parts of their sequences."""
-    check(length > 1, f"interleave=2 takes halves of the rows or of their positions, not of {rows} x 1 tokens")
-    check(not splits, f"interleave=2 with sequence parallelism takes halves of the rows, and {rows} is odd")
-
-
 def half_of_sequence(definition: ModelDef, length: int) -> int:
     """How many of `length` positions have half of a layer's FLOPs: more than half, as the later ones attend to more.
 
     With E matrix elements of a layer and n H query channels, t positions take 2 E t + 2 n H t^2.
     """
     config = definition.config
+    check(length > 1, "interleave=2 takes halves of the rows, or of their positions, of which there is one")
     linear = (matrix_elements(definition) - config.vocab_size * config.d_model) / config.num_layers
     square = config.num_heads * config.head_dim
     half = (linear * length + square * length**2) / 2
@@ -198,9 +187,6 @@ def half_of_sequence(definition: ModelDef, length: int) -> int:
     if length >= 4 * TILE:
         at = TILE * round(at / TILE)
     return min(max(at, 1), length - 1)
-
-
-TILE = 128  # of positions, for which matmuls and attention kernels are best
 
 
 def unshard(definition: ModelDef, name: str, params: Params) -> Params:

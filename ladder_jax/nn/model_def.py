@@ -15,7 +15,9 @@ from ladder_jax.config import (
     ExpertParallelism,
     ModelConfig,
     Phase,
+    check_collective_matmul,
     check_exchange,
+    check_halves,
 )
 from ladder_jax.errors import member, wrong_type
 from ladder_jax.nn import kernels, parameter
@@ -63,6 +65,24 @@ class ModelDef:
     def exchanges(self, execution: Execution) -> bool:
         """Whether the ranks exchange the rows of experts."""
         return self.splits(execution) and self.experts is ExpertParallelism.EXCHANGE
+
+    def check(self, execution: Execution, *, rows: int) -> None:
+        """Raises UserError for an execution that is none of this model's, on a rank of `rows` rows."""
+        check_collective_matmul(
+            execution.collective_matmul,
+            model=self.config,
+            sequence_parallel=execution.sequence_parallel,
+            names=("collective_matmul", "sequence_parallel=True"),
+        )
+        check_halves(
+            execution.interleave,
+            model=self.config,
+            rows=rows,
+            sequence_parallel=self.splits(execution),
+            collective_matmul=execution.collective_matmul,
+            experts=self.experts if self.splits(execution) else ExpertParallelism.REDUCE,
+            names=("interleave", "the batch"),
+        )
 
     def wire(self, execution: Execution) -> residual.AllReduce:
         """How sublayers' outputs cross the ranks: on a rank, inside a shard_map."""

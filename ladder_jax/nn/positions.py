@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.config import ModelConfig, RopeScaling
+from ladder_jax.errors import UserError
 from ladder_jax.nn import kernels
 
 
@@ -36,11 +37,8 @@ class Positions(Protocol):
     def halves(self, rows: int) -> tuple["Positions", "Positions"]:
         """Those of the first `rows` rows and of the others, whose cache is one."""
 
-    def parts(self, at: int, *, cached: bool) -> tuple["Positions", "Positions"]:
-        """Those of every row's first `at` positions and of the later ones, which attend to the first, too.
-
-        Without a cache to read them from, the first part leaves its keys and values in its place.
-        """
+    def parts(self, at: int) -> tuple["Positions", "Positions"]:
+        """Those of every row's first `at` positions and of the later ones, which attend to the first, too."""
 
     def indices(self, length: int) -> jax.Array:
         """Those of a block of `length` tokens, [B, length] or, the same for all rows, [1, length]."""
@@ -75,10 +73,8 @@ class FullSequence:
         first, second = (None, None) if self.ends is None else (self.ends[:rows], self.ends[rows:])
         return FullSequence(first, self.row), FullSequence(second, self.row + rows)
 
-    def parts(self, at, *, cached):
-        if cached:
-            return self, ChunkedPrefill(jnp.int32(at), self.row)
-        return FirstPart(self), LaterPart(at)
+    def parts(self, at):
+        return FirstPart(self), LaterPart(at, row=self.row)
 
 
 FULL_SEQUENCE = FullSequence()
@@ -110,7 +106,7 @@ class Packed:
     def halves(self, rows):
         return Packed(self.segments[:rows]), Packed(self.segments[rows:])
 
-    def parts(self, at, *, cached):
+    def parts(self, at):
         return FirstPart(Packed(self.segments[:, :at])), LaterPart(at, self.begins)
 
 
@@ -136,13 +132,20 @@ class ChunkedPrefill:
     def halves(self, rows):
         return ChunkedPrefill(self.start, self.row), ChunkedPrefill(self.start, self.row + rows)
 
-    def parts(self, at, *, cached):
+    def parts(self, at):
         return self, ChunkedPrefill(self.start + at, self.row)
+
+
+class Left(NamedTuple):
+    """A first part's keys and values, in the place of a cache where there is none: the later part reads them."""
+
+    key: jax.Array
+    value: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstPart:
-    """The first positions of rows in training, as `of` has them; their keys and values are left for `LaterPart`."""
+    """The first positions of rows, as `of` has them."""
 
     of: FullSequence | Packed
     ends: ClassVar[None] = None
@@ -151,16 +154,21 @@ class FirstPart:
         return self.of.indices(length)
 
     def attend(self, query, key, value, *, cache, kernel):
-        attended, _ = self.of.attend(query, key, value, cache=None, kernel=kernel)
-        return attended, Cache(key, value)
+        attended, cache = self.of.attend(query, key, value, cache=cache, kernel=kernel)
+        return attended, Left(key, value) if cache is None else cache
 
 
 @dataclasses.dataclass(frozen=True)
 class LaterPart:
-    """The positions from `start` on of rows in training. begins: [B, T] of packed rows, as `Packed` has them."""
+    """The positions from `start` on of rows whose others are a `FirstPart`.
+
+    begins: [B, T] of packed rows, as `Packed` has them. row: the first one's place in the cache. Without a cache the
+    scores are whole in memory, [B, N, T - start, T]: no kernel here has a gradient for a mask that begins later.
+    """
 
     start: int
     begins: jax.Array | None = None
+    row: int = 0
     ends: ClassVar[None] = None
 
     def indices(self, length):
@@ -168,6 +176,9 @@ class LaterPart:
         return index if self.begins is None else index - self.begins[:, self.start :]
 
     def attend(self, query, key, value, *, cache, kernel):
+        if not isinstance(cache, Left):
+            chunk = ChunkedPrefill(jnp.int32(self.start), self.row)
+            return chunk.attend(query, key, value, cache=cache, kernel=kernel)
         keys, values = (jnp.concatenate(pair, axis=1) for pair in ((cache.key, key), (cache.value, value)))
         index = jnp.arange(keys.shape[1])
         seen = (index[None, :] <= index[self.start :, None])[None]
@@ -186,6 +197,11 @@ class DecodeStep:
 
     def indices(self, length):
         return self.lengths[:, None]
+
+    def halves(self, rows):
+        raise UserError("interleave=2 is for training and prefill: a decode step has too few tokens to halve")
+
+    parts = halves
 
     def attend(self, query, key, value, *, cache, kernel):
         here = (slice(None),) * (kernel.cache_dims.index("S") - 1)  # a row's heads, where these come first

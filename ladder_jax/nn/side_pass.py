@@ -32,10 +32,8 @@ class SidePass(ForwardPass):
         *,
         execution: Execution = SCANNED,
         positions: Positions = FULL_SEQUENCE,
-        cached: bool = False,
     ):
         check(not definition.splits(execution), "model.side reads whole streams: not with sequence_parallel")
-        check(execution.interleave == 1, "model.side reads whole streams: not with interleave=2")
         frozen = dataclasses.replace(execution, remat=Remat.NONE)  # only the side network has a backward pass
         super().__init__(definition, shape, execution=frozen, positions=positions)
         self._dtype = jnp.dtype(definition.config.dtype.value)

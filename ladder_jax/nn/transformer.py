@@ -148,6 +148,5 @@ def hidden(
     caches: Any = None,
 ) -> tuple[jax.Array, Any]:
     """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches."""
-    settings = dict(execution=execution, positions=positions, cached=caches is not None)
-    run = forward_pass(definition, tokens.shape, **settings)
+    run = forward_pass(definition, tokens.shape, execution=execution, positions=positions)
     return run(params, tokens, caches=caches)

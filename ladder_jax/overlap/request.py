@@ -18,7 +18,7 @@ from ladder_jax.config import (
     check_collective_matmul,
     check_exchange,
     check_fits_mesh,
-    check_interleave,
+    check_halves,
     model_from_dict,
     parse_residual,
     preset,
@@ -171,7 +171,7 @@ def make(
     )
     if request.interleave == 2 and phase is Phase.DECODE:
         raise UserError("--interleave 2 is for train and prefill: a decode step has too few rows to halve")
-    check_interleave(
+    check_halves(
         request.interleave,
         model=request.config,
         rows=request.batch,

@@ -60,8 +60,9 @@ HALVES = ("NVIDIA", "TPU v5", "TPU v6 lite", "TPU7x")
 """Kinds of devices whose compilers have all-reduces in two halves: not a CPU's, which aborts, nor a v5e's.
 
 Of a whole all-reduce the compiler makes such halves, too, but it leaves only as much compute between them as its own
-estimate of the transfer demands: of a sublayer of a decode step a third. residual/wires/halves.py puts all of it there.
-On NVIDIA GPUs that hides XLA's one-kernel all-reduce, which the compiler never hides.
+estimate of the transfer demands: of a sublayer of a decode step a third. The whole sublayer stands there by
+residual/wires/async_all_reduce.py. On NVIDIA GPUs that hides XLA's one-kernel all-reduce, which the compiler never
+hides.
 """
 
 

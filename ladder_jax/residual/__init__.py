@@ -36,7 +36,7 @@ each direction does was chosen by compiled schedules (`ladder-jax overlap`, expe
                                         gradients
 
 Prefill and decode need no backward pass, and where the compiler has all-reduces in two halves a step holds both in
-their place (`Launch.EXPLICIT`; see wires/halves.py), so that a whole sublayer is between them:
+their place (`Launch.EXPLICIT`; see wires/async_all_reduce.py), so that a whole sublayer is between them:
 
     launch   started = start(partial)
              gain, started = optimization_barrier((gain, started))        the sublayer's norm's, which is small
@@ -73,7 +73,7 @@ In reading order: topologies.py, the values; recurrence.py, what a step does, ov
 over layers; stack.py, for layers of your own. A *wire* is how an output crosses the ranks, one a file in wires/:
 
     AllReduce         one all-reduce a step                      recurrence.py
-    Halves            the same, started and awaited apart        wires/halves.py      prefill and decode
+    AsyncAllReduce    the same, started and awaited apart        wires/async_all_reduce.py      prefill and decode
     SequenceParallel  a reduce-scatter and an all-gather         wires/sequence.py    as rings of permutes, too
     Exchange          and two all-to-alls around experts         wires/exchange.py
     Annealed          all sums awaited, and faded out            wires/annealed.py    a conversion's, in training

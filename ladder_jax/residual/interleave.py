@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from ladder_jax.config import check_interleave
 from ladder_jax.errors import UserError
 from ladder_jax.parallel.collectives import PREVIOUS
 from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, add
@@ -32,7 +33,7 @@ from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, add
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Halves:
+class Pair:
     """The states of both halves between two turns.
 
     ready: of the half whose turn it is. All its outputs are reduced; those that are not added yet are its `sums`.
@@ -72,7 +73,6 @@ class Interleaved:
 
     def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[Turn, ...], ...]:
         """Raises UserError for a topology that does not reduce every output, or reduces two in one step."""
-        self.wire.check_halves()
         if not all(step.reduces for steps in layers for step in steps):
             raise UserError("interleave=2 is for a residual that reduces every sublayer's output: not desync-n")
         if any(step.early for steps in layers for step in steps):
@@ -81,22 +81,22 @@ class Interleaved:
         turns = iter([Turn(**vars(step), after=after) for step, after in itertools.pairwise(steps)])
         return tuple(tuple(itertools.islice(turns, len(of_layer))) for of_layer in layers)
 
-    def begin(self, x: jax.Array, first: Step) -> Halves:
+    def begin(self, x: jax.Array, first: Step) -> Pair:
         """Both halves of `x` [B, T, D] before `first`."""
         ready, computed = jnp.split(x, [self.at], axis=self.axis)
         pending = first.pending_before
-        return Halves(State(ready, (None,) * pending), State(computed, (None,) * (pending - 1)))
+        return Pair(State(ready, (None,) * pending), State(computed, (None,) * (pending - 1)))
 
-    def advance(self, halves: Halves, step: Turn, sublayers: Sequence[Sequence[Sublayer]]) -> Halves:
+    def advance(self, pair: Pair, step: Turn, sublayers: Sequence[Sequence[Sublayer]]) -> Pair:
         """Both halves after `step`. sublayers: of each half."""
         of_first, of_second = sublayers
-        first, second = self._turn(step, halves, step, of_first)
-        second, first = self._turn(step, Halves(second, first), step.after, of_second)
-        return Halves(first, second)
+        first, second = self._turn(step, pair, step, of_first)
+        second, first = self._turn(step, Pair(second, first), step.after, of_second)
+        return Pair(first, second)
 
-    def _turn(self, step: Step, halves: Halves, after: Step, sublayers: Sequence[Sublayer]) -> tuple[State, State]:
+    def _turn(self, step: Step, pair: Pair, after: Step, sublayers: Sequence[Sublayer]) -> tuple[State, State]:
         """(the ready half, whose `step` is computed; the other one, ready for `after`)."""
-        wire, mine, other = self.wire, halves.ready, halves.computed
+        mine, other, wire = pair.ready, pair.computed, self.wire.beside(step, sublayers)
         summed = wire.launch(step, other.partial, other.residual)
         entered = mine.carried
         if entered is None:
@@ -116,10 +116,10 @@ class Interleaved:
         partial, arrived = wire.arrive(partial, summed, settled, after)
         return State(mine.residual, mine.sums, partial), arrived
 
-    def fill(self, halves: Halves, steps: Sequence[Step], *, dtype: jnp.dtype) -> Halves:
+    def fill(self, pair: Pair, steps: Sequence[Step], *, dtype: jnp.dtype) -> Pair:
         """Zeros in place of None, and as many sums as after a turn of the scan: see `AllReduce.fill`."""
         first, last, wire = steps[0], steps[-1], self.wire
-        ready, computed = halves.ready, halves.computed
+        ready, computed = pair.ready, pair.computed
         sums, own = wire.filled(ready.residual, ready.sums, ready.partial, dtype)
         ready = State(ready.residual, sums, own if first.fresh else None, ready.carried)
         ready = wire.prepare(first, ready) if ready.carried is None else ready
@@ -128,26 +128,20 @@ class Interleaved:
         if more > 0:  # the next turn would add them first
             residual, sums = add(residual, sums[:more]), sums[more:]
         sums, partial = wire.filled(residual, (None,) * -more + sums, computed.partial, dtype)
-        return Halves(ready, State(residual, sums, partial))
+        return Pair(ready, State(residual, sums, partial))
 
-    def flush(self, halves: Halves) -> jax.Array:
+    def flush(self, pair: Pair) -> jax.Array:
         """The final stream of both halves: everything still pending is reduced and added."""
-        ready, computed = halves.ready, halves.computed
+        ready, computed = pair.ready, pair.computed
         newest = self.wire.reduce(computed.partial, PREVIOUS)
         first = add(ready.residual, ready.sums)
         return jnp.concatenate([first, add(computed.residual, (*computed.sums, newest))], axis=self.axis)
 
 
-def check_interleave(interleave: int) -> int:
-    """`interleave`. Raises UserError for another number than 1 and 2."""
-    if interleave not in (1, 2):
-        raise UserError(f"interleave must be 1, the whole batch, or 2, halves of it in turn, not {interleave!r}")
-    return interleave
-
-
 def interleaved(wire: AllReduce, interleave: int, *, rows: int) -> AllReduce | Interleaved:
     """`wire`, or with interleave=2 in halves of `rows` rows. Raises UserError for an odd number."""
-    if check_interleave(interleave) == 1:
+    check_interleave(interleave)
+    if interleave == 1:
         return wire
     if rows % 2:
         raise UserError(f"interleave=2 takes halves of the rows, and {rows} is odd")

@@ -200,14 +200,14 @@ class AllReduce:
     def filled(self, stream: jax.Array, sums: Sums, partial: Any, dtype: jnp.dtype) -> tuple[Sums, Any]:
         """`sums` and `partial` beside a residual like `stream`, with zeros in place of None."""
         zero = pvary(jnp.zeros_like(stream, dtype=dtype), varying(stream))
-        return tuple(zero if one is None else one for one in sums), pvary(
-            zero, self.axes
-        ) if partial is None else partial
+        sums = tuple(zero if one is None else one for one in sums)
+        return sums, pvary(zero, self.axes) if partial is None else partial
 
     # What two halves of a batch in turn ask of a wire beside `launch` and `enter` (see interleave.py).
 
-    def check_halves(self) -> None:
-        """Raises UserError for a wire that knows no halves."""
+    def beside(self, step: Step, sublayers: Sequence[Sublayer]) -> "AllReduce":
+        """The wire for a sum that is in flight while the step's sublayers compute."""
+        return self
 
     def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], launched: tuple[Any, Any]) -> tuple:
         """The step's input and sublayers, tied to `launched`, beside which they are to stand.
@@ -216,21 +216,15 @@ class AllReduce:
         holds the sum of its later input's gradient: so sums come one after another, and none is merged.
         """
         residual, summed = launched
-        if ranks(self.axes) == 1:
-            return entered, sublayers, launched
-        if summed is None:
-            entered, residual = barrier_backward((entered, residual))
-        else:
-            entered, residual, summed = barrier_backward((entered, residual, summed))
+        entered, residual, (summed,) = tie_backward(entered, residual, (summed,), self.axes)
         return entered, sublayers, (residual, summed)
 
     def arrive(
         self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step
     ) -> tuple[jax.Array, State]:
         """The step's output, and the other half with its sum, ready for its step `after`."""
-        if summed is not None and ranks(self.axes) > 1:
-            partial, summed = barrier_forward((partial, summed))
-        return partial, self.prepare(after, settled(summed))
+        partial, (summed,) = tie_forward(partial, (summed,), self.axes)
+        return partial, settled(summed)
 
     def prepare(self, after: Step, state: State) -> State:
         """`state`, with the input of its step `after` where that crosses the ranks, too."""

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ladder_jax.config import Execution, Loop, Remat
+from ladder_jax.config import Execution, Loop, Remat, check_interleave
 from ladder_jax.errors import UserError, member, wrong_type
 from ladder_jax.parallel.collectives import pvary, rank
-from ladder_jax.residual.interleave import check_interleave, interleaved
+from ladder_jax.residual.interleave import interleaved
 from ladder_jax.residual.loop import run_layers
 from ladder_jax.residual.recurrence import Sublayer
 from ladder_jax.residual.topologies import Topology
@@ -113,7 +113,8 @@ class Stack(nnx.Module):
             raise UserError("layer and sublayers must be functions: layer(rngs=rngs), and sublayers(layer)")
         self.topology, self.sublayers = topology, sublayers
         self.axes, self.loop, self.remat = axes, member(Loop, "loop", loop), member(Remat, "remat", remat)
-        self.interleave = check_interleave(interleave)
+        check_interleave(interleave)
+        self.interleave = interleave
         create = nnx.split_rngs(splits=topology.num_layers)(nnx.vmap(lambda rngs: layer(rngs=rngs)))
         self.layers = create(rngs)
 

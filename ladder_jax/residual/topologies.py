@@ -111,9 +111,9 @@ class Topology:
         """How its outputs cross the ranks of `axes` on streams that are whole on each of them."""
         plain = self.layers[0][0].wire(axes)
         if launch is Launch.EXPLICIT and type(plain) is AllReduce:
-            from ladder_jax.residual.wires.halves import Halves
+            from ladder_jax.residual.wires.async_all_reduce import AsyncAllReduce
 
-            return Halves(axes)
+            return AsyncAllReduce(axes)
         return plain
 
 

@@ -12,7 +12,8 @@ from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
 from ladder_jax.overlap.record import Until
 from ladder_jax.schedule.report import Status
-from tests.audit.test_overlap import LAYERS, absent
+from tests.audit.conftest import absent
+from tests.audit.test_overlap import LAYERS
 
 pytestmark = pytest.mark.audit
 

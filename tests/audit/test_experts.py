@@ -11,7 +11,8 @@ from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
 from ladder_jax.overlap.record import Until
-from tests.audit.test_overlap import LAYERS, SERVING, TPUS, absent
+from tests.audit.conftest import absent
+from tests.audit.test_overlap import LAYERS, SERVING, TPUS
 
 pytestmark = pytest.mark.audit
 

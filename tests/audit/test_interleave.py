@@ -3,14 +3,10 @@
 A whole batch hides none: the control is in test_overlap.py. See there for how programs are compiled.
 """
 
-import concurrent.futures
-
 import pytest
 
 from ladder_jax.config import Loop, Phase
-from ladder_jax.overlap import compile as compiling
-from ladder_jax.overlap import result
-from tests.audit.test_overlap import IN_HALVES, LAYERS, absent, case, until
+from tests.audit.test_overlap import IN_HALVES, LAYERS, case
 
 pytestmark = pytest.mark.audit
 
@@ -33,23 +29,6 @@ CASES = [
     *(case(target, Phase.PREFILL, "standard", **IN_HALVES) for target in ("v5p:2x2x2", "h100:8")),
     *(case(target, Phase.PREFILL, "standard", **ONE_ROW) for target in ("v5p:2x2x2", "h100:8")),
 ]
-
-
-@pytest.fixture(scope="session")
-def compiled(request):
-    """As in `test_overlap.py`: a function that waits for one of the chosen tests' programs."""
-    chosen = [item.callspec.params.get("request_") for item in request.session.items if hasattr(item, "callspec")]
-    wanted = [one for one in (param.values[0] for param in CASES) if one in chosen]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        records = {one: pool.submit(compiling.compiled, one, until=until(one)) for one in wanted if not absent(one)}
-
-        def wait(request):
-            if reason := absent(request):
-                pytest.skip(reason)
-            return result.read(request, records[request].result())
-
-        yield wait
-        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("request_", CASES)

@@ -7,7 +7,6 @@ easily, and of v6e: it takes nine tenths of the time, and the schedule is final 
 One program a target and phase is a sample, with controls, that `make audit-sample` compiles; the others are `full`.
 """
 
-import concurrent.futures
 import dataclasses
 
 import pytest
@@ -17,8 +16,8 @@ from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
 from ladder_jax.overlap import result
 from ladder_jax.overlap.record import Until
-from ladder_jax.schedule import targets
 from ladder_jax.schedule.report import Status
+from tests.audit.conftest import absent
 
 pytestmark = pytest.mark.audit
 
@@ -78,43 +77,6 @@ CHAINED = [
     for target in WITH_HALVES
 ]
 RESCUED = [case("v5e:2x2", Phase.PREFILL)]
-CASES = sum(
-    (
-        UNROLLED, SCANNED, STANDARD, KINDS, FRESH, FRESH_SCANNED, HYBRID, BATCH_1, INT8, CHAINED, RESCUED,
-        TRAIN_SCANNED, TRAIN_STANDARD, TRAIN,
-    ),
-    [],
-)  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def compiled(request):
-    """Compiles the cases of the chosen tests beside them, in the order of CASES; a function that waits for one."""
-    chosen = {item.callspec.params.get("request_") for item in request.session.items if hasattr(item, "callspec")}
-    wanted = [param.values[0] for param in CASES if param.values[0] in chosen and not absent(param.values[0])]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        records = {one: pool.submit(compiling.compiled, one, until=until(one)) for one in wanted}
-
-        def wait(request):
-            if reason := absent(request):
-                pytest.skip(reason)
-            if request not in records:  # another's counterpart
-                records[request] = pool.submit(compiling.compiled, request, until=until(request))
-            return result.read(request, records[request].result())
-
-        yield wait
-        pool.shutdown(cancel_futures=True)
-
-
-def until(request):
-    plain = request.loop is Loop.SCAN and request.remat is Remat.NONE and request.residual == "ladder"
-    whole = plain and request.target.kind in ("v5e", "v6e")
-    return Until.SCHEDULE if request.phase is Phase.TRAIN and not whole else Until.CODE
-
-
-def absent(request):
-    """TPU targets are always compiled for; GPU targets where the plugin is installed."""
-    return request.target.platform == "cuda" and targets.not_installed(request.target)
 
 
 def check(answer, *, hidden, all_reduces):

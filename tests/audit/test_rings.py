@@ -4,16 +4,12 @@
 is the gather of the head's input.
 """
 
-import concurrent.futures
-
 import pytest
 
 from ladder_jax.config import CollectiveMatmul, Phase
-from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
-from ladder_jax.overlap import result
 from ladder_jax.schedule.report import Status
-from tests.audit.test_overlap import ALL, LAYERS, TPUS, absent
+from tests.audit.test_overlap import ALL, LAYERS, TPUS
 
 pytestmark = pytest.mark.audit
 
@@ -39,24 +35,6 @@ RINGS = [case(target, CollectiveMatmul.RING) for target in ALL]
 COMPILERS = [case(target, CollectiveMatmul.COMPILER) for target in TPUS]
 PLAIN = [case(target, CollectiveMatmul.NONE) for target in ("v5p:2x2x2", "v6e:2x4")]
 LADDERS = [case(target, CollectiveMatmul.RING, "ladder") for target in ("v5p:2x2x2", "tpu7x:2x2x1", "h100:8")]
-
-
-@pytest.fixture(scope="session")
-def compiled(request):
-    """As in `test_overlap.py`: a function that waits for one of the chosen tests' programs."""
-    chosen = [item.callspec.params.get("request_") for item in request.session.items if hasattr(item, "callspec")]
-    every = [param.values[0] for param in RINGS + COMPILERS + PLAIN + LADDERS]
-    wanted = [one for one in every if one in chosen and not absent(one)]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        records = {one: pool.submit(compiling.compiled, one) for one in wanted}
-
-        def wait(request):
-            if reason := absent(request):
-                pytest.skip(reason)
-            return result.read(request, records[request].result())
-
-        yield wait
-        pool.shutdown(cancel_futures=True)
 
 
 def statuses(answer) -> dict[str, list[bool]]:

@@ -3,16 +3,12 @@
 4 layers of Llama-3-70B over 8 devices, one row of 1024 tokens on each of the fsdp devices. See `test_overlap.py`.
 """
 
-import concurrent.futures
-
 import pytest
 
 from ladder_jax.config import Loop, Phase
-from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as requests
-from ladder_jax.overlap import result
 from ladder_jax.schedule.report import Status
-from tests.audit.test_overlap import LAYERS, absent, case, until
+from tests.audit.test_overlap import LAYERS, case
 
 pytestmark = pytest.mark.audit
 
@@ -44,24 +40,6 @@ SPLIT = [
     case(target, Phase.PREFILL, sequence_parallel=True) for target in ("tpu7x:2x2x1", "v6e:2x4", "v5p:2x2x2", "h100:8")
 ]
 STANDARD = [case(target, Phase.PREFILL, "standard", sequence_parallel=True) for target in ("tpu7x:2x2x1", "h100:8")]
-
-
-@pytest.fixture(scope="session")
-def compiled(request):
-    """As in `test_overlap.py`: a function that waits for one of the chosen tests' programs."""
-    chosen = [item.callspec.params.get("request_") for item in request.session.items if hasattr(item, "callspec")]
-    every = [ALONE, *(param.values[0] for param in TRAIN + SPLIT + STANDARD)]
-    wanted = [one for one in every if one in chosen]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        records = {one: pool.submit(compiling.compiled, one, until=until(one)) for one in wanted if not absent(one)}
-
-        def wait(request):
-            if reason := absent(request):
-                pytest.skip(reason)
-            return result.read(request, records[request].result())
-
-        yield wait
-        pool.shutdown(cancel_futures=True)
 
 
 def share(transfers):

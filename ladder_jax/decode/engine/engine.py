@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 import jax
 import numpy as np
 
-from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize
+from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, check_interleave
 from ladder_jax.decode import memory, weights
 from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.decode.engine.handle import Handle
@@ -18,7 +18,6 @@ from ladder_jax.decode.sampling import NO_NUMBER, Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
 from ladder_jax.errors import UserError, described, member, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
-from ladder_jax.residual.interleave import check_interleave
 
 
 class Engine:
@@ -72,6 +71,7 @@ class Engine:
             whole(name, value, least=least)
         loop, quantize = member(Loop, "loop", loop), member(Quantize, "quantize", quantize)
         launch = member(Launch, "launch", launch)
+        check_interleave(interleave)
         if decoder is not None and not callable(decoder):
             raise UserError(f"decoder must be a function from tokens to bytes, not {described(decoder)}")
         form, held = dict(loop=loop, quantize=quantize), memory.held_bytes(params)
@@ -82,8 +82,8 @@ class Engine:
         what = f"for {slots} slots of {capacity:,} tokens and the weights"
         with self._compilations, memory.explained(what):
             prepared = weights.prepare(definition, params, **form)
-            sizes = dict(slots=slots, capacity=capacity, chunk=chunk, prefill_chunk=prefill_chunk)
-            sizes |= dict(interleave=check_interleave(interleave))
+            sizes = dict(slots=slots, capacity=capacity, chunk=chunk)
+            sizes |= dict(prefill_chunk=prefill_chunk, interleave=interleave)
             self._device = Slots(definition, prepared, **sizes, **form, launch=launch)
 
         self._scheduler = Scheduler(slots=slots, max_queue=max_queue)

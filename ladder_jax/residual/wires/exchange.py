@@ -31,7 +31,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import MoEConfig
-from ladder_jax.errors import UserError
 from ladder_jax.parallel import exchange
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, pvary, ranks, varying
 from ladder_jax.residual.loop import EXCHANGED
@@ -124,9 +123,6 @@ class Exchange(AllReduce):
             result.append((of_attention, ExchangeStep(**vars(experts), prepares=next(prepared))))
             shared_before = leaves
         return tuple(result)
-
-    def check_halves(self) -> None:
-        raise UserError("interleave=2 is for experts whose sums are reduced, not for rows that are exchanged")
 
     def launch(self, step: ExchangeStep, pending: Any, residual: jax.Array) -> Any:
         if not step.is_attention:

@@ -1,6 +1,6 @@
-"""All-reduces in two halves, for prefill and decode: a whole sublayer stands between start and done.
+"""All-reduces that are started and awaited apart, for prefill and decode: a whole sublayer stands between.
 
-A compiler makes such halves of its own, too, but leaves only as much compute between them as its estimate of the
+A compiler makes such pairs of its own, too, but leaves only as much compute between them as its estimate of the
 transfer demands. Started collectives have no gradient, so training has `AllReduce`.
 """
 
@@ -17,14 +17,19 @@ from ladder_jax.residual.recurrence import AllReduce, Normed, State, Step, Subla
 
 
 @dataclasses.dataclass(frozen=True)
-class Halves(AllReduce):
+class AsyncAllReduce(AllReduce):
     """A step whose input leaves the newest output out starts its all-reduce, computes, and awaits it."""
 
     def advance(self, state: State, step: Step, sublayers: Sequence[Sublayer]) -> State:
-        communicates = any(getattr(sublayers[index], "communicates", False) for index in step.sublayers)
-        if not step.delay or state.partial is None or communicates:
+        wire = self.beside(step, sublayers)
+        if not step.delay or state.partial is None or wire is not self:
             return AllReduce(self.axes).advance(state, step, sublayers)
         return super().advance(state, step, sublayers)
+
+    def beside(self, step: Step, sublayers: Sequence[Sublayer]) -> AllReduce:
+        """Compilers fail where a sublayer communicates while a started all-reduce is awaited after it."""
+        communicates = any(getattr(sublayers[index], "communicates", False) for index in step.sublayers)
+        return AllReduce(self.axes) if communicates else self
 
     def launch(self, step: Step, pending: jax.Array | None, residual: jax.Array) -> Any:
         if pending is None:
