@@ -22,9 +22,10 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from ladder_jax import parallel, residual, schedule  # noqa: E402
-from ladder_jax.config import CollectiveMatmul, Launch, Loop, MoEConfig, Phase  # noqa: E402
+from ladder_jax.config import UNROLLED, CollectiveMatmul, Launch, Loop, MoEConfig, Phase  # noqa: E402
 from ladder_jax.nn.modules import normalise  # noqa: E402
 from ladder_jax.parallel import Overlap, Split, Traits, exchange, fsdp  # noqa: E402
+from ladder_jax.residual.loop import run_layers  # noqa: E402
 from ladder_jax.residual.wires import sequence  # noqa: E402
 from ladder_jax.residual.wires.exchange import Exchange, ExpertParts  # noqa: E402
 
@@ -136,20 +137,20 @@ def scoped(steps, layer, wire):
 def sharded(x, weights):
     """Gradients of an unrolled Ladder whose weights are split over the fsdp axis, too."""
     topology, dims = residual.topology("ladder", num_layers=LAYERS), (("DF", "FD"),) * 2
-    wire = topology.wire(TENSOR)
+    wire, bfloat16 = topology.wire(TENSOR), jnp.dtype(jnp.bfloat16)
 
-    def of_layer(n):
-        def gathered(state, shares):
-            with jax.named_scope(f"layer_{n}"):
-                whole = fsdp.unshard_matrices(shares, dims, dtype=jnp.dtype(jnp.bfloat16))
-            return scoped(topology.layers[n], n, wire)(state, whole)
-
-        return jax.checkpoint(gathered, policy=fsdp.all_but_gathered, prevent_cse=False)
+    def body(state, extra, shares, cache, steps):
+        pairs = fsdp.unshard_matrices(shares, dims, dtype=bfloat16)
+        for step in steps:
+            with jax.named_scope(("attention", "mlp")[step.sublayers[0]]):
+                state = wire.advance(state, step, [sublayer(*pair) for pair in pairs])
+        return state, extra, cache
 
     def loss(weights):
+        layers = tuple(jax.tree.map(lambda w: w[n], weights) for n in range(LAYERS))
+        settings = dict(steps=topology.layers, wire=wire, execution=UNROLLED, dtype=bfloat16)
         state = residual.begin(x, topology=topology, axes=TENSOR)
-        for n in range(LAYERS):
-            state = of_layer(n)(state, jax.tree.map(lambda w: w[n], weights))
+        state, *_ = run_layers(body, state, params=layers, keeps=fsdp.all_but_gathered, **settings)
         return jnp.sum(residual.flush(state, axes=TENSOR).astype(jnp.float32))
 
     own = jax.tree.map(lambda w: parallel.pvary(w, ("data", "fsdp", "tensor")), weights)
