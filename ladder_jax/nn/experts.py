@@ -38,9 +38,20 @@ NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormedExperts(Normed):
-    """Experts behind their norm, whole and in the parts that an exchange computes."""
+    """Experts behind their norm, which an exchange takes apart. The other fields are those of `exchanged.parts`."""
 
-    parts: ExpertParts
+    moe: "MoE"
+    axes: tuple[str, ...]
+    on_routing: Callable[[Routing], None] | None
+    ends_B: jax.Array | None
+
+    @property
+    def parts(self) -> ExpertParts:
+        from ladder_jax.nn import exchanged
+
+        gained = functools.partial(self.gain_of, scale=self.gain)
+        settings = dict(axes=self.axes, on_routing=self.on_routing, ends_B=self.ends_B)
+        return exchanged.parts(self.moe, gained, **settings)
 
 
 class ExpertMLPs(Module):
@@ -134,21 +145,17 @@ class MoE(Module):
     def sublayers(
         self,
         behind_norm: Callable[..., Normed],
-        norm: Any,
         *,
         context: Any,
         on_routing: Callable[[Routing], None] | None,
     ) -> list[Normed]:
-        """A layer's second sublayer, which an exchange takes apart; of FarSkip two, routed and shared experts.
+        """A layer's second sublayer; of FarSkip two, routed and shared experts.
 
-        behind_norm: makes a sublayer of a function, behind the RMSNorm `norm`. context: a `LayerContext`.
+        behind_norm: makes a sublayer of a function. context: a `LayerContext`.
         """
-        from ladder_jax.nn import exchanged
-
-        gained = functools.partial(norm.gain, dtype=context.dtype)
         settings = dict(axes=context.axes, on_routing=on_routing)
-        parts = exchanged.parts(self, gained, ends_B=context.positions.ends, **settings)
-        experts = functools.partial(behind_norm, of=NormedExperts, parts=parts)
+        ends = context.positions.ends
+        experts = functools.partial(behind_norm, of=NormedExperts, moe=self, ends_B=ends, **settings)
         if residual.of_model(self.config).farskip:
             return [experts(functools.partial(self.routed, **settings)), behind_norm(self.shared)]
         return [experts(functools.partial(self, **settings))]

@@ -290,7 +290,7 @@ class Layer(Module):
         )
         if self.config.moe is None:
             return [attention, second(functools.partial(self.mlp, first_rank=context.first_rank))]
-        return [attention, *self.mlp.sublayers(second, norms[1], context=context, on_routing=on_routing)]
+        return [attention, *self.mlp.sublayers(second, context=context, on_routing=on_routing)]
 
 
 def _behind(norm: RMSNorm, function: Callable, *, dtype: jnp.dtype, of: type[Normed] = Normed, **more: Any) -> Normed:
