@@ -4,10 +4,9 @@ A rank holds a shard of every array along D. Matrices are gathered one layer at 
 for the backward pass; each gradient is reduce-scattered in float32. Norm gains and other vectors are so small that
 latency dominates: those of all layers are gathered together.
 
-A gather stands in the loop's body, where the compiler moves it beside the layer before. A loop of our own that gathered
-one layer ahead, with barriers and a VJP, was slower: of 4 scanned layers of Llama-3-70B on fsdp 2 x tensor 4 it took
-120.4 M estimated cycles on v5p, and 89.6 M without it (v6e 163.9 and 108.8, v5e 262.8 and 193.6, tpu7x 83.7 and 64.6),
-at 0.8 to 1.6 GiB more memory. An H100 hides less without it, unless XLA pipelines the gathers (docs/guides/overlap.md).
+A gather stands in the loop's body, where the compiler moves it beside the layer before (docs/guides/overlap.md). A loop
+of our own that gathered one layer ahead, with barriers and a VJP, was slower on TPUs: on v5p `ladder-jax overlap --model
+llama-3-70b --layers 4 --phase train --residual ladder --fsdp 2` says 89.6 M cycles, and said 120.4 M.
 """
 
 import functools
