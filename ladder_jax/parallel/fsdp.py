@@ -5,8 +5,8 @@ for the backward pass; each gradient is reduce-scattered in float32. Norm gains 
 latency dominates: those of all layers are gathered together.
 
 A gather stands in the loop's body, where the compiler moves it beside the layer before (docs/guides/overlap.md). A loop
-of our own that gathered one layer ahead, with barriers and a VJP, was slower on TPUs: on v5p `ladder-jax overlap --model
-llama-3-70b --layers 4 --phase train --residual ladder --fsdp 2` says 89.6 M cycles, and said 120.4 M.
+of our own that gathered one layer ahead, with barriers and a VJP, was slower on TPUs: on v5p `ladder-jax overlap
+--model llama-3-70b --layers 4 --phase train --residual ladder --fsdp 2` says 89.6 M cycles, and said 120.4 M.
 """
 
 import functools

@@ -72,13 +72,15 @@ What a compiler hides depends on its options, too: `topology.compile_options(mes
 In reading order: topologies.py, the values; recurrence.py, what a step does, over the plain wire; loop.py, the loop
 over layers; stack.py, for layers of your own. A *wire* is how an output crosses the ranks, one a file in wires/:
 
-    AllReduce         one all-reduce a step                      recurrence.py
-    AsyncAllReduce    the same, started and awaited apart        wires/async_all_reduce.py      prefill and decode
-    SequenceParallel  a reduce-scatter and an all-gather         wires/sequence.py    as rings of permutes, too
-    Exchange          and two all-to-alls around experts         wires/exchange.py
-    Annealed          all sums awaited, and faded out            wires/annealed.py    a conversion's, in training
-    Desync            one all-reduce in n steps                  wires/desync.py
-    NoCommunication   none, for timing                           wires/desync.py
+    AllReduce         one all-reduce a step                 recurrence.py
+    AsyncAllReduce    the same, started and awaited apart   wires/async_all_reduce.py   prefill and decode
+    SequenceParallel  a reduce-scatter and an all-gather    wires/sequence.py           as rings of permutes, too
+    Exchange          and two all-to-alls around experts    wires/exchange.py
+    Annealed          all sums awaited, and faded out       wires/annealed.py           a conversion's, in training
+    Desync            one all-reduce in n steps             wires/desync.py
+    NoCommunication   none, for timing                      wires/desync.py
+    Interleaved       any of the first three, beside the    interleave.py               training and prefill
+                      other half of the batch
 """
 
 from ladder_jax.residual.loop import EXPERTS as EXPERTS
