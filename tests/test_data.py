@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from ladder_jax.config import DataConfig, RunConfig, TrainConfig
-from ladder_jax.data import batches, text
+from ladder_jax.data import batches, dataset
 from ladder_jax.train import folder
 
 
 def test_the_standard_library_is_on_every_machine():
-    content = text.load(DataConfig(max_bytes=2_000_000))
+    content = dataset.read_text(DataConfig(max_bytes=2_000_000)).content
     assert len(content) == 2_000_000 and content.dtype == np.uint8
     first = (pathlib.Path(sysconfig.get_paths()["stdlib"]) / "__future__.py").read_bytes()
     assert first in content.tobytes()
@@ -26,18 +26,18 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "sub" / "c").write_text("third ü")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
-    assert text.load(DataConfig(path=str(tmp_path))).tobytes().decode() == "first\nsecond\nthird ü"
+    assert dataset.read_text(DataConfig(path=str(tmp_path))).content.tobytes().decode() == "first\nsecond\nthird ü"
 
 
 def test_bigram_entropy():
     rng = np.random.default_rng(0)
-    assert text.bigram_entropy(np.tile(np.uint8([1, 2, 3]), 1000)) == pytest.approx(0, abs=1e-12)
+    assert dataset.bigram_entropy(np.tile(np.uint8([1, 2, 3]), 1000)) == pytest.approx(0, abs=1e-12)
     uniform = rng.integers(0, 4, 400_000).astype(np.uint8)
-    assert text.bigram_entropy(uniform) == pytest.approx(np.log(4), abs=1e-3)
+    assert dataset.bigram_entropy(uniform) == pytest.approx(np.log(4), abs=1e-3)
     # A chain that stays with probability 0.9: the entropy of that coin.
     chain = np.cumsum(rng.random(400_000) > 0.9).astype(np.uint8) % 2
     coin = -(0.9 * np.log(0.9) + 0.1 * np.log(0.1))
-    assert text.bigram_entropy(chain) == pytest.approx(coin, abs=5e-3)
+    assert dataset.bigram_entropy(chain) == pytest.approx(coin, abs=5e-3)
 
 
 def test_batches_are_a_function_of_seed_and_step():
@@ -84,12 +84,12 @@ def test_what_is_trained_on_is_said(tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("the cat " * 20)
     (tmp_path / "a.png").write_bytes(b"\x89PNG\xff\xfe")
-    read = text.read(DataConfig(path=str(tmp_path)))
+    read = dataset.read_text(DataConfig(path=str(tmp_path)))
     assert read.summary("p") == "data: 3 files of p, 482 bytes of text; left out, as they are not UTF-8 text: 1"
-    one = text.read(DataConfig(path=str(tmp_path / "0.txt")))
+    one = dataset.read_text(DataConfig(path=str(tmp_path / "0.txt")))
     assert one.summary("p") == "data: 1 file of p, 160 bytes of text"
     for most, files in ((100, 1), (161, 2), (160, 1)):
-        cut = text.read(DataConfig(path=str(tmp_path), max_bytes=most))
+        cut = dataset.read_text(DataConfig(path=str(tmp_path), max_bytes=most))
         assert (cut.files, len(cut.content), cut.cut) == (files, most, True)
         assert cut.summary("p").endswith("; the rest is left out by data.max_bytes")
 

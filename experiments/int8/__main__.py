@@ -17,7 +17,7 @@ import numpy as np
 from experiments import measure
 from ladder_jax import checkpoint, nn, parallel
 from ladder_jax.config import Dtype, Loop, Quantize
-from ladder_jax.data import batches, text
+from ladder_jax.data import batches, dataset
 from ladder_jax.decode import weights
 
 FORMS = (
@@ -55,7 +55,7 @@ def main() -> None:
 
 def held_out(saved: checkpoint.Checkpoint, args: argparse.Namespace) -> list[np.ndarray]:
     recipe = dataclasses.replace(saved.config.train, evaluation_batches=args.batches)
-    _, held_out = batches.split(text.load(saved.config.data), config=saved.config.data)
+    _, held_out = batches.split(dataset.read_text(saved.config.data).content, config=saved.config.data)
     return batches.held_out(held_out, config=recipe)
 
 

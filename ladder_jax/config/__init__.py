@@ -1,7 +1,5 @@
 """Settings: frozen dataclasses with their presets, and the files and overrides that make one RunConfig of them."""
 
-from ladder_jax.config.decode import DecodeConfig as DecodeConfig
-from ladder_jax.config.decode import Quantize as Quantize
 from ladder_jax.config.execution import SCANNED as SCANNED
 from ladder_jax.config.execution import UNROLLED as UNROLLED
 from ladder_jax.config.execution import CollectiveMatmul as CollectiveMatmul
@@ -39,11 +37,13 @@ from ladder_jax.config.retrain import DistillConfig as DistillConfig
 from ladder_jax.config.retrain import LoraConfig as LoraConfig
 from ladder_jax.config.retrain import Pace as Pace
 from ladder_jax.config.run import DataConfig as DataConfig
+from ladder_jax.config.run import DecodeConfig as DecodeConfig
 from ladder_jax.config.run import FolderConfig as FolderConfig
 from ladder_jax.config.run import Format as Format
 from ladder_jax.config.run import MeshConfig as MeshConfig
 from ladder_jax.config.run import OnBadStep as OnBadStep
 from ladder_jax.config.run import OnDamaged as OnDamaged
+from ladder_jax.config.run import Quantize as Quantize
 from ladder_jax.config.run import RunConfig as RunConfig
 from ladder_jax.config.run import TrainConfig as TrainConfig
 from ladder_jax.config.run import check_fits_mesh as check_fits_mesh

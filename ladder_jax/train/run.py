@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from ladder_jax import nn, parallel, retrain
 from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.data import batches, dataset, text
+from ladder_jax.data import batches, dataset
 from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.batches import DataLoader
 from ladder_jax.data.dataset import Dataset
@@ -153,7 +153,7 @@ def run(
         result = Result(
             steps=int(session.state.step),
             validation_loss=session.finish(),
-            bigram_entropy=None if data.text is None else text.bigram_entropy(data.text),
+            bigram_entropy=None if data.text is None else dataset.bigram_entropy(data.text),
             parameters=_count(definition),
         )
         with agreement.together("the run's result"), folder.writing(where):
