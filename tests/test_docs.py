@@ -20,6 +20,7 @@ from flax import nnx
 import ladder_jax
 from experiments.refit import tables as refit_tables
 from ladder_jax import cli
+from ladder_jax.predict import result
 from tests import cases
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -321,7 +322,8 @@ def test_the_first_table_is_what_predict_prints(row, capsys):
     assert (f"{shown['speedup']:.2f}", f"{shown['speedup_over_nccl']:.2f}") == (ladder, over_nccl)
     assert bool(no) == answer["recommendation"]["reason"].startswith("no: ")
     baseline = answer["baseline"]
-    assert opponent in (baseline["form"], f"{baseline['all_reduce']} {baseline['form']}")
+    form = result.described(baseline["form"], baseline["all_reduce"])
+    assert opponent == form + result.in_turn(baseline["interleave"])
 
 
 def test_the_speeds_of_alternatives_are_what_predict_prints(capsys):

@@ -8,7 +8,7 @@ from ladder_jax.predict import request as requests
 
 OPTIONS = (
     *("model", "hardware", "tensor", "batch", "prompt_length", "new_tokens", "residual", "ladder_layers", "layers"),
-    *("implementation", "phase", "sequence", "launch", "experts", "capacity"),
+    *("implementation", "phase", "sequence", "launch", "interleave", "experts", "capacity"),
 )  # parameters of `requests.make`
 
 

@@ -83,6 +83,7 @@ def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, oppo
         machine=request.machine,
         ranks=request.tensor,
         phase=phase,
+        rows=request.batch,
         tokens=request.prompt_length,
         implementation=request.implementation,
         opponents=opponents,

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax.config import ModelConfig
 from ladder_jax.predict import exchange
@@ -10,7 +12,7 @@ from ladder_jax.predict.implementation import Implementation
 from ladder_jax.predict.link import Algorithm, Ring
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.program import Form, Program
-from ladder_jax.predict.timeline import NAMES, Bar, Timeline, Work, beside, play
+from ladder_jax.predict.timeline import NAMES, Bar, Timeline, Work, beside, play, play_in_turn
 from ladder_jax.predict.work import AFTER_GATHER, BEFORE_SCATTER, DENSE, MLP, Block, Kernel, Model
 from ladder_jax.residual import Step, Topology, of_model
 
@@ -49,11 +51,59 @@ def layers(
     elif program.form is Form.COLLECTIVE_MATMUL:
         ring = RingProduct(machine, ranks, payload=model.payload(block), times=times)
         timeline = _in_rings(steps, work=work, kernels=kernels, ring=ring)
+    elif program.interleave == 2:
+        timeline = _in_turn(steps, model, machine, block, program=program, times=times)
     else:
         of_step = lambda step: work(step.sublayers)
         settings = dict(all_reduce=all_reduce, contention=machine.contention, window=program.window)
         timeline = play(steps, work=of_step, **settings)
     return Layers(timeline, algorithm if timeline.all_reduces else None, all_reduce)
+
+
+def _in_turn(
+    steps: Sequence[Step], model: Model, machine: Machine, block: Block, *, program: Program, times: int
+) -> Timeline:
+    """Two halves of `block`. Each reads all weights, and starts as many kernels as the whole."""
+    split, shared_norm = _split(program, model.ranks), _topology(model.config).shared_norm
+    halves = block.halves
+
+    @functools.cache
+    def work(sublayers: tuple[int, ...], half: int) -> Work:
+        of = lambda block: model.step(sublayers, block, shared_norm=shared_norm, split=split)
+        kernels, whole = of(halves[half]), of(block)
+        slower = [few_rows(one, of_all, machine=machine) for one, of_all in zip(kernels, whole, strict=True)]
+        return work_of(kernels, machine, model.implementation, times=times, slower=slower)
+
+    return play_in_turn(
+        steps,
+        work=lambda step, half: work(step.sublayers, half),
+        all_reduces=tuple(reduction(model, machine, half, program=program)[1] for half in halves),
+        contention=machine.contention,
+        window=program.window,
+    )
+
+
+BEND = 1.5
+"""How sharply a matrix product turns from the pace of its weights' bytes to that of its operations, as an exponent:
+with t and s seconds of each, (t^1.5 + s^1.5)^(1/1.5). Of compiled prefills, the estimated cycles of two halves over
+those of the whole batch: docs/guides/halves.md."""
+
+
+def few_rows(kernel: Kernel, whole: Kernel, *, machine: Machine) -> float:
+    """How much longer `kernel` takes than by the longer of operations and bytes. `whole` takes what the machine's
+    constants say; a product of fewer rows reaches a smaller share of both rates."""
+
+    def seconds(one: Kernel) -> tuple[float, float]:
+        size = one.weights + one.activations + one.cache
+        return machine.seconds(flops=one.flops, size=0), machine.seconds(flops=0, size=size)
+
+    return bend(*seconds(kernel)) / bend(*seconds(whole))
+
+
+def bend(compute: float, memory: float) -> float:
+    """A product's seconds over the longer of those of its operations and of its bytes."""
+    longer = max(compute, memory)
+    return ((compute / longer) ** BEND + (memory / longer) ** BEND) ** (1 / BEND) if longer else 1.0
 
 
 @functools.lru_cache(maxsize=64)
@@ -81,10 +131,21 @@ def reduction(model: Model, machine: Machine, block: Block, *, program: Program)
     return algorithm, seconds
 
 
-def work_of(kernels: Sequence[Kernel], machine: Machine, implementation: Implementation, *, times: int = 1) -> Work:
-    """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of another."""
+def work_of(
+    kernels: Sequence[Kernel],
+    machine: Machine,
+    implementation: Implementation,
+    *,
+    times: int = 1,
+    slower: Iterable[float] = itertools.repeat(1.0),
+) -> Work:
+    """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of another.
+
+    times: how often each runs. slower: a factor of each.
+    """
     size = lambda kernel: kernel.weights + kernel.activations + kernel.cache / implementation.cache_speed
-    busy = sum(machine.seconds(flops=kernel.flops, size=size(kernel)) for kernel in kernels)
+    seconds = [machine.seconds(flops=kernel.flops, size=size(kernel)) for kernel in kernels]
+    busy = sum(map(operator.mul, seconds, slower))
     return Work(busy=times * busy, idle=times * machine.launch * sum(kernel.launches for kernel in kernels))
 
 

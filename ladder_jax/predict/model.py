@@ -79,14 +79,15 @@ def speed(
     implementation: Implementation = OURS,
     opponents: Opponents = Opponents.FITTED,
     launches: Collection[Launch] = tuple(Launch),
+    interleaves: Collection[int] = (1, 2),
 ) -> Speed:
     """The speed of `config` with its residual topology over `tensor` devices, which must divide the model.
 
-    opponents, launches: the programs among which prefill and decode step each take the fastest.
+    opponents, launches, interleaves: the programs among which prefill and decode step each take the fastest.
     """
     shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens, implementation=implementation)
     model = Model(config, tensor, implementation)
-    among = dict(machine=machine, opponents=opponents, launches=launches)
+    among = dict(machine=machine, opponents=opponents, launches=launches, interleaves=interleaves)
     return Speed(
         rows=rows,
         new_tokens=new_tokens,
@@ -104,6 +105,7 @@ def passes(
     phase: Phase,
     opponents: Opponents,
     launches: Collection[Launch] = tuple(Launch),
+    interleaves: Collection[int] = (1, 2),
     experts: ExpertParallelism = ExpertParallelism.REDUCE,
 ) -> list[Pass]:
     """A prefill or decode step by each of the programs that may run it. experts: in which form."""
@@ -112,20 +114,23 @@ def passes(
         machine=machine,
         ranks=model.ranks,
         phase=phase,
+        rows=block.rows,
         tokens=int(block.tokens),
         implementation=model.implementation,
         opponents=opponents,
         launches=launches,
+        interleaves=interleaves,
         experts=experts,
     )
-    return [_pass(model, machine, block, program) for program in candidates]
+    return [run_by(model, machine, block, program) for program in candidates]
 
 
 def fastest(candidates: Iterable[Pass]) -> Pass:
     return min(candidates, key=lambda one: one.seconds)
 
 
-def _pass(model: Model, machine: Machine, block: Block, program: Program) -> Pass:
+def run_by(model: Model, machine: Machine, block: Block, program: Program) -> Pass:
+    """A prefill or decode step by `program`."""
     implementation = model.implementation
     found = layers(model, machine, block, program=program)
     ends = work_of((model.embedding(block), *model.head(block)), machine, implementation).seconds

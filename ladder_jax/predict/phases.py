@@ -1,7 +1,8 @@
 """The result of `ladder-jax predict --phase prefill` and `--phase train`: one forward pass, or forward and backward.
 
-The opponents are Standard with the whole stream on every rank, with sequence parallelism, with ring collective matmul,
-and over the same devices without tensor parallelism; of experts with a capacity also with exchanged rows.
+The opponents are Standard with the whole stream on every rank and with sequence parallelism, either as a whole batch
+or as two halves in turn; with ring collective matmul; and over the same devices without tensor parallelism. Of experts
+with a capacity also with exchanged rows.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ class Row:
         return {
             "residual": self.residual,
             "form": self.speed.program.form.value,
+            "interleave": self.speed.program.interleave,
             **result.executed(self.speed),
             "seconds": self.speed.seconds,
             "tokens_per_second": self.tokens_per_second,
@@ -90,17 +92,15 @@ def predict(request: Request) -> Result:
     standards = {form: _passes(request, BASELINE, Opponents.STRONGEST, form) for form in request.forms}
     every = [*itertools.chain.from_iterable(standards.values()), *_without_tensor(request)]
     every.sort(key=lambda one: one.seconds)
-    named = {one.program.form: one for one in reversed(every)}  # the fastest of each form
+    form_of = lambda one: (one.program.form, one.program.interleave)
+    named = {form_of(one): one for one in reversed(every)}  # the fastest of each form
     opponents = tuple(
-        Baseline(one.program.form.value, result.algorithm(one), tokens / one.seconds)
+        Baseline(one.program.form.value, result.algorithm(one), tokens / one.seconds, one.program.interleave)
         for one in reversed(named.values())
     )
     rows = []
     for name in request.residuals:
-        own = standards[request.experts]
-        if name != BASELINE:
-            own = _passes(request, name, Opponents.STRONGEST, request.experts)
-        speed = fastest(own)
+        speed = fastest(_passes(request, name, Opponents.STRONGEST, request.experts, request.interleaves))
         rows.append(Row(name, speed, tokens, every[0].seconds / speed.seconds, nccl.seconds / speed.seconds))
     opponent = Opponent(opponents[0].name, every[0].exposed / every[0].seconds)
     recommendation = advice.read(rows=rows, opponent=opponent, tensor=request.tensor)
@@ -108,9 +108,14 @@ def predict(request: Request) -> Result:
 
 
 def _passes(
-    request: Request, residual: str, opponents: Opponents, experts: ExpertParallelism = ExpertParallelism.REDUCE
+    request: Request,
+    residual: str,
+    opponents: Opponents,
+    experts: ExpertParallelism = ExpertParallelism.REDUCE,
+    interleaves: tuple[int, ...] = (1, 2),
 ) -> list[Pass]:
-    config, machine, among = request.config(residual), request.machine, dict(opponents=opponents, experts=experts)
+    config, machine = request.config(residual), request.machine
+    among = dict(opponents=opponents, experts=experts, interleaves=interleaves)
     if request.phase is Phase.TRAIN:
         shape = dict(tensor=request.tensor, rows=request.batch, sequence=request.tokens)
         return training.passes(config, machine=machine, **shape, **among)

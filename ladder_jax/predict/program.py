@@ -9,7 +9,7 @@ from ladder_jax.parallel.traits import Overlap
 from ladder_jax.predict.implementation import Implementation
 from ladder_jax.predict.link import FITTED, NCCL, Algorithm, Halves, Kernels, Ring
 from ladder_jax.predict.machine import Machine
-from ladder_jax.residual import of_model
+from ladder_jax.residual import Topology, of_model
 from ladder_jax.residual.topologies import Communication
 
 
@@ -36,13 +36,15 @@ class Opponents(enum.Enum):
 class Program:
     """launch: how all-reduces are launched beside compute; None for topologies that wait for them.
 
-    window: the share of a sublayer's compute that its launch leaves beside an all-reduce.
+    window: the share of a sublayer's compute that its launch leaves beside an all-reduce. interleave: 2 for two halves
+    of the batch in turn.
     """
 
     form: Form = Form.ALL_REDUCE
     algorithms: tuple[Algorithm, ...] = FITTED
     launch: Launch | None = None
     window: float = 1.0
+    interleave: int = 1
 
 
 PLAIN = Program()
@@ -61,13 +63,16 @@ def programs(
     machine: Machine,
     ranks: int,
     phase: Phase,
+    rows: int,
     tokens: int,
     implementation: Implementation,
     opponents: Opponents = Opponents.STRONGEST,
     launches: Collection[Launch] = tuple(Launch),
+    interleaves: Collection[int] = (1, 2),
     experts: ExpertParallelism = ExpertParallelism.REDUCE,
 ) -> tuple[Program, ...]:
     """The tensor-parallel programs for a topology, at least one. tokens: positions a row. experts: in which form.
+    interleaves: the whole batch (1), two halves in turn (2), where the topology and the phase allow it.
 
     A topology that waits for its all-reduces may use any. One that hides them may use those that its launch overlaps:
     `chained` and `explicit` what NCCL and XLA's TPU compiler do, `explicit` in a decode step the one-kernel algorithms
@@ -89,12 +94,42 @@ def programs(
         candidates = [one for one in candidates if one.launch in launches] or candidates[:1]
     else:
         candidates = [Program(algorithms=allowed)]
-    if strongest and phase is not Phase.DECODE and ranks > 1 and tokens % ranks == 0:
+    splits = strongest and phase is not Phase.DECODE and ranks > 1 and tokens % ranks == 0
+    if splits:
         if topology.communication is not Communication.DESYNC:
             candidates.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED if hides else None))
         if parse_residual(config.residual).kind == "standard" and config.moe is None:  # no ring brings sorted rows
             candidates.append(Program(Form.COLLECTIVE_MATMUL))
-    return tuple(candidates)
+    halves = _in_halves(topology, machine=machine, phase=phase, launches=launches, sequence_parallel=splits)
+    if not strongest or ranks == 1 or rows * tokens == 1 or phase is Phase.DECODE:
+        halves = []
+    chosen = [one for one in (*candidates, *halves) if one.interleave in interleaves]
+    return tuple(chosen or candidates)
+
+
+def _in_halves(
+    topology: Topology, *, machine: Machine, phase: Phase, launches: Collection[Launch], sequence_parallel: bool
+) -> list[Program]:
+    """The programs of two halves in turn: for every topology that reduces each output by itself."""
+    steps = [step for layer in topology.layers for step in layer]
+    if not all(step.reduces and not step.early for step in steps):
+        return []
+    of_halves = Program(algorithms=NCCL, interleave=2)
+    chained = dataclasses.replace(of_halves, launch=Launch.CHAINED, window=_chained_window(machine, phase))
+    programs = [chained]
+    if phase is Phase.PREFILL and machine.link is not None and machine.link.halves is Halves.SUPPORTED:
+        programs.insert(0, dataclasses.replace(of_halves, launch=Launch.EXPLICIT))
+    programs = [one for one in programs if one.launch in launches] or programs[:1]
+    if sequence_parallel:
+        programs.append(Program(Form.SEQUENCE_PARALLEL, launch=Launch.CHAINED, interleave=2))
+    return programs
+
+
+def decoding_in_halves(*, rows: int, ranks: int, implementation: Implementation) -> list[Program]:
+    """Standard's decode step in two halves of its rows, as other frameworks have it; this library has none."""
+    if rows == 1 or ranks == 1 or implementation.algorithms == FITTED:
+        return []
+    return [Program(algorithms=implementation.algorithms, interleave=2)]
 
 
 def _chained_window(machine: Machine, phase: Phase) -> float:

@@ -12,6 +12,7 @@ from ladder_jax.config import (
     MoEConfig,
     Phase,
     check_exchange,
+    check_halves,
     parse_residual,
 )
 from ladder_jax.errors import UserError, member, unknown
@@ -25,6 +26,8 @@ from ladder_jax.splits import check_divides, divisors
 from ladder_jax.words import positive, words
 
 BASELINE = "standard"
+AUTO = "auto"
+INTERLEAVES = {"1": (1,), "2": (2,), AUTO: (1, 2)}  # of prefill and training; a topology without halves has the whole
 GENERATE = "generate"
 PHASES = (GENERATE, Phase.PREFILL.value, Phase.TRAIN.value)
 EXCHANGE = dict(sequence_parallel=True, names=("--experts exchange", "--capacity", ""))  # of `check_exchange`
@@ -37,8 +40,9 @@ class Request:
     ladder_layers: makes hybrids of the ladder kinds among them.
 
     phase: PREFILL or TRAIN; None for a whole generation. sequence: tokens a row in training. launches: among which
-    topologies that hide their all-reduces take the fastest. experts, capacity: as in `overlap.request.Request`, of the
-    rows; Standard's opponents have both forms wherever the model has a capacity.
+    topologies that hide their all-reduces take the fastest. interleaves: likewise the whole batch (1) and two halves in
+    turn (2), of prefill and training. experts, capacity: as in `overlap.request.Request`, of the rows; Standard's
+    opponents have both forms wherever the model has a capacity.
     """
 
     model: str
@@ -55,6 +59,7 @@ class Request:
     phase: Phase | None = None
     sequence: int = 2048
     launches: tuple[Launch, ...] = tuple(Launch)
+    interleaves: tuple[int, ...] = (1, 2)
     experts: ExpertParallelism = ExpertParallelism.REDUCE
     capacity: float | None = None
 
@@ -99,6 +104,7 @@ def make(
     phase: str | None = None,
     sequence: int | None = None,
     launch: str | None = None,
+    interleave: str | None = None,
     experts: str | None = None,
     capacity: float | None = None,
 ) -> Request:
@@ -127,6 +133,9 @@ def make(
     settings["residuals"] = words("residual", residual) if residual is not None else _possible(shape)
     if launch is not None and member(Launch, "launch", launch) is not Launch.AUTO:
         settings["launches"] = (Launch(launch),)
+    if interleave not in (None, *INTERLEAVES):
+        raise UserError(f"--interleave must be one of {', '.join(INTERLEAVES)}, not {interleave!r}")
+    settings["interleaves"] = INTERLEAVES[interleave or AUTO]
     if phase != GENERATE:
         settings["phase"] = Phase(phase)
     if phase == Phase.TRAIN.value:
@@ -150,6 +159,10 @@ def make(
         request.config(name)
     if form is ExpertParallelism.EXCHANGE:
         _check_exchange(request)
+    if interleave == "2" and residual is not None:
+        for name in request.residuals:
+            one = dict(model=request.config(name), rows=2, names=("--interleave", "--batch"), experts=form)
+            check_halves(2, **one)
     if ladder_layers is not None and not any(parse_residual(name).is_ladder for name in request.residuals):
         raise UserError(f"--ladder-layers needs a ladder kind of residual, not {', '.join(request.residuals)}")
     return request

@@ -2,12 +2,13 @@
 
 import dataclasses
 
-from ladder_jax.predict import advice, model
+from ladder_jax.predict import advice, model, work
 from ladder_jax.predict.advice import Advice, Opponent
 from ladder_jax.predict.link import Kernel, Network
 from ladder_jax.predict.model import Pass, Speed
-from ladder_jax.predict.program import Form, Opponents
+from ladder_jax.predict.program import Form, Opponents, decoding_in_halves
 from ladder_jax.predict.request import BASELINE, Request
+from ladder_jax.predict.work import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Row:
             "prefill_exposed_seconds": speed.prefill.exposed,
             "communication_seconds": speed.wire_seconds,
             "hidden_fraction": {"prefill": speed.prefill.hidden, "step": speed.step.hidden},
+            "interleave": interleave(speed),
             "memory_bytes": speed.memory,
             "fits": speed.memory <= memory,
         }
@@ -47,21 +49,26 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """The fastest way without changing the model. form: of prefill and decode step, or of the one phase in question."""
+    """The fastest way without changing the model. form: of prefill and decode step, or of the one phase in question.
+
+    interleave: 2 for two halves in turn; of prefill and decode step, or of the one phase.
+    """
 
     form: str
     all_reduce: str | None
     tokens_per_second: float
+    interleave: int | dict[str, int] = 1
     residual: str = BASELINE
 
     @property
     def name(self) -> str:
-        return f"Standard ({described(self.form, self.all_reduce)})"
+        return f"Standard ({described(self.form, self.all_reduce)}{in_turn(self.interleave)})"
 
     def as_dict(self) -> dict:
         return {
             "residual": self.residual,
             "form": self.form,
+            "interleave": self.interleave,
             "all_reduce": self.all_reduce,
             "tokens_per_second": self.tokens_per_second,
         }
@@ -106,18 +113,45 @@ def predict(request: Request, *, opponents: Opponents = Opponents.STRONGEST) -> 
     return of_speeds(request, speeds, nccl=_speed(request, BASELINE, Opponents.NCCL))
 
 
-def of_speeds(request: Request, speeds: dict[str, Speed], *, nccl: Speed, fidelity: str = "analytic") -> Result:
+ANALYTIC = "analytic"
+
+
+def of_speeds(request: Request, speeds: dict[str, Speed], *, nccl: Speed, fidelity: str = ANALYTIC) -> Result:
     """The result. speeds: of the request's residuals and of Standard. nccl: of Standard with NCCL's all-reduces."""
-    fastest = speeds[BASELINE]
+    fastest = opponent_of(request, speeds[BASELINE]) if fidelity == ANALYTIC else speeds[BASELINE]
     forms = dict.fromkeys((fastest.step.program.form, fastest.prefill.program.form))
     form = Form.ALL_REDUCE.value if len(forms) == 1 else f"all-reduce; prefill: {fastest.prefill.program.form.value}"
-    baseline = Baseline(form, algorithm(fastest.step), fastest.tokens_per_second)
+    baseline = Baseline(form, algorithm(fastest.step), fastest.tokens_per_second, interleave(fastest))
     over = lambda name, other: speeds[name].tokens_per_second / other.tokens_per_second
     rows = tuple(Row(name, speeds[name], over(name, fastest), over(name, nccl)) for name in request.residuals)
     share = fastest.exposed_seconds / (fastest.prefill_seconds + fastest.decode_seconds)
     opponent = Opponent(baseline.name, share, advice.lengths(fastest))
     recommendation = advice.read(rows=rows, opponent=opponent, tensor=request.tensor)
     return Result(request, rows, baseline, recommendation, fidelity)
+
+
+def opponent_of(request: Request, standard: Speed) -> Speed:
+    """Standard at its fastest: of other frameworks also with a decode step in two halves."""
+    shape = dict(rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens)
+    implementation = request.implementation
+    ours = Model(request.config(BASELINE), request.tensor, implementation)
+    block = work.decode_step(**shape, implementation=implementation)
+    programs = decoding_in_halves(rows=request.batch, ranks=request.tensor, implementation=implementation)
+    halves = [model.run_by(ours, request.machine, block, program) for program in programs]
+    return dataclasses.replace(standard, step=model.fastest([standard.step, *halves]))
+
+
+def interleave(speed: Speed) -> dict[str, int]:
+    """In how many parts in turn prefill and decode step compute, as JSON."""
+    return {"prefill": speed.prefill.program.interleave, "step": speed.step.program.interleave}
+
+
+def in_turn(interleave: int | dict[str, int]) -> str:
+    """Halves in words, after a form."""
+    if isinstance(interleave, int):
+        return ", two halves in turn" if interleave == 2 else ""
+    halved = [phase for phase, parts in interleave.items() if parts == 2]
+    return f", {' and '.join(halved)} in two halves" if halved else ""
 
 
 def executed(found: Pass) -> dict[str, str | None]:
@@ -165,4 +199,5 @@ def _speed(request: Request, residual: str, opponents: Opponents) -> Speed:
         implementation=request.implementation,
         opponents=opponents,
         launches=request.launches,
+        interleaves=request.interleaves,
     )

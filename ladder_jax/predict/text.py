@@ -7,7 +7,7 @@ from ladder_jax.predict import phases
 from ladder_jax.predict.advice import SAME, WORTH
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.request import BASELINE, Request, Sweep
-from ladder_jax.predict.result import Result, algorithm, described, executed
+from ladder_jax.predict.result import Result, algorithm, described, executed, in_turn
 from ladder_jax.predict.sweep import Point
 from ladder_jax.terminal import Table
 
@@ -52,12 +52,15 @@ def phase_lines(answer: phases.Result) -> list:
     request, machine = answer.request, answer.request.machine
     what = "forward and backward" if request.phase is Phase.TRAIN else "prefill"
     title = f"{request.model}, {what} of {request.batch} x {request.tokens} tokens, {request.tensor} devices"
-    opponents = [f"{described(one.form, one.all_reduce)} {number(one.tokens_per_second)}" for one in answer.opponents]
+    opponents = [
+        f"{described(one.form, one.all_reduce)}{in_turn(one.interleave)} {number(one.tokens_per_second)}"
+        for one in answer.opponents
+    ]
     return [
         *verdict(answer),
         f"{title} of {machine.name}; {answer.fidelity}",
         _phase_table(answer),
-        f"Standard's forms, tokens/s: {', '.join(opponents)}",
+        f"Standard's forms, tokens/s: {'; '.join(opponents)}",
         f"speed-up: over {answer.baseline.name}; over NCCL: over Standard (all-reduce) with NCCL's all-reduces",
         *_exchanged(request),
         *_assumed(machine),
@@ -160,7 +163,7 @@ def _phase_table(answer: phases.Result) -> Table:
             f"{speed.seconds * 1e3:.1f}",
             f"{speed.exposed * 1e3:.1f}",
             f"{speed.hidden:.0%}" if speed.wire else "-",
-            described(speed.program.form.value, how["all_reduce"]),
+            described(speed.program.form.value, how["all_reduce"]) + in_turn(speed.program.interleave),
             how["launch"] or "-",
         ))  # fmt: skip
     return Table(OF_A_PHASE, rows, left=WORDS)

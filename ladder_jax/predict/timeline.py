@@ -7,6 +7,7 @@ compute; compute is slower meanwhile.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 
 from ladder_jax.residual import Desynced, Silent, Step
@@ -85,6 +86,43 @@ def play(
             player.take_early(early, work(dataclasses.replace(step, sublayers=early)))
         player.take(step, work(step))
     return player.finish()
+
+
+def play_in_turn(
+    steps: Iterable[Step],
+    *,
+    work: Callable[[Step, int], Work],
+    all_reduces: tuple[float, float],
+    contention: float,
+    window: float = 1.0,
+) -> Timeline:
+    """The timeline of two halves of a batch in turn (`residual.interleave`), of all layers.
+
+    While the newest output of one half is reduced, the other half computes its step; the next turn waits for both. So
+    delays make no difference. work(step, half): as in `play`, of half 0 or 1. all_reduces: seconds of each half's.
+    """
+    now = compute = pending = 0.0
+    bars = []
+    for step, half in itertools.product(steps, (0, 1)):
+        own = work(step, half)
+        issued = now + own.share(1 - window).seconds
+        computed = issued + beside(own.share(window), wire=pending, contention=contention)
+        bars.append(Bar(NAMES[step.sublayers], now, computed, wire=False))
+        if pending:
+            bars.append(Bar("all-reduce", issued, issued + pending, wire=True))
+        now = max(computed, issued + pending)
+        compute += own.seconds
+        pending = all_reduces[half]
+    if pending:
+        bars.append(Bar("last", now, now + pending, wire=True))
+    wires = [bar for bar in bars if bar.wire]
+    return Timeline(
+        seconds=now + pending,
+        compute=compute,
+        wire=sum(bar.stop - bar.start for bar in wires),
+        all_reduces=len(wires),
+        bars=tuple(sorted(bars, key=lambda bar: bar.start)),
+    )
 
 
 class _Player:

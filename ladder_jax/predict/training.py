@@ -9,6 +9,7 @@
                      gradient of a sublayer's output does without those of the next inputs that left it out.
                      Of exchanged experts it is the mirror image: a message that stands beside a half of a sublayer
                      forward returns beside that half's gradients, where barriers hold it
+    two halves       in turn, forward and backward: see `timeline.play_in_turn`
     head, embedding  three times the forward pass's work; two all-reduces of the stream that nothing hides (the
                      embedding's rows, the gradient of the head's input), and three of four bytes a token in the loss
 
@@ -18,6 +19,7 @@ many microbatches), and recomputation. Nothing of this has been measured on seve
 
 import dataclasses
 import itertools
+from collections.abc import Collection
 
 from ladder_jax.config import ExpertParallelism, ModelConfig, Phase
 from ladder_jax.predict import implementation, work
@@ -73,6 +75,7 @@ def passes(
     rows: int,
     sequence: int,
     opponents: Opponents = Opponents.STRONGEST,
+    interleaves: Collection[int] = (1, 2),
     experts: ExpertParallelism = ExpertParallelism.REDUCE,
 ) -> list[Pass]:
     """The step by each tensor-parallel program that may run it. experts: in which form."""
@@ -82,9 +85,11 @@ def passes(
         machine=machine,
         ranks=tensor,
         phase=Phase.TRAIN,
+        rows=rows,
         tokens=sequence,
         implementation=TRAINING,
         opponents=opponents,
+        interleaves=interleaves,
         experts=experts,
     )
     every = []

@@ -37,6 +37,21 @@ class Block:
     def size(self) -> int:
         return self.rows * self.tokens
 
+    @property
+    def halves(self) -> tuple["Block", "Block"]:
+        """Two halves of the rows; of an odd number, in a prefill, of the sequence, whose later half attends to more.
+
+        (The library gives the first part more positions, so that both have half of the operations: left out here.)
+        """
+        if self.rows % 2 == 0 or self.tokens == 1:
+            first = (self.rows + 1) // 2
+            return dataclasses.replace(self, rows=first), dataclasses.replace(self, rows=self.rows - first)
+        first = self.tokens // 2
+        rest, share = self.tokens - first, first / self.tokens
+        shorter = Block(self.rows, first, self.attended * share, self.cached * share)
+        attended = (self.attended * self.tokens - shorter.attended * first) / rest
+        return shorter, Block(self.rows, rest, attended, self.cached)
+
 
 def prefill(*, rows: int, prompt_length: int, new_tokens: int, implementation: Implementation) -> Block:
     """A prompt's block. Query t of 0 .. T - 1 attends to t + 1 positions: (T + 1) / 2 in the mean."""

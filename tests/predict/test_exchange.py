@@ -232,17 +232,21 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     assert [row["residual"] for row in exchanged["rows"]] == [
         *("standard", "ladder", "ladder-2", "no-communication", "farskip")
     ]
-    named = {one["form"]: one["tokens_per_second"] for one in exchanged["opponents"]}
-    assert set(named) == {"all-reduce", "sequence-parallel", "exchange"}
-    assert {one["form"] for one in reduced["opponents"]} == set(named) - {"exchange"}  # which may drop rows
-    assert exchanged["baseline"] == exchanged["opponents"][0] and named["exchange"] == max(named.values())
+    named = {(one["form"], one["interleave"]): one["tokens_per_second"] for one in exchanged["opponents"]}
+    whole = {("all-reduce", 1), ("sequence-parallel", 1)}
+    assert set(named) == {*whole, ("all-reduce", 2), ("sequence-parallel", 2), ("exchange", 1)}
+    found = {(one["form"], one["interleave"]) for one in reduced["opponents"]}
+    assert found == set(named) - {("exchange", 1)}  # which may drop rows
+    assert exchanged["baseline"] == exchanged["opponents"][0]
+    assert named["exchange", 1] > max(named[one] for one in whole)
     rows = {row["residual"]: row for row in exchanged["rows"]}
-    assert rows["standard"]["tokens_per_second"] == pytest.approx(named["exchange"])
-    assert 1 < rows["ladder"]["speedup"] < rows["farskip"]["speedup"] < rows["no-communication"]["speedup"]
+    assert rows["standard"]["tokens_per_second"] == pytest.approx(named["exchange", 1])
+    speeds = [rows[name]["speedup"] for name in ("standard", "ladder", "farskip", "no-communication")]
+    assert speeds == sorted(speeds) and speeds[1] > 1
     assert (rows["standard"]["launch"], rows["farskip"]["launch"]) == (None, "chained")
     assert 0 < rows["standard"]["hidden_fraction"] < rows["farskip"]["hidden_fraction"] < 1  # beside the shared expert
     _, out, _ = run(capsys, *words, "--experts", "exchange")
-    assert "speed-up: over Standard (exchange)" in out and "exchange  with capacity 1.25" in out
+    assert f"speed-up: over Standard ({exchanged['baseline']['form']}" in out and "exchange  with capacity 1.25" in out
 
 
 def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
@@ -265,10 +269,14 @@ def test_the_guide_has_what_is_predicted():
         cells = []
         for name, form in itertools.product(("standard", "ladder"), ("reduce", "exchange")):
             words = dict(model="qwen3-30b-a3b", tensor=8, phase="prefill", prompt_length=32768, residual=name)
-            (row,) = phases.predict(request.make(**words, hardware=hardware, experts=form)).rows
+            asked = dict(words, hardware=hardware, experts=form)
+            (row,) = phases.predict(request.make(**asked, interleave="1")).rows
             milliseconds = f" ({row.speed.exposed * 1e3:.0f} of {row.speed.seconds * 1e3:.0f} ms)"
             cells.append(f"{row.tokens_per_second:,.0f}" + (milliseconds if form == "exchange" else ""))
+            if (name, form) == ("standard", "reduce"):
+                (halved,) = phases.predict(request.make(**asked)).rows
         assert f"| `{hardware}` | {' | '.join(cells)} |" in page
+        assert halved.speed.program.interleave == 2 and f"{halved.tokens_per_second:,.0f}" in page
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
 
 def test_a_hybrids_training_step_lies_between(capsys):
     def ladder(*more):
-        words = "--model llama-3-8b --hardware v5p --tensor 4 --phase train --residual ladder --json".split()
+        words = (
+            "--model llama-3-8b --hardware v5p --tensor 4 --phase train --residual ladder --interleave 1 --json".split()
+        )
         status, out, _ = run(capsys, *words, *more)
         assert status == 0
         (row,) = (one for one in json.loads(out)["rows"] if one["residual"] == "ladder")

@@ -73,7 +73,7 @@ def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
 
 
 def test_a_ladder_uses_what_its_launch_overlaps():
-    at = dict(machine=H100, ranks=8, phase=Phase.DECODE, tokens=1, implementation=OURS)
+    at = dict(machine=H100, ranks=8, phase=Phase.DECODE, rows=1, tokens=1, interleaves=(1,), implementation=OURS)
     of = lambda name, **more: programs(preset("llama-3-8b", residual=name), **{**at, **more})
     (standard,) = of("standard")
     assert standard == Program(algorithms=link.ANY)
@@ -105,7 +105,7 @@ def test_windows_are_those_of_compiled_programs():
     names = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x", "h100": "h100-nvlink", "b200": "b200-nvlink"}
     for row in rows:
         on = machine.load(names[row["target"].partition(":")[0]])
-        config, at = preset("llama-3-70b", residual="ladder"), dict(machine=on, ranks=8, implementation=OURS)
+        config, at = preset("llama-3-70b", residual="ladder"), dict(machine=on, ranks=8, rows=1, implementation=OURS)
         of = {one.launch: one.window for one in programs(config, phase=Phase(row["phase"]), tokens=1, **at)}
         least = round(row["chained"]["window_flops_fraction"]["least"], 2)
         assert of.pop(Launch.CHAINED) == min(least, 1.0) and row["hidden"] == row["chained"]["hidden"] == 7
@@ -114,13 +114,18 @@ def test_windows_are_those_of_compiled_programs():
 
 
 def test_forms_of_many_tokens():
-    at = dict(machine=H100, ranks=8, phase=Phase.PREFILL, implementation=OURS)
-    forms = lambda name, tokens: {
-        one.form for one in programs(preset("llama-3-8b", residual=name), tokens=tokens, **at)
-    }
+    at = dict(machine=H100, ranks=8, phase=Phase.PREFILL, rows=1, implementation=OURS)
+
+    def forms(name, tokens, *, interleave=1):
+        found = programs(preset("llama-3-8b", residual=name), tokens=tokens, **at)
+        return {one.form for one in found if one.interleave == interleave}
+
     whole, split, ring = Form.ALL_REDUCE, Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL
     assert forms("standard", 1024) == {whole, split, ring} and forms("standard", 1023) == {whole}
     assert forms("ladder", 1024) == forms("parallel", 1024) == {whole, split}
+    for name in ("standard", "ladder", "parallel"):  # but a ring's gathers and scatters are hidden already
+        assert forms(name, 1024, interleave=2) == {whole, split} and forms(name, 1023, interleave=2) == {whole}
+    assert not forms("no-communication", 1024, interleave=2) and not forms("standard", 1, interleave=2)
     desync = preset("llama-3-8b", residual="desync-2", ranks=8)
     assert len(programs(desync, tokens=1024, **at)) == 1
 
@@ -132,7 +137,7 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     answer = json.loads(out)
     found = {row["residual"]: row for row in answer["rows"]}
     baseline, standard, ladder = answer["baseline"], found["standard"], found["ladder"]
-    assert status == 0 and set(baseline) == {"residual", "form", "all_reduce", "tokens_per_second"}
+    assert status == 0 and set(baseline) == {"residual", "form", "interleave", "all_reduce", "tokens_per_second"}
     assert (baseline["residual"], baseline["all_reduce"]) == ("standard", "one-shot")
     assert 83 < baseline["tokens_per_second"] < 95
     assert standard["launch"] is None and standard["all_reduce"] == "one-shot"
@@ -241,10 +246,10 @@ def test_norms_of_a_split_stream_read_their_own_positions():
 
 def test_a_prefill_and_its_opponents(capsys):
     words = ("--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--phase", "prefill", "--batch", 1)
-    status, out, _ = run(capsys, *words, "--prompt-length", 4096, "--json")
+    status, out, _ = run(capsys, *words, "--prompt-length", 4096, "--interleave", 1, "--json")
     found = json.loads(out)
     assert status == 0 and (found["phase"], found["tokens"]) == ("prefill", 4096)
-    assert found["baseline"] == found["opponents"][0] and found["baseline"]["form"] == "ring collective matmul"
+    assert found["baseline"] == found["opponents"][0] and found["baseline"]["interleave"] == 2
     assert {one["form"] for one in found["opponents"]} == {"all-reduce", "sequence-parallel", "ring collective matmul"}
     speeds = [one["tokens_per_second"] for one in found["opponents"]]
     assert speeds == sorted(speeds, reverse=True)
@@ -252,15 +257,17 @@ def test_a_prefill_and_its_opponents(capsys):
     for row in of.values():
         assert row["tokens_per_second"] == pytest.approx(4096 / row["seconds"])
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / speeds[0])
-    plain = next(one for one in found["opponents"] if one["form"] == "all-reduce")["tokens_per_second"]
+    plain = next(one for one in found["opponents"] if (one["form"], one["interleave"]) == ("all-reduce", 1))
+    plain = plain["tokens_per_second"]
     assert of["ladder"]["speedup_over_nccl"] == pytest.approx(of["ladder"]["tokens_per_second"] / plain)
-    assert (of["ladder"]["form"], of["ladder"]["launch"]) == ("sequence-parallel", "chained")
+    how = [of["ladder"][name] for name in ("form", "interleave", "launch")]
+    assert how == ["sequence-parallel", 1, "chained"]
     assert of["parallel"]["launch"] is None and of["no-communication"]["all_reduce"] is None
     assert of["ladder"]["seconds"] < of["standard"]["seconds"] and of["no-communication"]["seconds"] < min(
         row["seconds"] for name, row in of.items() if name not in ("no-communication", "parallel-ladder")
     )
     status, out, _ = run(capsys, *words)
-    assert status == 0 and "Standard's forms, tokens/s: ring collective matmul" in out
+    assert status == 0 and "Standard's forms, tokens/s: sequence-parallel, two halves in turn" in out
 
 
 def test_a_training_step_and_meshes_without_tensor_parallelism():
@@ -275,7 +282,7 @@ def test_a_training_step_and_meshes_without_tensor_parallelism():
     small = phases.predict(ask(model="smollm2-135m", tensor=3, hardware="v5p", phase="train", batch=3))
     assert small.baseline.form == "data-parallel" and rows(small)["ladder"].speedup < 1
     # The plain form is the study's.
-    standard = next(one for one in few.opponents if one.form == "all-reduce")
+    standard = next(one for one in few.opponents if (one.form, one.interleave) == ("all-reduce", 1))
     shape = dict(machine=V5P, tensor=8, rows=4, sequence=2048)
     seconds = training.step(preset("llama-3-70b", residual="standard"), **shape).seconds
     assert standard.tokens_per_second == pytest.approx(4 * 2048 / seconds)

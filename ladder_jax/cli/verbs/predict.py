@@ -15,6 +15,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--launch", metavar="NAME", help="how hidden all-reduces are launched: explicit, chained, or auto (the default)"
     )
     parser.add_argument(
+        "--interleave",
+        metavar="N",
+        help="of prefill and training: 1 (the whole batch), 2 (two halves in turn), or auto (the default): the faster",
+    )
+    parser.add_argument(
         "--experts", metavar="FORM", help="with --phase prefill or train: reduce (the default) or exchange"
     )
     parser.add_argument(

@@ -1,0 +1,162 @@
+"""Two halves of a batch in turn: their timeline, their price, and where they are the opponent."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import re
+
+import pytest
+
+from ladder_jax import residual
+from ladder_jax.config import preset
+from ladder_jax.predict import layers, machine, phases, request, result, work
+from ladder_jax.predict.implementation import OURS
+from ladder_jax.predict.program import Form, Program
+from ladder_jax.predict.timeline import Work, play_in_turn
+from ladder_jax.predict.work import Model
+from tests.predict.asked import H100, NOTHING, run
+
+GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "halves.md"
+
+
+def in_turn(name, *, length, all_reduce, num_layers=2, contention=0.0, window=1.0):
+    """Every half of a sublayer takes `length` busy seconds, its all-reduce `all_reduce`."""
+    steps = itertools.chain.from_iterable(residual.topology(name, num_layers=num_layers).layers)
+    settings = dict(all_reduces=(all_reduce, all_reduce), contention=contention, window=window)
+    return play_in_turn(steps, work=lambda step, half: Work(length, 0.0), **settings)
+
+
+@pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2"])
+@pytest.mark.parametrize(("length", "all_reduce"), [(1.0, 0.25), (1.0, 1.0), (1.0, 3.0)])
+def test_each_all_reduce_stands_beside_the_other_halfs_sublayer(name, length, all_reduce):
+    """Of 8 turns the first hides nothing, each other one the all-reduce before it; the last all-reduce is bare."""
+    found = in_turn(name, length=length, all_reduce=all_reduce)
+    assert found.seconds == pytest.approx(length + 7 * max(length, all_reduce) + all_reduce)
+    assert (found.all_reduces, found.compute) == (8, 8 * length) and found.wire == pytest.approx(8 * all_reduce)
+
+
+def test_a_window_and_contention_take_from_what_is_hidden():
+    late = in_turn("standard", length=1.0, all_reduce=0.75, window=0.5)
+    assert late.seconds == pytest.approx(1 + 7 * (0.5 + 0.75) + 0.75)
+    slowed = in_turn("standard", length=1.0, all_reduce=0.5, contention=0.25)
+    assert slowed.seconds == pytest.approx(1 + 7 * 1.1 + 0.5)  # 0.5 s in flight do the work of 0.4 s
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 4096])
+def test_halves_of_a_block_are_the_block(rows, tokens):
+    whole = work.prefill(rows=rows, prompt_length=tokens, new_tokens=0, implementation=OURS)
+    if whole.size == 1:
+        return
+    first, second = whole.halves
+    assert first.size + second.size == whole.size and min(first.size, second.size) > 0
+    scores = lambda block: block.size * block.attended
+    assert scores(first) + scores(second) == pytest.approx(scores(whole))
+    if rows == 1:
+        assert scores(second) == pytest.approx(3 * scores(first), rel=0.01) or tokens == 2
+        assert (first.cached, second.cached) == (tokens / 2, tokens)
+
+
+def compute(*, on, rows, tokens, interleave):
+    config = preset("llama-3-70b", residual="standard", num_layers=4)
+    block = work.prefill(rows=rows, prompt_length=tokens, new_tokens=0, implementation=OURS)
+    program = Program(interleave=interleave)
+    return layers.layers(Model(config, 8, OURS), on, block, program=program).timeline.compute
+
+
+def test_the_price_at_few_rows_is_near_what_compilers_estimate():
+    """The guide's table: estimated cycles of two halves over those of the whole batch, compiled and predicted."""
+    rows = re.findall(r"^\| (\d[\d,]*) \| (.+) \|$", GUIDE.read_text(), re.M)
+    assert len(rows) == 5
+    for tokens, cells in rows:
+        for name, shown in zip(("v5p", "v6e", "tpu7x"), cells.split(" | "), strict=True):
+            compiled, predicted = map(float, shown.split(", "))
+            shape = dict(on=machine.load(name), rows=2, tokens=int(tokens.replace(",", "")) // 2)
+            found = compute(**shape, interleave=2) / compute(**shape, interleave=1)
+            assert predicted == pytest.approx(found, abs=0.0051)
+            assert predicted == pytest.approx(compiled, abs=0.12)
+
+
+def test_halves_cost_nothing_where_rows_are_many_and_everything_where_weights_are_read():
+    many = dict(on=dataclasses.replace(H100, bandwidth=1e60, launch=0.0), rows=2, tokens=1024)
+    assert compute(**many, interleave=2) == pytest.approx(compute(**many, interleave=1))
+    one = dict(on=dataclasses.replace(H100, flops=1e60, launch=0.0), rows=2, tokens=1)
+    assert compute(**one, interleave=2) == pytest.approx(2 * compute(**one, interleave=1), rel=0.02)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "train"])
+def test_what_a_compilers_halves_reach_is_named_and_none_is_faster_than_no_communication(phase):
+    for on, batch in itertools.product(("v5p", "h100-nvlink", "h100-no-nvlink"), (1, 2, 8)):
+        asked = dict(model="llama-3-70b", hardware=on, tensor=8, batch=batch, phase=phase)
+        answer = phases.predict(request.make(**asked, residual="standard,ladder,no-communication"))
+        of = {row.residual: row.speed.seconds for row in answer.rows}
+        assert of["no-communication"] < min(of["standard"], of["ladder"])
+        forms = {(one.form, one.interleave) for one in answer.opponents}
+        assert {("all-reduce", 1), ("all-reduce", 2), ("sequence-parallel", 2)} < forms
+        assert ("ring collective matmul", 2) not in forms
+
+
+def test_a_link_without_time_makes_halves_no_better():
+    on = dataclasses.replace(H100, link=NOTHING)
+    asked = request.make(model="llama-3-8b", hardware="h100-nvlink", tensor=8, batch=4, phase="prefill")
+    answer = phases.predict(dataclasses.replace(asked, machine=on))
+    assert answer.baseline.interleave == 1 and all(row.speed.program.interleave == 1 for row in answer.rows)
+
+
+def opponent(on, *, batch, tensor=8):
+    asked = request.make(model="llama-3-70b", hardware=on, tensor=tensor, batch=batch, residual="standard")
+    return result.predict(asked).baseline.interleave["step"]
+
+
+def test_halves_of_a_decode_step_are_an_opponent_at_large_batches():
+    """As the page of alternatives says. Users report a crossover between 64 and 128 rows over PCIe."""
+    assert [opponent("h100-no-nvlink", batch=batch) for batch in (1, 16, 128, 160, 256)] == [1, 1, 1, 2, 2]
+    assert [opponent("a800-pcie", batch=batch) for batch in (1, 32, 48, 256)] == [1, 1, 2, 2]
+    assert [opponent("h100-nvlink", batch=batch) for batch in (2, 64, 256)] == [1, 1, 1]
+    assert opponent("h100-no-nvlink", batch=256, tensor=1) == 1
+
+
+def test_a_row_has_no_halves_in_decoding(capsys):
+    words = ("--model", "llama-3-70b", "--hardware", "a800-pcie", "--batch", 64, "--residual", "standard,ladder")
+    status, out, _ = run(capsys, *words, "--json")
+    answer = json.loads(out)
+    assert status == 0 and answer["baseline"]["interleave"]["step"] == 2
+    assert [row["interleave"]["step"] for row in answer["rows"]] == [1, 1]
+    assert answer["rows"][0]["speedup"] < 1  # of this library's Standard, which decodes whole batches
+    _, out, _ = run(capsys, *words)
+    assert "prefill and step in two halves)" in out
+
+
+@pytest.mark.parametrize("phase", ["prefill", "train"])
+def test_interleave_chooses_the_rows(phase, capsys):
+    words = ("--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--phase", phase, "--batch", 2)
+    found = {}
+    for value in ("1", "2", "auto"):
+        status, out, _ = run(capsys, *words, "--interleave", value, "--residual", "standard,ladder", "--json")
+        answer = json.loads(out)
+        found[value] = {row["residual"]: row["interleave"] for row in answer["rows"]}
+        assert status == 0 and answer["baseline"] == answer["opponents"][0]
+    assert set(found["1"].values()) == {1} and set(found["2"].values()) == {2} and found["auto"]["standard"] == 2
+    _, out, _ = run(capsys, *words, "--interleave", "2", "--json")
+    of = {row["residual"]: row["interleave"] for row in json.loads(out)["rows"]}
+    assert of.pop("no-communication") == 1 and of.pop("desync-2", 1) == 1 and set(of.values()) == {2}
+
+
+def test_halves_may_be_split():
+    asked = request.make(model="llama-3-70b", hardware="v5p", tensor=8, batch=2, phase="train", residual="standard")
+    found = phases.predict(asked).rows[0].speed.program
+    assert (found.form, found.interleave) == (Form.SEQUENCE_PARALLEL, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--interleave 3", "--interleave must be one of 1, 2, auto, not '3'"),
+        ("--interleave 2 --phase prefill --residual desync-2", "--interleave 2 is for a residual that reduces every"),
+        ("--interleave 2 --residual no-communication", "--interleave 2 is for a residual that reduces every"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, capsys):
+    status, out, err = run(capsys, "--model", "llama-3-70b", "--hardware", "h100-nvlink", *words.split())
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
