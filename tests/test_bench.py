@@ -1,5 +1,6 @@
 """`ladder-jax bench` as a user meets it, and its arithmetic against sums made another way. No time is judged."""
 
+import itertools
 import json
 import os
 import statistics
@@ -98,10 +99,18 @@ def test_text(run_cli):
 
 def test_one_ranks_share(run_cli):
     """It moves and computes what the rank does of the whole: nothing is counted of what others hold."""
-    words = [*ASKED, "--layers", 2, "--batch", 1, "--json", "--share", 8]
+    words = [*ASKED, "--layers", 2, "--batch", 1, "--json", "--share", 8, "--interleave", "1,2"]
     found = json.loads(run_cli("bench", *words, check_status=0).stdout)
     assert (found["tensor"], found["share"]) == (1, 8)
     assert "a rank's share of tensor parallelism over 8" in found["notices"][0]
+    variants = [(row["residual"], row["interleave"]) for row in found["rows"]]
+    assert variants == [("standard", 1), ("standard", 2), ("ladder", 1), ("ladder", 2)]
+    assert [(row["residual"], row["interleave"], row["against"]) for row in found["ratios"]] == [
+        (*variant, "standard") for variant in variants[1:]
+    ]
+    assert [line.rpartition("x standard")[0].rpartition(" ")[0] for line in found["verdict"]] == [
+        "standard in two halves prefills", "ladder decodes", "ladder in two halves prefills"
+    ]  # fmt: skip
     whole = define("tiny", tensor=8, num_layers=2, residual="ladder")
     for row in found["rows"]:
         assert row["bytes_per_step"] == bytes_by_hand(8, batch=1)
@@ -222,7 +231,11 @@ def fabricated(*samples, **asked):
     asked = requests.Request(
         "tiny", preset("tiny"), **{"residuals": ("standard", "ladder"), "batches": (1,), **numbers, **asked}
     )
-    samples = tuple(measure.Samples(*one, step_bytes=1e6, prefill_flops=10**9) for one in samples)
+    counted = dict(step_bytes=1e6, prefill_flops=10**9)
+    samples = tuple(
+        measure.Samples(*one, **counted, interleave=variant.interleave)
+        for one, variant in itertools.zip_longest(samples, asked.variants, fillvalue=requests.Variant("", 1))
+    )
     measured = measure.Measurement(CEILING, CEILING, samples)
     return result.Result(asked, measured, device="a device", devices=2, versions={}, platform="tpu")
 
@@ -233,6 +246,11 @@ def test_ratios_are_of_rounds():
     assert slow.verdict == ["ladder decodes 2.00x standard [2.00, 4.00] at batch 1"]
     assert slow.notices == [] and slow.ratios[0]["prefill_ratio_min"] == slow.ratios[0]["prefill_ratio_max"] == 1
     assert slow.rows[1]["tokens_per_second"] == 5 / (1 + 2) and slow.rows[1]["tokens_per_second_max"] == 5 / 2
+    halves = fabricated(
+        ("standard", 1, (4, 8, 4), (1, 2, 1)), ("standard", 1, (2, 4, 1), (1, 2, 1)), residuals=("standard",),
+        interleaves=(1, 2),
+    )  # fmt: skip
+    assert halves.verdict == ["standard in two halves prefills 2.00x standard [2.00, 4.00] at batch 1"]
     alone = fabricated(("ladder", 1, (1,), (4,)), residuals=("ladder",))
     assert alone.verdict == ["ladder generates 1.0 tokens/s at batch 1"] and alone.ratios == []
 
@@ -255,6 +273,9 @@ MISTAKES = {
     "--residual standard,lader": "unknown residual 'lader'; did you mean 'ladder'? (allowed: standard,",
     "--residual ladder,ladder": "--residual 'ladder,ladder' names ladder twice",
     "--residual ladder,": "--residual 'ladder,' has an empty place: write it as in a,b,c",
+    "--interleave 3": "--interleave must be 1 (the whole batch) or 2 (two halves of it in turn), not 3",
+    "--interleave two": "--interleave must be numbers as in 1,4,16, not 'two'",
+    "--residual desync-2 --interleave 2": "--interleave 2 is for a residual that reduces every sublayer's output",
     "--batch 0": "--batch must be positive, not 0",
     "--batch 1,-4": "--batch must be positive, not -4",
     "--batch 1,four": "--batch must be numbers as in 1,4,16, not 'four'",

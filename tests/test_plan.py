@@ -40,7 +40,8 @@ def test_estimates_are_near_what_compilers_take(row):
     asked = request.make(**{name: row[name] for name in NAMES if name in row})
     mesh = MeshConfig(*row["mesh"], experts=row.get("experts", "reduce"))
     rows = asked.sequences // (mesh.data * mesh.fsdp) // row["accumulate"]
-    one = Candidate(mesh, Remat(row["remat"]), row["sequence_parallel"], rows, row["accumulate"])
+    form = dict(sequence_parallel=row["sequence_parallel"], interleave=row.get("interleave", 1))
+    one = Candidate(mesh, Remat(row["remat"]), rows=rows, accumulate=row["accumulate"], **form)
     found = memory.estimate(one, request=asked)
     assert found.device == pytest.approx(row["bytes_per_device"], rel=TOLERANCE)
     assert found.host == pytest.approx(row["host_bytes"], rel=TOLERANCE)
@@ -57,6 +58,47 @@ def test_every_plan_can_be_run(asked):
         assert config.train.batch * config.train.sequence == asked["tokens"]
         assert config.train.batch == plan.candidate.rows * plan.candidate.accumulate * plan.candidate.shards
         assert config.train.remat is plan.candidate.remat
+        assert config.train.interleave == plan.candidate.interleave
+
+
+def test_halves_are_a_candidate_where_they_have_something_to_hide():
+    of = lambda **more: candidate.candidates(request.make(**LARGE | more))
+    halved = {one for one in of(residual="standard") if one.interleave == 2}
+    assert halved and all(one.mesh.tensor > 1 and one.rows % 2 == 0 for one in halved)
+    whole = {dataclasses.replace(one, interleave=1) for one in halved}
+    assert whole < set(of(residual="standard"))
+    assert not any(one.interleave == 2 for one in of(residual="no-communication"))
+    exchanged = candidate.candidates(request.make(**MOE, capacity=1.25))
+    assert any(one.interleave == 2 for one in exchanged)
+    assert not any(one.interleave == 2 and one.exchanges for one in exchanged)
+
+
+def test_halves_hide_what_standard_waits_for_and_keep_what_a_whole_batch_keeps():
+    wanted = request.make(**LARGE, residual="standard")
+    one = Candidate(MeshConfig(4, 4, 4), Remat.SAVE_MATMULS, False, 2, 16)
+    halves = dataclasses.replace(one, interleave=2)
+    slow, fast = (speed.speed(each, request=wanted) for each in (one, halves))
+    assert fast.exposed < 0.2 * slow.exposed and fast.seconds < 0.97 * slow.seconds
+    assert memory.estimate(one, request=wanted) == memory.estimate(halves, request=wanted)
+    # Of a Ladder all is hidden as it is: halves only cost, little where rows are many.
+    ladder = request.make(**LARGE)
+    whole, in_turn = (speed.speed(each, request=ladder).seconds for each in (one, halves))
+    assert whole < in_turn < 1.01 * whole
+    few = request.make(model="llama-3-70b", target="v5p:2x2x2", tokens=512, sequence=256)
+    tiny = Candidate(MeshConfig(tensor=8), Remat.NONE, False, 2, 1)
+    price = [speed.speed(dataclasses.replace(tiny, interleave=n), request=few).seconds for n in (1, 2)]
+    assert price[1] > 1.05 * price[0]
+
+
+def test_standard_is_planned_in_halves(capsys):
+    words = [f"--{name}={value}" for name, value in dict(LARGE, residual="standard", confirm=0).items()]
+    assert cli.main(["plan", *words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    best = next(plan for plan in answer["plans"] if plan["mesh"]["tensor"] > 1)
+    assert best["interleave"] == 2 and best["overrides"]["train.interleave"] == "2"
+    assert all("train.interleave" not in plan["overrides"] for plan in answer["plans"] if plan["interleave"] == 1)
+    assert cli.main(["plan", *words]) == 0
+    assert ", in turn" in capsys.readouterr().out
 
 
 MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequence=4096, layers=4)

@@ -100,7 +100,12 @@ def test_the_other_tables():
     """`bench` and `predict` have the most columns, here with large numbers."""
     numbers = "prefill_seconds step_seconds tokens_per_second tokens_per_second_min tokens_per_second_max"
     more = "bytes_per_second bandwidth_share prefill_flops_per_second matmul_share"
-    row = {"batch": 1024, "residual": "parallel-shared-norm", **dict.fromkeys((numbers + " " + more).split(), 98765.4)}
+    row = {
+        "batch": 1024,
+        "residual": "parallel-shared-norm",
+        "interleave": 1,
+        **dict.fromkeys((numbers + " " + more).split(), 98765.4),
+    }
     row |= {
         "prefill_seconds": 98.7,
         "step_seconds": 9.87,

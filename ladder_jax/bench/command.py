@@ -21,7 +21,9 @@ def run(args: dict) -> None:
     files.check_picture("plot", args["plot"])
     files.check_apart(out=args["out"], plot=args["plot"])
     numbers = {name: args[name] for name in NUMBERS}
-    request = requests.make(model=args["model"], residual=args["residual"], batch=args["batch"], **numbers)
+    request = requests.make(
+        model=args["model"], residual=args["residual"], batch=args["batch"], interleave=args["interleave"], **numbers
+    )
 
     import jax  # after the arguments are checked, because it takes seconds
 

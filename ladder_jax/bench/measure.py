@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from ladder_jax import decode, nn
 from ladder_jax.bench import programs, work
-from ladder_jax.bench.request import Request
+from ladder_jax.bench.request import Request, Variant
 from ladder_jax.config import Loop
 from ladder_jax.decode import memory, sampling
 from ladder_jax.decode import steps as decoding
@@ -24,7 +24,7 @@ INSTEAD = "ask for a smaller --batch or --prompt-length, fewer --layers, or more
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Seconds of one residual at one batch, one entry per repeat; entry i of every residual is from the same round.
+    """Seconds of one variant at one batch, one entry per repeat; entry i of every variant is from the same round.
 
     prefill: from the prompt to the first token. decode: of the following new_tokens - 1 steps.
     step_bytes, prefill_flops: minimum traffic and compute of one device (see `work`).
@@ -36,6 +36,11 @@ class Samples:
     decode: tuple[float, ...]
     step_bytes: float
     prefill_flops: int
+    interleave: int = 1
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(self.residual, self.interleave)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +85,15 @@ def _samples(
         params = dict(zip(definitions, programs.random_weights(list(definitions.values()))))
         run = {}
         for batch in sorted(request.batches, reverse=True):  # largest first: if it does not fit, nothing is timed
-            for name, definition in definitions.items():
-                advance(f"batch {batch}: compiling {name}")
-                run[batch, name] = _generation(request, definition, params[name], batch=batch, room=room)
-        return tuple(
-            one
-            for batch in request.batches
-            for one in _batch(request, definitions, {name: run[batch, name] for name in definitions}, batch, advance)
-        )
+            for variant in request.variants:
+                advance(f"batch {batch}: compiling {variant.name}")
+                model = definitions[variant.residual], params[variant.residual]
+                run[batch, variant] = _generation(request, *model, variant, batch=batch, room=room)
+        found = []
+        for batch in request.batches:
+            of_batch = {variant: run[batch, variant] for variant in request.variants}
+            found += _batch(request, definitions, of_batch, batch, advance)
+        return tuple(found)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -96,37 +102,36 @@ def _samples(
 
 def steps(request: Request) -> int:
     """Number of steps of `measure`: it calls `advance` before each."""
-    return 1 + len(request.batches) * len(request.residuals) * (1 + request.warmup + request.repeats)
+    return 1 + len(request.batches) * len(request.variants) * (1 + request.warmup + request.repeats)
 
 
-def rounds(names: tuple[str, ...], *, count: int) -> list[tuple[str, ...]]:
+def rounds(names: tuple, *, count: int) -> list[tuple]:
     """`count` rounds of all names; each round starts with another name."""
     return [names[i % len(names) :] + names[: i % len(names)] for i in range(count)]
 
 
 def _batch(request: Request, definitions: dict, run: dict, batch: int, advance: Callable) -> list[Samples]:
     shape = dict(rows=batch, prompt_length=request.prompt_length)
-    seconds = {name: [] for name in definitions}
-    for index, order in enumerate(rounds(request.residuals, count=request.warmup + request.repeats)):
-        for name in order:
-            advance(f"batch {batch}: {name}")
-            timing = run[name]()
+    seconds = {variant: [] for variant in request.variants}
+    for index, order in enumerate(rounds(request.variants, count=request.warmup + request.repeats)):
+        for variant in order:
+            advance(f"batch {batch}: {variant.name}")
+            timing = run[variant]()
             if index >= request.warmup:
-                seconds[name].append(timing)
-    return [
-        Samples(
-            name,
-            batch,
-            *zip(*seconds[name]),
+                seconds[variant].append(timing)
+    samples = []
+    for variant, timings in seconds.items():
+        definition = definitions[variant.residual]
+        counted = dict(
             step_bytes=work.decode_bytes(definition, new_tokens=request.new_tokens, **shape),
             prefill_flops=work.prefill_flops(definition, **shape),
         )
-        for name, definition in definitions.items()
-    ]
+        samples.append(Samples(variant.residual, batch, *zip(*timings), **counted, interleave=variant.interleave))
+    return samples
 
 
 def _generation(
-    request: Request, definition: ModelDef, params: Params, *, batch: int, room: int | None
+    request: Request, definition: ModelDef, params: Params, variant: Variant, *, batch: int, room: int | None
 ) -> Callable[[], tuple[float, float]]:
     """Compile a generation. Returns a function that runs it once: () -> (prefill seconds, decode seconds)."""
     sharding = definition.layout.sharding
@@ -139,14 +144,15 @@ def _generation(
     seen = seen_in(tokens, lengths)
     sizes = dict(rows=batch, positions=_capacity(request), loop=Loop.UNROLLED)
 
-    prefill = decode.prefill(definition, capacity=_capacity(request)).compile(params, tokens, lengths)
+    prefill = decode.prefill(definition, capacity=_capacity(request), interleave=variant.interleave)
+    prefill = prefill.compile(params, tokens, lengths)
     loop = decode.decode_many(definition, count=request.new_tokens - 1, choice=decode.Choice.GREEDY)
     loop = loop.compile(*decoding.abstract(definition, **sizes))
     for phase, compiled in (("the prefill", prefill), ("decoding", loop)):
         sizes = compiled.memory_analysis()
         outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         parts = {"arguments": sizes.argument_size_in_bytes, "temporaries": sizes.temp_size_in_bytes, "results": outputs}
-        what = f"{phase} of {definition.config.residual} at batch {batch}"
+        what = f"{phase} of {variant.name} at batch {batch}"
         memory.check(parts, room=room, what=what, instead=INSTEAD)
     first = decode.sample_first(definition)
 

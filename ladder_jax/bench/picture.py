@@ -10,7 +10,7 @@ PANELS = (("tokens_per_second", "tokens/s", 1), ("bandwidth_share", "% of the co
 def plot(answer: Result, *, file: str) -> None:
     """Bars are medians, error bars the range over the repeats. The file's ending sets the format."""
     plt = pyplot.load()
-    names, batches = answer.request.residuals, answer.request.batches
+    names, batches = [one.name for one in answer.request.variants], answer.request.batches
     size = (1.6 + len(batches) * max(1.8, 0.8 * len(names)), 6)
     # Batches differ in tokens/s by far more than residuals do, so each has its own axis; all shares use one axis.
     figure, axes = plt.subplots(2, len(batches), figsize=size, sharex=True, squeeze=False, layout="constrained")

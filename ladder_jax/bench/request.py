@@ -1,8 +1,9 @@
 """The checked arguments of `ladder-jax bench`, with defaults; imports no jax."""
 
 import dataclasses
+import itertools
 
-from ladder_jax.config import ModelConfig, parse_residual
+from ladder_jax.config import ModelConfig, check_halves, parse_residual
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import models, shards
 from ladder_jax.splits import check_divides, divisors
@@ -10,9 +11,21 @@ from ladder_jax.words import positive, words
 
 
 @dataclasses.dataclass(frozen=True)
+class Variant:
+    """What is timed: a residual, and in how many parts in turn its prefill computes."""
+
+    residual: str
+    interleave: int
+
+    @property
+    def name(self) -> str:
+        return self.residual if self.interleave == 1 else f"{self.residual} in two halves"
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """model: as the user typed it; shape: its configuration. batches: numbers of rows. warmup, repeats: generations per
-    residual and batch; only `repeats` are timed.
+    residual and batch; only `repeats` are timed. interleaves: of the prefill, each with all residuals.
 
     tensor: number of devices; None for all devices, until `on_devices` replaces it.
     share: if not None, one device runs one of so many ranks, without communication.
@@ -29,6 +42,17 @@ class Request:
     repeats: int = 10
     layers: int | None = None
     share: int | None = None
+    interleaves: tuple[int, ...] = (1,)
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        return tuple(itertools.starmap(Variant, itertools.product(self.residuals, self.interleaves)))
+
+    @property
+    def baseline(self) -> Variant:
+        """What the others are held to: Standard's whole batch, or else the first."""
+        standard = Variant("standard", 1)
+        return standard if standard in self.variants else self.variants[0]
 
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
@@ -47,7 +71,9 @@ class Request:
         return f"{self.model}, {self.depth} layers, {split}"
 
 
-def make(*, model: str, residual: str, batch: str | None = None, **numbers: int | None) -> Request:
+def make(
+    *, model: str, residual: str, batch: str | None = None, interleave: str | None = None, **numbers: int | None
+) -> Request:
     """A checked request. None gives a default. Raises UserError for an invalid request."""
     shape = models.by_name(model)
     models.check_alone(shape, verb="bench")
@@ -57,12 +83,17 @@ def make(*, model: str, residual: str, batch: str | None = None, **numbers: int 
     settings = {name: value for name, value in numbers.items() if value is not None}
     if batch is not None:
         settings["batches"] = tuple(positive("batch", word) for word in words("batch", batch))
+    if interleave is not None:
+        settings["interleaves"] = tuple(positive("interleave", word) for word in words("interleave", interleave))
     residuals = words("residual", residual)
     for name in residuals:
         parse_residual(name)
     request = Request(model=model, shape=shape, residuals=residuals, **settings)
     if request.new_tokens < 2:
         raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
+    for one, name in itertools.product(request.interleaves, residuals):
+        of_residual = dataclasses.replace(shape, residual=name, ladder_layers=None, ranks=None)
+        check_halves(one, model=of_residual, rows=2, names=("--interleave", "--batch"))
     if request.share and shape.moe is not None:
         raise UserError("--share is for dense models: a rank alone cannot route among all experts of the model")
     if request.share and request.tensor not in (None, 1):

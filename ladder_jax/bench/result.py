@@ -47,36 +47,39 @@ class Result:
 
     @property
     def ratios(self) -> list[dict]:
-        """Speed-ups over the baseline, which is Standard or else the first residual: median and range over the rounds
-        of the baseline's seconds / the residual's seconds."""
-        names = self.request.residuals
-        baseline = "standard" if "standard" in names else names[0]
-        samples = {(one.residual, one.batch): one for one in self.measurement.samples}
-        return [
-            {
+        """Speed-ups over the baseline (`Request.baseline`): median and range over the rounds of the baseline's seconds
+        over the variant's."""
+        baseline = self.request.baseline
+        of_baseline = {one.batch: one for one in self.measurement.samples if one.variant == baseline}
+        ratios = []
+        for one in self.measurement.samples:
+            if one.variant == baseline:
+                continue
+            against = of_baseline[one.batch]
+            ratios.append({
                 "residual": one.residual,
-                "against": baseline,
+                "interleave": one.interleave,
+                "against": baseline.residual,
                 "batch": one.batch,
-                **_ratio("prefill", samples[baseline, one.batch].prefill, one.prefill),
-                **_ratio("decode", samples[baseline, one.batch].decode, one.decode),
-                **_ratio("total", _total(samples[baseline, one.batch]), _total(one)),
-            }
-            for one in self.measurement.samples
-            if one.residual != baseline
-        ]
+                **_ratio("prefill", against.prefill, one.prefill),
+                **_ratio("decode", against.decode, one.decode),
+                **_ratio("total", _total(against), _total(one)),
+            })  # fmt: skip
+        return ratios
 
     @property
     def verdict(self) -> list[str]:
-        """One line per residual."""
+        """One line per variant: its decoding, or of two halves in turn its prefill."""
         lines = []
-        for name in self.request.residuals:
-            parts = [
-                f"{r['decode_ratio']:.2f}x {r['against']} [{r['decode_ratio_min']:.2f}, {r['decode_ratio_max']:.2f}]"
-                f" at batch {r['batch']}"
-                for r in self.ratios
-                if r["residual"] == name
-            ]
-            lines += [f"{name} decodes {', '.join(parts)}"] if parts else []
+        for variant in self.request.variants:
+            verb, phase = ("prefills", "prefill") if variant.interleave == 2 else ("decodes", "decode")
+            parts = []
+            for ratio in self.ratios:
+                if (ratio["residual"], ratio["interleave"]) == (variant.residual, variant.interleave):
+                    median, *ends = (ratio[f"{phase}_ratio{end}"] for end in ("", "_min", "_max"))
+                    spread = ", ".join(f"{end:.2f}" for end in ends)
+                    parts.append(f"{median:.2f}x {ratio['against']} [{spread}] at batch {ratio['batch']}")
+            lines += [f"{variant.name} {verb} {', '.join(parts)}"] if parts else []
         if lines:
             return lines
         parts = [f"{row['tokens_per_second']:,.1f} tokens/s at batch {row['batch']}" for row in self.rows]
@@ -126,6 +129,7 @@ def _row(one: Samples, request: Request, measurement: Measurement) -> dict:
     }
     row = {
         "residual": one.residual,
+        "interleave": one.interleave,
         "batch": one.batch,
         "prompt_length": request.prompt_length,
         "new_tokens": tokens,

@@ -1,5 +1,6 @@
 """The result of `ladder-jax bench` for a terminal: the verdict, a table, the device's limits."""
 
+from ladder_jax.bench.request import Variant
 from ladder_jax.bench.result import Result
 from ladder_jax.schedule.roofline import Ceiling
 from ladder_jax.terminal import Table
@@ -32,7 +33,7 @@ def _table(rows: list[dict]) -> Table:
     cells = [
         (
             str(row["batch"]),
-            row["residual"],
+            Variant(row["residual"], row["interleave"]).name,
             number(row["prefill_seconds"] * 1e3),
             number(row["step_seconds"] * 1e3),
             number(row["tokens_per_second"]),

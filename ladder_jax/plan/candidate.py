@@ -14,6 +14,7 @@ from ladder_jax.config import (
     TrainConfig,
     check_exchange,
     check_fits_mesh,
+    check_halves,
     parse_residual,
 )
 from ladder_jax.errors import UserError
@@ -26,6 +27,7 @@ class Candidate:
     """One way to train a model on a target. mesh: with the form of expert parallelism.
 
     rows: the microbatch of one data x fsdp shard, in sequences. accumulate: number of microbatches per step.
+    interleave: 2 for two halves of the microbatch in turn.
     """
 
     mesh: MeshConfig
@@ -33,6 +35,7 @@ class Candidate:
     sequence_parallel: bool
     rows: int
     accumulate: int
+    interleave: int = 1
 
     @property
     def shards(self) -> int:
@@ -51,6 +54,7 @@ class Candidate:
             remat=self.remat,
             accumulate=self.accumulate,
             sequence_parallel=self.sequence_parallel,
+            interleave=self.interleave,
         )
 
     def overrides(self, request: Request) -> dict[str, str]:
@@ -59,6 +63,8 @@ class Candidate:
         if self.exchanges:
             mesh["mesh.experts"] = self.mesh.experts.value
         split = {"train.sequence_parallel": "true"} if self.sequence_parallel else {}
+        if self.interleave > 1:
+            split["train.interleave"] = str(self.interleave)
         model = {name: str(value) for name, value in request.changes}
         return (
             model
@@ -94,7 +100,10 @@ def candidates(request: Request) -> list[Candidate]:
             if can_exchange(request.config):
                 streams.append((dataclasses.replace(mesh, experts=ExpertParallelism.EXCHANGE), True))
         for remat, (form, sequence_parallel), rows in itertools.product(Remat, streams, _divisors(share)):
-            result.append(Candidate(form, remat, sequence_parallel, rows, share // rows))
+            one = Candidate(form, remat, sequence_parallel, rows, share // rows)
+            result.append(one)
+            if _has_halves(one, request.config):
+                result.append(dataclasses.replace(one, interleave=2))
     return result
 
 
@@ -143,6 +152,18 @@ def _fits(config: ModelConfig, mesh: MeshConfig) -> bool:
 def _allows_sequence_parallel(request: Request, mesh: MeshConfig) -> bool:
     always_reduces = not parse_residual(request.config.residual).kind.startswith(("desync", "no-"))
     return mesh.tensor > 1 and request.sequence % mesh.tensor == 0 and always_reduces
+
+
+def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
+    """Whether halves of the rows, in turn, have something to hide. (Of an odd number, `train` halves the sequence.)"""
+    if candidate.mesh.tensor == 1 or candidate.rows % 2:
+        return False
+    form = dict(sequence_parallel=candidate.sequence_parallel, experts=candidate.mesh.experts)
+    try:
+        check_halves(2, model=config, rows=candidate.rows, names=("train.interleave", "rows"), **form)
+    except UserError:
+        return False
+    return True
 
 
 def can_exchange(config: ModelConfig) -> bool:

@@ -58,6 +58,7 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
 def _summary(candidate: Candidate) -> str:
     sizes = " x ".join(str(size) for size in candidate.mesh.axes.values())
     exchanged = ", experts exchanged" if candidate.exchanges else ""
+    exchanged += ", two halves in turn" if candidate.interleave == 2 else ""
     return f"mesh {sizes}{exchanged}, remat {candidate.remat.value}"
 
 

@@ -111,6 +111,7 @@ def _plan(plan: Plan, request: Request) -> dict:
         "sequence_parallel": candidate.sequence_parallel,
         "microbatch": candidate.rows,
         "accumulate": candidate.accumulate,
+        "interleave": candidate.interleave,
         "overrides": candidate.overrides(request),
         "fits": plan.fits,
         "bytes_estimated": plan.memory.device,

@@ -3,6 +3,7 @@
     microbatch = compute + exposed communication
     compute    = FLOPs / (peak x share reached) of forward, backward and recomputation, longer by `contention` while
                  a transfer is in flight
+                 two halves in turn: longer as weights are read twice (predict/layers.py, `together`)
     exposed    = time of the transfers beyond the compute that can hide them, plus all reductions of sublayers that
                  wait for them (standard, parallel, desync), and their all-to-alls beyond a shared expert's compute
     step       = accumulate x microbatch + the gradients' all-reduce over the data axis + the optimizer's reads
@@ -23,6 +24,7 @@ from ladder_jax.plan.memory import estimate
 from ladder_jax.plan.request import FLOAT32, Request, size_of
 from ladder_jax.predict import link
 from ladder_jax.predict import machine as machines
+from ladder_jax.predict.layers import together
 from ladder_jax.predict.link import Ring
 from ladder_jax.predict.machine import Machine
 from ladder_jax.schedule import shards
@@ -110,9 +112,14 @@ def speed(candidate: Candidate, *, request: Request) -> Speed:
         sent = link.crossings(mesh.tensor, ring=rate.ring) * exchange.sent(candidate, request=request) / bandwidth
         of_rows = exchange.seconds(candidate, request=request, all_to_all=sent, flops=rate.flops)
         hiding, waiting = hiding + of_rows[0], waiting + of_rows[1]
+    if candidate.interleave == 2:  # each beside the other half's sublayer
+        hiding, waiting = hiding + waiting, 0.0
     transfers = max(weights + hiding, 2 * memory.host / rate.host)
 
     compute = (3 * forward + recomputed) / rate.flops
+    if candidate.interleave == 2:
+        reading = (3 + recomputed / forward) * matrices * size / rate.memory
+        compute *= 2 * together(compute / 2, reading) / together(compute, reading)
     slowed = rate.contention * min(transfers, compute)
     exposed = max(0.0, transfers - compute) + waiting
     gradients = 2 * half(memory.state / 3, mesh.data, within=request.target.count)

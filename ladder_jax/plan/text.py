@@ -38,8 +38,9 @@ def lines(answer: Answer) -> list:
         _table(answer),
         f"{len(answer.plans)} of {answer.considered} candidates fit: the fastest microbatch of up to {SHOWN} is shown",
         *_refused(answer),
-        "dxfxt: mesh.data x fsdp x tensor; rows: sequences in a microbatch of one batch shard; accumulate:"
-        " microbatches per step; GiB of a device: = from the compiler's memory_analysis of the whole training step,"
+        "dxfxt: mesh.data x fsdp x tensor; rows: sequences in a microbatch of one batch shard, in turn: as two"
+        " halves (train.interleave=2); accumulate: microbatches per step; GiB of a device: = from the compiler's"
+        " memory_analysis of the whole training step,"
         " ~ estimated from shapes; the other columns are estimates (ladder_jax/plan/speed.py): MFU; waiting: share of"
         " time in which devices wait for transfers; recomputed: FLOPs computed again, over the model's",
         *(["note      a simulated device has no memory limit, and its speed here is nominal"] if not room else []),
@@ -87,13 +88,14 @@ def _name(plan: Plan) -> str:
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.axes.items() if size > 1) or "one device"
     split = ", sequence-parallel" if plan.candidate.sequence_parallel else ""
     split += ", experts exchanged" if plan.candidate.exchanges else ""
+    split += ", two halves in turn" if plan.candidate.interleave == 2 else ""
     count = plan.candidate.rows
     rows = "1 sequence" if count == 1 else f"{count} sequences"
     return f"{sizes}{split}, remat {plan.candidate.remat.value}, {rows} at a time"
 
 
 def _shown(answer: Answer) -> list[Plan]:
-    """All compiled plans, and of plans that differ only in the microbatch the first; at most SHOWN."""
+    """All compiled plans, and of plans that differ only in the microbatch and its halves the first; at most SHOWN."""
     seen, shown = set(), []
     for plan in answer.plans:
         key = plan.candidate.mesh, plan.candidate.remat, plan.candidate.sequence_parallel
@@ -123,7 +125,7 @@ def _table(answer: Answer) -> Table:
             f"{mesh.data}x{mesh.fsdp}x{mesh.tensor}",
             candidate.remat.value,
             _stream(candidate),
-            str(candidate.rows),
+            f"{candidate.rows}, in turn" if candidate.interleave == 2 else str(candidate.rows),
             str(candidate.accumulate),
             f"{'~' if plan.confirmed is None else '='}{plan.bytes / GIB:.1f}",
             f"{speed.seconds:.3g}",

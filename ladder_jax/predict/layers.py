@@ -84,26 +84,25 @@ def _in_turn(
 
 
 BEND = 1.5
-"""How sharply a matrix product turns from the pace of its weights' bytes to that of its operations, as an exponent:
-with t and s seconds of each, (t^1.5 + s^1.5)^(1/1.5). Of compiled prefills, the estimated cycles of two halves over
-those of the whole batch: docs/guides/halves.md."""
+"""How sharply a matrix product turns from the pace of its bytes to that of its operations: see `together`. Chosen by
+the cycles that compilers estimate for two halves, over those of the whole batch: the table in docs/guides/halves.md."""
 
 
 def few_rows(kernel: Kernel, whole: Kernel, *, machine: Machine) -> float:
     """How much longer `kernel` takes than by the longer of operations and bytes. `whole` takes what the machine's
     constants say; a product of fewer rows reaches a smaller share of both rates."""
 
-    def seconds(one: Kernel) -> tuple[float, float]:
-        size = one.weights + one.activations + one.cache
-        return machine.seconds(flops=one.flops, size=0), machine.seconds(flops=0, size=size)
+    def share(one: Kernel) -> float:
+        compute = machine.seconds(flops=one.flops, size=0)
+        memory = machine.seconds(flops=0, size=one.weights + one.activations + one.cache)
+        return together(compute, memory) / max(compute, memory) if one.flops else 1.0
 
-    return bend(*seconds(kernel)) / bend(*seconds(whole))
+    return share(kernel) / share(whole)
 
 
-def bend(compute: float, memory: float) -> float:
-    """A product's seconds over the longer of those of its operations and of its bytes."""
-    longer = max(compute, memory)
-    return ((compute / longer) ** BEND + (memory / longer) ** BEND) ** (1 / BEND) if longer else 1.0
+def together(compute: float, memory: float) -> float:
+    """Seconds of a matrix product, of those that its operations and its bytes take alone."""
+    return (compute**BEND + memory**BEND) ** (1 / BEND)
 
 
 @functools.lru_cache(maxsize=64)

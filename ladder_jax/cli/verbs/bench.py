@@ -8,6 +8,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="MODEL", help="a preset, or any model; weights are random")
     parser.add_argument("--residual", required=True, metavar="NAME[,NAME]", help="standard, ladder, ladder-fresh, ...")
     parser.add_argument("--batch", metavar="B[,B]", help="rows at once (default 1,4,16,64)")
+    parser.add_argument(
+        "--interleave", metavar="N[,N]", help="1,2 times each prefill as a whole batch and in two halves (default 1)"
+    )
     for option, letter, text in (
         ("prompt-length", "P", "tokens a row in the prompt (default 1024)"),
         ("new-tokens", "G", "tokens a row to generate (default 512)"),
