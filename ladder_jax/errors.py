@@ -76,4 +76,4 @@ def member[E: enum.Enum](kind: type[E], what: str, word: E | str) -> E:
     try:
         return kind(word)
     except ValueError:
-        raise unknown(what, word, [option.value for option in kind]) from None
+        raise unknown(what, word, [str(option.value) for option in kind]) from None

@@ -39,7 +39,9 @@ def is_one_line(done):
 def trained(run_cli, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli")
     (folder / "book.txt").write_text("the cat sat on the mat, and the rat sat on the cat.\n" * 400)
-    done = run_cli("train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", cwd=folder, check_status=0)
+    done = run_cli("train", "tiny", *TINY, "data.path=book.txt", "run.dir=out", "train.interleave=auto", cwd=folder,
+                   check_status=0)  # fmt: skip
+    assert "train.interleave=auto: 1, as nothing is predicted for cpu" in done.stderr.splitlines()
     assert "held-out loss" in done.stdout and "bigram entropy" in done.stdout
     assert "step 12/12" in done.stderr
     # The resolved configuration, and where it runs.
@@ -294,3 +296,13 @@ def test_control_characters_of_a_model_reach_no_terminal(monkeypatch, capsys):
     train._say("two\nlines \x1b[2J")
     shown = capsys.readouterr()
     assert shown.out == "\\x1b[2J\n" and shown.err == "two\nlines \\x1b[2J\n"
+
+
+def test_generate_decides_about_halves(run_cli, trained):
+    words = ("generate", trained, "--prompt", "the", "--max-new-tokens", 2)
+    done = run_cli(*words, "--interleave", "auto", check_status=0)
+    assert "decode.interleave=auto: 1, as " in done.stderr
+    halves = run_cli(*words, "--interleave", 2, check_status=0)
+    assert halves.stdout == done.stdout and not halves.stderr
+    wrong = run_cli(*words, "--interleave", 3, check_status=2)
+    assert "unknown --interleave '3' (allowed: 1, 2, auto)" in is_one_line(wrong)

@@ -251,12 +251,16 @@ def test_what_is_refused(made, said):
 
 @pytest.mark.parametrize("made", [
     lambda: config.Execution(interleave=3),
-    lambda: config.TrainConfig(interleave=3),
-    lambda: config.DecodeConfig(interleave=0),
     lambda: steps.prefill(cases.define("standard", tensor=2), capacity=8, interleave=3),
 ])  # fmt: skip
 def test_other_numbers_of_halves(made):
     with pytest.raises(UserError, match=r"interleave must be 1 \(the whole batch\) or 2 \(two halves of it in turn\)"):
+        made()
+
+
+@pytest.mark.parametrize("made", [lambda: config.TrainConfig(interleave=3), lambda: config.DecodeConfig(interleave=0)])
+def test_other_settings(made):
+    with pytest.raises(UserError, match=r"unknown value for (train|decode).interleave: .* \(allowed: 1, 2, auto\)"):
         made()
 
 

@@ -58,7 +58,7 @@ def test_every_plan_can_be_run(asked):
         assert config.train.batch * config.train.sequence == asked["tokens"]
         assert config.train.batch == plan.candidate.rows * plan.candidate.accumulate * plan.candidate.shards
         assert config.train.remat is plan.candidate.remat
-        assert config.train.interleave == plan.candidate.interleave
+        assert config.train.interleave.parts == plan.candidate.interleave
 
 
 def test_halves_are_a_candidate_where_they_have_something_to_hide():

@@ -5,6 +5,7 @@ from ladder_jax.config.execution import UNROLLED as UNROLLED
 from ladder_jax.config.execution import CollectiveMatmul as CollectiveMatmul
 from ladder_jax.config.execution import Dtype as Dtype
 from ladder_jax.config.execution import Execution as Execution
+from ladder_jax.config.execution import Interleave as Interleave
 from ladder_jax.config.execution import Launch as Launch
 from ladder_jax.config.execution import Loop as Loop
 from ladder_jax.config.execution import Phase as Phase

@@ -70,6 +70,25 @@ class Launch(enum.Enum):
     EXPLICIT = "explicit"  # in two halves, around a whole sublayer: residual/wires/async_all_reduce.py
 
 
+class Interleave(enum.Enum):
+    """In how many parts, in turn, a batch is computed."""
+
+    WHOLE = 1
+    HALVES = 2  # one half's sums under the other's compute: residual/interleave.py
+    AUTO = "auto"  # halves where they are predicted to be faster: the commands decide (predict/halves.py)
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Interleave | None":
+        return next((one for one in cls if str(one.value) == value), None)
+
+    @property
+    def parts(self) -> int:
+        """1 or 2. Raises UserError for AUTO, which only the commands know how to decide."""
+        if self is Interleave.AUTO:
+            raise UserError("interleave=auto is decided by the commands train, generate and serve: give 1 or 2 here")
+        return self.value
+
+
 @dataclasses.dataclass(frozen=True)
 class Execution:
     """How a forward pass is executed, and the backward pass of it: whatever this says, the function is the same.

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ladder_jax.config.execution import CollectiveMatmul, Execution, Launch, Loop, Remat, check_interleave
+from ladder_jax.config.execution import CollectiveMatmul, Execution, Interleave, Launch, Loop, Remat
 from ladder_jax.config.experts import ExpertParallelism, check_exchange
 from ladder_jax.config.fields import check, check_positive, fit, shown
 from ladder_jax.config.model import ModelConfig, check_collective_matmul, check_halves, parse_residual
@@ -130,7 +130,7 @@ class TrainConfig:
     accumulate: int = 1  # parts of a batch, computed one after another to save memory
     sequence_parallel: bool = False  # split the stream between sublayers along the sequence, over mesh.tensor
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE  # of sequence_parallel's exposed gathers and scatters
-    interleave: int = 1  # 2: two halves of each device's rows in turn, one's sums under the other's compute
+    interleave: Interleave = Interleave.WHOLE  # 2: two halves of each device's rows in turn
     z_loss: float = 0.0  # times log(Z)^2 of the softmax's denominator Z; PaLM's is 1e-4
     load_balance: float = 0.01  # of experts: times the Switch loss, which is 1 where all have the same load
     router_z_loss: float = 0.001  # of experts: times log(Z)^2 of the routers' softmaxes
@@ -172,7 +172,6 @@ class TrainConfig:
             self.spike_factor == 0 or self.spike_factor > 1,
             f"train.spike_factor must be above 1, or 0 for none, not {self.spike_factor}",
         )
-        check_interleave(self.interleave, name="train.interleave")
         if self.peak_tflops is not None:
             check_positive(self, "train", "peak_tflops")
         check(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, not {self.warmup_steps}")
@@ -188,7 +187,7 @@ class TrainConfig:
             remat=self.remat,
             sequence_parallel=self.sequence_parallel,
             collective_matmul=self.collective_matmul,
-            interleave=self.interleave,
+            interleave=self.interleave.parts,
         )
 
 
@@ -209,7 +208,7 @@ class DecodeConfig:
     repetition_penalty: float = 1.0  # above 1, tokens of the prompt and of the text so far become less likely
     seed: int = 0
     prefill_chunk: int = 2048  # longer prompts are read in blocks of this many tokens, to bound memory
-    interleave: int = 1  # 2: prompts are read in two halves in turn, one's sums under the other's compute
+    interleave: Interleave = Interleave.WHOLE  # 2: prompts are read in two halves in turn
     loop: Loop = Loop.UNROLLED
     launch: Launch = Launch.AUTO  # of all-reduces, in prefill and decode
     quantize: Quantize = Quantize.NONE
@@ -219,7 +218,6 @@ class DecodeConfig:
     def __post_init__(self):
         fit(self, "decode")
         check_positive(self, "decode", "max_new_tokens", "prefill_chunk")
-        check_interleave(self.interleave, name="decode.interleave")
         for name in ("temperature", "top_k"):
             check(getattr(self, name) >= 0, f"decode.{name} must not be negative, not {getattr(self, name)}")
         check(0 < self.top_p <= 1, f"decode.top_p must be above 0 and at most 1, not {self.top_p}")
@@ -308,8 +306,9 @@ class RunConfig:
             f"train.accumulate={self.train.accumulate} does not divide a device's {self.train.batch // rows} rows"
             f" (train.batch={self.train.batch} over data x fsdp = {rows})",
         )
+        halves = self.train.interleave is Interleave.HALVES
         check_halves(
-            self.train.interleave,
+            2 if halves else 1,
             model=self.model,
             rows=self.train.batch // rows // self.train.accumulate,
             sequence_parallel=split and self.mesh.tensor > 1,
@@ -318,7 +317,7 @@ class RunConfig:
             names=("train.interleave", "train.batch over data x fsdp x train.accumulate"),
         )
         check(
-            self.train.interleave == 1 or not self.conversion.steps,
+            not halves or not self.conversion.steps,
             f"train.interleave=2 and conversion.steps={self.conversion.steps} exclude each other: while layers turn,"
             " a sublayer waits for every sum",
         )

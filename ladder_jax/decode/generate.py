@@ -89,7 +89,7 @@ class Generator:
         rows = [*prompts] + [prompts[0]] * (-len(prompts) % self.definition.layout.batch_ranks)
         settings = Settings.like(config, keys=_row_keys(config.seed, rows=len(rows)))
         choice, left = Choice.SAMPLED if config.temperature else Choice.GREEDY, config.max_new_tokens
-        read = dict(prefill_chunk=config.prefill_chunk, interleave=config.interleave)
+        read = dict(prefill_chunk=config.prefill_chunk, interleave=config.interleave.parts)
         form = dict(choice=choice, launch=config.launch, **read)
         for tokens, _ in self._chunks(rows, settings, new=left, **form):
             new = np.asarray(tokens).reshape(len(rows), -1)[: len(prompts), :left]

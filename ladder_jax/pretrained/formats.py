@@ -136,7 +136,7 @@ class OpenedModel:
             decoder=decoder,
             launch=settings.launch,
             prefill_chunk=settings.prefill_chunk,
-            interleave=settings.interleave,
+            interleave=settings.interleave.parts,
             loop=settings.loop,
             quantize=settings.quantize,
         )

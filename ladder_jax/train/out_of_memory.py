@@ -5,7 +5,7 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax.config import PRESETS, ModelConfig, RunConfig, preset
+from ladder_jax.config import PRESETS, Interleave, ModelConfig, RunConfig, preset
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
 
@@ -23,9 +23,12 @@ def explanation(error: jax.errors.JaxRuntimeError, *, config: RunConfig, mesh: M
         fits = f"settings that fit: {command(config, mesh=mesh)}"
     else:
         fits = "a larger mesh.fsdp or mesh.tensor, train.remat=full or a larger train.accumulate needs less"
+    halves = (
+        "" if config.train.interleave is Interleave.WHOLE else f", train.interleave={config.train.interleave.value}"
+    )
     return UserError(
         f"not enough memory on {kind} for mesh {_sizes(mesh)}, train.remat={config.train.remat.value},"
-        f" train.accumulate={config.train.accumulate} ({details.strip().splitlines()[0].rstrip('.')[:200]});"
+        f" train.accumulate={config.train.accumulate}{halves} ({details.strip().splitlines()[0].rstrip('.')[:200]});"
         f" {fits}"
     )
 

@@ -5,16 +5,20 @@ import itertools
 import json
 import pathlib
 import re
+import types
 
+import numpy as np
 import pytest
 
-from ladder_jax import residual
+from ladder_jax import config, residual
 from ladder_jax.config import preset
-from ladder_jax.predict import layers, machine, phases, request, result, work
+from ladder_jax.errors import UserError
+from ladder_jax.predict import halves, layers, machine, phases, request, result, work
 from ladder_jax.predict.implementation import OURS
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Work, play_in_turn
 from ladder_jax.predict.work import Model
+from tests import cases
 from tests.predict.asked import H100, NOTHING, run
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "halves.md"
@@ -59,10 +63,10 @@ def test_halves_of_a_block_are_the_block(rows, tokens):
 
 
 def compute(*, on, rows, tokens, interleave):
-    config = preset("llama-3-70b", residual="standard", num_layers=4)
+    model = preset("llama-3-70b", residual="standard", num_layers=4)
     block = work.prefill(rows=rows, prompt_length=tokens, new_tokens=0, implementation=OURS)
     program = Program(interleave=interleave)
-    return layers.layers(Model(config, 8, OURS), on, block, program=program).timeline.compute
+    return layers.layers(Model(model, 8, OURS), on, block, program=program).timeline.compute
 
 
 def test_the_price_at_few_rows_is_near_what_compilers_estimate():
@@ -160,3 +164,56 @@ def test_halves_may_be_split():
 def test_mistakes_are_one_line(words, said, capsys):
     status, out, err = run(capsys, "--model", "llama-3-70b", "--hardware", "h100-nvlink", *words.split())
     assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
+
+
+def decided(kind, **settings):
+    model = preset("llama-3-70b", residual=settings.pop("residual", "standard"))
+    mesh = config.MeshConfig(tensor=settings.pop("tensor", 8))
+    asked = config.RunConfig(model=model, mesh=mesh, train=config.TrainConfig(interleave="auto", **settings))
+    said = []
+    found = halves.of_training(asked, kind=kind, say=said.append)
+    (line,) = said
+    return found.train.interleave.parts, line.removeprefix("train.interleave=auto: ")
+
+
+def test_auto_takes_halves_of_training_where_they_are_predicted_to_be_faster():
+    assert decided("TPU v5p", batch=4) == (2, "2, predicted to be 1.25 x as fast in halves on v5p")
+    for kind in ("TPU v5 lite", "TPU v6 lite", "TPU7x", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA B200"):
+        count, line = decided(kind, batch=4)
+        gain = float(line.split(" x ")[0].rpartition(" ")[2])
+        assert (count == 2) == (gain >= 1.03), (kind, line)
+    assert decided("TPU v5p", batch=4, residual="ladder")[0] == 1  # nothing is left to hide
+    assert decided("TPU v5p", batch=4, sequence_parallel=True)[0] == 2
+    assert decided("TPU v5p", batch=1, sequence=16)[0] == 1  # too few tokens to read the weights twice
+    assert decided("cpu", batch=4) == (1, "1, as nothing is predicted for cpu")
+    assert decided("TPU v5p", batch=4, tensor=1) == (1, "1, as one tensor rank communicates nothing")
+    refused = decided("TPU v5p", batch=4, residual="no-communication")
+    assert refused[0] == 1 and refused[1].startswith("1, as train.interleave 2 is for a residual that reduces every")
+
+
+def test_auto_takes_halves_of_long_prompts():
+    definition = cases.define("standard", tensor=4)
+    layout = dataclasses.replace(definition.layout, mesh=Devices("TPU v5p"))
+    large = dataclasses.replace(definition, config=preset("llama-3-70b", residual="standard"), layout=layout)
+    said = []
+    settings = config.DecodeConfig(interleave="auto")
+    of = lambda tokens, model=large: halves.of_reading(settings, definition=model, tokens=tokens, say=said.append)
+    assert of(4096).interleave is config.Interleave.HALVES and of(16).interleave is config.Interleave.WHOLE
+    assert of(4096, definition).interleave is config.Interleave.WHOLE
+    assert said[2] == "decode.interleave=auto: 1, as nothing is predicted for cpu"
+    assert said[0].startswith("decode.interleave=auto: 2, predicted to be 1.")
+    chosen = dataclasses.replace(settings, interleave=2)
+    assert halves.of_reading(chosen, definition=large, tokens=16, say=said.append) is chosen and len(said) == 3
+
+
+class Devices:
+    """A mesh of devices of a kind."""
+
+    def __init__(self, kind):
+        self.shape, self.devices = {"tensor": 8}, np.array([types.SimpleNamespace(device_kind=kind)])
+
+
+@pytest.mark.parametrize("verb", ["train", "decode"])
+def test_only_commands_decide(verb):
+    with pytest.raises(UserError, match="interleave=auto is decided by the commands train, generate and serve"):
+        assert (config.TrainConfig if verb == "train" else config.DecodeConfig)(interleave="auto").interleave.parts

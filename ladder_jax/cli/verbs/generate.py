@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ladder_jax.data.tokenizer import Tokenizer
     from ladder_jax.decode import Engine, Request
     from ladder_jax.decode.request import Piece
+    from ladder_jax.nn import ModelDef
     from ladder_jax.pretrained import OpenedModel
 
 SUMMARY = "Continue prompts with a model: a checkpoint, or one of Hugging Face or llama.cpp."
@@ -67,6 +68,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor", type=int, metavar="N", help="tensor-parallel devices (default: as trained, if there are as many)"
     )
     parser.add_argument("--quantize", help="int8: the weights in 8 bits; none (the default)")
+    parser.add_argument(
+        "--interleave", metavar="N", help="2: read prompts in two halves in turn; auto: where predicted to be faster"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -110,13 +114,26 @@ def _check(args: argparse.Namespace) -> None:
 
 def _settings(args: argparse.Namespace, defaults: DecodeConfig) -> DecodeConfig:
     """The checkpoint's settings, changed by the options."""
-    from ladder_jax.config import Quantize
+    from ladder_jax.config import Interleave, Quantize
     from ladder_jax.decode.request import SAMPLING
 
     changes = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     if args.quantize:
         changes["quantize"] = member(Quantize, "--quantize", args.quantize)
+    if args.interleave:
+        changes["interleave"] = member(Interleave, "--interleave", args.interleave)
     return dataclasses.replace(defaults, **changes)
+
+
+def _decided(settings: DecodeConfig, *, definition: ModelDef, tokens: int) -> DecodeConfig:
+    """`settings` with interleave=auto decided, for prompts of up to `tokens` tokens."""
+    from ladder_jax.config import Interleave
+
+    if settings.interleave is not Interleave.AUTO:
+        return settings
+    from ladder_jax.predict import halves
+
+    return halves.of_reading(settings, definition=definition, tokens=tokens, say=_say)
 
 
 def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
@@ -124,10 +141,11 @@ def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, set
 
     (request,) = _requests(args, saved, tokenizer, settings)
     definition = saved.define(tensor=args.tensor)
+    settings = _decided(settings, definition=definition, tokens=len(request.prompt))
     form, capacity = dict(loop=settings.loop, quantize=settings.quantize), len(request.prompt) + request.max_new_tokens
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
     generator = Generator(definition, saved.reader(definition), **form)
-    read = dict(prefill_chunk=settings.prefill_chunk, interleave=settings.interleave)
+    read = dict(prefill_chunk=settings.prefill_chunk, interleave=settings.interleave.parts)
     how = dict(launch=settings.launch, **read)
     pieces = generator.pieces(request, decoder=tokenizer.to_bytes, **how)
     if args.stream:
@@ -156,6 +174,10 @@ def _stream(prompt: str, pieces: Iterable[Piece]) -> None:
     for piece in pieces:
         print(_shown(piece.text), end="", flush=True)
     print()
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _shown(text: str) -> str:
@@ -228,12 +250,11 @@ def _chat(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, se
     if not tokenizer.has_chat:
         tokenizer.chat([])  # raises the UserError for it, before the weights are read
     message = chat.piped()
-    say = lambda line: print(printable(line), file=sys.stderr, flush=True)
     # The engine's own thread decodes, so that Ctrl-C interrupts this thread, and never a round.
     with _engine(args, saved, tokenizer, settings, slots=1, capacity=args.context or CONTEXT) as engine:
-        ends = dict(stop=tuple(args.stop or ()), say=say)
+        ends = dict(stop=tuple(args.stop or ()), say=_say)
         conversation = chat.Conversation(engine, tokenizer=tokenizer, settings=settings, **ends)
-        chat.talk(conversation, say=say) if message is None else chat.answer(conversation, message, say=say)
+        chat.talk(conversation, say=_say) if message is None else chat.answer(conversation, message, say=_say)
 
 
 def _requests(
@@ -274,4 +295,5 @@ def _engine(
     capacity: int,
 ) -> Engine:
     sizes = dict(slots=slots, capacity=capacity, max_queue=max(len(args.prompt or ()), SLOTS))
+    settings = _decided(settings, definition=saved.define(tensor=args.tensor), tokens=capacity)
     return saved.engine(settings=settings, tensor=args.tensor, **sizes, decoder=tokenizer.to_bytes)

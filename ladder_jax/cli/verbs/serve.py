@@ -43,6 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("drain-seconds", float, "S", 30.0, "how long SIGTERM waits for requests in progress (default 30)"),
         ("tensor", int, "N", None, "tensor-parallel devices (default: as trained, if there are as many)"),
         ("quantize", str, "NAME", None, "int8: the weights in 8 bits; none (the default)"),
+        ("interleave", str, "N", None, "2: read prompts in two halves in turn; auto: where predicted to be faster"),
         ("ladder-layers", str, "WHICH", None, "make these ladder layers, in memory: N (the last N), i,j or all"),
         ("residual", str, "NAME", None, "the kind of those layers (default ladder)"),
         ("ranks", int, "N", None, "for ladder-fresh: the tensor-parallel ranks it is for"),
@@ -108,11 +109,18 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _engine(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer) -> Engine:
-    from ladder_jax.config import Quantize
+    from ladder_jax.config import Interleave, Quantize
 
     settings = saved.config.decode
     if args.quantize:
         settings = dataclasses.replace(settings, quantize=member(Quantize, "--quantize", args.quantize))
+    if args.interleave:
+        settings = dataclasses.replace(settings, interleave=member(Interleave, "--interleave", args.interleave))
+    if settings.interleave is Interleave.AUTO:
+        from ladder_jax.predict import halves
+
+        definition = saved.define(tensor=args.tensor)
+        settings = halves.of_reading(settings, definition=definition, tokens=args.capacity, say=_say)
     sizes = {name: getattr(args, name) for name in ("tensor", "slots", "capacity", "max_queue", "chunk")}
     return saved.engine(settings=settings, **sizes, decoder=tokenizer.to_bytes)
 

@@ -2,7 +2,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from ladder_jax.config import ModelConfig, RunConfig, load, to_dict
+from ladder_jax.config import Interleave, ModelConfig, RunConfig, load, to_dict
 from ladder_jax.errors import printable
 from ladder_jax.processes.options import SETTINGS
 
@@ -50,6 +50,12 @@ def _train(
     from ladder_jax.train import run as train
 
     steps = parse_profile(args.profile) if args.profile else None
+    if settings.train.interleave is Interleave.AUTO:
+        import jax
+
+        from ladder_jax.predict import halves
+
+        settings = halves.of_training(settings, kind=jax.devices()[0].device_kind, say=_say if shown else _silent)
     result = train(settings, say=_say, profile=steps, beat=beat, patience=patience)
     entropy = result.bigram_entropy
     unit = "token" if entropy is None else f"byte (the text's bigram entropy: {entropy:.4f})"
@@ -58,6 +64,10 @@ def _train(
             f"trained a model of {result.parameters:,} parameters for {result.steps} steps:"
             f" held-out loss {result.validation_loss:.4f} nats a {unit}"
         )
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def _say(line: str) -> None:
