@@ -330,6 +330,23 @@ def test_plot(ending, begin, played, tmp_path):
     assert file.read_bytes().startswith(begin) and os.listdir(tmp_path) == [file.name]
 
 
+def test_what_is_drawn():
+    """Halves stand between Standard and the request's program, where there are halves."""
+    asked = dict(target="tpu7x:2x2x1", model="llama-3-70b")
+    of = lambda residual, phase, **more: picture.drawn(
+        requests.make(**asked, residual=residual, phase=Phase(phase), **more)
+    )
+    assert list(of("ladder", "prefill")) == ["standard", "standard in two halves", "ladder"]
+    assert list(of("ladder", "train", batch=2, interleave=2)) == [
+        *("standard", "standard in two halves", "ladder in two halves")
+    ]
+    assert list(of("standard", "prefill", interleave=2)) == ["standard", "standard in two halves"]
+    assert list(of("ladder", "decode")) == ["standard", "ladder"]
+    assert list(of("ladder", "prefill", sequence_parallel=True)) == ["standard", "ladder"]  # one row is not halved
+    for one in of("ladder", "prefill", layers=80, batch=2).values():
+        assert (one.layers, one.loop, one.batch) == (4, Loop.UNROLLED, 2)
+
+
 def test_two_layers_are_two():
     """Layers of 10 s, each begun by a norm; one small operation of layer 2 runs at the end of layer 3."""
     names = [f"layer_{n}/attention/{op}" for n in range(4) for op in ("reduce_sum", "dot_general")]

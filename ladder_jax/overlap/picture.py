@@ -1,5 +1,7 @@
-"""Draw the simulated timeline of two consecutive layers, Standard's above the request's; or write it as a trace."""
+"""Draw simulated timelines of two consecutive layers: Standard's, Standard's in two halves in turn, and the
+request's; or write them as a trace."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -23,23 +25,34 @@ WIRE, WAIT = "#e45756", "#f7d4d4"
 
 
 def timelines(request: Request) -> dict[str, list[Bar]]:
-    """Simulated timelines of DRAWN unrolled layers, by residual: of Standard and of the request's topology."""
+    """Simulated timelines of DRAWN unrolled layers of the programs in `drawn`, by their names."""
     if request.target.kind not in HARDWARE:
         raise UserError(f"{request.target.kind} hides nothing, so there is no timeline: choose a TPU or GPU target")
-    drawn = dataclasses.replace(request, layers=min(DRAWN, request.layers), loop=Loop.UNROLLED, ladder_layers=None)
-    if drawn.layers < 3:
+    if request.layers < 3:
         raise UserError("a timeline shows two consecutive layers that are not the last: it needs --layers 3 or more")
     bars = {}
-    for name in dict.fromkeys(("standard", request.residual)):
-        record = compiling.compiled(dataclasses.replace(drawn, residual=name))
-        program = hlo.parse(record.hlo)
+    for name, one in drawn(request).items():
+        program = hlo.parse(compiling.compiled(one).hlo)
         settings = dict(hardware=HARDWARE[request.target.kind], experts=requests.experts(request))
         bars[name] = timeline.play(program, ranks=request.tensor, **settings)
     return bars
 
 
+def drawn(request: Request) -> dict[str, Request]:
+    """Standard, Standard in two halves where the phase and the settings have them, and the request's own program."""
+    own = dataclasses.replace(request, layers=min(DRAWN, request.layers), loop=Loop.UNROLLED, ladder_layers=None)
+    standard = dataclasses.replace(own, residual="standard", interleave=1)
+    programs = [standard, own]
+    halves = dataclasses.replace(standard, interleave=2)
+    with contextlib.suppress(UserError):
+        requests.check_in_turn(halves)
+        programs.insert(1, halves)
+    in_turn = lambda one: " in two halves" if one.interleave == 2 else ""
+    return {one.residual + in_turn(one): one for one in programs}
+
+
 def plot(request: Request, *, file: str) -> None:
-    """Draw the forward pass of layers 1 and 2 (of 0 to 3). The file's ending sets the format."""
+    """Draw the forward pass of layers 1 and 2 (of 0 to 3), a program above the next. The file's ending sets the format."""
     plt = pyplot.load()
     from matplotlib.patches import Patch
 

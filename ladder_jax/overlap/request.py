@@ -169,17 +169,7 @@ def make(
         sequence_parallel=sequence_parallel,
         names=("--collective-matmul", "--sequence-parallel"),
     )
-    if request.interleave == 2 and phase is Phase.DECODE:
-        raise UserError("--interleave 2 is for train and prefill: a decode step has too few rows to halve")
-    check_halves(
-        request.interleave,
-        model=request.config,
-        rows=request.batch,
-        sequence_parallel=sequence_parallel and tensor > 1,
-        collective_matmul=collective_matmul,
-        experts=experts,
-        names=("--interleave", "--batch"),
-    )
+    check_in_turn(request)
     if experts is ExpertParallelism.EXCHANGE:
         names = "--experts exchange", "--capacity", "--sequence-parallel"
         check_exchange(request.config.moe, residual=residual, sequence_parallel=sequence_parallel, names=names)
@@ -191,6 +181,21 @@ def make(
         raise UserError(f"--quantize {quantize.value} is for prefill and decode, not for train")
     check_fits_mesh(request.config, MeshConfig(fsdp=fsdp, tensor=tensor))
     return request
+
+
+def check_in_turn(request: Request) -> None:
+    """Raises UserError where two halves in turn are no program of this request."""
+    if request.interleave == 2 and request.phase is Phase.DECODE:
+        raise UserError("--interleave 2 is for train and prefill: a decode step has too few rows to halve")
+    check_halves(
+        request.interleave,
+        model=request.config,
+        rows=request.batch,
+        sequence_parallel=request.sequence_parallel and request.tensor > 1,
+        collective_matmul=request.collective_matmul,
+        experts=request.experts,
+        names=("--interleave", "--batch"),
+    )
 
 
 def exchange_capacity(capacity: float | None, *, config: ModelConfig, experts: ExpertParallelism) -> float | None:
