@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from experiments.fuzz_configurations import expected
-from experiments.fuzz_configurations.draw import Case, override
+from experiments.fuzz_configurations.draw import Case, Outcome, override
 from experiments.fuzz_configurations.program import Program, batch_of, placed
 from ladder_jax import config as configs
 from ladder_jax import decode, nn
@@ -22,19 +22,9 @@ from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
 from ladder_jax.train.gradients import held_out_loss
-from tests import cases, one_step, rounding
+from tests import cases, one_step, reference, rounding
 
 LENGTHS, NEW, READ = np.array([1, 4, 6, 3], np.int32), 2, 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """what: "ran", "refused" or "failed". said: why. done: which checks were made. seconds: of the whole case."""
-
-    what: str
-    said: str = ""
-    done: tuple[str, ...] = ()
-    seconds: float = 0.0
 
 
 class Beyond(Exception):
@@ -289,7 +279,7 @@ class Run:
             logits, caches = step(stored, caches, tokens[rows, lengths], lengths)
             found.append(np.asarray(logits))
         if form["quantize"] is Quantize.INT8:
-            params = expected.of_eight_bits(params, definition.dims)
+            params = reference.in_eight_bits(params, definition.dims)
         self.compare_logits(first, definition, params, tokens, found)
 
     def compare_logits(self, first: Program, definition, params, tokens, found) -> None:

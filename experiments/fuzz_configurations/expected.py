@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.config import ModelConfig, Pace, RunConfig, layer_indices, parse_residual
-from tests import reference, rounding
+from tests import experts, reference, rounding
 
 KINDS = {
     "ladder-fresh": "fresh",
@@ -109,37 +109,11 @@ def ladder_fraction(config: RunConfig, shape: reference.Shape, *, step: int) -> 
     return found
 
 
-def turning(params, tokens, shape: reference.Shape, seen, *, fraction):
-    """The logits where a ladder layer's input has so much of a ladder's, the rest of a standard layer's."""
-    of_layer = dataclasses.replace(shape, layers=0, vocab=0, number=1, ladder=None)
-    h = lambda l, inputs, attends: reference.sublayer(params["layers"], l, inputs, attends=attends, shape=of_layer)
-    xs, last, newest, late = [params["embedding"]["table"][tokens]], 0.0, 0.0, 0.0
-    for l in range(shape.layers):
-        ladder = shape.ladder is None or l in shape.ladder
-        share = fraction[l] if ladder else 0.0
-        for attends in (True, False):
-            x = xs[-1]
-            if shape.kind == "farskip":
-                inputs = x - share * (late if attends else last)
-            else:
-                inputs = (1 - share) * x + share * xs[max(0, len(xs) - 1 - shape.number)]
-            inputs = jnp.stack([inputs] * shape.ranks) + share * (newest if shape.kind == "fresh" else 0.0)
-            if shape.experts and not attends:
-                seen.append(inputs)
-            newest = h(l, inputs, attends)
-            last = newest.sum(0)
-            xs.append(x + last)
-        late = newest[0] if ladder else last  # of a farskip's layer the routed experts' part
-    x = reference.rms(xs[-1], params["final_norm"]["scale"], shape.eps)
-    table = params["head" if "head" in params else "embedding"]["table"]
-    return (x @ table.T)[..., : shape.vocab]
-
-
 def loss_of(config: RunConfig, documents: Documents, shape: reference.Shape, teacher: Teacher | None, *, step: int = 0):
     """A (params) -> the training loss of a step."""
     forward = reference.logits
     if config.conversion.steps:
-        forward = functools.partial(turning, fraction=ladder_fraction(config, shape, step=step))
+        forward = functools.partial(reference.turning, fraction=ladder_fraction(config, shape, step=step))
     train, distill, share = config.train, config.distill, documents.weights
     taught = teacher and reference.logits(teacher.params, documents.tokens, teacher.shape)
 
@@ -154,7 +128,14 @@ def loss_of(config: RunConfig, documents: Documents, shape: reference.Shape, tea
             divergence = distill.temperature**2 * (jnp.exp(theirs) * (theirs - ours)).sum(-1)
             each = (1 - distill.alpha) * each + distill.alpha * divergence
             each = each + distill.hidden_weight * hidden(params, documents.tokens, shape, teacher)
-        return (share * each).sum() + penalties(params, seen, shape, documents.real, train)
+        return (share * each).sum() + experts.penalties(
+            params["layers"],
+            seen if shape.experts else [],
+            shape,
+            real=documents.real,
+            load_balance=train.load_balance,
+            z_loss=train.router_z_loss,
+        )
 
     return loss
 
@@ -173,23 +154,6 @@ def hidden(params, tokens, shape, teacher: Teacher):
         )
         distances.append(((x - y) ** 2).mean(-1) / ((y**2).mean(-1) + 1e-6))
     return sum(distances) / max(len(distances), 1)
-
-
-def penalties(params, seen, shape, real, train):
-    """The routers' losses of the batch's positions."""
-    total, layers = 0.0, params["layers"]
-    for l, inputs in enumerate(seen if shape.experts else []):
-        norm = layers["mlp_norm" if "mlp_norm" in layers else "attention_norm"]["scale"][l]
-        x = reference.rms(inputs[0], norm, shape.eps)
-        scores = x @ layers["mlp"]["router"][l]
-        best = reference.best_experts(jax.tree.map(lambda a: a[l], layers["mlp"]), scores, shape.experts[0])
-        count, mean = scores.shape[-1], lambda a: (a * real).sum() / real.sum()
-        probabilities = jnp.exp(log_softmax(scores))
-        shares = [mean((best == e).mean(-1)) for e in range(count)]
-        uneven = count * sum(shares[e] * mean(probabilities[..., e]) for e in range(count))
-        z = mean(jax.nn.logsumexp(scores, axis=-1) ** 2)
-        total = total + (train.load_balance * uneven + train.router_z_loss * z) / len(seen)
-    return total
 
 
 def gradients(config: RunConfig, params, documents: Documents, shape, teacher: Teacher | None = None, *, step: int = 0):
@@ -214,55 +178,13 @@ def log_softmax_of(scores: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def of_eight_bits(params, dims):
-    """What 8 bits and one scale an output channel stand for, in float64."""
-    over = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "EDM": 1, "EMD": 1, "DW": 0, "WD": 0, "VD": 1}
-
-    def value(array, dims):
-        kind = dims.removeprefix("L")
-        if kind not in over:
-            return array
-        axes = tuple(axis + len(dims) - len(kind) for axis in np.atleast_1d(over[kind]))
-        scale = np.abs(array).max(axes, keepdims=True) * np.float32(1 / 127)
-        scale[scale == 0] = 1
-        return np.rint(array / scale) * np.float64(scale)
-
-    return jax.tree.map(value, params, dims)
-
-
-class Single:
-    """As `rounding.Places`, but to float32's grid, and of any number of places."""
-
-    def __init__(self, factors):
-        self.factors, self.count = factors, 0
-
-    def __call__(self, y, forward=True, backward=True):
-        at, self.count = self.factors[self.count % len(self.factors)], self.count + 1
-        return _to_single(y, at, (forward, backward))
-
-
-def _to_grid(y, factor):
-    return (y * factor).astype(jnp.float32).astype(y.dtype) / factor
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _to_single(y, factors, where):
-    return _to_grid(y, factors[0]) if where[0] else y
-
-
-_to_single.defvjp(
-    lambda y, factors, where: (_to_single(y, factors, where), factors),
-    lambda where, factors, g: (_to_grid(g, factors[1]) if where[1] else g, jnp.zeros_like(factors)),
-)
-
-
 def singles(config: RunConfig, params, documents: Documents, shape, teacher: Teacher | None = None, *, step: int = 0):
     """Samples of `gradients` with what float32 rounds between operations: how ill-conditioned a case is."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
 
         def sample(params, taught, factors):
-            rounds = Single(factors)
+            rounds = rounding.Places(factors, dtype=jnp.float32)
             of = dataclasses.replace(shape, rounds=rounds)
             other = teacher and dataclasses.replace(
                 teacher, params=taught, shape=dataclasses.replace(teacher.shape, rounds=rounds)
