@@ -330,6 +330,8 @@ def turning(params, tokens, shape, seen, *, fraction):
             if shape.experts and not attends:
                 seen.append(inputs)
             newest = h(l, inputs, attends)
+            if shape.kind == "farskip" and not attends:
+                newest = newest[:, 0]  # the routed and the shared experts' parts, of the one rank
             last = newest.sum(0)
             xs.append(x + last)
         late = newest[0] if ladder else last  # of a farskip's layer the routed experts' part
