@@ -132,21 +132,22 @@ class Run:
     @functools.cached_property
     def expected(self):
         """The first program's (loss, gradients of what trains), by the reference."""
-        first, given = self._question
-        loss, gradients = expected.gradients(*given, step=self.case.step)
+        first, question = self._question
+        loss, gradients = expected.gradients(question)
         return loss, first.of_trained(gradients)
 
     @functools.cached_property
     def samples(self):
         """`expected`, with what float32 rounds."""
-        first, given = self._question
-        return [(loss, first.of_trained(g)) for loss, g in expected.singles(*given, step=self.case.step)]
+        first, question = self._question
+        return [(loss, first.of_trained(gradients)) for loss, gradients in expected.singles(question)]
 
     @functools.cached_property
     def _question(self):
         first = self.program(self.case.settings)
-        documents = expected.Documents.of(*self.tokens(0))
-        return first, (first.config, first.student, documents, self.shape(first), self.reference_teacher(first))
+        documents, teacher = expected.Documents.of(*self.tokens(0)), self.reference_teacher(first)
+        shape = self.shape(first)
+        return first, expected.Question(first.config, first.student, documents, shape, teacher, self.case.step)
 
     def shape(self, program: Program):
         lora = program.config.lora
@@ -289,7 +290,8 @@ class Run:
         if not followed or (self.low and model.moe is not None):
             self.done.append("inference, run")
             return
-        full = expected.logits(params, tokens, expected.shape_of(model, tensor=first.config.mesh.tensor))
+        shape = expected.shape_of(model, tensor=first.config.mesh.tensor)
+        full = reference.evaluate(reference.logits, params, tokens, shape)
         limit = 2 * cases.bound(model)
         if self.low:
             limit = 4 * (2 * model.num_layers + 2) * 2.0**-9

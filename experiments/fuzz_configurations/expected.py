@@ -1,11 +1,13 @@
 """What the dense float64 reference says of a case: loss and gradients of a batch, document by document; and logits."""
 
+import contextlib
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.special
 
 from ladder_jax.config import ModelConfig, Pace, RunConfig, layer_indices, parse_residual
 from tests import experts, reference, rounding
@@ -156,67 +158,84 @@ def hidden(params, tokens, shape, teacher: Teacher):
     return sum(distances) / max(len(distances), 1)
 
 
-def gradients(config: RunConfig, params, documents: Documents, shape, teacher: Teacher | None = None, *, step: int = 0):
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A training step. student: the parameters before it."""
+
+    config: RunConfig
+    student: dict
+    documents: Documents
+    shape: reference.Shape
+    teacher: Teacher | None = None
+    step: int = 0
+
+    def loss(self, student, taught, rounds=reference.exactly):
+        """Of these parameters, and the teacher's."""
+        shape, teacher = dataclasses.replace(self.shape, rounds=rounds), self.teacher
+        if teacher:
+            of_teacher = dataclasses.replace(teacher.shape, rounds=rounds)
+            teacher = dataclasses.replace(teacher, params=taught, shape=of_teacher)
+        return loss_of(self.config, self.documents, shape, teacher, step=self.step)(student)
+
+    def given(self):
+        return of_type((self.student, self.teacher and self.teacher.params), jnp.float64)
+
+
+def of_type(tree, dtype):
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype), tree)
+
+
+@contextlib.contextmanager
+def float64():
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def factors(dtype) -> list[np.ndarray]:
+    """Of each sample's roundings: see tests/rounding.py."""
+    rng = np.random.default_rng(0)
+    return [2.0 ** rng.random((rounding.PLACES, 2), dtype) for _ in range(rounding.SAMPLES)]
+
+
+def gradients(question: Question):
     """(loss, gradients) of a step in float64."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
-        whole = lambda p, of_teacher: loss_of(config, documents, shape, of_teacher, step=step)(p)
-        teacher = teacher and dataclasses.replace(teacher, params=wide(teacher.params))
-        call = jax.jit(jax.value_and_grad(lambda p: whole(p, teacher)))
-        return jax.tree.map(np.asarray, call(wide(params)))
+    with float64():
+        call = jax.jit(jax.value_and_grad(question.loss))
+        return jax.tree.map(np.asarray, call(*question.given()))
 
 
-def evaluation(params, documents: Documents, shape) -> float:
-    """The mean cross-entropy in float64, of a model whose layers have all turned."""
-    scores = log_softmax_of(logits(params, documents.tokens, shape))
-    picked = np.take_along_axis(scores, documents.targets[..., None], -1)[..., 0]
-    return float(-(documents.weights * picked).sum())
-
-
-def log_softmax_of(scores: np.ndarray) -> np.ndarray:
-    shifted = scores - scores.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def singles(config: RunConfig, params, documents: Documents, shape, teacher: Teacher | None = None, *, step: int = 0):
+def singles(question: Question):
     """Samples of `gradients` with what float32 rounds between operations: how ill-conditioned a case is."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
 
-        def sample(params, taught, factors):
-            rounds = rounding.Places(factors, dtype=jnp.float32)
-            of = dataclasses.replace(shape, rounds=rounds)
-            other = teacher and dataclasses.replace(
-                teacher, params=taught, shape=dataclasses.replace(teacher.shape, rounds=rounds)
-            )
-            return jax.value_and_grad(loss_of(config, documents, of, other, step=step))(params)
+    @jax.jit
+    def sample(student, taught, some):
+        rounds = rounding.Places(some, dtype=jnp.float32)
+        return jax.value_and_grad(question.loss)(student, taught, rounds)
 
-        rng, call = np.random.default_rng(0), jax.jit(sample)
-        factors = [2.0 ** rng.random((rounding.PLACES, 2)) for _ in range(rounding.SAMPLES)]
-        given = wide(params), wide(teacher and teacher.params)
-        return [jax.tree.map(np.asarray, call(*given, some)) for some in factors]
-
-
-def logits(params, tokens, shape) -> np.ndarray:
-    """[B, T, vocabulary] in float64."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
-        return np.asarray(jax.jit(lambda p: reference.logits(p, tokens, shape))(wide))
+    with float64():
+        return [jax.tree.map(np.asarray, sample(*question.given(), some)) for some in factors(np.float64)]
 
 
 def rounded(config: RunConfig, params, parts: Documents, shape):
     """(the gradients in float64, and samples of them with what bfloat16 rounds): see tests/rounding.py."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide, single = (jax.tree.map(lambda a: jnp.asarray(a, d), params) for d in (jnp.float64, jnp.float32))
-        exact = jax.jit(lambda p: _summed(config, p, parts, lambda: shape))(wide)
-        places = lambda factors: dataclasses.replace(shape, rounds=rounding.Places(factors))
-        sample = jax.jit(lambda p, factors: _summed(config, p, parts, lambda: places(factors)))
-        rng = np.random.default_rng(0)
-        factors = [2.0 ** rng.random((rounding.PLACES, 2), np.float32) for _ in range(rounding.SAMPLES)]
-        return jax.tree.map(np.asarray, (exact, [sample(single, some) for some in factors]))
+
+    def summed(params, shape):
+        """shape: called for each trace, as its places are counted."""
+        of_part = lambda part: jax.grad(lambda p: loss_of(config, part, shape(), None)(p))(params)
+        return jax.tree.map(lambda g: g.sum(0), jax.lax.map(of_part, jax.tree.map(jnp.asarray, parts)))
+
+    @jax.jit
+    def sample(params, some):
+        return summed(params, lambda: dataclasses.replace(shape, rounds=rounding.Places(some)))
+
+    with float64():
+        exact = jax.jit(lambda p: summed(p, lambda: shape))(of_type(params, jnp.float64))
+        single = of_type(params, jnp.float32)
+        return jax.tree.map(np.asarray, (exact, [sample(single, some) for some in factors(np.float32)]))
 
 
-def _summed(config, params, parts, shape):
-    """shape: called for each trace, as its places are counted."""
-    of_part = lambda part: jax.grad(lambda p: loss_of(config, part, shape(), None)(p))(params)
-    return jax.tree.map(lambda g: g.sum(0), jax.lax.map(of_part, jax.tree.map(jnp.asarray, parts)))
+def evaluation(params, documents: Documents, shape) -> float:
+    """The mean cross-entropy in float64, of a model whose layers have all turned."""
+    scores = reference.evaluate(reference.logits, params, documents.tokens, shape)
+    picked = np.take_along_axis(scores, documents.targets[..., None], -1)[..., 0]
+    return float((documents.weights * (scipy.special.logsumexp(scores, axis=-1) - picked)).sum())
