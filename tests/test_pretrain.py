@@ -136,7 +136,7 @@ def test_a_loss_between_two_measurements():
 
 
 def test_losses_are_compared_with_those_of_the_same_seed():
-    run = lambda residual, seed, loss: dict(group="main", residual=residual, seed=seed, held_out=[[10, loss]])
+    run = lambda residual, seed, loss: dict(residual=residual, seed=seed, held_out=[[10, loss]])
     standard = [run("standard", seed, 2.0 + seed) for seed in range(3)]
     ladder = [run("ladder", seed, 1.5 + seed) for seed in (1, 2, 7)]
     results = {"of_standard": 10, "runs": standard + ladder}
@@ -245,5 +245,5 @@ def test_the_study_refuses_what_cannot_be(tmp_path, asked, said):
 def test_the_readme_says_what_the_results_say():
     results, text = studies.load(HERE / "results.json"), (HERE / "README.md").read_text()
     assert studies.fill(text, study.tables(results)) == text
-    main = [(run["residual"], run["seed"]) for run in results["runs"] if run["group"] == "main"]
+    main = [(run["residual"], run["seed"]) for run in results["runs"]]
     assert sorted(main) == sorted((residual, seed) for residual in study.TOPOLOGIES for seed in range(3))

@@ -156,7 +156,6 @@ def row(run: Run) -> dict:
 
     rows = metrics.read(folder.path_of(run.config))
     return {
-        "group": "main",
         "residual": run.residual,
         "seed": run.seed,
         "steps": run.config.train.steps,
@@ -172,7 +171,7 @@ def row(run: Run) -> dict:
 
 def of(results: dict, residual: str) -> dict[int, dict]:
     """The runs of a topology, by seed."""
-    return {run["seed"]: run for run in results["runs"] if run["group"] == "main" and run["residual"] == residual}
+    return {run["seed"]: run for run in results["runs"] if run["residual"] == residual}
 
 
 def speedup(results: dict, residual: str) -> float:
@@ -234,7 +233,7 @@ def plot(results: dict, *, file: str) -> None:
     plt = pyplot.load()
     figure, (tokens, time, gap) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     end = results["of_standard"]
-    lowest = min(loss for run in results["runs"] if run["group"] == "main" for _, loss in run["held_out"])
+    lowest = min(loss for run in results["runs"] for _, loss in run["held_out"])
     for residual in TOPOLOGIES:
         own = of(results, residual)
         if not own:
