@@ -7,7 +7,7 @@ import platform
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax import files
 from ladder_jax.errors import RunFailed, UserError, one_line
@@ -59,17 +59,17 @@ def write(text: str, *, file: pathlib.Path) -> None:
     files.write_atomically(str(file), lambda path: pathlib.Path(path).write_text(text, encoding="utf-8"))
 
 
-def resumed(asked: Iterable[dict], measure: Callable[[dict], dict], *, file: pathlib.Path, about: dict) -> list[dict]:
+def resumed(asked: Sequence[dict], measure: Callable[[dict], dict], *, file: pathlib.Path, about: dict) -> list[dict]:
     """The rows of `file`, after those of `asked` that it lacked were measured; each is kept as soon as it is.
 
     measure: from what a row is asked to what was found, which is added to it. about: what `file` says of all rows.
     """
     rows = load(file)["rows"] if file.is_file() else []
-    for row in asked:
+    for number, row in enumerate(asked, start=1):
         if any(row.items() <= done.items() for done in rows):
             continue
+        print(f"[{number}/{len(asked)}] {json.dumps(row)}", flush=True)
         rows.append(row | measure(row))
-        print(json.dumps(rows[-1]), flush=True)
         keep({**about, "rows": rows}, file=file)
     return rows
 

@@ -43,13 +43,16 @@ def main() -> int:
     began, met, failed = time.monotonic(), [], False
     seconds = 600.0 if args.seconds is None and args.count is None else args.seconds
     limits = dict(count=args.count, seconds=seconds, processes=args.processes, first=args.first)
-    for case, outcome in walk(args.seed, **limits):
-        met.append((case, outcome))
-        end = "\r"
-        if outcome.what == "failed":
-            failed, end = True, "\n"
-            print(report.failure(case, outcome), flush=True)
-        print(f"{report.line(met)}, {time.monotonic() - began:.0f} s", end=end, flush=True)
+    try:
+        for case, outcome in walk(args.seed, **limits):
+            met.append((case, outcome))
+            end = "\r"
+            if outcome.what == "failed":
+                failed, end = True, "\n"
+                print(report.failure(case, outcome), flush=True)
+            print(f"{report.line(met)}, {time.monotonic() - began:.0f} s", end=end, flush=True)
+    except KeyboardInterrupt:
+        print("\nstopped")
     print(f"\n\n{report.table(met)}\n")
     if args.verbose:
         print(f"{report.refusals(met)}\n")
