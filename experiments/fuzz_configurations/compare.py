@@ -1,5 +1,6 @@
 """Runs one case: its training step against the reference, and what else was drawn for it."""
 
+import collections
 import dataclasses
 import functools
 import pathlib
@@ -193,9 +194,8 @@ class Run:
         """The norm of an error by array: a sum of n terms errs by sqrt(n) roundings, where samples have one."""
         model = program.config.model
         longest = max(model.d_model, model.d_ff, model.num_heads * model.head_dim)
-        each = [pairs(sample, self.expected) for sample in self.samples]
-        rms = lambda path: np.sqrt(np.mean([np.linalg.norm(a - b) ** 2 for a, b in (one[path] for one in each)]))
-        return {path: rounding.STUDENT * longest**0.5 * rms(path) for path in each[0]}
+        roundings = spread(self.samples, self.expected)
+        return {path: rounding.STUDENT * longest**0.5 * size for path, size in roundings.items()}
 
     def check_low(self, first: Program, loss, gradients) -> None:
         """In bfloat16: within what sampled rounding does. Experts must only run, since near ties fall otherwise."""
@@ -209,12 +209,10 @@ class Run:
             shape = dataclasses.replace(shape, ranks=mesh.tensor)
         exact, samples = expected.rounded(first.config, first.student, parts, shape)
         exact, *samples = map(first.of_trained, (exact, *samples))
-        error, *spread = ({path: np.linalg.norm(a - b) for path, (a, b) in pairs(tree, exact).items()}
-                          for tree in (gradients, *samples))  # fmt: skip
-        rms = {path: np.sqrt(np.mean([one[path] ** 2 for one in spread])) for path in error}
-        wrong = [path for path in error if not error[path] <= rounding.STUDENT * rms[path]]
+        roundings, errors = spread(samples, exact), spread([gradients], exact)
+        wrong = [path for path, error in errors.items() if not error <= rounding.STUDENT * roundings[path]]
         if wrong:
-            listed = ", ".join(f"{path} {error[path] / max(rms[path], 1e-30):.1f}" for path in wrong)
+            listed = ", ".join(f"{path} {errors[path] / max(roundings[path], 1e-30):.1f}" for path in wrong)
             raise Beyond(f"bfloat16 gradients beyond {rounding.STUDENT} roundings: {listed}")
         self.done.append("bfloat16 gradients")
 
@@ -314,6 +312,15 @@ def pairs(found, wanted) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             raise Beyond(f"{jax.tree_util.keystr(path)}: padding has a gradient")
         named[jax.tree_util.keystr(path)] = a[real], b[real]
     return named
+
+
+def spread(samples, exact) -> dict[str, float]:
+    """The root mean square of the samples' distances from what is exact, by array."""
+    squares = collections.defaultdict(list)
+    for sample in samples:
+        for path, (a, b) in pairs(sample, exact).items():
+            squares[path].append(np.sum(np.square(a - b)))
+    return {path: float(np.sqrt(np.mean(each))) for path, each in squares.items()}
 
 
 def top(tree) -> float:
