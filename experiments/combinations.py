@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import pathlib
 
-from experiments import readme
+from experiments import study
 from ladder_jax import config
 from ladder_jax.errors import UserError
 
@@ -120,12 +120,12 @@ def excluded() -> dict[tuple[str, str], str]:
 
 def table() -> str:
     pairs = excluded()
-    rows = ["| feature | needs | does not go with |", "|---|---|---|"]
+    rows = []
     for one in FEATURES:
         others = [b if a == one.name else a for a, b in pairs if one.name in (a, b)]
         needs = ", ".join(f"`{setting}`" for setting in one.needs)
-        rows.append(f"| {one.name} | {needs.replace('model.moe={}', 'model.moe')} | {', '.join(others)} |")
-    return "\n".join(rows)
+        rows.append([one.name, needs.replace("model.moe={}", "model.moe"), ", ".join(others)])
+    return study.table("feature | needs | does not go with", rows)
 
 
 def main() -> None:
@@ -137,7 +137,7 @@ def main() -> None:
         for (a, b), reason in excluded().items():
             print(f"{a} | {b}: {reason}")
     elif options.write:
-        PAGE.write_text(readme.fill(PAGE.read_text(), {TABLE: table()}))
+        study.write(study.fill(PAGE.read_text(), {TABLE: table()}), file=PAGE)
     else:
         print(table())
 

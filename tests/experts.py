@@ -76,20 +76,19 @@ def loss(params, tokens, shape):
     return reference.loss(params, tokens, shape, seen) + penalties(params["layers"], seen, shape)
 
 
-def penalties(layers, seen, shape):
-    """The routers' losses. seen: the input of each layer's experts, [1, B, T, D]."""
+def penalties(layers, seen, shape, *, real=1.0, load_balance=LOAD_BALANCE, z_loss=Z_LOSS):
+    """The routers' losses. seen: the input of each layer's experts, [1, B, T, D]. real: which positions count."""
     total = 0.0
     for l, inputs in enumerate(seen):  # of the layers that have experts
         norm = layers["mlp_norm" if "mlp_norm" in layers else "attention_norm"]["scale"][l]
-        x = reference.rms(inputs[0], norm, shape.eps).reshape(-1, inputs.shape[-1])
-        scores = x @ layers["mlp"]["router"][l]
+        scores = reference.rms(inputs[0], norm, shape.eps) @ layers["mlp"]["router"][l]
         best = reference.best_experts(jax.tree.map(lambda a: a[l], layers["mlp"]), scores, shape.experts[0])
-        probabilities = jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True)
-        count = scores.shape[-1]
-        shares = jnp.array([(best == e).mean() for e in range(count)])
-        uneven = count * (shares * probabilities.mean(0)).sum()
-        z = (jnp.log(jnp.exp(scores).sum(-1)) ** 2).mean()
-        total = total + (LOAD_BALANCE * uneven + Z_LOSS * z) / len(seen)
+        share = jnp.broadcast_to(real, scores.shape[:-1])
+        mean = lambda a, share=share: (a * share).sum() / share.sum()
+        sums = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        probabilities, count = jnp.exp(scores - sums), scores.shape[-1]
+        uneven = count * sum(mean((best == e).mean(-1)) * mean(probabilities[..., e]) for e in range(count))
+        total = total + (load_balance * uneven + z_loss * mean(sums[..., 0] ** 2)) / len(seen)
     return total
 
 

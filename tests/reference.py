@@ -312,6 +312,50 @@ def logits(params, tokens, shape, seen=None):
     return parts.reshape(*parts.shape[:2], -1)[..., : shape.vocab]
 
 
+def turning(params, tokens, shape, seen, *, fraction):
+    """The logits where a ladder layer's input has so much of a ladder's, the rest of a standard layer's."""
+    of_layer = dataclasses.replace(shape, layers=0, vocab=0, number=1, ladder=None)
+    h = lambda l, inputs, attends: sublayer(params["layers"], l, inputs, attends=attends, shape=of_layer)
+    xs, last, newest, late = [params["embedding"]["table"][tokens]], 0.0, 0.0, 0.0
+    for l in range(shape.layers):
+        ladder = shape.ladder is None or l in shape.ladder
+        share = fraction[l] if ladder else 0.0
+        for attends in (True, False):
+            x = xs[-1]
+            if shape.kind == "farskip":
+                inputs = x - share * (late if attends else last)
+            else:
+                inputs = (1 - share) * x + share * xs[max(0, len(xs) - 1 - shape.number)]
+            inputs = jnp.stack([inputs] * shape.ranks) + share * (newest if shape.kind == "fresh" else 0.0)
+            if shape.experts and not attends:
+                seen.append(inputs)
+            newest = h(l, inputs, attends)
+            if shape.kind == "farskip" and not attends:
+                newest = newest[:, 0]  # the routed and the shared experts' parts, of the one rank
+            last = newest.sum(0)
+            xs.append(x + last)
+        late = newest[0] if ladder else last  # of a farskip's layer the routed experts' part
+    x = rms(xs[-1], params["final_norm"]["scale"], shape.eps)
+    table = params["head" if "head" in params else "embedding"]["table"]
+    return (x @ table.T)[..., : shape.vocab]
+
+
+def in_eight_bits(params, dims):
+    """The parameters with every matrix replaced by what its 8 bits, and one scale an output channel, stand for."""
+    over = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "EDM": 1, "EMD": 1, "DW": 0, "WD": 0, "VD": 1}
+
+    def value(array, dims):
+        kind = dims.removeprefix("L")
+        if kind not in over:
+            return array
+        axes = tuple(axis + len(dims) - len(kind) for axis in np.atleast_1d(over[kind]))
+        scale = np.abs(array).max(axes, keepdims=True) * np.float32(1 / 127)
+        scale[scale == 0] = 1
+        return np.rint(array / scale) * np.float64(scale)
+
+    return jax.tree.map(value, params, dims)
+
+
 def loss(params, tokens, shape, seen=None):
     """Mean nats a token of tokens[:, 1:] given tokens[:, :-1]."""
     scores = logits(params, tokens[:, :-1], shape, seen)

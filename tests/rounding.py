@@ -30,7 +30,7 @@ from tests import reference
 SAMPLES = 8
 STUDENT = 5.041  # its two-sided 0.999 quantile for 8 degrees of freedom
 FAST = {"xla_backend_optimization_level": 2}  # these programs run for longer than they compile
-PLACES = 256  # at least as many as a reference marks
+PLACES = 256  # more would begin again with the first
 
 
 def gradients(params, tokens, shape, *, parts):
@@ -63,26 +63,26 @@ def _again(shape):
 
 
 class Places:
-    """Rounds at each place by its own two `factors` [PLACES, 2], forward and backward."""
+    """Rounds at each place to the grid of `dtype` by its own two `factors` [PLACES, 2], forward and backward."""
 
-    def __init__(self, factors):
-        self.factors, self.count = factors, 0
+    def __init__(self, factors, dtype=jnp.bfloat16):
+        self.factors, self.dtype, self.count = factors, dtype, 0
 
     def __call__(self, y, forward=True, backward=True):
-        at, self.count = self.factors[self.count], self.count + 1
-        return _rounded(y, at, (forward, backward))
+        at, self.count = self.factors[self.count % len(self.factors)], self.count + 1
+        return _rounded(y, at, (forward, backward), self.dtype)
 
 
-def _to_grid(y, factor):
-    return (y * factor).astype(jnp.bfloat16).astype(y.dtype) / factor
+def _to_grid(y, factor, dtype):
+    return (y * factor).astype(dtype).astype(y.dtype) / factor
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rounded(y, factors, where):
-    return _to_grid(y, factors[0]) if where[0] else y
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rounded(y, factors, where, dtype):
+    return _to_grid(y, factors[0], dtype) if where[0] else y
 
 
 _rounded.defvjp(
-    lambda y, factors, where: (_rounded(y, factors, where), factors),
-    lambda where, factors, g: (_to_grid(g, factors[1]) if where[1] else g, jnp.zeros_like(factors)),
+    lambda y, factors, where, dtype: (_rounded(y, factors, where, dtype), factors),
+    lambda where, dtype, factors, g: (_to_grid(g, factors[1], dtype) if where[1] else g, jnp.zeros_like(factors)),
 )

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import combinations, readme
+from experiments import combinations, study
 from ladder_jax import config, decode, nn, parallel, train
 from ladder_jax.config import CollectiveMatmul, Dtype, ExpertParallelism, Loop, Remat
 from ladder_jax.decode import weights
@@ -128,7 +128,7 @@ def test_a_weights_gradient_of_exchanged_experts_in_bfloat16():
 
 def test_the_pages_table_is_what_the_rules_say():
     text = combinations.PAGE.read_text()
-    assert readme.fill(text, {combinations.TABLE: combinations.table()}) == text
+    assert study.fill(text, {combinations.TABLE: combinations.table()}) == text
     exclusions = combinations.excluded()
     assert "emulated on one device" in exclusions["emulated ranks: `model.ranks=4`", "`mesh.fsdp=2`"][:80]
     assert all(combinations.refusal(one.all_settings) is None for one in combinations.FEATURES)

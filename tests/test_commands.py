@@ -17,7 +17,7 @@ NOT_RUN = {
     "predict --model HuggingFaceTB/": "downloads: as the last",
     "serve ": "does not end by itself: tests/serve/test_process.py",
     "train tiny --cpu-devices 1 ": "two processes: tests/processes/test_training.py",
-    "train experiments/retrain/refitted.yaml": "needs hours: tests/test_distil_study.py has it of a tiny model",
+    "train experiments/retrain/refitted.yaml": "needs hours: of a tiny model, tests/test_teachers.py",
     "convert Qwen3-30B-A3B runs/half": "needs 61 GB of weights: smaller, tests/pretrained/test_convert_experts.py",
     "train experiments/retrain/experts.yaml": "needs a pod: smaller, tests/test_expert_training.py",
     "bench --model llama": "needs an accelerator: of tiny, tests/test_bench.py",

@@ -18,7 +18,7 @@ import yaml
 from flax import nnx
 
 import ladder_jax
-from experiments.refit import tables as refit_tables
+from experiments.refit import __main__ as refit_study
 from ladder_jax import cli
 from ladder_jax.predict import result
 from tests import cases
@@ -178,7 +178,33 @@ def test_commands_are_understood():
             pytest.fail(f"{where}: ladder-jax {words}: {error}")
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
+STUDIES = sorted(ROOT.glob("experiments/**/README.md"))
+
+
+def gone(text: str) -> list[str]:
+    """Commands of experiments that are not there, in blocks that name no commit which has them."""
+    found = []
+    for block in re.split(r"\n\s*\n", text):
+        if re.search(r"at commit [0-9a-f]{7}", block):
+            continue
+        for module in re.findall(r"python\s+-m\s+(experiments[\w.]*\w)", block):
+            place = ROOT / module.replace(".", "/")
+            if not (place.with_suffix(".py").is_file() or (place / "__main__.py").is_file()):
+                found.append(module)
+    return found
+
+
+@pytest.mark.parametrize("path", [*PAGES, *STUDIES], ids=name)
+def test_a_study_is_there_or_names_its_commit(path):
+    assert gone(path.read_text()) == []
+
+
+def test_a_study_that_is_not_there_is_noticed():
+    commands = ["experiments.walk", "experiments.bf16", "experiments.int8    # at commit 2e332a2"]
+    assert gone("\n\n".join(f"    python -m {command}" for command in commands)) == ["experiments.bf16"]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *STUDIES], ids=name)
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)):
         if not urllib.parse.urlsplit(target).scheme:
@@ -271,7 +297,7 @@ def test_the_costs_of_conversions_are_what_was_measured():
     text = (DOCS / "guides" / "models.md").read_text()
     folder = DOCS.parent / "experiments" / "refit"
     (costs, *_) = re.findall(r"\| converted \| plain \| refitted \|.*?\n\n", text, re.S)
-    measured = refit_tables.kinds(json.loads((folder / "results.json").read_text())["rows"])
+    measured = refit_study.kinds(json.loads((folder / "results.json").read_text())["rows"])
     for kind, residual in (
         ("half", "ladder-fresh"),
         ("half", "ladder-2"),
@@ -282,7 +308,7 @@ def test_the_costs_of_conversions_are_what_was_measured():
         named = layers if residual == "ladder" else f"{layers}, {residual}"
         (plain, refitted, cost) = re.search(rf"\| {named} \| (\S+) \| (\S+) \| \S+ \| (\S+) \|", measured).groups()
         assert f"| {kind}, `{residual}` | {cost} |" in text and f"| {plain} | {refitted} |" in costs
-    on_tasks = refit_tables.on_tasks(json.loads((folder / "tasks.json").read_text())["models"])
+    (on_tasks,) = re.findall(r"^\| model \| continuation .*?\n\n", (folder / "README.md").read_text(), re.S | re.M)
     rows = re.findall(r"^\| (\w+) \| [^|]* \| ([^|]*) \| [^|]* \| ([^|]*) \|$", on_tasks, re.M)[1:]
     assert [name for name, *_ in rows] == ["original", "plain", "refitted"]
     for name, normalised, over in rows:

@@ -113,23 +113,11 @@ def test_eight_bits(loop):
     logits, _ = prefill(stored, experts.tokens()[:, :16], np.full(4, 16, np.int32))
     expected = reference.evaluate(
         reference.logits,
-        jax.tree.map(dequantized, params, definition.dims),
+        reference.in_eight_bits(params, definition.dims),
         experts.tokens()[:, :16],
         experts.shape("farskip", definition.config),
     )
     assert cases.error(np.asarray(logits)[:, :251], expected[:, -1]) < 2 * cases.bound(definition.config)
-
-
-def dequantized(array, dims):
-    """What 8 bits and one scale an output channel stand for, in float64."""
-    over = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "EDM": 1, "EMD": 1, "DW": 0, "WD": 0, "VD": 1}
-    kind = dims.removeprefix("L")
-    if kind not in over:
-        return array
-    axes = tuple(axis + len(dims) - len(kind) for axis in np.atleast_1d(over[kind]))
-    scale = np.abs(array).max(axes, keepdims=True) * np.float32(1 / 127)
-    scale[scale == 0] = 1
-    return np.rint(array / scale) * np.float64(scale)
 
 
 def test_the_engine_answers_each_request_as_if_it_were_alone():

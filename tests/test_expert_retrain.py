@@ -25,40 +25,16 @@ def original(definition):
     return dataclasses.replace(definition, config=standard)
 
 
-def turning(params, tokens, shape, fraction):
-    """The logits of layers that are on their way from standard, and the inputs of their experts."""
-    x, late, seen = params["embedding"]["table"][tokens], 0.0, []
-    for l in range(shape.layers):
-        p = jax.tree.map(lambda a: a[l], params["layers"])
-        ladder = shape.ladder is None or l in shape.ladder
-        share = fraction[l] if ladder else 0.0
-        norm = lambda x, which: reference.rms(x, p[f"{which}_norm"]["scale"], shape.eps)[None]
-        a = reference.attention(p["attention"], norm(x - share * late, "attention"), shape)[0]
-        seen.append((x + (1 - share) * a)[None])
-        of_experts = norm(seen[-1][0], "mlp")
-        routed = reference.routed(p["mlp"], of_experts, shape)[0]
-        shared = reference.shared(p["mlp"], of_experts, shape)[0] if "shared" in p["mlp"] else 0.0
-        x = x + a + shared + routed
-        late = routed if ladder and shape.kind == "farskip" else routed + shared
-    x = reference.rms(x, params["final_norm"]["scale"], shape.eps)
-    return (x @ params["head"]["table"].T)[..., : shape.vocab], seen
-
-
-def plainly(params, tokens, shape):
-    """As `turning`, where all layers have turned."""
-    seen = []
-    return reference.logits(params, tokens, shape, seen), seen
-
-
-def distillation(teacher, forward):
+def distillation(teacher, forward=reference.logits):
     """In float64: a model taught by `teacher` as a standard model, and its routers' losses.
 
-    forward: (params, tokens, shape) to the model's logits and the inputs of its experts.
+    forward: (params, tokens, shape, seen) to the model's logits; appends the inputs of its experts to `seen`.
     """
 
     def loss(params, tokens, shape):
         logp = lambda scores: scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        scores, seen = forward(params, tokens[:, :-1], shape)
+        seen = []
+        scores = forward(params, tokens[:, :-1], shape, seen)
         wanted = reference.logits(teacher, tokens[:, :-1], dataclasses.replace(shape, kind="standard"))
         ours, theirs = logp(scores / TAU), logp(wanted / TAU)
         divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1)
@@ -109,7 +85,7 @@ def test_distillation_of_turning_layers(name, kind, mesh, fraction, parts):
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     ladder = None if one.config.ladder_layers is None else LADDER[name, len(fraction)]
     shape = dataclasses.replace(experts.shape(name, one.config), ladder=ladder)
-    taught = distillation(wide, functools.partial(turning, fraction=fraction))
+    taught = distillation(wide, functools.partial(reference.turning, fraction=fraction))
     expected, wanted = reference.evaluate(taught, student, experts.tokens(), shape, gradient=True)
     limit = cases.bound(definition.config, passes=2)
     assert cases.error(loss, expected) < limit
@@ -136,7 +112,7 @@ def test_a_model_with_dense_layers_is_trained_further(taught):
     one = experts.define("farskip", "shared", dense_layers=1)
     shape, wide = experts.shape("farskip", one.config), jax.tree.map(np.float64, cases.parameters(one))
     expected, wanted = reference.evaluate(
-        distillation(wide, plainly) if taught else experts.loss,
+        distillation(wide) if taught else experts.loss,
         cases.parameters(one, seed=5),
         experts.tokens(),
         shape,

@@ -1,8 +1,7 @@
 """experiments/one_gpu on a CPU, where its times mean nothing: that the emulated wire changes no value and is really
-there, the arithmetic, and that a run goes on where it stood."""
+there, and the arithmetic."""
 
 import json
-import pathlib
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.one_gpu import experts, exposed
+from experiments.one_gpu import experts, wire
 from experiments.one_gpu.wire import as_long_as, copies, host_wire
 from ladder_jax import decode, nn, parallel
 from ladder_jax.bench import programs
@@ -20,9 +19,7 @@ from ladder_jax.bench.measure import Samples
 from ladder_jax.config import Loop
 from ladder_jax.decode import cache
 
-ROOT = pathlib.Path(exposed.__file__).parent.parent.parent
-SMALL = "--dense tiny --split tiny --share 4 --batch 1 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1"
-SMALL = [*SMALL.split(), "--layers", "1"]
+SMALL = "--batch 1 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1 --layers 1".split()
 
 
 def program(name):
@@ -70,7 +67,7 @@ def test_wires_as_long_as_all_reduces():
     assert [size for size, _ in measured] == [1 << 10, 1 << 20] and 0 < measured[0][1] <= measured[1][1]
     copied = as_long_as(lambda size: size * 1e-9, measured=[(1000, 1e-6), (3000, 3e-6)])
     assert [copied(size) for size in (1, 1000, 2000, 9000)] == [1000, 1000, 2000, 3000]
-    found = exposed.wires("h100-nvlink", ranks=8, measured=[(1 << 10, 0.0), (1 << 20, 1e-3)])
+    found = wire.emulated("h100-nvlink", ranks=8, measured=[(1 << 10, 0.0), (1 << 20, 1e-3)])
     assert list(found) == ["payload", "nccl", "one-kernel"] and found["payload"](7) == 7
     assert found["one-kernel"](1 << 14) < found["nccl"](1 << 14)  # 11 and 23 microseconds
 
@@ -78,7 +75,7 @@ def test_wires_as_long_as_all_reduces():
 def test_exposed():
     request = requests.make(model="tiny", residual="standard,ladder", share=4, layers=3, new_tokens=11)
     sample = lambda name, prefill, decode: Samples(name, 1, (prefill, 9.0, 0.0), (decode, 9.0, 0.0), 0.0, 0)
-    measured = lambda name, *each: exposed.row(request, *(sample(name, p, d) for p, d in each))
+    measured = lambda name, *each: wire.row(request, *(sample(name, p, d) for p, d in each))
     standard = measured("standard", (1.0, 2.0), (1.7, 5.0), (1.2, 2.2))
     ladder = measured("ladder", (1.0, 2.0), (1.25, 3.0), (1.0, 2.0))
     close = lambda value: pytest.approx(value, rel=1e-9)
@@ -86,38 +83,23 @@ def test_exposed():
     assert standard["prefill_exposed_seconds"] == close(0.6 / 6)
     assert standard["decode_exposed_seconds"] == close(2.9 / 60)
     assert standard["decode_drift_seconds"] == close(0.2 / 60)
-    rows = exposed.against_standard([standard, ladder])
+    rows = wire.against_standard([standard, ladder])
     assert (rows[0]["decode_hidden"], rows[0]["prefill_hidden"]) == (0, 0)
     assert rows[1]["decode_hidden"] == close(1 - 1.0 / 2.9)
     assert rows[1]["prefill_hidden"] == close(1 - 0.25 / 0.6)
-    assert exposed.against_standard([ladder]) == [ladder]
+    assert wire.against_standard([ladder]) == [ladder]
 
 
-def run(*words, out):
-    command = [sys.executable, "-m", "experiments.one_gpu", *SMALL, *words, "--out", str(out)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-
-
-def test_a_run_goes_on_where_it_stood(tmp_path):
-    out = tmp_path / "results.json"
-    first = run("--parts", "share", "torch", "--torch-python", "false", out=out)
-    assert first.returncode == 1 and first.stderr.endswith("not measured, for the reasons above: torch\n")
-    kept = out.read_text()
-    second = run("--parts", "share", "wire-no-graphs", "--wires", "one-kernel", out=out)
-    assert second.returncode == 0 and f"share: stands in {out}" in second.stderr
+def test_the_command(tmp_path, capsys):
+    out = tmp_path / "wire.json"
+    words = ["--model", "tiny", "--share", "4", *SMALL, "--out", str(out)]
+    assert wire.main([*words, "--wires", "one-kernl"]) == 2
+    assert "did you mean 'one-kernel'" in capsys.readouterr().err and not out.exists()
+    assert wire.main([*words, "--wires", "one-kernel"]) == 0
     found = json.loads(out.read_text())
-    assert found["share"] == json.loads(kept)["share"] and found["share"]["share"] == 4
-    wire = found["wire-no-graphs"]
-    assert wire["command"].startswith(
-        "XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m experiments.one_gpu.exposed"
-    )
-    assert wire["xla_flags"].endswith("--xla_gpu_enable_command_buffer=")
-    kinds = [(row["wire"], row["residual"]) for row in wire["rows"]]
+    kinds = [(row["wire"], row["residual"]) for row in found["rows"]]
     assert kinds == [("one-kernel", name) for name in ("standard", "ladder", "parallel")]
-    assert wire["hardware"] == "h100-nvlink" and all(one["seconds"] > 0 for one in wire["copies"])
-    other = run("--parts", "share", "--repeats", "0", out=out)  # other settings are measured, here in vain
-    assert other.returncode == 1 and "--repeats must be positive" in other.stderr
-    assert json.loads(out.read_text()) == found and [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert found["hardware"] == "h100-nvlink" and all(one["seconds"] > 0 for one in found["copies"])
 
 
 def test_experts(monkeypatch, tmp_path, capsys):
@@ -137,8 +119,9 @@ def test_experts(monkeypatch, tmp_path, capsys):
 @pytest.mark.hf
 @pytest.mark.filterwarnings("ignore")
 def test_pytorch_beside_it(tmp_path):
-    out = tmp_path / "results.json"
-    assert run("--parts", "torch", out=out).returncode == 0
-    [row] = json.loads(out.read_text())["torch"]["rows"]
+    out = tmp_path / "torch.json"
+    command = [sys.executable, "-m", "experiments.one_gpu.torch_generation", "--model", "tiny", *SMALL]
+    subprocess.run([*command, "--out", str(out)], check=True, timeout=600)
+    [row] = json.loads(out.read_text())["rows"]
     assert 0 < row["prefill_seconds_min"] <= row["prefill_seconds"] <= row["prefill_seconds_max"]
     assert row["tokens_per_second"] > 0 and (row["batch"], row["new_tokens"]) == (1, 3)

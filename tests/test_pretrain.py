@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -13,15 +12,17 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.pretrain import figures, meshes, plan, predicted, tables
+from experiments import study as studies
+from experiments.pretrain import __main__ as study
+from experiments.study import Spread
 from ladder_jax import config, nn, parallel
 from ladder_jax.config import preset
 from ladder_jax.errors import UserError
 from ladder_jax.predict import machine
-from ladder_jax.schedule import targets
+from ladder_jax.predict import training as predicted
 from ladder_jax.train import step as steps
 
-HERE = pathlib.Path(plan.__file__).parent
+HERE = study.HERE
 ROOT = HERE.parent.parent
 
 # Layers, d, heads, key/value heads, ffn, vocabulary and rope theta: arXiv 2501.06589 and its released configurations.
@@ -128,15 +129,41 @@ def test_the_predicted_step_hides_what_the_topology_can():
 
 def test_a_loss_between_two_measurements():
     run = {"held_out": [[10, 3.0], [20, 2.0], [30, 1.5]]}
-    assert figures.loss_at(run, 20) == 2.0 and figures.loss_at(run, 25) == 1.75
+    assert study.loss_at(run, 20) == 2.0 and study.loss_at(run, 25) == 1.75
     for step in (5, 31):  # what was not measured is not made up
         with pytest.raises(ValueError, match="not within"):
-            figures.loss_at(run, step)
-    seeds = [{"seed": seed, "held_out": [[10, 2.0 + seed]]} for seed in range(3)]
-    at = lambda run: figures.loss_at(run, 10)
-    assert figures.losses(seeds, 10).as_text() == "3.000 ± 1.000"
-    lower = [{"seed": seed, "held_out": [[10, 1.5 + seed]]} for seed in (1, 2, 7)]
-    assert figures.against(lower, seeds, this=at, other=at).values == (-0.5, -0.5)  # of the seeds that both have
+            study.loss_at(run, step)
+
+
+def test_losses_are_compared_with_those_of_the_same_seed():
+    run = lambda residual, seed, loss: dict(residual=residual, seed=seed, held_out=[[10, loss]])
+    standard = [run("standard", seed, 2.0 + seed) for seed in range(3)]
+    ladder = [run("ladder", seed, 1.5 + seed) for seed in (1, 2, 7)]
+    results = {"of_standard": 10, "runs": standard + ladder}
+    gaps = study.less_standard(results, "ladder", at=10)
+    assert gaps.values == (-0.5, -0.5) and gaps.as_difference == "-0.500 (-0.500 to -0.500)"
+    assert str(Spread((2.0, 3.0, 4.0))) == "3.000 ± 1.000" and str(Spread((2.0,))) == "2.000"
+    assert Spread((0.0, 0.0)).as_difference == "0" and Spread(()).as_difference == "-"
+
+
+def test_rows_are_kept_one_by_one(tmp_path):
+    """A second call measures those that are not there, and only those."""
+    file, measured = tmp_path / "results.json", []
+
+    def measure(row):
+        if row["seed"] == 2 and len(measured) < 3:
+            raise KeyboardInterrupt
+        measured.append(row["seed"])
+        return {"loss": 0.5 * row["seed"]}
+
+    def rows(*seeds):
+        return studies.resumed([{"seed": seed} for seed in seeds], measure, file=file, about={"text": "a"})
+
+    with pytest.raises(KeyboardInterrupt):
+        rows(1, 2)
+    assert measured == [1] and json.loads(file.read_text()) == {"text": "a", "rows": [{"seed": 1, "loss": 0.5}]}
+    assert [row["loss"] for row in rows(1, 3, 5, 2)] == [0.5, 1.5, 2.5, 1.0] and measured == [1, 3, 5, 2]
+    assert json.loads(file.read_text())["rows"] == rows(3)
 
 
 SMALL = ["model.num_layers=2", "model.d_model=16", "model.d_ff=16", "train.steps=8", "train.batch=4",
@@ -145,71 +172,61 @@ SMALL = ["model.num_layers=2", "model.d_model=16", "model.d_ff=16", "train.steps
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
+def killed(tmp_path_factory):
     """Killed once the first run is done and the second one has begun, then started again."""
     folder = tmp_path_factory.mktemp("study")
     text = folder / "book.txt"
     text.write_text("".join(f"line {i} of a little book about {i % 7} things\n" for i in range(300)))
     command = [sys.executable, "-m", "experiments.pretrain", f"data.path={text}", *SMALL, "--topologies",
                "standard,ladder,ladder-fresh", "--seeds", "1",
-               "--ablation-seeds", "0", "--runs", str(folder / "runs"), "--out", str(folder)]  # fmt: skip
+               "--runs", str(folder / "runs"), "--out", str(folder)]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
-    (folder / "README.md").write_text("\n".join(f"<!-- table: {name} -->\n\n<!-- end -->" for name in
-                                                ("equal", "predicted", "gradients")))  # fmt: skip
+    (folder / "README.md").write_text("<!-- table: equal -->\n\n<!-- end -->")
     with subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("[2/3]"):
                 break
         process.send_signal(signal.SIGKILL)
-    (first,) = folder.glob("runs/main/standard-*/seed-0/result.json")
+    (first,) = folder.glob("runs/standard/seed-0/result.json")
     before = first.stat().st_mtime_ns
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return folder, command, environment, first, before, done
 
 
-def test_a_killed_study_goes_on(study):
-    folder, _, _, first, before, done = study
+def test_a_killed_study_goes_on(killed):
+    folder, _, _, first, before, done = killed
     assert first.stat().st_mtime_ns == before  # and was not made again
     results = json.loads((folder / "results.json").read_text())
     assert [run["residual"] for run in results["runs"]] == ["standard", "ladder", "ladder-fresh"]
     for run in results["runs"]:
         # As many steps as fit into Standard's predicted time, up to the next measurement.
-        faster = figures.speedup(results, run["residual"], shape=plan.SHAPE, machine=plan.MACHINE)
+        faster = study.speedup(results, run["residual"])
         assert run["steps"] % 4 == 0 and run["steps"] - 4 < max(8, 8 * faster) <= run["steps"]
         assert [step for step, _ in run["held_out"]] == list(range(4, run["steps"] + 1, 4))
         assert all(4 < loss < 6 for _, loss in run["held_out"])
-        watched = {"0", "4", "8", str(run["steps"])} if run["residual"] in plan.WATCHED else set()
-        assert set(run.get("gradients", {})) == watched
-        assert all(len(one["layers"]) == 2 and min(one["layers"]) > 0 for one in run.get("gradients", {}).values())
     assert "| ladder-fresh | 1 |" in done.stdout
 
 
-def test_tables_and_figures_come_from_the_results_alone(study, tmp_path):
-    folder, command, environment, *_ = study
+def test_tables_and_figures_come_from_the_results_alone(killed, tmp_path):
+    folder, *_ = killed
     assert "| ladder | 1 |" in (folder / "README.md").read_text()
     for name in ("results.json", "README.md"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    tables.write(tmp_path)
+    assert study.main(["--tables", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
-    for name in ("study.png", "gradients.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_study_refuses_changed_settings_and_missing_results(study, tmp_path):
-    folder, command, environment, *_ = study
+def test_the_study_refuses_changed_settings_and_missing_results(killed, tmp_path, capsys):
+    folder, command, environment, *_ = killed
     changed = subprocess.run(
         [*command, "train.learning_rate=1"], env=environment, cwd=folder, capture_output=True, text=True
     )
     assert changed.returncode == 2 and "learning_rate was 0.003, now 1.0" in changed.stderr
     assert len(changed.stderr.strip().splitlines()) == 1
-    with pytest.raises(UserError, match="run the study first"):
-        tables.write(tmp_path)
-
-
-def test_a_mesh_of_another_size_is_refused_before_anything_is_compiled():
-    with pytest.raises(UserError, match="mesh 1 x 64 x 1 has 64 devices, v5p:2x2x2 has 8"):
-        meshes.measure(str(HERE / "recipes" / "ladder-1b.yaml"), targets.parse("v5p:2x2x2"), [])
+    assert study.main(["--tables", "--out", str(tmp_path)]) == 2
+    assert "run the study first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -222,12 +239,11 @@ def test_a_mesh_of_another_size_is_refused_before_anything_is_compiled():
 )
 def test_the_study_refuses_what_cannot_be(tmp_path, asked, said):
     with pytest.raises(UserError, match=said):
-        plan.runs(**{"folder": tmp_path, "overrides": [], "seeds": 1, "ablation_seeds": 0, **asked})
+        study.runs(**{"folder": tmp_path, "overrides": [], "seeds": 1, **asked})
 
 
 def test_the_readme_says_what_the_results_say():
-    read = lambda name: json.loads((HERE / name).read_text())
-    results, text = read("results.json"), (HERE / "README.md").read_text()
-    assert tables.fill(text, tables.sections(results, meshes=read("meshes.json")["rows"])) == text
-    main = [(run["residual"], run["seed"]) for run in results["runs"] if run["group"] == "main"]
-    assert sorted(main) == sorted((residual, seed) for residual in plan.TOPOLOGIES for seed in range(3))
+    results, text = studies.load(HERE / "results.json"), (HERE / "README.md").read_text()
+    assert studies.fill(text, study.tables(results)) == text
+    main = [(run["residual"], run["seed"]) for run in results["runs"]]
+    assert sorted(main) == sorted((residual, seed) for residual in study.TOPOLOGIES for seed in range(3))

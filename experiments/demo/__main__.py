@@ -15,7 +15,7 @@ import time
 
 from rich.console import Console
 
-from experiments import command
+from experiments import study
 
 HERE = pathlib.Path(__file__).parent
 PROMPT = "def "
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
             console.rule(f"{residual}: training on data {mesh.data} x tensor {mesh.tensor} simulated devices")
             results[residual] = train.run(settings, say=console.print)
 
-    if status := command.ended(train_all, name="demo"):
+    if status := study.ended(train_all, name="demo"):
         return status
     writer = demo.residuals[0]
     entropy = results[writer].bigram_entropy

@@ -13,14 +13,17 @@ import argparse
 import sys
 import time
 
-from experiments.fuzz_configurations import devices, report
+from experiments.fuzz_configurations import report
+from experiments.fuzz_configurations.draw import draw
+from experiments.fuzz_configurations.walk import simulate, walk, work
 
 
 def main() -> int:
+    summary, epilog = __doc__.split("\n\n", 1)
     parser = argparse.ArgumentParser(
         prog="python -m experiments.fuzz_configurations",
-        description=__doc__.split("\n\n", 1)[0],
-        epilog=__doc__.split("\n\n", 1)[1],
+        description=summary,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("seed", type=int, nargs="?", default=0, help="of the walk (default: %(default)s)")
@@ -30,51 +33,43 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="cases at a time (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="list what was refused, and why")
     parser.add_argument("--case", metavar="SEED:INDEX", help="run this case, in this process")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return work(args.worker)
+        work()
+        return 0
     if args.case:
         return again(*map(int, args.case.split(":")))
-    from experiments.fuzz_configurations.walk import walk
-
-    began, tally = time.monotonic(), report.Tally()
+    began, met, failed = time.monotonic(), [], False
     seconds = 600.0 if args.seconds is None and args.count is None else args.seconds
     limits = dict(count=args.count, seconds=seconds, processes=args.processes, first=args.first)
-    for case, outcome in walk(args.seed, **limits):
-        tally.add(case, outcome)
-        if outcome.what == "failed":
-            print(report.failure(case, outcome), flush=True)
-        print(
-            f"{tally.line}, {time.monotonic() - began:.0f} s",
-            end="\n" if outcome.what == "failed" else "\r",
-            flush=True,
-        )
-    print(f"\n\n{tally.table()}\n")
+    try:
+        for case, outcome in walk(args.seed, **limits):
+            met.append((case, outcome))
+            end = "\r"
+            if outcome.what == "failed":
+                failed, end = True, "\n"
+                print(report.failure(case, outcome), flush=True)
+            print(f"{report.line(met)}, {time.monotonic() - began:.0f} s", end=end, flush=True)
+    except KeyboardInterrupt:
+        print("\nstopped")
+    print(f"\n\n{report.table(met)}\n")
     if args.verbose:
-        print(f"{tally.refusals()}\n")
-    print(f"{tally.line}; {tally.seconds:.1f} s a case")
-    return bool(tally.failed)
-
-
-def work(spec: str) -> int:
-    devices.simulate()
-    from experiments.fuzz_configurations.walk import worker
-
-    worker(*map(int, spec.split(":")))
-    return 0
+        print(f"{report.refusals(met)}\n")
+    each = sum(outcome.seconds for _, outcome in met) / max(len(met), 1)
+    print(f"{report.line(met)}; {each:.1f} s a case")
+    return int(failed)
 
 
 def again(seed: int, index: int) -> int:
-    devices.simulate()
+    simulate()
     from experiments.fuzz_configurations.compare import outcome
-    from experiments.fuzz_configurations.draw import draw
 
     case = draw(seed, index)
     print(report.described(case), flush=True)
     found = outcome(case)
     print(f"{found.what}: {found.said or ', '.join(found.done)} ({found.seconds:.1f} s)")
-    return found.what == "failed"
+    return int(found.what == "failed")
 
 
 if __name__ == "__main__":

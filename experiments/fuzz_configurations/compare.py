@@ -1,5 +1,6 @@
 """Runs one case: its training step against the reference, and what else was drawn for it."""
 
+import collections
 import dataclasses
 import functools
 import pathlib
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 
 from experiments.fuzz_configurations import expected
-from experiments.fuzz_configurations.draw import Case, override
+from experiments.fuzz_configurations.draw import Case, Outcome, override
 from experiments.fuzz_configurations.program import Program, batch_of, placed
 from ladder_jax import config as configs
 from ladder_jax import decode, nn
@@ -22,19 +23,9 @@ from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
 from ladder_jax.train.gradients import held_out_loss
-from tests import cases, one_step, rounding
+from tests import cases, one_step, reference, rounding
 
 LENGTHS, NEW, READ = np.array([1, 4, 6, 3], np.int32), 2, 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """what: "ran", "refused" or "failed". said: why. done: which checks were made. seconds: of the whole case."""
-
-    what: str
-    said: str = ""
-    done: tuple[str, ...] = ()
-    seconds: float = 0.0
 
 
 class Beyond(Exception):
@@ -142,21 +133,22 @@ class Run:
     @functools.cached_property
     def expected(self):
         """The first program's (loss, gradients of what trains), by the reference."""
-        first, given = self._question
-        loss, gradients = expected.gradients(*given, step=self.case.step)
+        first, question = self._question
+        loss, gradients = expected.gradients(question)
         return loss, first.of_trained(gradients)
 
     @functools.cached_property
     def samples(self):
         """`expected`, with what float32 rounds."""
-        first, given = self._question
-        return [(loss, first.of_trained(g)) for loss, g in expected.singles(*given, step=self.case.step)]
+        first, question = self._question
+        return [(loss, first.of_trained(gradients)) for loss, gradients in expected.singles(question)]
 
     @functools.cached_property
     def _question(self):
         first = self.program(self.case.settings)
-        documents = expected.Documents.of(*self.tokens(0))
-        return first, (first.config, first.student, documents, self.shape(first), self.reference_teacher(first))
+        documents, teacher = expected.Documents.of(*self.tokens(0)), self.reference_teacher(first)
+        shape = self.shape(first)
+        return first, expected.Question(first.config, first.student, documents, shape, teacher, self.case.step)
 
     def shape(self, program: Program):
         lora = program.config.lora
@@ -202,9 +194,8 @@ class Run:
         """The norm of an error by array: a sum of n terms errs by sqrt(n) roundings, where samples have one."""
         model = program.config.model
         longest = max(model.d_model, model.d_ff, model.num_heads * model.head_dim)
-        each = [pairs(sample, self.expected) for sample in self.samples]
-        rms = lambda path: np.sqrt(np.mean([np.linalg.norm(a - b) ** 2 for a, b in (one[path] for one in each)]))
-        return {path: rounding.STUDENT * longest**0.5 * rms(path) for path in each[0]}
+        roundings = spread(self.samples, self.expected)
+        return {path: rounding.STUDENT * longest**0.5 * size for path, size in roundings.items()}
 
     def check_low(self, first: Program, loss, gradients) -> None:
         """In bfloat16: within what sampled rounding does. Experts must only run, since near ties fall otherwise."""
@@ -218,12 +209,10 @@ class Run:
             shape = dataclasses.replace(shape, ranks=mesh.tensor)
         exact, samples = expected.rounded(first.config, first.student, parts, shape)
         exact, *samples = map(first.of_trained, (exact, *samples))
-        error, *spread = ({path: np.linalg.norm(a - b) for path, (a, b) in pairs(tree, exact).items()}
-                          for tree in (gradients, *samples))  # fmt: skip
-        rms = {path: np.sqrt(np.mean([one[path] ** 2 for one in spread])) for path in error}
-        wrong = [path for path in error if not error[path] <= rounding.STUDENT * rms[path]]
+        roundings, errors = spread(samples, exact), spread([gradients], exact)
+        wrong = [path for path, error in errors.items() if not error <= rounding.STUDENT * roundings[path]]
         if wrong:
-            listed = ", ".join(f"{path} {error[path] / max(rms[path], 1e-30):.1f}" for path in wrong)
+            listed = ", ".join(f"{path} {errors[path] / max(roundings[path], 1e-30):.1f}" for path in wrong)
             raise Beyond(f"bfloat16 gradients beyond {rounding.STUDENT} roundings: {listed}")
         self.done.append("bfloat16 gradients")
 
@@ -289,7 +278,7 @@ class Run:
             logits, caches = step(stored, caches, tokens[rows, lengths], lengths)
             found.append(np.asarray(logits))
         if form["quantize"] is Quantize.INT8:
-            params = expected.of_eight_bits(params, definition.dims)
+            params = reference.in_eight_bits(params, definition.dims)
         self.compare_logits(first, definition, params, tokens, found)
 
     def compare_logits(self, first: Program, definition, params, tokens, found) -> None:
@@ -299,7 +288,8 @@ class Run:
         if not followed or (self.low and model.moe is not None):
             self.done.append("inference, run")
             return
-        full = expected.logits(params, tokens, expected.shape_of(model, tensor=first.config.mesh.tensor))
+        shape = expected.shape_of(model, tensor=first.config.mesh.tensor)
+        full = reference.evaluate(reference.logits, params, tokens, shape)
         limit = 2 * cases.bound(model)
         if self.low:
             limit = 4 * (2 * model.num_layers + 2) * 2.0**-9
@@ -322,6 +312,15 @@ def pairs(found, wanted) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             raise Beyond(f"{jax.tree_util.keystr(path)}: padding has a gradient")
         named[jax.tree_util.keystr(path)] = a[real], b[real]
     return named
+
+
+def spread(samples, exact) -> dict[str, float]:
+    """The root mean square of the samples' distances from what is exact, by array."""
+    squares = collections.defaultdict(list)
+    for sample in samples:
+        for path, (a, b) in pairs(sample, exact).items():
+            squares[path].append(np.sum(np.square(a - b)))
+    return {path: float(np.sqrt(np.mean(each))) for path, each in squares.items()}
 
 
 def top(tree) -> float:

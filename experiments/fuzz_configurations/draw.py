@@ -55,6 +55,16 @@ class Case:
         return " ".join([self.preset, *map(override, self.settings.items())])
 
 
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """what: "ran", "refused" or "failed". said: why. done: which checks were made. seconds: of the whole case."""
+
+    what: str
+    said: str = ""
+    done: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
 def override(setting: tuple[str, Any]) -> str:
     name, value = setting
     word = value is None or isinstance(value, bool)

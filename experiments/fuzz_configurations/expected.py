@@ -1,14 +1,16 @@
 """What the dense float64 reference says of a case: loss and gradients of a batch, document by document; and logits."""
 
+import contextlib
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.special
 
 from ladder_jax.config import ModelConfig, Pace, RunConfig, layer_indices, parse_residual
-from tests import reference, rounding
+from tests import experts, reference, rounding
 
 KINDS = {
     "ladder-fresh": "fresh",
@@ -109,37 +111,11 @@ def ladder_fraction(config: RunConfig, shape: reference.Shape, *, step: int) -> 
     return found
 
 
-def turning(params, tokens, shape: reference.Shape, seen, *, fraction):
-    """The logits where a ladder layer's input has so much of a ladder's, the rest of a standard layer's."""
-    of_layer = dataclasses.replace(shape, layers=0, vocab=0, number=1, ladder=None)
-    h = lambda l, inputs, attends: reference.sublayer(params["layers"], l, inputs, attends=attends, shape=of_layer)
-    xs, last, newest, late = [params["embedding"]["table"][tokens]], 0.0, 0.0, 0.0
-    for l in range(shape.layers):
-        ladder = shape.ladder is None or l in shape.ladder
-        share = fraction[l] if ladder else 0.0
-        for attends in (True, False):
-            x = xs[-1]
-            if shape.kind == "farskip":
-                inputs = x - share * (late if attends else last)
-            else:
-                inputs = (1 - share) * x + share * xs[max(0, len(xs) - 1 - shape.number)]
-            inputs = jnp.stack([inputs] * shape.ranks) + share * (newest if shape.kind == "fresh" else 0.0)
-            if shape.experts and not attends:
-                seen.append(inputs)
-            newest = h(l, inputs, attends)
-            last = newest.sum(0)
-            xs.append(x + last)
-        late = newest[0] if ladder else last  # of a farskip's layer the routed experts' part
-    x = reference.rms(xs[-1], params["final_norm"]["scale"], shape.eps)
-    table = params["head" if "head" in params else "embedding"]["table"]
-    return (x @ table.T)[..., : shape.vocab]
-
-
 def loss_of(config: RunConfig, documents: Documents, shape: reference.Shape, teacher: Teacher | None, *, step: int = 0):
     """A (params) -> the training loss of a step."""
     forward = reference.logits
     if config.conversion.steps:
-        forward = functools.partial(turning, fraction=ladder_fraction(config, shape, step=step))
+        forward = functools.partial(reference.turning, fraction=ladder_fraction(config, shape, step=step))
     train, distill, share = config.train, config.distill, documents.weights
     taught = teacher and reference.logits(teacher.params, documents.tokens, teacher.shape)
 
@@ -154,7 +130,14 @@ def loss_of(config: RunConfig, documents: Documents, shape: reference.Shape, tea
             divergence = distill.temperature**2 * (jnp.exp(theirs) * (theirs - ours)).sum(-1)
             each = (1 - distill.alpha) * each + distill.alpha * divergence
             each = each + distill.hidden_weight * hidden(params, documents.tokens, shape, teacher)
-        return (share * each).sum() + penalties(params, seen, shape, documents.real, train)
+        return (share * each).sum() + experts.penalties(
+            params["layers"],
+            seen if shape.experts else [],
+            shape,
+            real=documents.real,
+            load_balance=train.load_balance,
+            z_loss=train.router_z_loss,
+        )
 
     return loss
 
@@ -175,126 +158,84 @@ def hidden(params, tokens, shape, teacher: Teacher):
     return sum(distances) / max(len(distances), 1)
 
 
-def penalties(params, seen, shape, real, train):
-    """The routers' losses of the batch's positions."""
-    total, layers = 0.0, params["layers"]
-    for l, inputs in enumerate(seen if shape.experts else []):
-        norm = layers["mlp_norm" if "mlp_norm" in layers else "attention_norm"]["scale"][l]
-        x = reference.rms(inputs[0], norm, shape.eps)
-        scores = x @ layers["mlp"]["router"][l]
-        best = reference.best_experts(jax.tree.map(lambda a: a[l], layers["mlp"]), scores, shape.experts[0])
-        count, mean = scores.shape[-1], lambda a: (a * real).sum() / real.sum()
-        probabilities = jnp.exp(log_softmax(scores))
-        shares = [mean((best == e).mean(-1)) for e in range(count)]
-        uneven = count * sum(shares[e] * mean(probabilities[..., e]) for e in range(count))
-        z = mean(jax.nn.logsumexp(scores, axis=-1) ** 2)
-        total = total + (train.load_balance * uneven + train.router_z_loss * z) / len(seen)
-    return total
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A training step. student: the parameters before it."""
+
+    config: RunConfig
+    student: dict
+    documents: Documents
+    shape: reference.Shape
+    teacher: Teacher | None = None
+    step: int = 0
+
+    def loss(self, student, taught, rounds=reference.exactly):
+        """Of these parameters, and the teacher's."""
+        shape, teacher = dataclasses.replace(self.shape, rounds=rounds), self.teacher
+        if teacher:
+            of_teacher = dataclasses.replace(teacher.shape, rounds=rounds)
+            teacher = dataclasses.replace(teacher, params=taught, shape=of_teacher)
+        return loss_of(self.config, self.documents, shape, teacher, step=self.step)(student)
+
+    def given(self):
+        return of_type((self.student, self.teacher and self.teacher.params), jnp.float64)
 
 
-def gradients(config: RunConfig, params, documents: Documents, shape, teacher: Teacher | None = None, *, step: int = 0):
+def of_type(tree, dtype):
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype), tree)
+
+
+@contextlib.contextmanager
+def float64():
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def factors(dtype) -> list[np.ndarray]:
+    """Of each sample's roundings: see tests/rounding.py."""
+    rng = np.random.default_rng(0)
+    return [2.0 ** rng.random((rounding.PLACES, 2), dtype) for _ in range(rounding.SAMPLES)]
+
+
+def gradients(question: Question):
     """(loss, gradients) of a step in float64."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
-        whole = lambda p, of_teacher: loss_of(config, documents, shape, of_teacher, step=step)(p)
-        teacher = teacher and dataclasses.replace(teacher, params=wide(teacher.params))
-        call = jax.jit(jax.value_and_grad(lambda p: whole(p, teacher)))
-        return jax.tree.map(np.asarray, call(wide(params)))
+    with float64():
+        call = jax.jit(jax.value_and_grad(question.loss))
+        return jax.tree.map(np.asarray, call(*question.given()))
 
 
-def evaluation(params, documents: Documents, shape) -> float:
-    """The mean cross-entropy in float64, of a model whose layers have all turned."""
-    scores = log_softmax_of(logits(params, documents.tokens, shape))
-    picked = np.take_along_axis(scores, documents.targets[..., None], -1)[..., 0]
-    return float(-(documents.weights * picked).sum())
-
-
-def log_softmax_of(scores: np.ndarray) -> np.ndarray:
-    shifted = scores - scores.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def of_eight_bits(params, dims):
-    """What 8 bits and one scale an output channel stand for, in float64."""
-    over = {"DNH": 0, "DKH": 0, "NHD": (0, 1), "DF": 0, "FD": 0, "EDM": 1, "EMD": 1, "DW": 0, "WD": 0, "VD": 1}
-
-    def value(array, dims):
-        kind = dims.removeprefix("L")
-        if kind not in over:
-            return array
-        axes = tuple(axis + len(dims) - len(kind) for axis in np.atleast_1d(over[kind]))
-        scale = np.abs(array).max(axes, keepdims=True) * np.float32(1 / 127)
-        scale[scale == 0] = 1
-        return np.rint(array / scale) * np.float64(scale)
-
-    return jax.tree.map(value, params, dims)
-
-
-class Single:
-    """As `rounding.Places`, but to float32's grid, and of any number of places."""
-
-    def __init__(self, factors):
-        self.factors, self.count = factors, 0
-
-    def __call__(self, y, forward=True, backward=True):
-        at, self.count = self.factors[self.count % len(self.factors)], self.count + 1
-        return _to_single(y, at, (forward, backward))
-
-
-def _to_grid(y, factor):
-    return (y * factor).astype(jnp.float32).astype(y.dtype) / factor
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _to_single(y, factors, where):
-    return _to_grid(y, factors[0]) if where[0] else y
-
-
-_to_single.defvjp(
-    lambda y, factors, where: (_to_single(y, factors, where), factors),
-    lambda where, factors, g: (_to_grid(g, factors[1]) if where[1] else g, jnp.zeros_like(factors)),
-)
-
-
-def singles(config: RunConfig, params, documents: Documents, shape, teacher: Teacher | None = None, *, step: int = 0):
+def singles(question: Question):
     """Samples of `gradients` with what float32 rounds between operations: how ill-conditioned a case is."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), tree)
 
-        def sample(params, taught, factors):
-            rounds = Single(factors)
-            of = dataclasses.replace(shape, rounds=rounds)
-            other = teacher and dataclasses.replace(
-                teacher, params=taught, shape=dataclasses.replace(teacher.shape, rounds=rounds)
-            )
-            return jax.value_and_grad(loss_of(config, documents, of, other, step=step))(params)
+    @jax.jit
+    def sample(student, taught, some):
+        rounds = rounding.Places(some, dtype=jnp.float32)
+        return jax.value_and_grad(question.loss)(student, taught, rounds)
 
-        rng, call = np.random.default_rng(0), jax.jit(sample)
-        factors = [2.0 ** rng.random((rounding.PLACES, 2)) for _ in range(rounding.SAMPLES)]
-        given = wide(params), wide(teacher and teacher.params)
-        return [jax.tree.map(np.asarray, call(*given, some)) for some in factors]
-
-
-def logits(params, tokens, shape) -> np.ndarray:
-    """[B, T, vocabulary] in float64."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
-        return np.asarray(jax.jit(lambda p: reference.logits(p, tokens, shape))(wide))
+    with float64():
+        return [jax.tree.map(np.asarray, sample(*question.given(), some)) for some in factors(np.float64)]
 
 
 def rounded(config: RunConfig, params, parts: Documents, shape):
     """(the gradients in float64, and samples of them with what bfloat16 rounds): see tests/rounding.py."""
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide, single = (jax.tree.map(lambda a: jnp.asarray(a, d), params) for d in (jnp.float64, jnp.float32))
-        exact = jax.jit(lambda p: _summed(config, p, parts, lambda: shape))(wide)
-        places = lambda factors: dataclasses.replace(shape, rounds=rounding.Places(factors))
-        sample = jax.jit(lambda p, factors: _summed(config, p, parts, lambda: places(factors)))
-        rng = np.random.default_rng(0)
-        factors = [2.0 ** rng.random((rounding.PLACES, 2), np.float32) for _ in range(rounding.SAMPLES)]
-        return jax.tree.map(np.asarray, (exact, [sample(single, some) for some in factors]))
+
+    def summed(params, shape):
+        """shape: called for each trace, as its places are counted."""
+        of_part = lambda part: jax.grad(lambda p: loss_of(config, part, shape(), None)(p))(params)
+        return jax.tree.map(lambda g: g.sum(0), jax.lax.map(of_part, jax.tree.map(jnp.asarray, parts)))
+
+    @jax.jit
+    def sample(params, some):
+        return summed(params, lambda: dataclasses.replace(shape, rounds=rounding.Places(some)))
+
+    with float64():
+        exact = jax.jit(lambda p: summed(p, lambda: shape))(of_type(params, jnp.float64))
+        single = of_type(params, jnp.float32)
+        return jax.tree.map(np.asarray, (exact, [sample(single, some) for some in factors(np.float32)]))
 
 
-def _summed(config, params, parts, shape):
-    """shape: called for each trace, as its places are counted."""
-    of_part = lambda part: jax.grad(lambda p: loss_of(config, part, shape(), None)(p))(params)
-    return jax.tree.map(lambda g: g.sum(0), jax.lax.map(of_part, jax.tree.map(jnp.asarray, parts)))
+def evaluation(params, documents: Documents, shape) -> float:
+    """The mean cross-entropy in float64, of a model whose layers have all turned."""
+    scores = reference.evaluate(reference.logits, params, documents.tokens, shape)
+    picked = np.take_along_axis(scores, documents.targets[..., None], -1)[..., 0]
+    return float((documents.weights * (scipy.special.logsumexp(scores, axis=-1) - picked)).sum())

@@ -2,18 +2,14 @@
 
 import collections
 import re
-from typing import Any
+from collections.abc import Sequence
 
-from experiments.fuzz_configurations.draw import Case, override
+from experiments.fuzz_configurations.draw import Case, Outcome, override
 
-LEFT_OUT = (
-    "train.beta1",
-    "train.clip_norm",
-    "train.steps",
-    "train.warmup_steps",
-    "train.start",
-    "model.residual_dtype",
-)
+FIXED = "train.beta1 train.clip_norm train.steps train.warmup_steps train.start model.residual_dtype".split()
+WHATS = ("ran", "refused", "failed")
+
+Met = Sequence[tuple[Case, Outcome]]
 
 
 def described(case: Case) -> str:
@@ -29,56 +25,45 @@ def described(case: Case) -> str:
     return "\n".join(f"  {name}: {text}" for name, text in lines.items() if text)
 
 
-def failure(case: Case, outcome: Any) -> str:
+def failure(case: Case, outcome: Outcome) -> str:
     said = outcome.said.replace("\n", "\n  ")
     return f"\ncase {case.seed}:{case.index} failed: {said}\n{described(case)}\n  again: {case.command}"
 
 
-class Tally:
-    def __init__(self):
-        self.counts = collections.Counter()
-        self.checks = collections.Counter()
-        self.values = collections.defaultdict(collections.Counter)
-        self.reasons = collections.Counter()
-        self.total = 0.0
+def line(met: Met) -> str:
+    counts = collections.Counter(outcome.what for _, outcome in met)
+    return f"{len(met)} cases: {', '.join(f'{counts[what]} {what}' for what in WHATS)}"
 
-    def add(self, case: Case, outcome: Any) -> None:
-        self.counts[outcome.what] += 1
-        self.checks.update(outcome.done)
-        self.total += outcome.seconds
+
+def compared(met: Met) -> collections.Counter[str]:
+    """How often each check was made."""
+    return collections.Counter(check for _, outcome in met for check in outcome.done)
+
+
+def table(met: Met) -> str:
+    """Each drawn value: of how many cases that ran, were refused, failed."""
+    counts = collections.defaultdict(collections.Counter)
+    for case, outcome in met:
         for name, value in values(case).items():
-            self.values[name, value][outcome.what] += 1
-        if outcome.what == "refused":
-            self.reasons[re.sub(r"\d+(\.\d+)?", "N", outcome.said)] += 1
+            counts[f"{name}={value}"][outcome.what] += 1
+    lines = [f"{'what was drawn':44s} {'ran':>6s} {'refused':>8s} {'failed':>7s}"]
+    for name, of in sorted(counts.items()):
+        lines.append(f"{name:44s} {of['ran']:6d} {of['refused']:8d} {of['failed']:7d}")
+    for name, count in sorted(compared(met).items()):
+        lines.append(f"{'compared: ' + name:44s} {count:6d}")
+    return "\n".join(lines)
 
-    @property
-    def failed(self) -> int:
-        return self.counts["failed"]
 
-    @property
-    def seconds(self) -> float:
-        return self.total / max(self.counts.total(), 1)
-
-    @property
-    def line(self) -> str:
-        counted = ", ".join(f"{self.counts[what]} {what}" for what in ("ran", "refused", "failed"))
-        return f"{self.counts.total()} cases: {counted}"
-
-    def table(self) -> str:
-        """Each drawn value: of how many cases that ran, were refused, failed."""
-        rows = [f"{'what was drawn':44s} {'ran':>6s} {'refused':>8s} {'failed':>7s}"]
-        for (name, value), counts in sorted(self.values.items()):
-            rows.append(f"{name + '=' + value:44s} {counts['ran']:6d} {counts['refused']:8d} {counts['failed']:7d}")
-        rows += [f"{'compared: ' + name:44s} {count:6d}" for name, count in sorted(self.checks.items())]
-        return "\n".join(rows)
-
-    def refusals(self) -> str:
-        return "\n".join(f"{count:5d} {reason}" for reason, count in self.reasons.most_common())
+def refusals(met: Met) -> str:
+    """Each reason, its numbers left out, and how often it was given."""
+    refused = (outcome.said for _, outcome in met if outcome.what == "refused")
+    reasons = collections.Counter(re.sub(r"\d+(\.\d+)?", "N", said) for said in refused)
+    return "\n".join(f"{count:5d} {reason}" for reason, count in reasons.most_common())
 
 
 def values(case: Case) -> dict[str, str]:
     """What the table counts: settings of many values by their kind."""
-    found = {name: str(value) for name, value in case.settings.items() if name not in LEFT_OUT}
+    found = {name: str(value) for name, value in case.settings.items() if name not in FIXED}
     if "model.ladder_layers" in found:
         found["model.ladder_layers"] = "a list" if "[" in found["model.ladder_layers"] else "a number"
     if "model.moe.capacity" in found:

@@ -1,22 +1,31 @@
 """The walk: cases one after the other in processes of their own, since a program may also end its process."""
 
-import collections
 import dataclasses
+import itertools
 import json
+import os
 import pathlib
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from experiments.fuzz_configurations.compare import Outcome
-from experiments.fuzz_configurations.draw import Case, draw
+from experiments.fuzz_configurations.draw import Case, Outcome, draw
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 EACH = 100  # cases of a process, whose memory grows
 STUCK = 600.0  # seconds of one case, after which its process is ended
+FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_backend_optimization_level=0"
+
+
+def simulate() -> None:
+    """Eight devices, and programs that compile quickly: set before jax is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 
 
 def outcomes(cases: Iterator[Case]) -> Iterator[tuple[Case, Outcome]]:
@@ -31,76 +40,79 @@ def outcomes(cases: Iterator[Case]) -> Iterator[tuple[Case, Outcome]]:
             jax.clear_caches()
 
 
-def worker(seed: int, first: int, every: int) -> None:
-    """Prints a line of JSON for each case: before it its index, after it the outcome."""
-    cases = (draw(seed, index) for index in range(first, first + EACH * every, every))
-
-    def announced() -> Iterator[Case]:
-        for case in cases:
-            print(json.dumps({"begins": case.index}), flush=True)
-            yield case
-
-    for _, outcome in outcomes(announced()):
+def work() -> None:
+    """Of each line of standard input, "SEED INDEX", the outcome of that case as a line of JSON."""
+    simulate()
+    asked = (draw(*map(int, line.split())) for line in sys.stdin)
+    for _, outcome in outcomes(asked):
         print(json.dumps(dataclasses.asdict(outcome)), flush=True)
+
+
+class Worker:
+    """A process that does `work`."""
+
+    def __init__(self):
+        self.said = tempfile.TemporaryFile("w+")
+        command = [sys.executable, "-m", "experiments.fuzz_configurations", "--worker"]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said)
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+
+    def outcome(self, case: Case) -> Outcome:
+        """Of a process that ends, or is stuck, a failure; then it takes no more cases."""
+        began = time.monotonic()
+        stuck = threading.Timer(STUCK, self.process.kill)
+        stuck.start()
+        try:
+            print(case.seed, case.index, file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        stuck.cancel()
+        if answer:
+            found = json.loads(answer)
+            return Outcome(**found | {"done": tuple(found["done"])})
+        status = self.process.wait()
+        self.said.seek(0)
+        last = "".join(self.said.readlines()[-20:])
+        return Outcome("failed", f"the process ended with status {status}:\n{last}", (), time.monotonic() - began)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.said.close()
 
 
 def walk(
     seed: int, *, count: int | None, seconds: float | None, processes: int, first: int = 0
 ) -> Iterator[tuple[Case, Outcome]]:
     """Until `count` cases have run, or no case begins after so many seconds."""
+    until = float("inf") if seconds is None else time.monotonic() + seconds
+    indices = itertools.count(first) if count is None else iter(range(first, first + count))
     found: queue.Queue[tuple[Case, Outcome] | None] = queue.Queue()
-    until = time.monotonic() + seconds if seconds is not None else None
-    last = first + count if count is not None else None
-    goes_on = lambda index: (last is None or index < last) and (until is None or time.monotonic() < until)
-    starts = range(first, first + processes)
-    share = lambda start: (seed, start, processes, goes_on, found.put)
-    threads = [threading.Thread(target=_share, args=share(start), daemon=True) for start in starts]
+    threads = [threading.Thread(target=_share, args=(seed, indices, until, found)) for _ in range(processes)]
     for thread in threads:
+        thread.daemon = True
         thread.start()
     for _ in threads:
         while (pair := found.get()) is not None:
             yield pair
-    for thread in threads:
-        thread.join()
 
 
-def _share(seed: int, index: int, every: int, goes_on: Callable[[int], bool], put: Callable) -> None:
-    """The cases of one process after the other."""
+def _share(seed: int, indices: Iterator[int], until: float, found: queue.Queue) -> None:
+    """Takes cases for as long as there are any, in one process after the other."""
+    worker, left = None, 0
     try:
-        while goes_on(index):
-            index = _run(seed, index, every, goes_on, put)
+        while time.monotonic() < until and (index := next(indices, None)) is not None:
+            if left == 0:
+                worker, left = Worker(), EACH
+            case = draw(seed, index)
+            outcome = worker.outcome(case)
+            found.put((case, outcome))
+            left -= 1
+            if left == 0 or worker.process.returncode is not None:
+                worker.end()
+                left = 0
     finally:
-        put(None)
-
-
-def _run(seed: int, index: int, every: int, goes_on: Callable[[int], bool], put: Callable) -> int:
-    """Those of one process; returns the next case's index."""
-    command = [sys.executable, "-m", "experiments.fuzz_configurations", "--worker", f"{seed}:{index}:{every}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    said: collections.deque[str] = collections.deque(maxlen=20)
-    listening = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
-    listening.start()
-    began, last = time.monotonic(), index + EACH * every
-    stuck = threading.Timer(STUCK, process.kill)
-    for line in process.stdout:
-        message = json.loads(line)
-        stuck.cancel()
-        if "begins" not in message:
-            put((draw(seed, index), Outcome(**message | {"done": tuple(message["done"])})))
-            index += every
-            continue
-        if not goes_on(index):
-            process.kill()
-            break
-        began, stuck = time.monotonic(), threading.Timer(STUCK, process.kill)
-        stuck.start()
-    stuck.cancel()
-    listening.join()
-    process.stdout.close()
-    process.stderr.close()
-    process.wait()
-    if process.returncode and goes_on(index) and index < last:
-        text = f"the process ended with status {process.returncode}:\n{''.join(said)}"
-        put((draw(seed, index), Outcome("failed", text, (), time.monotonic() - began)))
-        index += every
-    return index
+        if left:
+            worker.end()
+        found.put(None)

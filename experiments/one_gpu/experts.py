@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from experiments import measure as measuring
+from experiments import study
 from ladder_jax import config, parallel
 from ladder_jax.nn import grouped, grouped_gpu
 from ladder_jax.words import words
@@ -52,7 +52,8 @@ def main() -> int:
         except Exception as error:  # of one form, whose compiler may fail: the others are measured all the same
             found.append(case | {"failed": str(error)[:1000]})
     flags = os.environ.get("XLA_FLAGS", "")
-    measuring.report({"model": args.model, "share": args.share, "xla_flags": flags, "rows": found}, file=args.out)
+    about = {**study.environment(), "model": args.model, "share": args.share, "xla_flags": flags}
+    study.keep({**about, "rows": found}, file=args.out)
     wrong = [one for one in found if not one.get("error", np.nan) < LIMIT]
     if wrong:
         print(

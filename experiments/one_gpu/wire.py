@@ -1,13 +1,24 @@
-"""An emulated wire: what a topology exposes of it on one device, where a real all-reduce needs several.
+"""How much of an emulated wire each topology exposes on one GPU, where a real all-reduce needs several.
+
+    python -m experiments.one_gpu.wire --model llama-3-70b --share 8 --batch 1,16 --out wire.json
 
 Every sublayer's all-reduce becomes a copy to the host's pinned memory and back, which a GPU's copy engines do beside
-its compute, as they would an all-reduce's transfers: of the same bytes, or of as many as take an all-reduce's time. AN
-EMULATION: its latency and bandwidth are PCIe's, it takes no SMs, and it waits for no other device.
+its compute, as they would an all-reduce's transfers. AN EMULATION: its latency and bandwidth are PCIe's, it takes no
+SMs, and it waits for no other device.
+
+Three wires: `payload` copies an all-reduce's bytes; `nccl` and `one-kernel` copy as many as take the time of NCCL's
+all-reduce and of the one-kernel ones, which are the costs that `ladder-jax predict --hardware` has for those bytes.
+Steps are timed with a wire, and before and after without, so that drift shows. XLA's flags are read once a process:
+XLA_FLAGS=--xla_gpu_enable_command_buffer= is without CUDA graphs, which can undo an overlap.
 """
 
+import argparse
 import contextlib
 import functools
+import os
+import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
@@ -17,13 +28,118 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ladder_jax import decode
+from experiments import study
+from ladder_jax import decode, parallel, residual
+from ladder_jax.bench import measure
+from ladder_jax.bench import request as requests
+from ladder_jax.bench.measure import Samples
+from ladder_jax.bench.request import Request
+from ladder_jax.errors import unknown
+from ladder_jax.predict import link, machine
 from ladder_jax.residual import recurrence
+from ladder_jax.words import words
 
+KERNELS = (link.Algorithm.ONE_SHOT, link.Algorithm.TWO_SHOT)
+WIRES = ("payload", "nccl", "one-kernel")
+NUMBERS = ("share", "prompt_length", "new_tokens", "warmup", "repeats", "layers")
 RANKS = 8  # from two on, topologies keep their all-reduces apart by barriers
 SIZES = tuple(2**power for power in range(10, 23, 2))  # bytes of the copies that are timed
 
 Copied = Callable[[int], int]  # from an all-reduce's bytes to those that are copied in its place
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3-70b")
+    parser.add_argument("--residual", default="standard,ladder,parallel")
+    parser.add_argument("--batch", default="1,16")
+    parser.add_argument("--wires", default=",".join(WIRES))
+    parser.add_argument("--hardware", default="h100-nvlink", help="of ladder-jax predict, for the costs of all-reduces")
+    for name in NUMBERS:
+        default = 8 if name == "share" else None
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help="as of ladder-jax bench")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    args = vars(parser.parse_args(argv))
+    return study.ended(functools.partial(expose, **args), name="wire")
+
+
+def expose(*, out: pathlib.Path, hardware: str, wires: str, **asked) -> None:
+    names, request = words("wires", wires), requests.make(**asked)
+    for name in names:
+        if name not in WIRES:
+            raise unknown("wire", name, WIRES)
+    measured = copies()
+    every = emulated(hardware, ranks=request.share, measured=measured)
+    found = {
+        **study.environment(),
+        "model": request.model,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "share": request.share,
+        "hardware": hardware,
+        "copies": [{"bytes": size, "seconds": seconds} for size, seconds in measured],
+        "rows": rows(request, wires={name: every[name] for name in names}),
+    }
+    study.keep(found, file=out)
+
+
+def emulated(hardware: str, *, ranks: int, measured: Sequence[tuple[int, float]]) -> dict[str, Copied]:
+    """By name, how many bytes are copied in place of an all-reduce over `ranks`."""
+    on = machine.load(hardware)
+    cost = lambda among: lambda size: on.all_reduce(size, ranks=ranks, among=among)
+    others = [as_long_as(cost(among), measured=measured) for among in (link.NCCL, KERNELS)]
+    return dict(zip(WIRES, (lambda size: size, *others), strict=True))
+
+
+def rows(request: Request, *, wires: dict[str, Copied]) -> list[dict]:
+    """A row a wire, batch and residual. Without a wire is measured before and after, so that drift shows."""
+    mesh = parallel.make_mesh()
+    once = lambda: measure.samples(request, mesh=mesh)
+    before, wired = once(), {}
+    for name, copied in wires.items():
+        with host_wire(copied):
+            wired[name] = once()
+    after = once()
+    found = []
+    for name, samples in wired.items():
+        of_wire = [row(request, *each) for each in zip(before, samples, after, strict=True)]
+        found += [{"wire": name, **one} for one in against_standard(of_wire)]
+    return found
+
+
+def row(request: Request, before: Samples, wired: Samples, after: Samples) -> dict:
+    """Seconds an all-reduce in prefill and in a decode step: what the wire adds to the step, over its all-reduces.
+
+    drift: the same of the two measurements without the wire, apart from each other; what is smaller says nothing.
+    """
+    topology = residual.of_model(request.config(before.residual))
+    count = sum(len(layer) for layer in topology.layers)
+    steps = request.new_tokens - 1
+    found = {"residual": before.residual, "batch": before.batch, "all_reduces": count}
+    for phase, calls in (("prefill", count), ("decode", count * steps)):
+        first, with_wire, last = (statistics.median(getattr(one, phase)) for one in (before, wired, after))
+        without = (first + last) / 2
+        found |= {
+            f"{phase}_seconds": without,
+            f"{phase}_seconds_wired": with_wire,
+            f"{phase}_exposed_seconds": (with_wire - without) / calls,
+            f"{phase}_drift_seconds": abs(last - first) / calls,
+        }
+    return found
+
+
+def against_standard(rows: Sequence[dict]) -> list[dict]:
+    """With the share of the wire that each hides: what it exposes of an all-reduce, against what Standard does."""
+    exposed = {row["batch"]: row for row in rows if row["residual"] == "standard"}
+    return [
+        row | {
+            f"{phase}_hidden": 1 - row[f"{phase}_exposed_seconds"] / exposed[row["batch"]][f"{phase}_exposed_seconds"]
+            for phase in ("prefill", "decode")
+        } if row["batch"] in exposed else row
+        for row in rows
+    ]  # fmt: skip
+
+
+# The wire.
 
 
 @contextlib.contextmanager
@@ -93,3 +209,7 @@ def _forget() -> None:
     for kept in (decode.prefill, decode.decode_many):
         kept.cache_clear()
     jax.clear_caches()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

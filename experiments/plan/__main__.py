@@ -1,22 +1,22 @@
 """Are the planner's estimates right? Training steps compiled for their targets, beside what shapes alone say.
 
-    nice python -m experiments.plan [--only N | --missing] [--out FILE]  # minutes a program; what was compiled is kept
+    nice python -m experiments.plan [--only N] [--out FILE]    # minutes a program; rows that are there are kept
 
-Writes results.json and the README's table.
+Writes results.json and the README's tables.
 """
 
 import argparse
-import json
 import pathlib
+import sys
 
-from experiments import readme
+from experiments import study
 from ladder_jax.config import MeshConfig, Remat
 from ladder_jax.plan import confirm, memory, request
 from ladder_jax.plan.candidate import Candidate
 
 MODEL = dict(model="llama-3-70b", target="v5p:4x4x4", sequence=8192)
-STEP = dict(MODEL, tokens=4_194_304, mesh=(1, 16, 4), accumulate=32)
-CASES = (
+STEP = dict(MODEL, tokens=4_194_304, mesh=[1, 16, 4], accumulate=32)
+CASES = [
     STEP | dict(layers=80, remat="save-matmuls", sequence_parallel=False),
     STEP | dict(layers=80, remat="save-matmuls", sequence_parallel=True),
     STEP | dict(layers=80, remat="full", sequence_parallel=False),
@@ -25,86 +25,70 @@ CASES = (
     STEP | dict(layers=4, remat="offload", sequence_parallel=False),
     STEP | dict(layers=4, remat="save-matmuls", sequence_parallel=True),
     STEP | dict(layers=4, remat="full", sequence_parallel=False, accumulate=1, tokens=131_072),
-)
+]
 EXPERTS = dict(model="qwen3-30b-a3b", target="v5p:2x2x2", sequence=4096, tokens=65_536, layers=4, capacity=1.25)
 EXCHANGED = EXPERTS | dict(experts="exchange", sequence_parallel=True)
-OF_EXPERTS = (
-    EXCHANGED | dict(mesh=(1, 1, 8), residual="ladder", remat="none", accumulate=8),
-    EXCHANGED | dict(mesh=(1, 1, 8), residual="ladder", remat="save-matmuls", accumulate=4),
-    EXCHANGED | dict(mesh=(1, 1, 8), residual="ladder", remat="full", accumulate=1),
-    EXCHANGED | dict(mesh=(1, 2, 4), residual="standard", remat="full", accumulate=1),
-)
+CASES += [
+    EXCHANGED | dict(mesh=[1, 1, 8], residual="ladder", remat="none", accumulate=8),
+    EXCHANGED | dict(mesh=[1, 1, 8], residual="ladder", remat="save-matmuls", accumulate=4),
+    EXCHANGED | dict(mesh=[1, 1, 8], residual="ladder", remat="full", accumulate=1),
+    EXCHANGED | dict(mesh=[1, 2, 4], residual="standard", remat="full", accumulate=1),
+]
 HERE = pathlib.Path(__file__).parent
 ASKED = "model target tokens sequence layers residual capacity".split()  # of a case, what is the request's
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, help="so many cases, the first ones")
-    parser.add_argument("--missing", action="store_true", help="only the cases of which there is no row")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
-    parser.add_argument("--table", action="store_true", help="compile nothing: print the table of what there is")
-    args = parser.parse_args()
-    rows = json.loads(args.out.read_text())["rows"] if args.table or args.missing else []
-    for case in () if args.table else (*CASES, *OF_EXPERTS)[: args.only]:
-        if not any(as_json(case).items() <= row.items() for row in rows):
-            rows.append(measured(case))
-            args.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    found = {
-        "memory": table([row for row in rows if "experts" not in row]),
-        "experts": experts_table([row for row in rows if "experts" in row]),
-    }
-    print(*found.values(), sep="\n\n")
-    if args.out.parent == HERE and args.only is None:
-        readme.write(HERE, found)
+    parser.add_argument("--only", type=int, metavar="N", help="the first N cases")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json", metavar="FILE")
+    args = parser.parse_args(argv)
 
+    def work() -> None:
+        rows = study.resumed(CASES[: args.only], measured, file=args.out, about={})
+        study.show(tables(rows), folder=args.out.parent)
 
-def as_json(case: dict) -> dict:
-    """A case as JSON has it."""
-    return {**case, "mesh": list(case["mesh"])}
+    return study.ended(work, name="plan")
 
 
 def measured(case: dict) -> dict:
-    one, asked = of(case)
-    found = confirm.confirm(one, request=asked)
+    found = confirm.confirm(candidate(case), request=requested(case))
     sizes = {"bytes_per_device": found.device, "host_bytes": found.host, "temporary_bytes": found.temporaries}
-    return {**as_json(case), **sizes, "jax": found.jax,
-            "compiler": found.compiler, "refusal": found.refusal}  # fmt: skip
+    return {**sizes, "jax": found.jax, "compiler": found.compiler, "refusal": found.refusal}
 
 
-def of(case: dict) -> tuple[Candidate, request.Request]:
-    asked = request.make(**{name: case[name] for name in ASKED if name in case})
+def requested(case: dict) -> request.Request:
+    return request.make(**{name: case[name] for name in ASKED if name in case})
+
+
+def candidate(case: dict) -> Candidate:
     mesh = MeshConfig(*case["mesh"], experts=case.get("experts", "reduce"))
-    rows = asked.sequences // (mesh.data * mesh.fsdp) // case["accumulate"]
-    return Candidate(mesh, Remat(case["remat"]), case["sequence_parallel"], rows, case["accumulate"]), asked
+    rows = requested(case).sequences // (mesh.data * mesh.fsdp) // case["accumulate"]
+    return Candidate(mesh, Remat(case["remat"]), case["sequence_parallel"], rows, case["accumulate"])
 
 
-def table(rows: list[dict]) -> str:
-    lines = ["| layers | remat | stream | parts | compiled, GiB | estimated | error | on the host, GiB | estimated |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+def tables(rows: list[dict]) -> dict[str, str]:
+    dense, experts = [], []
     for row in rows:
-        one, asked = of(row)
-        found, size = memory.estimate(one, request=asked), row["bytes_per_device"]
-        cells = [row["layers"], row["remat"], "split" if row["sequence_parallel"] else "whole", row["accumulate"]]
-        cells += [f"{size / 2**30:.1f}", f"{found.device / 2**30:.1f}", f"{found.device / size - 1:+.0%}"]
-        cells += [f"{row['host_bytes'] / 2**30:.2f}", f"{found.host / 2**30:.2f}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        one = candidate(row)
+        found, size = memory.estimate(one, request=requested(row)), row["bytes_per_device"]
+        sizes = [gib(size), gib(found.device), f"{found.device / size - 1:+.0%}"]
+        if "experts" in row:
+            experts.append([" x ".join(map(str, row["mesh"])), row["residual"], row["remat"], one.rows, *sizes])
+        else:
+            stream = "split" if row["sequence_parallel"] else "whole"
+            on_host = [gib(row["host_bytes"], digits=2), gib(found.host, digits=2)]
+            dense.append([row["layers"], row["remat"], stream, row["accumulate"], *sizes, *on_host])
+    compared = "compiled, GiB | estimated | error"
+    return {
+        "memory": study.table(f"layers | remat | stream | parts | {compared} | on the host, GiB | estimated", dense),
+        "experts": study.table(f"mesh | residual | remat | sequences at a time | {compared}", experts),
+    }
 
 
-def experts_table(rows: list[dict]) -> str:
-    lines = [
-        "| mesh | residual | remat | sequences at a time | compiled, GiB | estimated | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        one, asked = of(row)
-        found, size = memory.estimate(one, request=asked).device, row["bytes_per_device"]
-        cells = [" x ".join(map(str, row["mesh"])), row["residual"], row["remat"], one.rows, f"{size / 2**30:.1f}"]
-        cells += [f"{found / 2**30:.1f}", f"{found / size - 1:+.0%}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+def gib(size: float, *, digits: int = 1) -> str:
+    return f"{size / 2**30:.{digits}f}"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

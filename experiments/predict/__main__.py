@@ -1,63 +1,224 @@
 """Is the speed model right? Nine constants fitted to the paper's tables, and what they say of everything else.
 
-    python -m experiments.predict --fit --install    # fits, leaves out each figure in turn: 7 minutes; installs
-    python -m experiments.predict                    # with the package's constants: tables, README, JSON, figures
+    python -m experiments.predict --fit    # fits, and leaves out each figure in turn: 7 minutes
+    python -m experiments.predict          # with the package's constants: tables, README, JSON, figure
 
+New constants go by hand, rounded to three digits, to ladder_jax/predict: tests/predict/test_published.py says where.
 No accelerator is needed, and none is used: what is measured here was measured by the paper's authors.
 """
 
 import argparse
 import dataclasses
-import json
+import itertools
+import statistics
+from collections.abc import Mapping
 
-from experiments.predict import install, markdown, picture, published, tables
-from experiments.predict.published import HERE
+from experiments import study
+from experiments.predict import picture, published
+from experiments.predict.published import HERE, RESIDUALS, Setting
+from ladder_jax.predict.machine import Machine
+
+RESULTS = HERE / "results.json"
+SIZES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "codellama-34b", "llama-3-70b")
+LARGER = ("ladder-1b", "ladder-1.55b")  # the paper's "30 % larger" Ladder, in time: 52 layers for 40
+ELSEWHERE = {
+    "logs": "Llama-3-8B, NVLink, TP 1 to 8, batch 1 to 64",
+    "blog": "Llama-3.2-1B and 3B, NVLink, TP 8, batch 4",
+    "plots": "Llama-3-70B without NVLink, TP 2 and 4",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--install", action="store_true")
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew")
     args = parser.parse_args()
-    file = HERE / "results.json"
+    fitted = study.load(RESULTS)["fit"]
     if args.fit:
-        fitted = fit_all()
-        file.write_text(json.dumps({"fit": fitted}) + "\n")
-    fitted = json.loads(file.read_text())["fit"]
-    if args.install:
-        install.install(fitted["constants"])
-        raise SystemExit("installed: run again without options, so that the tables are the new constants'")
-    results = {"fit": fitted, **tables.predictions(published.shipped())}
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    readme = HERE / "README.md"
-    readme.write_text(markdown.fill(readme.read_text(), results))
-    print("\n\n".join(f"{name}\n\n{table}" for name, table in markdown.sections(results).items()))
+        from experiments.predict import fit
+
+        fitted = fit.fit_all()
+    results = {"fit": fitted, **predictions(published.shipped())}
+    study.keep(results, file=RESULTS)
+    study.show(tables(results), folder=HERE)
     picture.plot(results, file=str(HERE / "published.png"))
-    picture.plot_elsewhere(results, file=str(HERE / "elsewhere.png"))
 
 
-def fit_all() -> dict:
-    """The constants; and predictions of each figure, and of each row of the tables, by constants fitted without it."""
-    from experiments.predict import fit
+# Predictions beside what was measured.
 
-    constants = fit.fit()
-    network = fit.fit_network(constants)
-    measured = published.tables()
-    rows: dict[tuple, list] = {}
-    for setting in measured:
-        rows.setdefault((setting.link, setting.tensor, setting.batch), []).append(setting)
-    left_out = {"figure": {}, "row": {}}
-    for kind, groups in (("figure", [[setting] for setting in measured]), ("row", list(rows.values()))):
-        for group in groups:
-            print(f"leaving out {len(left_out[kind])}/{len(measured)} by {kind}", flush=True)
-            machines, implementation = fit.apply(fit.fit(without=group, start=constants))
-            for setting in group:
-                left_out[kind][setting] = published.speed(setting, machines, implementation).tokens_per_second
-    listed = {
-        kind: [{**dataclasses.asdict(setting), "tokens_per_second": value} for setting, value in found.items()]
-        for kind, found in left_out.items()
+
+def predictions(machines: Mapping[str, Machine]) -> dict:
+    def tokens(setting: Setting) -> float:
+        return published.speed(setting, machines).tokens_per_second
+
+    measured, elsewhere = published.tables(), published.elsewhere()
+    summaries = {}
+    for source in ELSEWHERE:
+        of_source = {setting: value for one, setting, value in elsewhere if one == source}
+        summaries[source] = published.errors(of_source, tokens).summary()
+    two_nodes = published.two_nodes().items()
+    return {
+        "published": [row(setting, value, tokens(setting)) for setting, value in measured.items()],
+        "published_summary": published.errors(measured, tokens).summary(),
+        "seconds": [seconds(setting, times, machines) for setting, times in published.seconds().items()],
+        "elsewhere": [
+            {"source": source, **row(setting, value, tokens(setting))} for source, setting, value in elsewhere
+        ],
+        "elsewhere_summary": summaries,
+        "two_nodes": [row(setting, value, published.speedup(setting, machines)) for setting, value in two_nodes],
+        "sizes": [of_size(name, machines) for name in SIZES],
+        "larger": [larger(*place, machines) for place in itertools.product((2, 4, 8), (1, 4, 16))],
     }
-    return {"constants": {**constants, "network step": network}, "left_out": listed}
+
+
+def row(setting: Setting, measured: float, predicted: float) -> dict:
+    return {**dataclasses.asdict(setting), "measured": measured, "predicted": predicted}
+
+
+def seconds(setting: Setting, measured: tuple[float, float], machines: Mapping[str, Machine]) -> dict:
+    found = published.speed(setting, machines)
+    prefill, decode = measured
+    return {
+        **dataclasses.asdict(setting),
+        "prefill": {"measured": prefill, "predicted": found.prefill_seconds},
+        "decode": {"measured": decode, "predicted": found.decode_seconds},
+    }
+
+
+def of_size(name: str, machines: Mapping[str, Machine]) -> dict:
+    standard = Setting(name, "nvlink", 8, 4, "standard")
+    others = {residual: dataclasses.replace(standard, residual=residual) for residual in RESIDUALS[1:]}
+    return {
+        "model": name,
+        "standard": published.speed(standard, machines).tokens_per_second,
+        "speedup": {residual: published.speedup(other, machines) for residual, other in others.items()},
+    }
+
+
+def larger(tensor: int, batch: int, machines: Mapping[str, Machine]) -> dict:
+    small, large = LARGER
+    asked = {"standard": (small, "standard"), "ladder": (small, "ladder"), "larger_ladder": (large, "ladder")}
+    found = {"tensor": tensor, "batch": batch}
+    for name, (model, residual) in asked.items():
+        setting = Setting(model, "nvlink", tensor, batch, residual)
+        found[name] = published.speed(setting, machines).tokens_per_second
+    return found
+
+
+# The README's tables.
+
+
+def tables(results: dict) -> dict[str, str]:
+    return {
+        "constants": study.table("constant | fitted", map(constant, results["fit"]["constants"].items())),
+        "summary": summaries(results),
+        "published": study.table(
+            "NVLink | TP | batch | standard | ladder | parallel | no communication",
+            grouped(results["published"], "link", "tensor", "batch"),
+        ),
+        "seconds": study.table("batch | residual | prefill s | decode s", map(times, results["seconds"])),
+        "elsewhere": elsewhere_table(results),
+        "two nodes": two_nodes_table(results["two_nodes"]),
+        "sizes": sizes_table(results),
+        "larger": study.table(
+            "TP | batch | Standard 1B, tokens/s | Ladder 1B | Ladder 1.55B", map(larger_cells, results["larger"])
+        ),
+        "fidelities": fidelities(study.load(HERE / "compiled.json")["rows"]),
+    }
+
+
+def constant(named: tuple[str, float]) -> list[str]:
+    name, value = named
+    units = {"launch": (1e6, " µs"), "latency": (1e6, " µs"), "step": (1e6, " µs"), "bandwidth": (1e-9, " GB/s")}
+    scale, unit = units.get(name.split()[-1], (1, ""))
+    return [name, f"{scale * value:.3g}{unit}"]
+
+
+def pair(one: dict, form: str) -> str:
+    """Measured, predicted, and the error."""
+    return f"{one['measured']:{form}}, {one['predicted']:{form}} ({one['predicted'] / one['measured'] - 1:+.1%})"
+
+
+def grouped(rows: list[dict], *keys: str) -> list[list[object]]:
+    """A line for each value of the keys, with a cell for each residual."""
+    lines: dict[tuple, list] = {}
+    for one in rows:
+        lines.setdefault(tuple(one[key] for key in keys), []).append(pair(one, ".2f"))
+    return [[*place, *cells] for place, cells in lines.items()]
+
+
+def times(one: dict) -> list[object]:
+    return [one["batch"], one["residual"].replace("_", " "), pair(one["prefill"], ".4g"), pair(one["decode"], ".4g")]
+
+
+def summaries(results: dict) -> str:
+    """Of constants fitted to all figures, and to all but the figure or its whole row."""
+    found = {"fitted to all": results["published_summary"]}
+    for kind, rows in results["fit"]["left_out"].items():
+        fields = [field.name for field in dataclasses.fields(Setting)]
+        predicted = {Setting(*(one[field] for field in fields)): one["tokens_per_second"] for one in rows}
+        errors = published.errors(published.tables(), predicted.__getitem__)
+        found[f"left out: its {kind}"] = errors.summary()
+    lines = []
+    for name, one in found.items():
+        ratios = f"{100 * one['median_ratio_error']:.1f}, {100 * one['worst_ratio_error']:.1f}"
+        lines.append([name, *worst(one), ratios, one["pairs_out_of_order"]])
+    head = "constants | median error | worst | ratios: median, worst points | pairs out of order"
+    return study.table(head, lines)
+
+
+def worst(summary: dict) -> list[str]:
+    return [f"{summary['median_error']:.1%}", f"{summary['worst_error']:.1%}"]
+
+
+def elsewhere_table(results: dict) -> str:
+    lines = []
+    for source, one in results["elsewhere_summary"].items():
+        ratio = f"{100 * one['median_ratio_error']:.1f}"
+        lines.append([ELSEWHERE[source], one["figures"], *worst(one), ratio, one["pairs_out_of_order"]])
+    return study.table("what | figures | median error | worst | ratios: median points | pairs out of order", lines)
+
+
+def two_nodes_table(rows: list[dict]) -> str:
+    lines: dict[int, list] = {}
+    for one in rows:
+        lines.setdefault(one["batch"], [one["batch"]]).append(f"{one['measured']:.2f}, {one['predicted']:.2f}")
+    errors = [100 * abs(one["predicted"] - one["measured"]) for one in rows]
+    points = f"median {statistics.median(errors):.1f} points, worst {max(errors):.1f}"
+    return study.table("batch | ladder | parallel | no communication", lines.values()) + f"\n\n{points}"
+
+
+def sizes_table(results: dict) -> str:
+    known = {}
+    for one in results["elsewhere"] + results["published"]:
+        if (one["link"], one["tensor"], one["batch"]) == ("nvlink", 8, 4):
+            known[one["model"], one["residual"]] = one["measured"]
+    lines = []
+    for one in results["sizes"]:
+        cells = [one["model"], f"{one['standard']:,.0f}"]
+        for residual, predicted in one["speedup"].items():
+            measured = known.get((one["model"], residual))
+            standard = known.get((one["model"], "standard"))
+            ratio = f"{measured / standard:.2f}" if measured and standard else "-"
+            cells.append(f"{ratio}, {predicted:.2f}")
+        lines.append(cells)
+    return study.table("model | Standard, predicted tokens/s | ladder | parallel | no communication", lines)
+
+
+def larger_cells(one: dict) -> list[object]:
+    ratios = [f"{one[name] / one['standard']:.2f}" for name in ("ladder", "larger_ladder")]
+    return [one["tensor"], one["batch"], f"{one['standard']:,.0f}", *ratios]
+
+
+def fidelities(rows: list[dict]) -> str:
+    columns = {"prefill_seconds": (1e3, ".0f"), "step_seconds": (1e3, ".2f"), "step_exposed_seconds": (1e3, ".2f")}
+    columns["speedup"] = (1, ".2f")
+    lines = []
+    for one in rows:
+        cells = [one["target"], one["residual"]]
+        for name, (scale, form) in columns.items():
+            cells.append(f"{scale * one['analytic'][name]:{form}}, {scale * one['compiled'][name]:{form}}")
+        lines.append(cells)
+    return study.table("target | residual | prefill ms | step ms | of it exposed | speed-up", lines)
 
 
 if __name__ == "__main__":

@@ -72,3 +72,25 @@ def fit_network(constants: dict[str, float]) -> float:
         return [np.log(published.speedup(setting, *found) / ratio) for setting, ratio in bound.items()]
 
     return float(np.exp(least_squares(residuals, np.log([5e-6]), xtol=1e-5, ftol=1e-7).x[0]))
+
+
+def fit_all() -> dict:
+    """The constants; and predictions of each figure, and of each row of the tables, by constants fitted without it."""
+    constants = fit()
+    network = fit_network(constants)
+    measured = published.tables()
+    rows: dict[tuple, list] = {}
+    for setting in measured:
+        rows.setdefault((setting.link, setting.tensor, setting.batch), []).append(setting)
+    left_out = {"figure": {}, "row": {}}
+    for kind, groups in (("figure", [[setting] for setting in measured]), ("row", list(rows.values()))):
+        for group in groups:
+            print(f"leaving out {len(left_out[kind])}/{len(measured)} by {kind}", flush=True)
+            machines, implementation = apply(fit(without=group, start=constants))
+            for setting in group:
+                left_out[kind][setting] = published.speed(setting, machines, implementation).tokens_per_second
+    listed = {
+        kind: [{**dataclasses.asdict(setting), "tokens_per_second": value} for setting, value in found.items()]
+        for kind, found in left_out.items()
+    }
+    return {"constants": {**constants, "network step": network}, "left_out": listed}

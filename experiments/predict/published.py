@@ -13,7 +13,8 @@ two_nodes.csv: the same repository's tools/plot-405b.py, tokens a second over St
 import csv
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
 
 from ladder_jax.config import preset
 from ladder_jax.predict import machine, model
@@ -23,6 +24,7 @@ from ladder_jax.predict.model import Speed
 
 HERE = pathlib.Path(__file__).parent
 RESIDUALS = ("standard", "ladder", "parallel", "no_communication")
+MATTERS = 1.05  # measured speeds that differ by more must come in the right order
 MACHINES = {"nvlink": "h100-nvlink", "off": "h100-no-nvlink", "two nodes": "h100-2-nodes"}
 
 
@@ -98,3 +100,46 @@ def _setting(row: dict, name: str, residual: str) -> Setting:
 def _read(name: str) -> list[dict]:
     with (HERE / name).open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+# How far predictions are from measurements.
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """each: predicted / measured - 1; ratios: predicted less measured, of speeds over Standard's; wrong: pairs out of
+    order."""
+
+    each: dict[Setting, float]
+    ratios: dict[Setting, float]
+    wrong: tuple[tuple[Setting, Setting], ...]
+
+    def summary(self) -> dict:
+        absolute, points = [abs(e) for e in self.each.values()], [abs(e) for e in self.ratios.values()]
+        worst = max(self.each, key=lambda setting: abs(self.each[setting]))
+        return {
+            "figures": len(absolute),
+            "median_error": statistics.median(absolute),
+            "worst_error": max(absolute),
+            "worst_at": dataclasses.asdict(worst),
+            "median_ratio_error": statistics.median(points),
+            "worst_ratio_error": max(points),
+            "pairs_out_of_order": len(self.wrong),
+        }
+
+
+def errors(measured: dict[Setting, float], predict: Callable[[Setting], float]) -> Errors:
+    found = {setting: predict(setting) for setting in measured}
+    standard = lambda setting: dataclasses.replace(setting, residual="standard")
+    ratios = {
+        s: found[s] / found[standard(s)] - measured[s] / measured[standard(s)]
+        for s in measured
+        if s.residual != "standard" and standard(s) in measured
+    }
+    wrong = tuple(
+        (faster, slower)
+        for faster in measured
+        for slower in (dataclasses.replace(faster, residual=name) for name in RESIDUALS)
+        if slower in measured and measured[faster] > MATTERS * measured[slower] and found[faster] <= found[slower]
+    )
+    return Errors({s: found[s] / measured[s] - 1 for s in measured}, ratios, wrong)

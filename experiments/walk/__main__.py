@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 
-from experiments import measure
+from experiments import study
 
 HERE = pathlib.Path(__file__).resolve().parent
 TEXT = "".join(f"line {n}: the ladder has {n % 7} rungs, and {n % 5} of them are new\n" for n in range(4000))
@@ -38,19 +38,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in args.walks or ("train", "generate"):
             walks[name] = walk(name, folder=pathlib.Path(folder), library=args.library.resolve())
+    rows = []
     for name, found in walks.items():
         if args.list:
             print(as_text(name, found))
-    rows = [
-        {
-            "walk": name,
-            "files": len(found["files"]),
-            "functions": sum(map(len, found["files"].values())),
-            "depth": found["depth"],
-        }
-        for name, found in walks.items()
-    ]
-    measure.report({"rows": rows}, file=args.out)
+        functions = sum(map(len, found["files"].values()))
+        rows.append({"walk": name, "files": len(found["files"]), "functions": functions, "depth": found["depth"]})
+        print(json.dumps(rows[-1]))
+    study.keep({**study.environment(), "rows": rows}, file=args.out)
 
 
 def walk(name: str, *, folder: pathlib.Path, library: pathlib.Path) -> dict:

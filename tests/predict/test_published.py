@@ -5,7 +5,9 @@ import pathlib
 
 import pytest
 
-from experiments.predict import install, markdown, published, tables
+from experiments import study
+from experiments.predict import __main__ as command
+from experiments.predict import published
 from ladder_jax.predict import machine
 from ladder_jax.predict.implementation import AUTHORS
 
@@ -19,7 +21,7 @@ def kept():
 
 @pytest.fixture(scope="module")
 def made():
-    return tables.predictions(published.shipped())
+    return command.predictions(published.shipped())
 
 
 def test_the_tables_are_what_the_package_predicts(kept, made):
@@ -30,9 +32,10 @@ def test_the_tables_are_what_the_package_predicts(kept, made):
 
 def test_the_readme_holds_them(kept):
     text = (EXPERIMENT / "README.md").read_text()
-    assert markdown.fill(text, kept) == text and text.count("\n| ") > 60
+    tables = command.tables(kept)
+    assert study.fill(text, tables) == text and text.count("\n| ") > 60
     with pytest.raises(ValueError, match="0 places for the table 'constants'"):
-        markdown.fill("", kept)
+        study.fill("", tables)
 
 
 def test_the_package_has_the_fitted_constants(kept):
@@ -47,7 +50,7 @@ def test_the_package_has_the_fitted_constants(kept):
         "off bandwidth": off.link.bandwidth,
         "network step": nodes.link.network.step,
     }
-    assert shipped == {name: install.rounded(value) for name, value in constants.items()}
+    assert shipped == {name: float(f"{value:.3g}") for name, value in constants.items()}
     assert len(constants) - 1 == 9  # the network's is not among those of the 56 figures
     assert off.link.latency == nvlink.link.latency
     assert machine.load("b200-nvlink").link.bandwidth == 2 * nvlink.link.bandwidth
@@ -63,12 +66,10 @@ def test_how_near_they_come(made):
 
 
 def test_errors_are_computed_rightly():
-    from experiments.predict import evaluate
-
     setting = lambda name: published.Setting("m", "off", 2, 1, name)
     measured = {setting("standard"): 10.0, setting("ladder"): 12.0, setting("parallel"): 11.0}
     predicted = {setting("standard"): 11.0, setting("ladder"): 11.0, setting("parallel"): 12.0}
-    found = evaluate.errors(measured, predicted.__getitem__)
+    found = published.errors(measured, predicted.__getitem__)
     assert found.each[setting("ladder")] == pytest.approx(-1 / 12)
     assert found.ratios[setting("ladder")] == pytest.approx(1.0 - 1.2)
     assert {pair[0].residual for pair in found.wrong} == {"ladder"} and len(found.wrong) == 2
