@@ -133,6 +133,36 @@ def test_both_loop_forms_and_ranks_of_a_mesh_change_nothing_but_rounding():
     assert cases.error(scan, unrolled) < LIMIT
 
 
+@pytest.mark.parametrize("number", [2, 3, 4, 5])
+def test_a_desyncs_stream_between_two_sums_is_that_of_a_model_that_ends_there(number):
+    """Its newest output is summed over the ranks, the older ones that are not synced are averaged."""
+    mesh, axes = parallel.make_mesh(tensor=4), ("tensor",)
+    deep = residual.topology(f"desync-{number}", num_layers=5)
+
+    def sublayer(scale):
+        return lambda x: 0.1 * jnp.sin(scale * x) * (1 + jax.lax.axis_index("tensor"))
+
+    def streams(x):
+        wire = deep.layers[0][0].wire(axes)
+        state, found = wire.begin(x, deep.layers[0][0]), []
+        for steps in deep.layers:
+            for step in steps:
+                state = wire.advance(state, step, (sublayer(0.3), sublayer(0.7)))
+            found.append(wire.flush(state))
+        return jnp.stack(found)
+
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    found = jax.jit(jax.shard_map(streams, mesh=mesh, in_specs=P(), out_specs=P()))(x)
+    ranks = np.arange(4).reshape(4, 1, 1, 1)
+    for layers, stream in enumerate(found, start=1):
+        own = np.repeat(np.asarray(x, np.float64)[None], 4, axis=0)
+        for index in range(1, 2 * layers + 1):
+            output = 0.1 * np.sin((0.3 if index % 2 else 0.7) * own) * (1 + ranks)
+            synced = index % number == 0 or index == 2 * layers
+            own = own + output if not synced else np.repeat((own.mean(0) + output.sum(0))[None], 4, axis=0)
+        assert cases.error(np.asarray(stream), own[0]) < 1e-5
+
+
 class Block(nnx.Module):
     """A user's own layer: two plain matmuls, each rank holding a slice of the hidden dimension."""
 

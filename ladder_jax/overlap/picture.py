@@ -52,7 +52,7 @@ def drawn(request: Request) -> dict[str, Request]:
 
 
 def plot(request: Request, *, file: str) -> None:
-    """Draw the forward pass of layers 1 and 2 (of 0 to 3), a program above the next. The file's ending sets the format."""
+    """Draw the forward pass of layers 1 and 2 (of 0 to 3). The file's ending sets the format."""
     plt = pyplot.load()
     from matplotlib.patches import Patch
 

@@ -43,7 +43,7 @@ class Silent(Step):
 
 @dataclasses.dataclass(frozen=True)
 class Desync(AllReduce):
-    """Between two all-reduces `State.partial` is the drift, and `State.carried` the rank's own stream."""
+    """Between two all-reduces `State.carried` is the rank's own stream, and `State.sums` the drift without `partial`."""
 
     def launch(self, step: Step, pending: jax.Array | None, residual: jax.Array) -> None:
         return None
@@ -51,13 +51,21 @@ class Desync(AllReduce):
     def compute(
         self, step: Desynced, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
     ) -> State:
-        partial = compute(entered, step.sublayers, sublayers, axes=self.axes)
+        partial, drift = compute(entered, step.sublayers, sublayers, axes=self.axes), state.partial
+        if state.sums and state.sums[0] is not None:
+            drift = state.sums[0] + drift
         if step.sync:
-            if state.partial is not None:
-                partial = partial + state.partial / ranks(self.axes)
-            return State(add(state.residual, (self.reduce(partial),)))
-        drift = partial if state.partial is None else state.partial + partial
-        return State(state.residual, (), drift, add(entered, (partial,)))
+            return State(add(state.residual, (self._synced(partial, drift),)))
+        return State(state.residual, (drift,), partial, add(entered, (partial,)))
+
+    def flush(self, state: State) -> jax.Array:
+        """The stream of a model that ends here: its last step all-reduces."""
+        if state.partial is None:
+            return state.residual
+        return add(state.residual, (self._synced(state.partial, state.sums[0]),))
+
+    def _synced(self, partial: jax.Array, drift: jax.Array | None) -> jax.Array:
+        return self.reduce(partial if drift is None else partial + drift / ranks(self.axes))
 
 
 @dataclasses.dataclass(frozen=True)
