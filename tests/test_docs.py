@@ -18,6 +18,9 @@ import yaml
 from flax import nnx
 
 import ladder_jax
+from experiments import study
+from experiments.overlap import __main__ as overlap_study
+from experiments.plan import __main__ as plan_study
 from experiments.refit import __main__ as refit_study
 from ladder_jax import cli
 from ladder_jax.predict import result
@@ -176,6 +179,19 @@ def test_commands_are_understood():
             arguments.parse_args(shlex.split(words))
         except (SystemExit, ladder_jax.errors.UserError) as error:
             pytest.fail(f"{where}: ladder-jax {words}: {error}")
+
+
+def test_the_tables_of_studies_are_their_rows():
+    """Of compiled programs; the other studies' tests have theirs."""
+    for part in overlap_study.PARTS.values():
+        rows = study.load(overlap_study.HERE / part.file)["rows"]
+        assert all(any(asked.items() <= row.items() for row in rows) for asked in part.rows())
+        text = (overlap_study.HERE / "README.md").read_text()
+        assert study.fill(text, part.tables(rows)) == text
+    rows = study.load(plan_study.HERE / "results.json")["rows"]
+    assert all(any(case.items() <= row.items() for row in rows) for case in plan_study.CASES)
+    text = (plan_study.HERE / "README.md").read_text()
+    assert study.fill(text, plan_study.tables(rows)) == text
 
 
 STUDIES = sorted(ROOT.glob("experiments/**/README.md"))

@@ -122,7 +122,6 @@ def tables(results: dict) -> dict[str, str]:
         "larger": study.table(
             "TP | batch | Standard 1B, tokens/s | Ladder 1B | Ladder 1.55B", map(larger_cells, results["larger"])
         ),
-        "fidelities": fidelities(study.load(HERE / "compiled.json")["rows"]),
     }
 
 
@@ -207,18 +206,6 @@ def sizes_table(results: dict) -> str:
 def larger_cells(one: dict) -> list[object]:
     ratios = [f"{one[name] / one['standard']:.2f}" for name in ("ladder", "larger_ladder")]
     return [one["tensor"], one["batch"], f"{one['standard']:,.0f}", *ratios]
-
-
-def fidelities(rows: list[dict]) -> str:
-    columns = {"prefill_seconds": (1e3, ".0f"), "step_seconds": (1e3, ".2f"), "step_exposed_seconds": (1e3, ".2f")}
-    columns["speedup"] = (1, ".2f")
-    lines = []
-    for one in rows:
-        cells = [one["target"], one["residual"]]
-        for name, (scale, form) in columns.items():
-            cells.append(f"{scale * one['analytic'][name]:{form}}, {scale * one['compiled'][name]:{form}}")
-        lines.append(cells)
-    return study.table("target | residual | prefill ms | step ms | of it exposed | speed-up", lines)
 
 
 if __name__ == "__main__":
