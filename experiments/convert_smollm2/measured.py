@@ -10,7 +10,7 @@ from experiments.convert_smollm2.prepare import Study
 from ladder_jax import config, evaluate, files, nn, train
 from ladder_jax.checkpoint import open_checkpoint
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate.answers import MAX_NEW_TOKENS
+from ladder_jax.evaluate.model import MAX_NEW_TOKENS
 from ladder_jax.train import folder, metrics
 
 NAME = "measured.json"

@@ -19,7 +19,6 @@ from experiments import command, measure
 from experiments.convert_smollm2 import questions
 from ladder_jax import evaluate, files
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate import pairs
 
 HERE = pathlib.Path(__file__).parent
 NAME = "tasks.json"
@@ -83,9 +82,8 @@ def study(args: argparse.Namespace) -> None:
 
 
 def answers(model: evaluate.Model, worked: list[dict]) -> Answers:
-    how = dict(tokenizer=model.tokenizer, prefix=model.prefix)
-    spans = [pairs.pair(f"{row['question']}\n", row["answer"], **how) for row in worked]
-    found = dict(model.scorer.scores([pairs.cut(span, window=model.window) for span in spans]))
+    spans = [model.pair(f"{row['question']}\n", row["answer"]) for row in worked]
+    found = dict(model.scorer.scores([model.cut(span) for span in spans]))
     scores = [found[index].loglikelihood for index in range(len(spans))]
     return Answers(scores, [len(span.scored) for span in spans])
 

@@ -17,8 +17,7 @@ from ladder_jax.evaluate import (
     tasks,
     text_perplexity,
 )
-from ladder_jax.evaluate.answers import MAX_NEW_TOKENS, STOP
-from ladder_jax.evaluate.model import SLOTS
+from ladder_jax.evaluate.model import MAX_NEW_TOKENS, SLOTS, STOP
 from ladder_jax.evaluate.scorer import BATCH_TOKENS
 from ladder_jax.progress import progress
 
