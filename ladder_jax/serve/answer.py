@@ -17,8 +17,11 @@ MIN_LOGPROB = -9999.0
 class Form:
     """Answers to `prompts`, each of them `body.answers` times, in this order.
 
-    prefix: of the answers' ids. whole: the value of `object` in a complete answer. part: that in a stream's events.
-    ending: what the last event of a choice says.
+    name: of the request, in the answers' ids.
+
+    A kind of answer has a `prefix` of these ids; the value of `object` in a `whole` answer, and in a `part` of a
+    stream; what a choice says as a whole (`_said`), when it begins (`_begun`, None for nothing), goes on (`_continued`)
+    and ends (`ending`); and log-probabilities.
     """
 
     prefix: str
@@ -26,48 +29,51 @@ class Form:
     part: str
     ending: dict
 
-    def __init__(self, body: GenerationBody, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer):
-        self.body, self.prompts, self.tokenizer = body, prompts, tokenizer
+    def __init__(self, body: GenerationBody, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer, *, name: str):
+        self.body, self.prompts, self.tokenizer, self.name = body, prompts, tokenizer, name
+        options = body.stream_options
+        self._counts = bool(options and options.include_usage)
 
-    def answer(self, results: Sequence[Result], *, name: str) -> dict:
-        """name: of the request, in the answer's id."""
-        choices = [self._choice(index, self._said(index, one), one, one.finish) for index, one in enumerate(results)]
-        return {**self._head(name, self.whole), "choices": choices, "usage": self._usage(results)}
+    def answer(self, results: Sequence[Result]) -> dict:
+        choices = [
+            self._choice(index, self._said(index, result), result, result.finish)
+            for index, result in enumerate(results)
+        ]
+        return {**self._head(self.whole), "choices": choices, "usage": self._usage(results)}
 
-    def opening(self, name: str) -> Iterator[dict]:
+    def opening(self) -> Iterator[dict]:
         """The events before the first piece."""
         for index in range(len(self.prompts) * self.body.answers):
             if said := self._begun(index):
-                yield self._event(name, self._choice(index, said))
+                yield self._event(self._choice(index, said))
 
-    def event(self, name: str, index: int, output: Piece | Result) -> dict:
+    def event(self, index: int, output: Piece | Result) -> dict:
         """Of a piece, or of the end of a choice."""
         if isinstance(output, Result):
-            return self._event(name, self._choice(index, self.ending, reason=output.finish))
-        return self._event(name, self._choice(index, self._continued(output.text), output))
+            return self._event(self._choice(index, self.ending, reason=output.finish))
+        return self._event(self._choice(index, self._continued(output.text), output))
 
-    def closing(self, name: str, results: Sequence[Result]) -> Iterator[dict]:
+    def closing(self, results: Sequence[Result]) -> Iterator[dict]:
+        """The token counts, if they are asked for."""
         if self._counts:
-            yield {**self._head(name, self.part), "choices": [], "usage": self._usage(results)}
+            yield {**self._head(self.part), "choices": [], "usage": self._usage(results)}
 
-    @property
-    def _counts(self) -> bool:
-        """Whether a stream ends with the token counts."""
-        options = self.body.stream_options
-        return bool(options and options.include_usage)
+    def _event(self, choice: dict) -> dict:
+        usage = {"usage": None} if self._counts else {}
+        return {**self._head(self.part), "choices": [choice], **usage}
+
+    def _head(self, kind: str) -> dict:
+        return {
+            "id": f"{self.prefix}-{self.name}",
+            "object": kind,
+            "created": self._created,
+            "model": self.body.model,
+        }
 
     @functools.cached_property
     def _created(self) -> int:
         """When the answer, or its stream, begins."""
         return int(time.time())
-
-    def _event(self, name: str, choice: dict) -> dict:
-        usage = {"usage": None} if self._counts else {}
-        return {**self._head(name, self.part), "choices": [choice], **usage}
-
-    def _head(self, name: str, kind: str) -> dict:
-        about = {"object": kind, "created": self._created, "model": self.body.model}
-        return {"id": f"{self.prefix}-{name}", **about}
 
     def _usage(self, results: Sequence[Result]) -> dict[str, int]:
         """A prompt counts once."""
@@ -80,25 +86,13 @@ class Form:
         logprobs = self._logprobs(index, output) if has_logprobs else None
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
-    def _said(self, index: int, result: Result) -> dict:
-        raise NotImplementedError
-
-    def _begun(self, index: int) -> dict | None:
-        raise NotImplementedError
-
-    def _continued(self, text: str) -> dict:
-        raise NotImplementedError
-
-    def _logprobs(self, index: int, output: Piece | Result) -> dict:
-        raise NotImplementedError
-
 
 class CompletionForm(Form):
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
     ending = {"text": ""}
 
-    def __init__(self, *about):
-        super().__init__(*about)
+    def __init__(self, *about, **more):
+        super().__init__(*about, **more)
         self._offsets = collections.defaultdict(_Offsets)
 
     def _said(self, index: int, result: Result) -> dict:

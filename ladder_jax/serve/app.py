@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 import fastapi
 from fastapi.sse import EventSourceResponse
@@ -25,7 +25,7 @@ from ladder_jax.serve import limits
 from ladder_jax.serve.answer import Form
 from ladder_jax.serve.metrics import CLIENT_CLOSED_REQUEST, Metrics
 from ladder_jax.serve.prepare import Terms, prepare
-from ladder_jax.serve.schema import BODIES, Chat, Completion, GenerationBody, Refusal, dumps, json_response, parse
+from ladder_jax.serve.schema import BODIES, GenerationBody, Refusal, dumps, json_response, parse
 
 PATHS = (*BODIES, "/health", "/metrics", "/v1/models", "/openapi.json")
 SMALL_BODY = 2**17  # bytes
@@ -53,11 +53,18 @@ class Service:
     async def answer(self, http: fastapi.Request, kind: type[GenerationBody]) -> Response:
         """A whole answer, or its stream. Raises Refusal or UserError."""
         content = await limits.read_body(http, most=self.body_bytes, seconds=self.body_seconds)
-        body, requests, form = await self._prepared(content, kind)
-        handles = self._submit(requests)
-        name = uuid.uuid4().hex
+        # In a thread: to read and tokenize a long body would block the event loop.
+        alone = self.large_bodies if len(content) > SMALL_BODY else contextlib.nullcontext()
+        async with alone:
+            body, requests, form = await asyncio.to_thread(read, content, kind, self.terms)
+        try:
+            handles = self.engine.submit_all(requests)
+        except Exception:
+            if self.engine.error:
+                raise _failed() from None
+            raise
         if body.stream:
-            events = self._stream(handles, form, name=name)
+            events = self._stream(handles, form)
             # X-Accel-Buffering keeps nginx from buffering the stream.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return EventSourceResponse(events, headers=headers, background=BackgroundTask(_cancel, handles))
@@ -65,22 +72,7 @@ class Service:
             results = await _unless_disconnected(http, self._results(handles))
         finally:
             await _cancel(handles)
-        return json_response(form.answer(results, name=name))
-
-    async def _prepared(self, content: bytes, kind: type[GenerationBody]) -> tuple[GenerationBody, list[Request], Form]:
-        """In a thread: to read and tokenize a long body would block the event loop."""
-        large = len(content) > SMALL_BODY
-        async with self.large_bodies if large else contextlib.nullcontext():
-            return await asyncio.to_thread(read, content, kind, self.terms)
-
-    def _submit(self, requests: Sequence[Request]) -> list[Handle]:
-        """All requests, or none. The caller must `_cancel` them in the end; finished ones are unaffected."""
-        try:
-            return self.engine.submit_all(requests)
-        except Exception:
-            if self.engine.error:
-                raise _failed() from None
-            raise
+        return json_response(form.answer(results))
 
     async def _events(self, handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece | Result]]:
         """(the handle's index, event): each handle's pieces, then its result.
@@ -89,15 +81,12 @@ class Service:
         """
         loop, inbox, begun = asyncio.get_running_loop(), asyncio.Queue(), time.perf_counter()
 
-        def listener(index: int) -> Callable[[Piece | Result | BaseException], None]:
-            def listen(event: Piece | Result | BaseException) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: the server has shut down
-                    loop.call_soon_threadsafe(inbox.put_nowait, (index, event))
-
-            return listen
+        def post(index: int, event: Piece | Result | BaseException) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has shut down
+                loop.call_soon_threadsafe(inbox.put_nowait, (index, event))
 
         for index, handle in enumerate(handles):
-            handle.subscribe(listener(index))
+            handle.subscribe(functools.partial(post, index))
         unfinished, is_first = len(handles), True
         while unfinished:
             index, event = await inbox.get()
@@ -118,19 +107,19 @@ class Service:
         results = {index: event async for index, event in self._events(handles) if isinstance(event, Result)}
         return [results[index] for index in range(len(handles))]
 
-    async def _stream(self, handles: Sequence[Handle], form: Form, *, name: str) -> AsyncIterator[bytes]:
+    async def _stream(self, handles: Sequence[Handle], form: Form) -> AsyncIterator[bytes]:
         """Server-sent events, a JSON object each."""
         results = []
         try:
-            for event in form.opening(name):
+            for event in form.opening():
                 yield _event(event)
             async for index, output in self._events(handles):
                 if isinstance(output, Result):
                     results.append(output)
                 elif not (output.text or output.logprobs):
                     continue
-                yield _event(form.event(name, index, output))
-            for event in form.closing(name, results):
+                yield _event(form.event(index, output))
+            for event in form.closing(results):
                 yield _event(event)
             yield b"data: [DONE]\n\n"
         except Refusal as refusal:  # the status was sent already
@@ -142,7 +131,7 @@ def read(content: bytes, kind: type[GenerationBody], terms: Terms) -> tuple[Gene
     if brackets > MAX_BRACKETS:
         raise Refusal(400, f"the body has {brackets} brackets, and may have {MAX_BRACKETS}")
     body = parse(kind, content)
-    return body, *prepare(body, terms)
+    return body, *prepare(body, terms, name=uuid.uuid4().hex)
 
 
 def create(service: Service, *, key: str | None = None, names: Collection[str] | None = None) -> limits.Gate:
@@ -154,13 +143,15 @@ def create(service: Service, *, key: str | None = None, names: Collection[str] |
     gate = limits.Gate(api, key=key, names=names, metrics=service.metrics)
     model = {"id": service.terms.name, "object": "model", "created": int(time.time()), "owned_by": "ladder_jax"}
 
-    @api.post("/v1/completions", openapi_extra=_described(Completion))
-    async def completions(http: fastapi.Request) -> Response:
-        return await service.answer(http, Completion)
+    def answering(kind: type[GenerationBody]) -> Callable[[fastapi.Request], Awaitable[Response]]:
+        async def answer(http: fastapi.Request) -> Response:
+            return await service.answer(http, kind)
 
-    @api.post("/v1/chat/completions", openapi_extra=_described(Chat))
-    async def chat(http: fastapi.Request) -> Response:
-        return await service.answer(http, Chat)
+        return answer
+
+    for path, kind in BODIES.items():
+        about = dict(name=kind.__name__, openapi_extra=_described(path, kind))
+        api.add_api_route(path, answering(kind), methods=["POST"], **about)
 
     @api.get("/health")
     @api.head("/health", include_in_schema=False)  # load balancers ask with HEAD
@@ -187,9 +178,8 @@ def create(service: Service, *, key: str | None = None, names: Collection[str] |
     return gate
 
 
-def _described(kind: type[GenerationBody]) -> dict:
+def _described(path: str, kind: type[GenerationBody]) -> dict:
     """The body of a path in /openapi.json; we read it ourselves."""
-    (path,) = [path for path, body in BODIES.items() if body is kind]
     place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
     content = {limits.CONTENT_TYPE: {"schema": kind.model_json_schema(ref_template=place)}}
     return {"requestBody": {"required": True, "content": content}}

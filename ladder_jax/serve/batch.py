@@ -41,7 +41,7 @@ class Job:
     form: Form
 
     def line(self, results: Sequence[Result]) -> bytes:
-        return self._line(200, self.form.answer(results, name=self.digest))
+        return self._line(200, self.form.answer(results))
 
     def failed(self, error: Exception) -> bytes:
         return self._line(500, Refusal(500, str(error), code="no_numbers").body())
@@ -100,9 +100,9 @@ def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
     body = parse(BODIES[url], json.dumps(value["body"]).encode())
     if body.stream:
         raise UserError("stream: a batch has no streams; leave it out")
-    requests, form = prepare(body, terms, seed=seed)
-    undated, _ = prepare(body, terms, seed=seed, now=NO_DATE)
+    undated, _ = prepare(body, terms, name="", seed=seed, now=NO_DATE)
     decides = map(dataclasses.asdict, undated)
     whole = json.dumps([identity, url, value["body"], *decides], sort_keys=True)
     digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+    requests, form = prepare(body, terms, name=digest, seed=seed)
     return Job(custom_id, tuple(requests), digest, form)

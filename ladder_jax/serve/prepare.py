@@ -80,24 +80,29 @@ class Terms:
 
 
 def prepare(
-    body: GenerationBody, terms: Terms, *, seed: int | None = None, now: datetime.datetime | None = None
+    body: GenerationBody,
+    terms: Terms,
+    *,
+    name: str,
+    seed: int | None = None,
+    now: datetime.datetime | None = None,
 ) -> tuple[list[Request], Form]:
     """`body.answers` requests for each prompt, in order, and the form of their answers. Raises Refusal or UserError.
 
-    The k-th answer to a prompt has the body's seed + k. seed: where the body has none; None draws one.
-    now: as in `Tokenizer.render`.
+    The k-th answer to a prompt has the body's seed + k. name: see `Form`. seed: where the body has none; None draws
+    one. now: as in `Tokenizer.render`.
     """
     terms.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options needs stream: true", param="stream_options")
     if isinstance(body, Chat):
-        prompts = [_conversation(body, terms, now=now)]
-        asked = body.max_completion_tokens or body.max_tokens
-        default, logprobs, form = terms.chat_tokens, bool(body.logprobs), ChatForm(body, prompts, terms.tokenizer)
+        prompts, form = [_conversation(body, terms, now=now)], ChatForm
+        asked, default = body.max_completion_tokens or body.max_tokens, terms.chat_tokens
+        logprobs = bool(body.logprobs)
     else:
-        prompts = _prompts(body, terms)
-        asked, default, logprobs = body.max_tokens, MAX_TOKENS, body.logprobs is not None
-        form = CompletionForm(body, prompts, terms.tokenizer)
+        prompts, form = _prompts(body, terms), CompletionForm
+        asked, default = body.max_tokens, MAX_TOKENS
+        logprobs = body.logprobs is not None
     terms.check_count(len(prompts), n=body.answers)
     check_prompts(prompts, vocab_size=terms.vocab_size)
     if body.seed is not None:
@@ -119,7 +124,7 @@ def prepare(
         for prompt in prompts
         for k in range(body.answers)
     ]
-    return requests, form
+    return requests, form(body, prompts, terms.tokenizer, name=name)
 
 
 def _prompts(body: Completion, terms: Terms) -> list[Sequence[int]]:

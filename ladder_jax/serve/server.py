@@ -68,15 +68,14 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.conn, self._buffer = _Requests(h11.SERVER), bytearray(READ_BYTES)
-        self._since, self._is_gone = self.loop.time(), False
+        self._since = self.loop.time()
         self._unread: asyncio.TimerHandle | None = None
         self._head: asyncio.TimerHandle | None = None
         self._expect_head()
         # `pause_writing` is called for whatever the system does not take at once, also of a connection that is closing.
         transport.set_write_buffer_limits(high=0)
-        here = [connection for connection in self.connections if not connection._is_gone]
-        if len(here) > self.most:
-            waiting = [connection for connection in here if connection._waits]  # this one at least
+        if len(self.connections) > self.most:
+            waiting = [connection for connection in self.connections if connection._waits]  # this one at least
             min(waiting, key=lambda connection: connection._since)._leave()
 
     @property
@@ -91,7 +90,7 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
 
     def _leave(self) -> None:
         """Now, whatever is still to be sent."""
-        self._is_gone = True
+        self.connections.discard(self)
         self.transport.abort()
 
     def get_buffer(self, sizehint: int) -> bytearray:
