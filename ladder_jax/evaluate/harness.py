@@ -59,7 +59,8 @@ class LadderJax(TemplateLM):
         if not isinstance(checkpoint, Model):
             how = dict(tensor=tensor, data=data, window=max_length, prefix=prefix_token_id, batch_tokens=batch_tokens)
             checkpoint = open_model(checkpoint, **how)
-        self.model, self.max_gen_toks = checkpoint, max_gen_toks
+        self.model = checkpoint
+        self.max_gen_toks = max_gen_toks
 
     @property
     def max_length(self) -> int:
@@ -89,7 +90,8 @@ class LadderJax(TemplateLM):
         return self.model.tokenizer.render(chat_history, prompt=True)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        spans, owners = [], []
+        spans = []
+        owners = []
         for owner, request in enumerate(requests):
             tokens = self.tok_encode(*request.args)
             for span in windows(tokens, prefix=self.prefix_token_id, window=self.max_length):
@@ -137,7 +139,8 @@ class LadderJax(TemplateLM):
         if given.get("do_sample"):
             given.setdefault("temperature", 1.0)
         settings = normalize_gen_kwargs(given, self.max_gen_toks)
-        new, stop = settings.pop("max_gen_toks"), [one for one in settings.pop("until") if one]
+        new = settings.pop("max_gen_toks")
+        stop = [one for one in settings.pop("until") if one]
         sampled = {name: settings.pop(name) for name in SAMPLED if name in settings}
         if not settings.pop("do_sample"):
             sampled = {name: value for name, value in sampled.items() if name == "repetition_penalty"}

@@ -83,7 +83,8 @@ class Model:
             return
         capacity = max(len(one.prompt) + one.max_new_tokens for one in requests.values())
         engine = self.engine(capacity=capacity, slots=min(slots, len(requests)))
-        waiting, running = collections.deque(requests.items()), {}
+        waiting = collections.deque(requests.items())
+        running = {}
         while waiting or running:
             while waiting and engine.stats().queued < engine.max_queue:
                 key, request = waiting.popleft()

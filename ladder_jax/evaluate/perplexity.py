@@ -135,7 +135,8 @@ def _measured(
     results = carry_out(digests, work, file=file, progress=progress)
     tokens = np.array([result["tokens"] for result in results], np.float64)
     losses = -np.array([result["loglikelihood"] for result in results], np.float64)
-    loss, n = float(losses.sum() / tokens.sum()), len(results)
+    loss = float(losses.sum() / tokens.sum())
+    n = len(results)
     spread = np.square(losses - loss * tokens).sum()
     return Perplexity(
         tokens=int(tokens.sum()),
@@ -175,8 +176,10 @@ def windows(tokens: Sequence[int], *, prefix: int | None, window: int, stride: i
         raise UserError(f"stride must be between 1 and the window, {window}, not {stride}")
     tokens = [int(token) for token in tokens]
     whole = tokens if prefix is None else [prefix, *tokens]
-    begin, size = 1, window
+    begin = 1
+    size = window
     while begin < len(whole):
         end = min(begin + size, len(whole))
         yield Span(whole[max(0, end - 1 - window) : begin], whole[begin:end])
-        begin, size = end, stride
+        begin = end
+        size = stride

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -123,7 +122,8 @@ class Scorer:
         tokens, targets = np.zeros((2, rows, length), np.int32)
         for row, index in enumerate(indices):
             whole = [*spans[index].context, *spans[index].scored]
-            tokens[row, : len(whole) - 1], targets[row, : len(whole) - 1] = whole[:-1], whole[1:]
+            tokens[row, : len(whole) - 1] = whole[:-1]
+            targets[row, : len(whole) - 1] = whole[1:]
         return indices, self._program(self.params, *jax.device_put((tokens, targets), self._sharding))
 
     def _check(self, span: Span) -> None:
@@ -156,31 +156,22 @@ def compiled_scores(definition: ModelDef, *, execution: Execution = SCANNED) -> 
     only CHUNK positions. Compiled once for each definition and shape, so other parameters cost no compilation.
     """
 
+    axes = definition.layout.tensor
+
     def local(params, tokens, targets):
-        x, _ = nn.hidden(definition, params, tokens, execution=execution)
-        return _in_chunks(functools.partial(_scores, definition, params), x, targets)
+        x_BTD, _ = nn.hidden(definition, params, tokens, execution=execution)
+
+        def score(position: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x_D, target = position
+            logits_V = nn.logits(definition, params, x_D[None, None])[0]
+            logprob = -nn.cross_entropy(logits_V[None], target[None, None], axes=axes)[0, 0]
+            return logprob, sampling.argmax(logits_V, axes=axes)[0] == target
+
+        positions = x_BTD.reshape(-1, x_BTD.shape[-1]), targets.reshape(-1)
+        found = lax.map(score, positions, batch_size=CHUNK)
+        return jax.tree.map(lambda found_N: found_N.reshape(targets.shape), found)
 
     dims = ((definition.dims, "BT", "BT"), ("BT", "BT"))
     ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
     meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
     return Compiled(meshed, mesh=definition.layout.mesh, traits=definition.traits(execution, phase=Phase.PREFILL))
-
-
-def _scores(definition: ModelDef, params: nn.Params, x_BTD: jax.Array, targets_BT: jax.Array):
-    axes = definition.layout.tensor
-    logits = nn.logits(definition, params, x_BTD)
-    best = sampling.argmax(logits.reshape(-1, logits.shape[-1]), axes=axes).reshape(targets_BT.shape)
-    return -nn.cross_entropy(logits, targets_BT, axes=axes), best == targets_BT
-
-
-def _in_chunks(fn, x_BTD: jax.Array, targets_BT: jax.Array):
-    rows, length, width = x_BTD.shape
-    size = max(1, min(length, CHUNK // rows))
-    count = -(-length // size)
-    if count == 1:
-        return fn(x_BTD, targets_BT)
-    short = count * size - length
-    x = jnp.pad(x_BTD, ((0, 0), (0, short), (0, 0))).reshape(rows, count, size, width).swapaxes(0, 1)
-    targets = jnp.pad(targets_BT, ((0, 0), (0, short))).reshape(rows, count, size).swapaxes(0, 1)
-    whole = lambda parts: parts.swapaxes(0, 1).reshape(rows, count * size)[:, :length]
-    return jax.tree.map(whole, lax.map(lambda chunk: fn(*chunk), (x, targets)))

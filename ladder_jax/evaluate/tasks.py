@@ -207,7 +207,8 @@ def _chosen(task, index: int, example: Choice, scores: list[tuple[float, bool]])
 
 def _written(task, index: int, example: Question, result) -> dict:
     judged = task.judged(index, [result.text])
-    ((strict,), right), ((flexible,), right_flexible) = judged["strict-match"], judged["flexible-extract"]
+    ((strict,), right) = judged["strict-match"]
+    ((flexible,), right_flexible) = judged["flexible-extract"]
     return {
         "line": example.line,
         "text": result.text,

@@ -30,7 +30,10 @@ class Form:
     ending: dict
 
     def __init__(self, body: GenerationBody, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer, *, name: str):
-        self.body, self.prompts, self.tokenizer, self.name = body, prompts, tokenizer, name
+        self.body = body
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.name = name
         options = body.stream_options
         self._counts = bool(options and options.include_usage)
 
@@ -88,7 +91,9 @@ class Form:
 
 
 class CompletionForm(Form):
-    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    whole = "text_completion"
+    part = "text_completion"
     ending = {"text": ""}
 
     def __init__(self, *about, **more):
@@ -122,7 +127,9 @@ class CompletionForm(Form):
 
 
 class ChatForm(Form):
-    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    whole = "chat.completion"
+    part = "chat.completion.chunk"
     ending = {"delta": {}}
 
     def _said(self, index: int, result: Result) -> dict:
@@ -156,7 +163,8 @@ class _Offsets:
     """Where each token begins in a text of which tokens may be parts of characters."""
 
     def __init__(self):
-        self._utf8, self._characters = _decoder(), 0
+        self._utf8 = _decoder()
+        self._characters = 0
 
     def next(self, piece: bytes) -> int:
         before = self._characters

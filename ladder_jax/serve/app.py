@@ -79,7 +79,9 @@ class Service:
 
         Raises Refusal if a request fails, or the server shuts down before it has finished.
         """
-        loop, inbox, begun = asyncio.get_running_loop(), asyncio.Queue(), time.perf_counter()
+        loop = asyncio.get_running_loop()
+        inbox = asyncio.Queue()
+        begun = time.perf_counter()
 
         def post(index: int, event: Piece | Result | BaseException) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has shut down
@@ -87,7 +89,8 @@ class Service:
 
         for index, handle in enumerate(handles):
             handle.subscribe(functools.partial(post, index))
-        unfinished, is_first = len(handles), True
+        unfinished = len(handles)
+        is_first = True
         while unfinished:
             index, event = await inbox.get()
             if isinstance(event, NoNumbers):
@@ -214,7 +217,8 @@ async def _unless_disconnected[T](http: fastapi.Request, work) -> T:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

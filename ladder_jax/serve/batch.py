@@ -77,7 +77,8 @@ def by_custom_id(jobs: Sequence[Job]) -> jsonl.Find[Job]:
     known = {job.custom_id: job for job in jobs}
 
     def find(line: Mapping[str, Any]) -> Job | None:
-        found, identity = known.get(line["custom_id"]), line["id"]
+        found = known.get(line["custom_id"])
+        identity = line["id"]
         return found if found and identity == ID + found.digest else None
 
     return find
@@ -90,7 +91,8 @@ def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
     for key in value:
         if key not in KEYS:
             raise unknown("key", key, KEYS)
-    custom_id, url = value.get("custom_id"), value.get("url")
+    custom_id = value.get("custom_id")
+    url = value.get("url")
     if not isinstance(custom_id, str) or not custom_id:
         raise UserError("custom_id must be text")
     if value.get("method") != "POST":

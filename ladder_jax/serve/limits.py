@@ -51,8 +51,12 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, *, key: str | None = None, names: Collection[str] | None = None, metrics: Metrics):
-        self._app, self._key, self._names, self._metrics = app, key, names, metrics
-        self.draining, self.active = False, 0
+        self._app = app
+        self._key = key
+        self._names = names
+        self._metrics = metrics
+        self.draining = False
+        self.active = 0
 
     def drain(self) -> int:
         """Refuses new requests for answers from now on. Returns the number in progress."""

@@ -25,7 +25,8 @@ class Metrics:
     """
 
     def __init__(self, engine: Engine, *, paths: tuple[str, ...]):
-        self._engine, self._paths = engine, paths
+        self._engine = engine
+        self._paths = paths
         self._registry = CollectorRegistry()
         common = dict(namespace="ladder_jax", registry=self._registry)
         self._requests = Counter("requests", "Answered HTTP requests.", ["path", "status"], **common)
@@ -47,7 +48,8 @@ class Metrics:
     def request(self, path: str, send: Send) -> Iterator[Send]:
         """Counts and times a request. Gives `send` that notes the answer's status."""
         path = path if path in self._paths else "other"
-        status, begun = CLIENT_CLOSED_REQUEST, time.perf_counter()
+        status = CLIENT_CLOSED_REQUEST
+        begun = time.perf_counter()
 
         async def noting(message: Message) -> None:
             nonlocal status

@@ -96,12 +96,16 @@ def prepare(
     if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options needs stream: true", param="stream_options")
     if isinstance(body, Chat):
-        prompts, form = [_conversation(body, terms, now=now)], ChatForm
-        asked, default = body.max_completion_tokens or body.max_tokens, terms.chat_tokens
+        prompts = [_conversation(body, terms, now=now)]
+        form = ChatForm
+        asked = body.max_completion_tokens or body.max_tokens
+        default = terms.chat_tokens
         logprobs = bool(body.logprobs)
     else:
-        prompts, form = _prompts(body, terms), CompletionForm
-        asked, default = body.max_tokens, MAX_TOKENS
+        prompts = _prompts(body, terms)
+        form = CompletionForm
+        asked = body.max_tokens
+        default = MAX_TOKENS
         logprobs = body.logprobs is not None
     terms.check_count(len(prompts), n=body.answers)
     check_prompts(prompts, vocab_size=terms.vocab_size)

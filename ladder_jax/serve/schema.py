@@ -19,7 +19,8 @@ from ladder_jax.errors import unknown
 MAX_CHARACTERS = 1000
 """Of a message or a parameter's name: both may quote the client's text."""
 ERRORS = {401: "authentication_error", 429: "rate_limit_error"}
-UNKNOWN, UNSUPPORTED = "unknown_parameter", "unsupported_parameter"
+UNKNOWN = "unknown_parameter"
+UNSUPPORTED = "unsupported_parameter"
 
 
 class Refusal(HTTPException):
@@ -39,7 +40,8 @@ class Refusal(HTTPException):
     ):
         message = message if len(message) <= MAX_CHARACTERS else message[:MAX_CHARACTERS] + "..."
         super().__init__(status, message, headers)
-        self.param, self.code = param and param[:MAX_CHARACTERS], code
+        self.param = param and param[:MAX_CHARACTERS]
+        self.code = code
 
     def __str__(self) -> str:
         return self.detail
@@ -203,7 +205,9 @@ def _refusal(error: pydantic.ValidationError) -> Refusal:
     errors = error.errors(include_url=False, include_input=False)
     ours = [one for one in errors if one["type"] in (UNKNOWN, UNSUPPORTED)]
     first = (ours or errors)[0]
-    kind, path, about = first["type"], first["loc"], first.get("ctx", {})
+    kind = first["type"]
+    path = first["loc"]
+    about = first.get("ctx", {})
     if kind == "json_invalid":
         return Refusal(400, f"the body is not JSON: {about['error']}")
     if ours:

@@ -67,7 +67,8 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self.conn, self._buffer = _Requests(h11.SERVER), bytearray(READ_BYTES)
+        self.conn = _Requests(h11.SERVER)
+        self._buffer = bytearray(READ_BYTES)
         self._since = self.loop.time()
         self._unread: asyncio.TimerHandle | None = None
         self._head: asyncio.TimerHandle | None = None
@@ -158,7 +159,8 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
 
     def _write(self, refusal: Refusal) -> None:
         """Sends it past h11, which may be within a request that has no end."""
-        body, reason = refusal.response().body, http.HTTPStatus(refusal.status_code).phrase
+        body = refusal.response().body
+        reason = http.HTTPStatus(refusal.status_code).phrase
         fields = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
         self.transport.write(f"HTTP/1.1 {refusal.status_code} {reason}\r\n{fields}\r\n\r\n".encode() + body)
 
@@ -175,7 +177,8 @@ def max_connections() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = RESERVE + (len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else RESERVE)
     # Twice as many: a burst of connections is accepted before they are counted.
-    wanted, unlimited = used + 2 * MAX_CONNECTIONS, resource.RLIM_INFINITY
+    wanted = used + 2 * MAX_CONNECTIONS
+    unlimited = resource.RLIM_INFINITY
     if soft != unlimited and soft < wanted:
         soft = wanted if hard == unlimited else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
