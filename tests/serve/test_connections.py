@@ -163,22 +163,34 @@ def test_a_wrong_key_costs_the_others_nothing(engine, serving, monkeypatch):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Servers hold four connections, and the system few bytes for each. Gives those there are."""
-    sets, made, bind = [], server.Protocol.connection_made, server.bind
+    """Servers hold four connections, and the system few bytes for each. Gives how many were made, and those there are."""
+    made, lost, bind = [], [], server.bind
 
-    def counted(self, transport):
-        made(self, transport)
-        sets.append(self.connections)
+    def noting(name, those):
+        method = getattr(server.Protocol, name)
+
+        def noted(self, about):
+            method(self, about)
+            those.append(self)
+
+        monkeypatch.setattr(server.Protocol, name, noted)
 
     def with_little_room(host, port):
         sock = bind(host, port)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return sock
 
-    monkeypatch.setattr(server.Protocol, "connection_made", counted)
+    noting("connection_made", made)
+    noting("connection_lost", lost)
     monkeypatch.setattr(server, "bind", with_little_room)
     monkeypatch.setattr(server, "max_connections", lambda: 4)
-    return lambda: list(sets[-1]) if sets else []
+    return lambda: (len(made), [connection for connection in made if connection not in lost])
+
+
+def unread(few, number):
+    """Whether so many connections were made, and none of those there are is read from."""
+    made, here = few()
+    return made == number and all(connection.flow.write_paused for connection in here)
 
 
 def deaf(url, stack, sent):
@@ -199,13 +211,13 @@ CLOSING = b"Connection: close\r\n"
 def test_clients_that_never_read(engine, serving, few, end):
     """They keep no place: neither in the middle of an answer, nor while their connection is being closed."""
     with serving(engine) as (_, url), contextlib.ExitStack() as stack:
-        for _ in range(20):
+        for number in range(1, 11):
             deaf(url, stack, LARGE % end * 5)
-        until(lambda: any(connection.flow.write_paused for connection in few()))
+            until(lambda: unread(few, number))
+            assert len(few()[1]) <= 4
         begun = time.monotonic()
         assert ask(url, "/health")[0] == 200
         assert time.monotonic() - begun < 5  # as long as they stay, where nobody takes their places
-        until(lambda: len(few()) <= 4)
 
 
 @pytest.mark.parametrize("end", [b"", CLOSING], ids=["open", "closing"])
@@ -213,8 +225,8 @@ def test_clients_that_never_read_have_a_time(engine, serving, few, monkeypatch, 
     monkeypatch.setattr(server, "READ_SECONDS", 0.3)
     with serving(engine) as (_, url), contextlib.ExitStack() as stack:
         deaf(url, stack, LARGE % end * 5)
-        until(lambda: any(connection.flow.write_paused for connection in few()))
-        until(lambda: not few(), seconds=5)
+        until(lambda: unread(few, 1))
+        until(lambda: few() == (1, []), seconds=5)
 
 
 def test_clients_that_read_slowly(engine, serving, few, monkeypatch):
@@ -236,6 +248,7 @@ def test_bodies_that_never_come(engine, serving, few):
     with serving(engine) as (_, url):
         for _ in range(2):
             with half_open(url, 8, sent=head):
+                until(lambda: all(connection.cycle for connection in few()[1]))
                 begun = time.monotonic()
                 assert ask(url, "/health")[0] == 200
                 assert ask(url, body=json.loads(BODY))[0] == 200
