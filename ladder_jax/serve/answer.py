@@ -4,6 +4,7 @@ import codecs
 import collections
 import functools
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 
 from ladder_jax.data.tokenizer import Tokenizer
@@ -29,11 +30,11 @@ class Form:
     part: str
     ending: dict
 
-    def __init__(self, body: GenerationBody, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer, *, name: str):
+    def __init__(self, body: GenerationBody, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer):
         self.body = body
         self.prompts = prompts
         self.tokenizer = tokenizer
-        self.name = name
+        self.name = uuid.uuid4().hex
         options = body.stream_options
         self._counts = bool(options and options.include_usage)
 
@@ -96,8 +97,8 @@ class CompletionForm(Form):
     part = "text_completion"
     ending = {"text": ""}
 
-    def __init__(self, *about, **more):
-        super().__init__(*about, **more)
+    def __init__(self, *about):
+        super().__init__(*about)
         self._offsets = collections.defaultdict(_Offsets)
 
     def _said(self, index: int, result: Result) -> dict:

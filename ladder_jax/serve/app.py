@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 import fastapi
@@ -134,7 +133,7 @@ def read(content: bytes, kind: type[GenerationBody], terms: Terms) -> tuple[Gene
     if brackets > MAX_BRACKETS:
         raise Refusal(400, f"the body has {brackets} brackets, and may have {MAX_BRACKETS}")
     body = parse(kind, content)
-    return body, *prepare(body, terms, name=uuid.uuid4().hex)
+    return body, *prepare(body, terms)
 
 
 def create(service: Service, *, key: str | None = None, names: Collection[str] | None = None) -> limits.Gate:

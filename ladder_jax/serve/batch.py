@@ -21,7 +21,7 @@ from ladder_jax.decode.engine import Request, Result, jsonl
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.serve.answer import Form
 from ladder_jax.serve.prepare import Terms, prepare
-from ladder_jax.serve.schema import BODIES, Refusal, parse
+from ladder_jax.serve.schema import BODIES, Chat, Refusal, parse
 
 KEYS = ("custom_id", "method", "url", "body")
 NO_DATE = datetime.datetime(1970, 1, 1)
@@ -102,9 +102,10 @@ def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
     body = parse(BODIES[url], json.dumps(value["body"]).encode())
     if body.stream:
         raise UserError("stream: a batch has no streams; leave it out")
-    undated, _ = prepare(body, terms, name="", seed=seed, now=NO_DATE)
+    requests, form = prepare(body, terms, seed=seed)
+    undated = prepare(body, terms, seed=seed, now=NO_DATE)[0] if isinstance(body, Chat) else requests
     decides = map(dataclasses.asdict, undated)
     whole = json.dumps([identity, url, value["body"], *decides], sort_keys=True)
     digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    requests, form = prepare(body, terms, name=digest, seed=seed)
+    form.name = digest
     return Job(custom_id, tuple(requests), digest, form)

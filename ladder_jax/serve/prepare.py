@@ -83,13 +83,12 @@ def prepare(
     body: GenerationBody,
     terms: Terms,
     *,
-    name: str,
     seed: int | None = None,
     now: datetime.datetime | None = None,
 ) -> tuple[list[Request], Form]:
     """`body.answers` requests for each prompt, in order, and the form of their answers. Raises Refusal or UserError.
 
-    The k-th answer to a prompt has the body's seed + k. name: see `Form`. seed: where the body has none; None draws
+    The k-th answer to a prompt has the body's seed + k. seed: where the body has none; None draws
     one. now: as in `Tokenizer.render`.
     """
     terms.check_model(body.model)
@@ -128,7 +127,7 @@ def prepare(
         for prompt in prompts
         for k in range(body.answers)
     ]
-    return requests, form(body, prompts, terms.tokenizer, name=name)
+    return requests, form(body, prompts, terms.tokenizer)
 
 
 def _prompts(body: Completion, terms: Terms) -> list[Sequence[int]]:

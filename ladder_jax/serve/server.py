@@ -142,7 +142,7 @@ class Protocol(H11Protocol, asyncio.BufferedProtocol):
             self._head = self.loop.call_later(HEAD_SECONDS, self._without_head)
 
     def _without_head(self) -> None:
-        if self.conn.our_state is h11.IDLE:
+        if self.conn.our_state is h11.IDLE and not self.transport.is_closing():
             self._write(Refusal(408, f"the request's head did not come within {HEAD_SECONDS:g} seconds"))
         self.transport.close()
 
