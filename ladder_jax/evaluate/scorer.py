@@ -114,7 +114,7 @@ class Scorer:
         for length, indices in itertools.groupby(order, key=lambda index: _padded(spans[index].length)):
             indices = list(indices)
             most = min(max(1, self.batch_tokens // length), 2 ** (len(indices) - 1).bit_length())
-            rows = -(-max(1, most // ranks * ranks) // ranks) * ranks
+            rows = max(ranks, most // ranks * ranks)
             for first in range(0, len(indices), rows):
                 yield indices[first : first + rows], rows, length
 
