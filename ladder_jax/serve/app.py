@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 import fastapi
+import numpy as np
 from fastapi.sse import EventSourceResponse
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
@@ -28,8 +29,6 @@ from ladder_jax.serve.schema import BODIES, GenerationBody, Refusal, dumps, json
 
 PATHS = (*BODIES, "/health", "/metrics", "/v1/models", "/openapi.json")
 SMALL_BODY = 2**17  # bytes
-MAX_BRACKETS = 2**18
-"""Of a body: lists and objects cost far more than their bytes, and to read a million holds Python's lock for long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +128,21 @@ class Service:
 
 
 def read(content: bytes, kind: type[GenerationBody], terms: Terms) -> tuple[GenerationBody, list[Request], Form]:
-    brackets = content.count(b"[") + content.count(b"{")
-    if brackets > MAX_BRACKETS:
-        raise Refusal(400, f"the body has {brackets} brackets, and may have {MAX_BRACKETS}")
+    if len(content) > SMALL_BODY:
+        _check_pieces(content, most=8 * (terms.capacity + terms.max_queue))
     body = parse(kind, content)
     return body, *prepare(body, terms)
+
+
+def _check_pieces(content: bytes, *, most: int) -> None:
+    """Limits strings, lists and objects before they are made: a million would hold Python's lock for long."""
+    values = np.frombuffer(content.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    quotes = values == ord('"')
+    within_strings = np.logical_xor.accumulate(quotes)
+    brackets = np.isin(values, list(b"[{")) & ~within_strings
+    count = np.count_nonzero(brackets) + np.count_nonzero(quotes) // 2
+    if count > most:
+        raise Refusal(400, f"the body has {count} strings, lists and objects, and may have {most}")
 
 
 def create(service: Service, *, key: str | None = None, names: Collection[str] | None = None) -> limits.Gate:

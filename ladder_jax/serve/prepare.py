@@ -107,7 +107,8 @@ def prepare(
         default = MAX_TOKENS
         logprobs = body.logprobs is not None
     terms.check_count(len(prompts), n=body.answers)
-    check_prompts(prompts, vocab_size=terms.vocab_size)
+    new_tokens = [terms.new_tokens(prompt, asked=asked, default=default) for prompt in prompts]
+    check_prompts(prompts, vocab_size=terms.vocab_size)  # token by token: those that have room
     if body.seed is not None:
         seed = body.seed
     elif seed is None:
@@ -117,14 +118,14 @@ def prepare(
     requests = [
         Request(
             prompt,
-            max_new_tokens=terms.new_tokens(prompt, asked=asked, default=default),
+            max_new_tokens=new,
             seed=(seed + k) % 2**32,
             stop=() if body.stop is None else body.stop,
             stop_ids=terms.tokenizer.stop_ids,
             logprobs=logprobs,
             **settings,
         )
-        for prompt in prompts
+        for prompt, new in zip(prompts, new_tokens)
         for k in range(body.answers)
     ]
     return requests, form(body, prompts, terms.tokenizer)
