@@ -28,8 +28,7 @@ importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] in
 """
 # Modules that nothing imports but the verb or the library which needs their extra.
 NEED_AN_EXTRA = {
-    "ladder_jax.evaluate.harness": "lm_eval",
-    "ladder_jax.evaluate.local_tasks": "datasets lm_eval",  # lm-eval brings datasets
+    "ladder_jax.evaluate.harness": "datasets lm_eval",  # lm-eval brings datasets
     "ladder_jax.serve": "fastapi uvicorn prometheus_client",
     "ladder_jax.pretrained.huggingface.modeling_ladder": "torch transformers",  # a file for others, who have these
 }

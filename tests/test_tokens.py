@@ -18,7 +18,7 @@ from ladder_jax.data.examples import lines as lines_of_examples
 from ladder_jax.data.store import Store, blocks, sources
 from ladder_jax.data.store.build import build
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate import examples as examples_of_tasks
+from ladder_jax.evaluate import questions as examples_of_tasks
 from tests import tokenizers
 
 TEXTS = [f"{'the cat sat on the mat ' * (index % 7)}number {index} é\n" for index in range(120)]

@@ -1,7 +1,6 @@
 """The verb `evaluate`: perplexity of a text, or the share of right answers to a file of questions."""
 
 import dataclasses
-import functools
 import json
 
 from ladder_jax import files, parallel
@@ -9,6 +8,7 @@ from ladder_jax.data.store import documents, sources
 from ladder_jax.decode import memory
 from ladder_jax.errors import UserError
 from ladder_jax.evaluate import (
+    Model,
     generation,
     multiple_choice,
     open_model,
@@ -17,8 +17,7 @@ from ladder_jax.evaluate import (
     tasks,
     text_perplexity,
 )
-from ladder_jax.evaluate.answers import MAX_NEW_TOKENS, STOP
-from ladder_jax.evaluate.model import SLOTS
+from ladder_jax.evaluate.model import MAX_NEW_TOKENS, SLOTS, STOP
 from ladder_jax.evaluate.scorer import BATCH_TOKENS
 from ladder_jax.progress import progress
 
@@ -42,7 +41,7 @@ def run(args: dict) -> None:
     """Print the result. Raises UserError for what cannot be evaluated, before any weights are read where it can."""
     way = _check(args)
     parallel.use_compilation_cache()
-    measure = {"text": _text, "multiple_choice": _multiple_choice, "generation": _generation}[way](args)
+    asked = _texts(args) if way == "text" else _questions(args, way)
     model = open_model(
         args["checkpoint"],
         ladder_layers=args["ladder_layers"],
@@ -56,7 +55,7 @@ def run(args: dict) -> None:
     )
     lower = "fewer --slots, a shorter --window" if way == "generation" else "fewer --batch-tokens, a shorter --window"
     with memory.explained(f"evaluating {args[way]!r}", instead=f"{lower} or more tensor ranks (--tensor) need less"):
-        found = measure(model)
+        found = _measured(model, way, args, **asked, file=args["out"])
     result = {"checkpoint": args["checkpoint"], "file": args[way], **dataclasses.asdict(found)}
     print(json.dumps(result) if args["json"] else _words(way, result))
 
@@ -81,46 +80,32 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _text(args: dict):
+def _texts(args: dict) -> dict:
     field = args["field"] or "text"
     parts = sources.plan([args["text"]])
     texts = [text for part in parts for text in documents.read(part, field=field) if text]
     if not texts:
         raise UserError(f"{args['text']!r} holds no text")
-    return functools.partial(
-        text_perplexity, texts=texts, stride=args["stride"], file=args["out"], progress=_progress("windows")
-    )
+    return dict(texts=texts)
 
 
-def _multiple_choice(args: dict):
-    return functools.partial(multiple_choice, **_questions(args, "multiple_choice", read_choices))
-
-
-def _generation(args: dict):
-    return functools.partial(
-        generation,
-        **_questions(args, "generation", read_questions),
-        max_new_tokens=args["max_new_tokens"] or MAX_NEW_TOKENS,
-        stop=tuple(args["stop"] or STOP),
-        slots=args["slots"] or SLOTS,
-    )
-
-
-def _questions(args: dict, way: str, read) -> dict:
+def _questions(args: dict, way: str) -> dict:
+    read = read_choices if way == "multiple_choice" else read_questions
     examples = read(args[way])[: args["limit"]]
     shots_from = read(args["shots_file"]) if args["shots_file"] else ()
     tasks.library()
-    return dict(
-        examples=examples,
-        shots=args["shots"] or 0,
-        shots_from=shots_from,
-        file=args["out"],
-        progress=_progress("questions"),
-    )
+    return dict(examples=examples, shots=args["shots"] or 0, shots_from=shots_from)
 
 
-def _progress(what: str):
-    return lambda total, done: progress(total, done=done, label=f"{{done}}/{{total}} {what}")
+def _measured(model: Model, way: str, args: dict, **asked):
+    what = "windows" if way == "text" else "questions"
+    shown = lambda total, done: progress(total, done=done, label=f"{{done}}/{{total}} {what}")
+    if way == "text":
+        return text_perplexity(model, **asked, stride=args["stride"], progress=shown)
+    if way == "multiple_choice":
+        return multiple_choice(model, **asked, progress=shown)
+    how = dict(stop=tuple(args["stop"] or STOP), slots=args["slots"] or SLOTS)
+    return generation(model, **asked, max_new_tokens=args["max_new_tokens"] or MAX_NEW_TOKENS, **how, progress=shown)
 
 
 def _words(way: str, result: dict) -> str:

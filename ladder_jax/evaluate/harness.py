@@ -3,25 +3,34 @@
     python -m ladder_jax.evaluate.harness --model ladder_jax --model_args checkpoint=runs/book,tensor=4 --tasks arc_easy
 
 is its own command line, `lm_eval`, which knows the model once this module is imported. Requests are made, tokenized and
-judged by the harness; only log-likelihoods and texts come from here.
+judged by the harness; only log-likelihoods and texts come from here. `LocalTask` asks it about questions in memory.
 """
 
+import contextlib
+import io
+import itertools
+import pathlib
+from collections.abc import Sequence
 from typing import Any
 
-from lm_eval import utils
+import datasets
+import lm_eval
+import yaml
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.utils import normalize_gen_kwargs
 
 from ladder_jax.decode import Request
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate import pairs
-from ladder_jax.evaluate.answers import MAX_NEW_TOKENS, answer, stop_ids
-from ladder_jax.evaluate.model import SLOTS, Model, open_model
+from ladder_jax.evaluate.model import MAX_NEW_TOKENS, Model, open_model
+from ladder_jax.evaluate.perplexity import windows
+from ladder_jax.evaluate.questions import Choice, Question
 from ladder_jax.evaluate.scorer import BATCH_TOKENS, Span
 from ladder_jax.progress import progress
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's words for one thing
 WITHOUT_EFFECT = {"num_beams": 1, "use_cache": True}
 
 
@@ -50,7 +59,8 @@ class LadderJax(TemplateLM):
         if not isinstance(checkpoint, Model):
             how = dict(tensor=tensor, data=data, window=max_length, prefix=prefix_token_id, batch_tokens=batch_tokens)
             checkpoint = open_model(checkpoint, **how)
-        self.model, self.max_gen_toks = checkpoint, max_gen_toks
+        self.model = checkpoint
+        self.max_gen_toks = max_gen_toks
 
     @property
     def max_length(self) -> int:
@@ -66,7 +76,7 @@ class LadderJax(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         if add_special_tokens is None:
-            return pairs.encode(string, tokenizer=self.model.tokenizer)
+            return self.model.encode(string)
         tokenizer = self.model.tokenizer
         return tokenizer.encode(string) if add_special_tokens else tokenizer.encode_bare(string)
 
@@ -80,11 +90,12 @@ class LadderJax(TemplateLM):
         return self.model.tokenizer.render(chat_history, prompt=True)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        spans, owners = [], []
-        for owner, (text,) in enumerate(request.args for request in requests):
-            how = dict(prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
-            for window in utils.get_rolling_token_windows(self.tok_encode(text), **how):
-                spans.append(Span(*utils.make_disjoint_window(window)))
+        spans = []
+        owners = []
+        for owner, request in enumerate(requests):
+            tokens = self.tok_encode(*request.args)
+            for span in windows(tokens, prefix=self.prefix_token_id, window=self.max_length):
+                spans.append(span)
                 owners.append(owner)
         totals = [0.0] * len(requests)
         for owner, (loglikelihood, _) in zip(owners, self._scores(spans, quiet=disable_tqdm)):
@@ -94,18 +105,17 @@ class LadderJax(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        asked = [self._request(*request.args, seed=index) for index, request in enumerate(requests)]
+        asked = {index: self.request(*request.args, seed=index) for index, request in enumerate(requests)}
         texts: list[str] = [""] * len(asked)
         with self._progress(len(asked), quiet=disable_tqdm) as update:
-            answers = answer(self.model, range(len(asked)), request=asked.__getitem__, slots=SLOTS)
-            for done, (index, result) in enumerate(answers):
+            for done, (index, result) in enumerate(self.model.answers(asked)):
                 texts[index] = result.text
                 self.cache_hook.add_partial("generate_until", requests[index].args, result.text)
                 update(done + 1, "")
         return texts
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_) -> list[tuple[float, bool]]:
-        spans = [pairs.cut(Span(context, scored), window=self.max_length) for _, context, scored in requests]
+        spans = [self.model.cut(Span(context, scored)) for _, context, scored in requests]
         scores = self._scores(spans, quiet=disable_tqdm)
         for (texts, *_), score in zip(requests, scores):
             if texts is not None:
@@ -123,26 +133,86 @@ class LadderJax(TemplateLM):
     def _progress(self, total: int, *, quiet: bool):
         return progress(total, label="{done}/{total} requests", say=(lambda line: None) if quiet else None)
 
-    def _request(self, context: str, settings: dict[str, Any], *, seed: int) -> Request:
+    def request(self, context: str, settings: dict[str, Any], *, seed: int) -> Request:
         """As the harness's model `hf` reads its settings. Raises UserError for what would be ignored."""
-        settings = dict(settings)
-        until = settings.pop("until", None) or []
-        stop = [one for one in ([until] if isinstance(until, str) else until) if one]
-        given = [settings.pop(name) for name in LENGTHS if settings.get(name) is not None]
-        new = int(given[0]) if given else self.max_gen_toks
-        sampled = {name: settings.pop(name) for name in SAMPLED if settings.get(name) is not None}
-        if not settings.pop("do_sample", sampled.get("temperature", 0.0) > 0):
+        given = {name: value for name, value in settings.items() if value is not None}
+        if given.get("do_sample"):
+            given.setdefault("temperature", 1.0)
+        settings = normalize_gen_kwargs(given, self.max_gen_toks)
+        new = settings.pop("max_gen_toks")
+        stop = [one for one in settings.pop("until") if one]
+        sampled = {name: settings.pop(name) for name in SAMPLED if name in settings}
+        if not settings.pop("do_sample"):
             sampled = {name: value for name, value in sampled.items() if name == "repetition_penalty"}
-        elif "temperature" not in sampled:
-            sampled["temperature"] = 1.0
         for name, value in settings.items():
-            if value is not None and WITHOUT_EFFECT.get(name) != value:
+            if WITHOUT_EFFECT.get(name) != value:
                 raise UserError(f"the model ladder_jax cannot honour the task's {name}={value!r} in generation_kwargs")
         if not 0 < new < self.max_length:
             raise UserError(f"{new} new tokens leave no room for a prompt in max_length={self.max_length}")
         tokens = self.tok_encode(context)[-(self.max_length - new) :] or [self.prefix_token_id]
-        ends = stop_ids(stop, tokenizer=self.model.tokenizer)
+        ends = self.model.stop_ids(stop)
         return Request(tokens, max_new_tokens=new, stop=stop, stop_ids=ends, seed=seed, **sampled)
+
+
+MEAN = {"aggregation": "mean", "higher_is_better": True}
+CHOICES = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "prompt",
+    "doc_to_choice": "choices",
+    "doc_to_target": "answer",
+    "metric_list": [{"metric": name, **MEAN} for name in ("acc", "acc_norm", "acc_bytes")],
+}
+
+
+def gsm8k() -> dict:
+    """A task that takes and judges answers as the harness's gsm8k does."""
+    file = pathlib.Path(lm_eval.__file__).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
+    theirs = yaml.safe_load(file.read_text(encoding="utf-8"))
+    judging = {name: theirs[name] for name in ("output_type", "metric_list", "filter_list")}
+    return {**judging, "doc_to_text": "prompt", "doc_to_target": "answer"}
+
+
+class LocalTask(ConfigurableTask):
+    """A task whose questions are in memory: nothing is fetched, and nothing is written to a cache.
+
+    config: CHOICES or of `gsm8k`, and more. pool: questions for the `shots` before each.
+    """
+
+    def __init__(
+        self, config: dict, examples: Sequence[Choice | Question], *, shots: int, pool: Sequence[Choice | Question]
+    ):
+        self._documents = list(map(_document, examples))
+        # A question is left out of its own shots where both are of one split.
+        few = {"split": "test", "process_docs": lambda _: list(map(_document, pool)), "sampler": "first_n"}
+        more = {"fewshot_config": few} if shots else {}
+        super().__init__(config={**config, "task": "questions", "test_split": "test", "num_fewshot": shots, **more})
+
+    def download(self, *_, **__) -> None:
+        self.dataset = {"test": datasets.Dataset.from_list(self._documents)}
+
+    def asked(self) -> list[list[tuple]]:
+        """The arguments of each question's requests."""
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of its own
+            self.build_all_requests()
+        by_question = itertools.groupby(self.instances, key=lambda instance: instance.doc_id)
+        return [[instance.args for instance in those] for _, those in by_question]
+
+    def judged(self, index: int, responses: list) -> dict[str, tuple[list, dict]]:
+        """For each filter: the filtered responses to question `index`, and their metrics."""
+        document = self.eval_docs[index]
+        instances = [Instance(self.OUTPUT_TYPE, document, (), i, resps=[one]) for i, one in enumerate(responses)]
+        found = {}
+        for taken in self._filters:
+            taken.apply(instances)
+            filtered = [instance.filtered_resps[taken.name] for instance in instances]
+            found[taken.name] = filtered, self.process_results(document, filtered)
+        return found
+
+
+def _document(one: Choice | Question) -> dict:
+    if isinstance(one, Question):
+        return {"prompt": one.prompt, "answer": one.answer}
+    return {"prompt": one.prompt, "choices": list(one.choices), "answer": one.gold}
 
 
 if __name__ == "__main__":

@@ -1,22 +1,29 @@
-"""What is evaluated: a model on its mesh with its tokenizer, by its name or from memory."""
+"""What is evaluated: a model on its mesh with its tokenizer, by its name or from memory.
 
+From text to tokens it goes as lm-evaluation-harness does: lm_eval/api/model.py (TemplateLM.loglikelihood, _encode_pair)
+and lm_eval/models/huggingface.py (tok_encode, prefix_token_id, _loglikelihood_tokens), version 0.4.13.
+"""
+
+import collections
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from ladder_jax import config, pretrained
-from ladder_jax.data.tokenizer import Tokenizer
-from ladder_jax.decode import Engine, memory, weights
+from ladder_jax.data.tokenizer import BYTES, Tokenizer
+from ladder_jax.decode import Engine, Request, Result, memory, weights
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate import pairs
-from ladder_jax.evaluate.scorer import BATCH_TOKENS, Scorer
+from ladder_jax.evaluate.scorer import BATCH_TOKENS, Scorer, Span
 from ladder_jax.nn import ModelDef, Params, Transformer
 from ladder_jax.pretrained import OpenedModel
 
 WINDOW = 2048  # lm-evaluation-harness's default, where a model names none
 SLOTS = 8  # texts that are written at the same time
+NEWLINE = 10  # a byte
+STOP = ("Question:", "</s>", "<|im_end|>")  # of lm-evaluation-harness's gsm8k
+MAX_NEW_TOKENS = 256  # its default (max_gen_toks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +57,8 @@ class Model:
     def of(
         cls, model: Transformer, *, tokenizer: Tokenizer, window: int = WINDOW, prefix: int | None = None
     ) -> "Model":
-        """prefix: by default the tokenizer's (see `pairs.prefix_of`)."""
-        prefix = pairs.prefix_of(tokenizer) if prefix is None else prefix
+        """prefix: by default the tokenizer's (see `prefix_of`)."""
+        prefix = prefix_of(tokenizer) if prefix is None else prefix
         return cls(model.definition, lambda: model.params, tokenizer, window, prefix)
 
     @functools.cached_property
@@ -67,11 +74,89 @@ class Model:
     def scorer(self) -> Scorer:
         return Scorer(self.definition, self.params, batch_tokens=self.batch_tokens)
 
+    def answers[Key](self, requests: dict[Key, Request], *, slots: int = SLOTS) -> Iterator[tuple[Key, Result]]:
+        """Each request's result, as they finish; `slots` of them run at the same time.
+
+        The engine's weights, in decoding's layout, are held beside a scorer's.
+        """
+        if not requests:
+            return
+        capacity = max(len(one.prompt) + one.max_new_tokens for one in requests.values())
+        engine = self.engine(capacity=capacity, slots=min(slots, len(requests)))
+        waiting = collections.deque(requests.items())
+        running = {}
+        while waiting or running:
+            while waiting and engine.stats().queued < engine.max_queue:
+                key, request = waiting.popleft()
+                running[engine.submit(request)] = key
+            engine.step()
+            for handle in [handle for handle in running if handle.done]:
+                yield running.pop(handle), handle.result()
+
     def engine(self, *, capacity: int, slots: int = SLOTS) -> Engine:
-        """For requests of at most `capacity` tokens. Its weights, in decoding's layout, are held beside a scorer's."""
+        """For requests of at most `capacity` tokens."""
         sizes = dict(slots=slots, capacity=capacity, max_queue=slots)
         params = self.params if "params" in vars(self) else self.load()
         return Engine(self.definition, params, **sizes, decoder=self.tokenizer.to_bytes)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, with what the tokenizer puts around it; a beginning that is written out stands once."""
+        tokens = self.tokenizer.encode(text)
+        return tokens[1:] if tokens[:2] == [self.tokenizer.begin_id] * 2 else tokens
+
+    def stop_ids(self, stop: Sequence[str]) -> list[int]:
+        """The tokenizer's stop tokens, and the special tokens among `stop`, which never appear in a decoded text."""
+        single = [tokens for text in stop if len(tokens := self.tokenizer.encode_bare(text)) == 1]
+        special = [token for (token,) in single if not self.tokenizer.to_bytes([token])]
+        return [*self.tokenizer.stop_ids, *special]
+
+    def pair(self, context: str, continuation: str) -> Span:
+        """The span whose log-likelihood is that of `continuation` after `context`.
+
+        Spaces at the end of the context are moved to the continuation; then context + continuation is tokenized, and
+        what it has beyond as many tokens as the context alone has is scored, after the tokens of the context alone.
+        (Where the two meet within a token, these are not the first ones of the whole.) An empty context is the prefix
+        token, or the continuation's own first token, where that is the prefix.
+
+        Raises UserError where no token is left to be scored.
+        """
+        if stripped := context.rstrip():
+            before = self.encode(stripped)
+            scored = self.encode(context + continuation)[len(before) :]
+        else:
+            # The harness fails for a context of nothing but spaces; here it is an empty one.
+            scored = self.tokenizer.encode_bare(context + continuation)
+            before = [self.prefix]
+            if scored[:1] == before:
+                scored = scored[1:]
+        if not before or not scored:
+            raise UserError(f"{continuation!r} adds no token to what stands before it: nothing can be scored")
+        return Span(before, scored)
+
+    def cut(self, span: Span) -> Span:
+        """`span` without the tokens on its left for which the window has no room.
+
+        Raises UserError where what is scored alone is longer.
+        """
+        if len(span.scored) > self.window:
+            raise UserError(f"a continuation of {len(span.scored)} tokens is longer than the window of {self.window}")
+        return Span(span.context[max(0, span.length - self.window) :], span.scored)
+
+
+def prefix_of(tokenizer: Tokenizer) -> int:
+    """The token before a text's first: the one that begins a text, else the one that ends a document.
+
+    Bytes have neither; there it is the newline, as after a line before. Raises UserError for other such tokenizers.
+    """
+    if tokenizer.begin_id is not None:
+        return tokenizer.begin_id
+    if tokenizer.stop_ids:
+        return tokenizer.stop_ids[0]
+    if tokenizer.name == BYTES:
+        return NEWLINE
+    raise UserError(
+        "the tokenizer has no token that begins or ends a text, to stand before the first (--prefix-token ID names one)"
+    )
 
 
 def open_model(
@@ -89,12 +174,12 @@ def open_model(
     """The model called `name` on data x tensor devices (default tensor: as trained, if there are as many).
 
     name, ladder_layers, residual, ranks: as in `pretrained.open_model`. window: by default the length of the sequences
-    it was trained on. prefix: see `pairs.prefix_of`. Its weights are read when they are needed. Raises UserError where
+    it was trained on. prefix: see `prefix_of`. Its weights are read when they are needed. Raises UserError where
     there is no such model, it is damaged, or the mesh is not possible.
     """
     opened = pretrained.open_model(name, ladder_layers=ladder_layers, residual=residual, ranks=ranks)
     tokenizer = opened.tokenizer()
-    prefix = pairs.prefix_of(tokenizer) if prefix is None else prefix
+    prefix = prefix_of(tokenizer) if prefix is None else prefix
     definition = opened.define(tensor=tensor, data=data)
     return Model(
         definition,

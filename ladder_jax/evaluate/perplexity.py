@@ -1,7 +1,6 @@
 """Perplexity of texts: of a token, a word and a byte."""
 
 import dataclasses
-import functools
 import math
 import os
 import re
@@ -10,11 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate import pairs
 from ladder_jax.evaluate.model import WINDOW, Model, open_model
-from ladder_jax.evaluate.rows import Progress, Row, carry_out
+from ladder_jax.evaluate.rows import Progress, carry_out, digest
 from ladder_jax.evaluate.scorer import Scorer, Span
-from ladder_jax.evaluate.windows import windows
 from ladder_jax.nn import ModelDef, Params, Transformer
 
 
@@ -89,9 +86,7 @@ def perplexity(
     scorer = model.scorer if isinstance(model, Model) else model if isinstance(model, Scorer) else Scorer(model, params)
     one = len(tokens) and np.ndim(tokens[0]) == 0
     documents = [np.asarray(document).tolist() for document in ([tokens] if one else tokens)]
-    cut = _cut(documents, prefix=prefix, window=window, stride=stride)
-    results = carry_out(_rows(cut), functools.partial(_work, lambda: scorer, cut))
-    return _summary(results, documents=len(documents), window=window, stride=stride)
+    return _measured(lambda: scorer, documents, prefix=prefix, window=window, stride=stride)
 
 
 def text_perplexity(
@@ -107,44 +102,48 @@ def text_perplexity(
     file, progress: see `carry_out`; a row is a window. Raises UserError where there is nothing to score.
     """
     texts = [text for text in texts if text]
-    documents = [pairs.encode(text, tokenizer=model.tokenizer) for text in texts]
-    size = dict(window=model.window, stride=stride)
-    cut = _cut(documents, prefix=model.prefix, **size)
-    rows = _rows(cut, model.digest if file else None)
-    results = carry_out(rows, functools.partial(_work, lambda: model.scorer, cut), file=file, progress=progress)
-    return _summary(results, documents=len(texts), **size).of_texts(texts)
+    documents = [model.encode(text) for text in texts]
+    how = dict(prefix=model.prefix, window=model.window, stride=stride)
+    found = _measured(lambda: model.scorer, documents, **how, about=model.digest, file=file, progress=progress)
+    return found.of_texts(texts)
 
 
-def _cut(documents: Sequence[Sequence[int]], **how) -> list[tuple[int, Span]]:
-    cut = [(index, span) for index, document in enumerate(documents) for span in windows(document, **how)]
+def _measured(
+    scorer: Callable[[], Scorer],
+    documents: Sequence[Sequence[int]],
+    *,
+    prefix: int | None,
+    window: int,
+    stride: int | None,
+    about: str = "",
+    file: str | None = None,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """scorer: asked for when there is something left to score. about: the model, in the rows' digests."""
+    how = dict(prefix=prefix, window=window, stride=stride)
+    cut = [(number, span) for number, document in enumerate(documents) for span in windows(document, **how)]
     if not cut:
         raise UserError("the text holds no token to score")
-    return cut
 
+    def work(left: list[int]) -> Iterator[tuple[int, dict]]:
+        for place, score in scorer().scores([cut[index][1] for index in left]):
+            document, _ = cut[left[place]]
+            counts = {"document": document, "tokens": len(score.logprobs)}
+            yield left[place], {**counts, "loglikelihood": score.loglikelihood}
 
-def _rows(cut: list[tuple[int, Span]], digest: str | None = None) -> list[Row]:
-    if digest is None:
-        return [Row(index, "") for index in range(len(cut))]
-    return [Row.of(index, digest, number, span.context, span.scored) for index, (number, span) in enumerate(cut)]
-
-
-def _work(scorer: Callable[[], Scorer], cut: list[tuple[int, Span]], left: list[Row]) -> Iterator[tuple[Row, dict]]:
-    for index, score in scorer().scores([cut[row.index][1] for row in left]):
-        tokens = {"document": cut[left[index].index][0], "tokens": len(score.logprobs)}
-        yield left[index], {**tokens, "loglikelihood": score.loglikelihood}
-
-
-def _summary(results: list[dict], *, documents: int, window: int, stride: int | None) -> Perplexity:
-    counts = np.array([result["tokens"] for result in results], np.float64)
+    digests = [digest(about, number, span.context, span.scored) for number, span in cut]
+    results = carry_out(digests, work, file=file, progress=progress)
+    tokens = np.array([result["tokens"] for result in results], np.float64)
     losses = -np.array([result["loglikelihood"] for result in results], np.float64)
-    loss, n = float(losses.sum() / counts.sum()), len(results)
-    spread = np.square(losses - loss * counts).sum()
+    loss = float(losses.sum() / tokens.sum())
+    n = len(results)
+    spread = np.square(losses - loss * tokens).sum()
     return Perplexity(
-        tokens=int(counts.sum()),
+        tokens=int(tokens.sum()),
         loss=loss,
         perplexity=_exp(loss),
-        loss_stderr=float(math.sqrt(n / (n - 1) * spread) / counts.sum()) if n > 1 else None,
-        documents=documents,
+        loss_stderr=float(math.sqrt(n / (n - 1) * spread) / tokens.sum()) if n > 1 else None,
+        documents=len(documents),
         windows=n,
         window=window,
         stride=window if stride is None else stride,
@@ -156,3 +155,31 @@ def _exp(value: float) -> float | None:
         return math.exp(value)
     except OverflowError:
         return None
+
+
+def windows(tokens: Sequence[int], *, prefix: int | None, window: int, stride: int | None = None) -> Iterator[Span]:
+    """The spans of one document.
+
+    The first window scores its first `window` tokens, after `prefix`; each later one the next `stride`, or what is
+    left, after as many tokens as still fit: the model reads `window` tokens each time. With stride = window (the
+    default) that is lm-evaluation-harness's `loglikelihood_rolling` (lm_eval/utils.py: get_rolling_token_windows
+    with context_len=1, then make_disjoint_window), and in general its context_len = window - stride + 1. A smaller
+    stride is the sliding window of Hugging Face's "Perplexity of fixed-length models": every token but the first
+    ones has at least window - stride tokens before it, for window / stride times the work.
+
+    prefix: the token before the first; None: the document's own first token, which then is not scored.
+    """
+    stride = window if stride is None else stride
+    if window < 1:
+        raise UserError(f"window must be at least 1, not {window}")
+    if not 1 <= stride <= window:
+        raise UserError(f"stride must be between 1 and the window, {window}, not {stride}")
+    tokens = [int(token) for token in tokens]
+    whole = tokens if prefix is None else [prefix, *tokens]
+    begin = 1
+    size = window
+    while begin < len(whole):
+        end = min(begin + size, len(whole))
+        yield Span(whole[max(0, end - 1 - window) : begin], whole[begin:end])
+        begin = end
+        size = stride

@@ -1,4 +1,8 @@
-"""The rows of an evaluation, and their results in a file of JSON lines, with which a run that was killed goes on."""
+"""The rows of an evaluation, and their results in a file of JSON lines, with which a run that was killed goes on.
+
+lm-evaluation-harness has a cache for that (`use_cache`). It does not know which model gave an answer, and keeps no
+question beside its scores; this file does, and is the result that a user reads.
+"""
 
 import contextlib
 import dataclasses
@@ -12,49 +16,49 @@ from ladder_jax.decode.engine import jsonl
 
 Progress = Callable[[int, int], contextlib.AbstractContextManager[Callable[[int, str], None]]]
 """`with progress(total, done) as update: update(done, "")`."""
+Work = Callable[[list[int]], Iterator[tuple[int, dict]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One question: digest is of all that decides its result, to tell whether one in a file is this row's."""
-
     index: int
     digest: str
 
-    @classmethod
-    def of(cls, index: int, *decides: Any) -> "Row":
-        """`decides` must be JSON."""
-        return cls(index, hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16])
 
-
-Work = Callable[[list[Row]], Iterator[tuple[Row, dict]]]
+def digest(*decides: Any) -> str:
+    """Of all that decides a row's result, to tell whether one in a file is this row's. `decides` must be JSON."""
+    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
 
 
 def carry_out(
-    rows: Sequence[Row], work: Work, *, file: str | None = None, progress: Progress | None = None
+    digests: Sequence[str], work: Work, *, file: str | None = None, progress: Progress | None = None
 ) -> list[dict]:
-    """Every row's result, in order. `work` is given the rows that are left, and yields (row, result) as it has them.
+    """Every row's result, in order. `work` is given those that are left, and yields (row, result) as it has them.
 
     file: holds the results that are there already; each new one is appended as it comes.
     Raises UserError for a file of something else, or of other rows, models or settings, and RunFailed for a full disk.
     """
+    rows = [Row(index, digest) for index, digest in enumerate(digests)]
     results = _earlier(file, rows) if file else {}
-    left = [row for row in rows if row.index not in results]
+    left = [row.index for row in rows if row.index not in results]
     shown = progress(len(rows), len(results)) if progress else contextlib.nullcontext(lambda done, text: None)
     opened = open(file, "ab", buffering=0) if file else contextlib.nullcontext()
     with shown as update, opened as out:
-        for row, result in work(left) if left else ():
+        for index, result in work(left) if left else ():
             if out:
-                line = json.dumps({"index": row.index, **result, "request": row.digest}, ensure_ascii=False)
+                line = json.dumps({"index": index, **result, "request": digests[index]}, ensure_ascii=False)
                 jsonl.append(out, line.encode("utf-8", "backslashreplace") + b"\n", file=file)
-            results[row.index] = result
+            results[index] = result
             update(len(results), "")
     return [results[row.index] for row in rows]
 
 
 def _earlier(file: str, rows: Sequence[Row]) -> dict[int, dict]:
-    left = {row.index for row in jsonl.unanswered(file, rows)}
-    if len(left) == len(rows):
+    if len(jsonl.unanswered(file, rows)) == len(rows):
         return {}
-    lines = map(json.loads, pathlib.Path(file).read_bytes().splitlines())
-    return {line.pop("index"): {k: v for k, v in line.items() if k != "request"} for line in lines}
+    found = {}
+    for line in pathlib.Path(file).read_bytes().splitlines():
+        result = json.loads(line)
+        del result["request"]
+        found[result.pop("index")] = result
+    return found

@@ -1,19 +1,25 @@
-"""Log-likelihoods of many token sequences, in batches of few shapes."""
+"""Log-likelihoods of many token sequences, in batches of few shapes, and the program that computes them."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
+from jax import lax
 
+from ladder_jax import nn
+from ladder_jax.config import SCANNED, Execution, Phase
+from ladder_jax.decode import sampling
 from ladder_jax.errors import RunFailed, UserError, whole
-from ladder_jax.evaluate.program import compiled_scores
 from ladder_jax.nn import ModelDef, Params, Transformer
 from ladder_jax.nn.arguments import check_model
+from ladder_jax.parallel import Compiled, on_mesh, over_ranks
 
 SHORTEST = 32  # rows are padded to this or to a power of two above it, so that few programs are compiled
 BATCH_TOKENS = 4096  # of a batch, padding included
+CHUNK = 512  # positions, B x T, whose float32 logits are there at once: 0.3 GB of a vocabulary of 128k, if not split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Scorer:
         for length, indices in itertools.groupby(order, key=lambda index: _padded(spans[index].length)):
             indices = list(indices)
             most = min(max(1, self.batch_tokens // length), 2 ** (len(indices) - 1).bit_length())
-            rows = -(-max(1, most // ranks * ranks) // ranks) * ranks
+            rows = max(ranks, most // ranks * ranks)
             for first in range(0, len(indices), rows):
                 yield indices[first : first + rows], rows, length
 
@@ -116,7 +122,8 @@ class Scorer:
         tokens, targets = np.zeros((2, rows, length), np.int32)
         for row, index in enumerate(indices):
             whole = [*spans[index].context, *spans[index].scored]
-            tokens[row, : len(whole) - 1], targets[row, : len(whole) - 1] = whole[:-1], whole[1:]
+            tokens[row, : len(whole) - 1] = whole[:-1]
+            targets[row, : len(whole) - 1] = whole[1:]
         return indices, self._program(self.params, *jax.device_put((tokens, targets), self._sharding))
 
     def _check(self, span: Span) -> None:
@@ -138,3 +145,33 @@ def _read(indices: list[int], computed: tuple[jax.Array, jax.Array], spans: dict
 
 def _padded(length: int) -> int:
     return max(SHORTEST, 2 ** (length - 1).bit_length())
+
+
+@functools.lru_cache(maxsize=32)
+def compiled_scores(definition: ModelDef, *, execution: Execution = SCANNED) -> Compiled:
+    """A compiled (params, tokens [B, T], targets [B, T]) -> (log-probabilities float32, greedy bool), both [B, T].
+
+    Entry t is that of `targets[:, t]` after `tokens[:, :t+1]`: the log-softmax of the float32 logits, in nats, and
+    whether it is the first of the largest logits. No rank holds more than its share of the vocabulary, and of that
+    only CHUNK positions. Compiled once for each definition and shape, so other parameters cost no compilation.
+    """
+
+    axes = definition.layout.tensor
+
+    def local(params, tokens, targets):
+        x_BTD, _ = nn.hidden(definition, params, tokens, execution=execution)
+
+        def score(position: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x_D, target = position
+            logits_V = nn.logits(definition, params, x_D[None, None])[0]
+            logprob = -nn.cross_entropy(logits_V[None], target[None, None], axes=axes)[0, 0]
+            return logprob, sampling.argmax(logits_V, axes=axes)[0] == target
+
+        positions = x_BTD.reshape(-1, x_BTD.shape[-1]), targets.reshape(-1)
+        found = lax.map(score, positions, batch_size=CHUNK)
+        return jax.tree.map(lambda found_N: found_N.reshape(targets.shape), found)
+
+    dims = ((definition.dims, "BT", "BT"), ("BT", "BT"))
+    ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
+    meshed = on_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
+    return Compiled(meshed, mesh=definition.layout.mesh, traits=definition.traits(execution, phase=Phase.PREFILL))

@@ -1,17 +1,18 @@
-"""Multiple choice and generation: questions as tasks of lm-evaluation-harness, which writes the prompts and judges the
-answers."""
+"""Multiple choice and generation: lm-evaluation-harness writes the prompts to our questions, and judges the answers."""
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from ladder_jax.decode import Finish
 from ladder_jax.errors import UserError
-from ladder_jax.evaluate.answers import MAX_NEW_TOKENS, STOP
-from ladder_jax.evaluate.examples import Choice, Question
-from ladder_jax.evaluate.model import SLOTS, Model
-from ladder_jax.evaluate.rows import Progress, carry_out
+from ladder_jax.evaluate.model import MAX_NEW_TOKENS, SLOTS, STOP, Model
+from ladder_jax.evaluate.questions import Choice, Question
+from ladder_jax.evaluate.rows import Progress, carry_out, digest
+from ladder_jax.evaluate.scorer import Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +76,30 @@ def multiple_choice(
     question is not its own shot.
     Raises UserError, with the line's number, where a question cannot be scored; and without lm-evaluation-harness.
     """
-    local = library()
-    pool = _pool(examples, shots, shots_from)
-    task = local.LocalTask(local.CHOICES, examples, shots=shots, pool=pool)
-    lm = local.Recorded(model, task, examples, carry=functools.partial(carry_out, file=file, progress=progress))
-    names = dict(accuracy="acc,none", accuracy_normalised="acc_norm,none", accuracy_bytes="acc_bytes,none")
+    harness = library()
+    task = harness.LocalTask(harness.CHOICES, examples, shots=shots, pool=_pool(examples, shots, shots_from))
+    whole = [_spans(model, one, asked) for one, asked in zip(examples, task.asked())]
+    spans = [[model.cut(span) for span in those] for those in whole]
+    digests = [
+        digest(model.digest, one.choices, one.gold, [(span.context, span.scored) for span in those])
+        for one, those in zip(examples, spans)
+    ]
+
+    def work(left: list[int]) -> Iterator[tuple[int, dict]]:
+        asked = [(index, number) for index in left for number in range(len(spans[index]))]
+        found = collections.defaultdict(dict)
+        for place, score in model.scorer.scores([spans[index][number] for index, number in asked]):
+            index, number = asked[place]
+            found[index][number] = score.loglikelihood, score.greedy
+            if len(found[index]) == len(spans[index]):
+                scores = [score for _, score in sorted(found.pop(index).items())]
+                yield index, _chosen(task, index, examples[index], scores)
+
+    results = carry_out(digests, work, file=file, progress=progress)
     return MultipleChoice(
         examples=len(examples),
-        **local.run(lm, task, names),
-        truncated=lm.truncated,
+        **_shares(results, accuracy="right", accuracy_normalised="right_chars", accuracy_bytes="right_bytes"),
+        truncated=sum(any(span.length > model.window for span in those) for those in whole),
         shots=shots,
         window=model.window,
     )
@@ -115,19 +131,26 @@ def generation(
         )
     if not all(stop):
         raise UserError(f"stop must be strings, none of them empty, not {list(stop)}")
-    local = library()
-    pool = _pool(examples, shots, shots_from)
+    harness = library()
     settings = {"until": list(stop), "do_sample": False, "max_gen_toks": max_new_tokens}
-    config = {**local.GENERATION, "generation_kwargs": settings}
-    task = local.LocalTask(config, examples, shots=shots, pool=pool)
-    carry = functools.partial(carry_out, file=file, progress=progress)
-    lm = local.Recorded(model, task, examples, carry=carry, slots=slots)
-    names = dict(accuracy="exact_match,strict-match", accuracy_normalised="exact_match,flexible-extract")
+    config = {**harness.gsm8k(), "generation_kwargs": settings}
+    task = harness.LocalTask(config, examples, shots=shots, pool=_pool(examples, shots, shots_from))
+    lm = harness.LadderJax(model)
+    prompts = [prompt for ((prompt, _),) in task.asked()]
+    requests = [lm.request(prompt, settings, seed=index) for index, prompt in enumerate(prompts)]
+    about = [model.digest, max_new_tokens, list(stop), model.stop_ids(stop)]
+    digests = [digest(about, list(request.prompt), one.answer) for request, one in zip(requests, examples)]
+
+    def work(left: list[int]) -> Iterator[tuple[int, dict]]:
+        for index, result in model.answers({index: requests[index] for index in left}, slots=slots):
+            yield index, _written(task, index, examples[index], result)
+
+    results = carry_out(digests, work, file=file, progress=progress)
     return Generation(
         examples=len(examples),
-        **local.run(lm, task, names),
-        truncated=lm.truncated,
-        unfinished=sum(result["finish_reason"] == Finish.LENGTH for result in lm.results),
+        **_shares(results, accuracy="right", accuracy_normalised="right_flexible"),
+        truncated=sum(len(model.encode(prompt)) > model.window - max_new_tokens for prompt in prompts),
+        unfinished=sum(result["finish_reason"] == Finish.LENGTH for result in results),
         shots=shots,
         window=model.window,
         max_new_tokens=max_new_tokens,
@@ -140,19 +163,68 @@ def library():
         import lm_eval  # noqa: F401
     except ImportError:
         raise UserError("multiple choice and generation need lm-eval: pip install 'ladder-jax[lm-eval]'") from None
-    from ladder_jax.evaluate import local_tasks
+    from ladder_jax.evaluate import harness
 
-    return local_tasks
+    return harness
 
 
 def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
     """The first questions of `source`, enough for the shots of every example. Raises UserError for too few."""
     if not shots:
         return []
-    key = lambda one: (one.prompt, one.answer)
-    counts = collections.Counter(map(key, source))
+    counts = collections.Counter((one.prompt, one.answer) for one in source)
     for example in examples:
-        others = len(source) - counts[key(example)]
+        others = len(source) - counts[example.prompt, example.answer]
         if others < shots:
             raise UserError(f"line {example.line}: --shots {shots}: --shots-file holds only {others} other questions")
     return list(source[: shots + max(counts.values())])
+
+
+def _spans(model: Model, example: Choice, asked: Sequence[tuple[str, str]]) -> list[Span]:
+    try:
+        spans = [model.pair(*one) for one in asked]
+        for span in spans:
+            model.cut(span)
+        return spans
+    except UserError as error:
+        raise UserError(f"line {example.line}: {error}") from None
+
+
+def _chosen(task, index: int, example: Choice, scores: list[tuple[float, bool]]) -> dict:
+    loglikelihoods, greedy = map(list, zip(*scores))
+    ((_, right),) = task.judged(index, scores).values()
+    return {
+        "line": example.line,
+        "answer": example.gold,
+        "chosen": int(np.argmax(loglikelihoods)),
+        "right": bool(right["acc"]),
+        "right_chars": bool(right["acc_norm"]),
+        "right_bytes": bool(right["acc_bytes"]),
+        "loglikelihoods": loglikelihoods,
+        "greedy": greedy,
+    }
+
+
+def _written(task, index: int, example: Question, result) -> dict:
+    judged = task.judged(index, [result.text])
+    ((strict,), right) = judged["strict-match"]
+    ((flexible,), right_flexible) = judged["flexible-extract"]
+    return {
+        "line": example.line,
+        "text": result.text,
+        "finish_reason": str(result.finish),
+        "strict": strict,
+        "flexible": flexible,
+        "right": bool(right["exact_match"]),
+        "right_flexible": bool(right_flexible["exact_match"]),
+    }
+
+
+def _shares(results: Sequence[dict], **names: str) -> dict[str, float | None]:
+    """The mean of each key, under another name, and its standard error."""
+    found = {}
+    for name, key in names.items():
+        values = [result[key] for result in results]
+        found[name] = float(np.mean(values))
+        found[f"{name}_stderr"] = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+    return found

@@ -1,94 +1,178 @@
-"""Answers to completions and chat: one JSON object, or a stream of them."""
+"""The JSON of answers: whole, and as a stream's events."""
 
+import codecs
+import collections
+import functools
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
-import fastapi
-from starlette.responses import Response
-
-from ladder_jax.decode.engine import Handle, Piece, Request, Result
-from ladder_jax.serve import generation, refusal
+from ladder_jax.data.tokenizer import Tokenizer
+from ladder_jax.decode.engine import Piece, Result
 from ladder_jax.serve.schema import GenerationBody
-from ladder_jax.serve.service import Service
-from ladder_jax.serve.stream import EventStream
+
+MIN_LOGPROB = -9999.0
+"""OpenAI's value for impossible tokens: JSON has no infinity."""
 
 
-class Form(Protocol):
-    """The JSON of completions or chat: the `choices` of a complete answer, and of a stream's events.
+class Form:
+    """Answers to `prompts`, each of them `body.answers` times, in this order.
 
-    prefix: of the answers' ids. whole: the value of `object` in a complete answer. part: that in a stream's events.
+    name: of the request, in the answers' ids.
+
+    A kind of answer has a `prefix` of these ids; the value of `object` in a `whole` answer, and in a `part` of a
+    stream; what a choice says as a whole (`_said`), when it begins (`_begun`, None for nothing), goes on (`_continued`)
+    and ends (`ending`); and log-probabilities.
     """
 
     prefix: str
     whole: str
     part: str
+    ending: dict
 
-    def choice(self, index: int, result: Result) -> dict: ...
+    def __init__(self, body: GenerationBody, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer):
+        self.body = body
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.name = uuid.uuid4().hex
+        options = body.stream_options
+        self._counts = bool(options and options.include_usage)
 
-    def opening(self, index: int) -> dict | None:
-        """The event before the first piece; None if there is none."""
+    def answer(self, results: Sequence[Result]) -> dict:
+        choices = [
+            self._choice(index, self._said(index, result), result, result.finish)
+            for index, result in enumerate(results)
+        ]
+        return {**self._head(self.whole), "choices": choices, "usage": self._usage(results)}
 
-    def piece(self, index: int, piece: Piece) -> dict | None:
-        """The event of a piece; None if there is none."""
+    def opening(self) -> Iterator[dict]:
+        """The events before the first piece."""
+        for index in range(len(self.prompts) * self.body.answers):
+            if said := self._begun(index):
+                yield self._event(self._choice(index, said))
 
-    def closing(self, index: int, result: Result) -> dict: ...
+    def event(self, index: int, output: Piece | Result) -> dict:
+        """Of a piece, or of the end of a choice."""
+        if isinstance(output, Result):
+            return self._event(self._choice(index, self.ending, reason=output.finish))
+        return self._event(self._choice(index, self._continued(output.text), output))
+
+    def closing(self, results: Sequence[Result]) -> Iterator[dict]:
+        """The token counts, if they are asked for."""
+        if self._counts:
+            yield {**self._head(self.part), "choices": [], "usage": self._usage(results)}
+
+    def _event(self, choice: dict) -> dict:
+        usage = {"usage": None} if self._counts else {}
+        return {**self._head(self.part), "choices": [choice], **usage}
+
+    def _head(self, kind: str) -> dict:
+        return {
+            "id": f"{self.prefix}-{self.name}",
+            "object": kind,
+            "created": self._created,
+            "model": self.body.model,
+        }
+
+    @functools.cached_property
+    def _created(self) -> int:
+        """When the answer, or its stream, begins."""
+        return int(time.time())
+
+    def _usage(self, results: Sequence[Result]) -> dict[str, int]:
+        """A prompt counts once."""
+        prompt = sum(map(len, self.prompts))
+        new = sum(len(result.tokens) for result in results)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def _choice(self, index: int, said: dict, output: Piece | Result | None = None, reason: str | None = None) -> dict:
+        has_logprobs = output is not None and output.logprobs is not None
+        logprobs = self._logprobs(index, output) if has_logprobs else None
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
 
-async def respond(
-    service: Service, http: fastapi.Request, body: GenerationBody, requests: Sequence[Request], *, form: Form
-) -> Response:
-    """Submits the requests. Returns the answer or its stream. Raises Refusal or UserError if a request is refused."""
-    handles = generation.submit(service, requests)
-    common = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
-    if body.stream:
-        counted = bool(body.stream_options and body.stream_options.include_usage)
-        head = {**common, "object": form.part}
-        parts = _parts(service, handles, head=head, n=body.n or 1, counted=counted, form=form)
-        return EventStream(parts, ended=lambda: generation.cancel(handles))
+class CompletionForm(Form):
+    prefix = "cmpl"
+    whole = "text_completion"
+    part = "text_completion"
+    ending = {"text": ""}
+
+    def __init__(self, *about):
+        super().__init__(*about)
+        self._offsets = collections.defaultdict(_Offsets)
+
+    def _said(self, index: int, result: Result) -> dict:
+        return {"text": self._echo(index) + result.text}
+
+    def _begun(self, index: int) -> dict | None:
+        return {"text": self._echo(index)} if self.body.echo else None
+
+    def _continued(self, text: str) -> dict:
+        return {"text": text}
+
+    def _echo(self, index: int) -> str:
+        if not self.body.echo:
+            return ""
+        prompt = self.prompts[index // self.body.answers]
+        return self.tokenizer.to_bytes(prompt).decode(errors="replace")
+
+    def _logprobs(self, index: int, output: Piece | Result) -> dict:
+        """Token offsets count from the answer's first piece on."""
+        at = self._offsets[index] if isinstance(output, Piece) else _Offsets()
+        pieces = [self.tokenizer.to_bytes([token]) for token in output.tokens]
+        words = [_token_text(piece) for piece in pieces]
+        values = [max(value, MIN_LOGPROB) for value in output.logprobs]
+        top = [{word: value} for word, value in zip(words, values)] if self.body.logprobs else None
+        offsets = [at.next(piece) for piece in pieces]
+        return {"tokens": words, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+class ChatForm(Form):
+    prefix = "chatcmpl"
+    whole = "chat.completion"
+    part = "chat.completion.chunk"
+    ending = {"delta": {}}
+
+    def _said(self, index: int, result: Result) -> dict:
+        return {"message": {"role": "assistant", "content": result.text, "refusal": None}}
+
+    def _begun(self, index: int) -> dict:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def _continued(self, text: str) -> dict:
+        return {"delta": {"content": text}}
+
+    def _logprobs(self, index: int, output: Piece | Result) -> dict:
+        content = []
+        for token, logprob in zip(output.tokens, output.logprobs):
+            data = self.tokenizer.to_bytes([token])
+            entry = {"token": _token_text(data), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
+            top = [entry] if self.body.top_logprobs else []
+            content.append({**entry, "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+
+def _token_text(data: bytes) -> str:
+    """A token's text. If it is only a part of a character, its bytes as OpenAI writes them: `bytes:\\xc3`."""
     try:
-        results = await generation.unless_disconnected(http.receive, _results(service, handles))
-    except generation.Disconnected:
-        return Response(status_code=refusal.CLIENT_CLOSED_REQUEST)
-    finally:
-        generation.cancel(handles)
-    choices = [form.choice(index, result) for index, result in enumerate(results)]
-    counts = usage(results, n=body.n or 1)
-    return refusal.json_response({**common, "object": form.whole, "choices": choices, "usage": counts})
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-async def _results(service: Service, handles: Sequence[Handle]) -> list[Result]:
-    results: dict[int, Result] = {}
-    async for index, event in generation.events(service, handles):
-        if isinstance(event, Result):
-            results[index] = event
-    return [results[index] for index in range(len(handles))]
+class _Offsets:
+    """Where each token begins in a text of which tokens may be parts of characters."""
+
+    def __init__(self):
+        self._utf8 = _decoder()
+        self._characters = 0
+
+    def next(self, piece: bytes) -> int:
+        before = self._characters
+        self._characters += len(self._utf8.decode(piece))
+        # Counted from the end: the decoder may also have output an invalid character of earlier tokens.
+        return max(before, self._characters - len(_decoder().decode(piece)))
 
 
-async def _parts(
-    service: Service, handles: Sequence[Handle], *, head: dict, n: int, counted: bool, form: Form
-) -> AsyncIterator[dict]:
-    """The stream's events. With `counted`, one more event at the end holds the token counts and no choices."""
-    results, blank = {}, {"usage": None} if counted else {}
-    for index in range(len(handles)):
-        if opening := form.opening(index):
-            yield {**head, "choices": [opening], **blank}
-    async for index, event in generation.events(service, handles):
-        if isinstance(event, Result):
-            results[index] = event
-            choice = form.closing(index, event)
-        else:
-            choice = form.piece(index, event)
-        if choice:
-            yield {**head, "choices": [choice], **blank}
-    if counted:
-        in_order = [results[index] for index in range(len(handles))]
-        yield {**head, "choices": [], "usage": usage(in_order, n=n)}
-
-
-def usage(results: Sequence[Result], *, n: int) -> dict[str, int]:
-    """Token counts. n: answers per prompt; a prompt counts once."""
-    prompt = sum(result.prompt_tokens for result in results[::n])
-    new = sum(len(result.tokens) for result in results)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -1,37 +1,199 @@
-"""The ASGI application: its paths, and the middleware in front of them."""
+"""The application: its paths, and the way of a request through the engine and back.
+
+Requests pass from HTTP's event loop to the engine's thread; one that waits occupies no thread.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 import fastapi
-from fastapi.exceptions import RequestValidationError
+import numpy as np
+from fastapi.sse import EventSourceResponse
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from ladder_jax import __version__
-from ladder_jax.decode.engine import QueueFull
+from ladder_jax.decode.engine import Engine, Finish, Handle, NoNumbers, Piece, QueueFull, Request, Result
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.serve import chat, completions, hosts, validation
-from ladder_jax.serve.auth import authorised
-from ladder_jax.serve.limits import limited
-from ladder_jax.serve.refusal import Refusal, json_response
-from ladder_jax.serve.service import Service
+from ladder_jax.serve import limits
+from ladder_jax.serve.answer import Form
+from ladder_jax.serve.metrics import CLIENT_CLOSED_REQUEST, Metrics
+from ladder_jax.serve.prepare import Terms, prepare
+from ladder_jax.serve.schema import BODIES, GenerationBody, Refusal, dumps, json_response, parse
 
-GENERATE = (completions.PATH, chat.PATH)
-PATHS = (*GENERATE, "/health", "/metrics", "/v1/models", "/openapi.json")
+PATHS = (*BODIES, "/health", "/metrics", "/v1/models", "/openapi.json")
+SMALL_BODY = 2**17  # bytes
 
 
-def create(service: Service) -> ASGIApp:
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """What answers requests. engine: runs in its own thread, with the tokenizer's bytes as its decoder.
+
+    large_bodies: held while a large body is read, so that small ones get threads and Python's lock.
+    """
+
+    engine: Engine
+    terms: Terms
+    body_bytes: int = limits.BODY_BYTES
+    body_seconds: float = limits.BODY_SECONDS
+    large_bodies: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(1))
+
+    @functools.cached_property
+    def metrics(self) -> Metrics:
+        return Metrics(self.engine, paths=PATHS)
+
+    async def answer(self, http: fastapi.Request, kind: type[GenerationBody]) -> Response:
+        """A whole answer, or its stream. Raises Refusal or UserError."""
+        content = await limits.read_body(http, most=self.body_bytes, seconds=self.body_seconds)
+        # In a thread: to read and tokenize a long body would block the event loop.
+        alone = self.large_bodies if len(content) > SMALL_BODY else contextlib.nullcontext()
+        async with alone:
+            body, requests, form = await asyncio.to_thread(read, content, kind, self.terms)
+        try:
+            handles = self.engine.submit_all(requests)
+        except Exception:
+            if self.engine.error:
+                raise _failed() from None
+            raise
+        if body.stream:
+            events = self._stream(handles, form)
+            # X-Accel-Buffering keeps nginx from buffering the stream.
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            return EventSourceResponse(events, headers=headers, background=BackgroundTask(_cancel, handles))
+        try:
+            results = await _unless_disconnected(http, self._results(handles))
+        finally:
+            await _cancel(handles)
+        return json_response(form.answer(results))
+
+    async def _events(self, handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece | Result]]:
+        """(the handle's index, event): each handle's pieces, then its result.
+
+        Raises Refusal if a request fails, or the server shuts down before it has finished.
+        """
+        loop = asyncio.get_running_loop()
+        inbox = asyncio.Queue()
+        begun = time.perf_counter()
+
+        def post(index: int, event: Piece | Result | BaseException) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has shut down
+                loop.call_soon_threadsafe(inbox.put_nowait, (index, event))
+
+        for index, handle in enumerate(handles):
+            handle.subscribe(functools.partial(post, index))
+        unfinished = len(handles)
+        is_first = True
+        while unfinished:
+            index, event = await inbox.get()
+            if isinstance(event, NoNumbers):
+                raise Refusal(500, str(event), code="no_numbers")
+            if isinstance(event, BaseException):
+                raise _failed()
+            if isinstance(event, Result):
+                unfinished -= 1
+                if event.finish is Finish.CANCELLED:
+                    raise Refusal(503, "the server ended before the answer did", code="draining")
+            elif is_first:
+                is_first = False
+                self.metrics.first_token.observe(time.perf_counter() - begun)
+            yield index, event
+
+    async def _results(self, handles: Sequence[Handle]) -> list[Result]:
+        results = {index: event async for index, event in self._events(handles) if isinstance(event, Result)}
+        return [results[index] for index in range(len(handles))]
+
+    async def _stream(self, handles: Sequence[Handle], form: Form) -> AsyncIterator[bytes]:
+        """Server-sent events, a JSON object each."""
+        results = []
+        try:
+            for event in form.opening():
+                yield _event(event)
+            async for index, output in self._events(handles):
+                if isinstance(output, Result):
+                    results.append(output)
+                elif not (output.text or output.logprobs):
+                    continue
+                yield _event(form.event(index, output))
+            for event in form.closing(results):
+                yield _event(event)
+            yield b"data: [DONE]\n\n"
+        except Refusal as refusal:  # the status was sent already
+            yield _event(refusal.body())
+
+
+def read(content: bytes, kind: type[GenerationBody], terms: Terms) -> tuple[GenerationBody, list[Request], Form]:
+    if len(content) > SMALL_BODY:
+        _check_pieces(content, most=8 * (terms.capacity + terms.max_queue))
+    body = parse(kind, content)
+    return body, *prepare(body, terms)
+
+
+def _check_pieces(content: bytes, *, most: int) -> None:
+    """Limits strings, lists and objects before they are made: a million would hold Python's lock for long."""
+    values = np.frombuffer(content.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    quotes = values == ord('"')
+    within_strings = np.logical_xor.accumulate(quotes)
+    brackets = np.isin(values, list(b"[{")) & ~within_strings
+    count = np.count_nonzero(brackets) + np.count_nonzero(quotes) // 2
+    if count > most:
+        raise Refusal(400, f"the body has {count} strings, lists and objects, and may have {most}")
+
+
+def create(service: Service, *, key: str | None = None, names: Collection[str] | None = None) -> limits.Gate:
+    """key, names: see `limits.Gate`."""
     # Without the documentation pages, which load scripts from other hosts; /openapi.json describes the paths.
     api = fastapi.FastAPI(title="ladder-jax serve", version=__version__, docs_url=None, redoc_url=None)
-    api.include_router(completions.router(service))
-    api.include_router(chat.router(service))
-    api.include_router(_about(service))
-    for kind in (Refusal, RequestValidationError, HTTPException, UserError, Exception):
+    for kind in (HTTPException, UserError, ClientDisconnect, Exception):
         api.add_exception_handler(kind, lambda http, error: _refusal(http, error).response())
-    app = limited(api, limits=service.limits)
-    app = service.drain.guard(app, paths=GENERATE)
-    app = authorised(app, key=service.key)
-    app = hosts.restricted(app, hosts=service.hosts)
-    return service.metrics.count(app, paths=PATHS)
+    gate = limits.Gate(api, key=key, names=names, metrics=service.metrics)
+    model = {"id": service.terms.name, "object": "model", "created": int(time.time()), "owned_by": "ladder_jax"}
+
+    def answering(kind: type[GenerationBody]) -> Callable[[fastapi.Request], Awaitable[Response]]:
+        async def answer(http: fastapi.Request) -> Response:
+            return await service.answer(http, kind)
+
+        return answer
+
+    for path, kind in BODIES.items():
+        about = dict(name=kind.__name__, openapi_extra=_described(path, kind))
+        api.add_api_route(path, answering(kind), methods=["POST"], **about)
+
+    @api.get("/health")
+    @api.head("/health", include_in_schema=False)  # load balancers ask with HEAD
+    async def health() -> Response:
+        if service.engine.error:
+            return json_response({"status": "failed"}, status=503)
+        if gate.draining:
+            return json_response({"status": "draining"}, status=503)
+        return json_response({"status": "ok"})
+
+    @api.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [model]})
+
+    @api.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        service.terms.check_model(name)
+        return json_response(model)
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        return service.metrics.response()
+
+    return gate
+
+
+def _described(path: str, kind: type[GenerationBody]) -> dict:
+    """The body of a path in /openapi.json; we read it ourselves."""
+    place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
+    content = {limits.CONTENT_TYPE: {"schema": kind.model_json_schema(ref_template=place)}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
@@ -39,53 +201,51 @@ def _refusal(http: fastapi.Request, error: Exception) -> Refusal:
     match error:
         case Refusal():
             return error
-        case RequestValidationError():
-            return validation.refusal(error.errors())
         case HTTPException(status_code=404):
             return Refusal(404, str(unknown("path", http.url.path, PATHS)))
         case HTTPException(status_code=405):
             message = f"{http.method} is not for {http.url.path} (allowed: {(error.headers or {}).get('Allow')})"
             return Refusal(405, message, headers=error.headers)
-        case HTTPException(status_code=400, __cause__=Refusal() as refusal):  # raised while reading the body
-            return refusal
-        case HTTPException(status_code=400):  # FastAPI's: the cause is the parser's error
-            return Refusal(400, f"the body cannot be read as JSON: {error.__cause__ or error.detail}")
         case HTTPException():
             return Refusal(error.status_code, str(error.detail), headers=error.headers)
         case QueueFull():
             return Refusal(429, str(error), code="queue_full", headers={"Retry-After": "1"})
         case UserError():
             return Refusal(400, str(error))
+        case ClientDisconnect():
+            return Refusal(CLIENT_CLOSED_REQUEST, "the client has left")
         case _:
             return Refusal(500, "an error in the server; its log says more")
 
 
-def _about(service: Service) -> fastapi.APIRouter:
-    routes = fastapi.APIRouter()
-    model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "ladder_jax"}
+async def _unless_disconnected[T](http: fastapi.Request, work) -> T:
+    """The result of `work`. If the client disconnects first, it is cancelled."""
 
-    @routes.get("/health")
-    @routes.head("/health", include_in_schema=False)  # load balancers ask with HEAD
-    async def health() -> Response:
-        if service.engine.error:
-            return json_response({"status": "failed"}, status=503)
-        if service.drain.draining:
-            return json_response({"status": "draining"}, status=503)
-        return json_response({"status": "ok"})
+    async def disconnected() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
 
-    @routes.get("/v1/models")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [model]})
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refusal(CLIENT_CLOSED_REQUEST, "the client has left")
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
 
-    @routes.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        if name != service.name:
-            message = f"there is no model {name!r}; this server has {service.name!r}"
-            raise Refusal(404, message, param="model", code="model_not_found")
-        return json_response(model)
 
-    @routes.get("/metrics")
-    async def metrics() -> Response:
-        return service.metrics.response()
+async def _cancel(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        if not handle.done:
+            handle.cancel()
 
-    return routes
+
+def _event(value: dict) -> bytes:
+    return b"data: %b\n\n" % dumps(value)
+
+
+def _failed() -> Refusal:
+    return Refusal(500, "the engine has failed, and the server ends", code="engine_failed")

@@ -9,27 +9,21 @@ anything is computed.
 
 import dataclasses
 import datetime
-import functools
 import hashlib
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import pydantic
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.data import json_lines
 from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import Request, Result, jsonl
-from ladder_jax.decode.request import check_prompts
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.serve import answer, chat, completions, prepare, unsupported, validation
-from ladder_jax.serve.refusal import Refusal
-from ladder_jax.serve.schema import Chat, Completion
+from ladder_jax.serve.answer import Form
+from ladder_jax.serve.prepare import Terms, prepare
+from ladder_jax.serve.schema import BODIES, Chat, Refusal, parse
 
 KEYS = ("custom_id", "method", "url", "body")
-BODIES = {completions.PATH: Completion, chat.PATH: Chat}
 NO_DATE = datetime.datetime(1970, 1, 1)
 ID = "batch_req_"
 BEGINNING = f'{{"id": "{ID}'.encode()
@@ -38,22 +32,16 @@ BEGINNING = f'{{"id": "{ID}'.encode()
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One line. requests: `body.n` of each of its prompts, in order. digest: of all that determines the answer but the
+    """One line. requests: those of its prompts, in order. digest: of all that determines the answer but the
     date, which a chat template may ask for: an answer of yesterday is one."""
 
     custom_id: str
     requests: tuple[Request, ...]
     digest: str
-    form: Callable[[], answer.Form]
-    model: str
-    n: int
+    form: Form
 
     def line(self, results: Sequence[Result]) -> bytes:
-        form = self.form()
-        choices = [form.choice(index, result) for index, result in enumerate(results)]
-        body = {"id": f"{form.prefix}-{self.digest}", "object": form.whole, "created": int(time.time())}
-        body |= {"model": self.model, "choices": choices, "usage": answer.usage(results, n=self.n)}
-        return self._line(200, body)
+        return self._line(200, self.form.answer(results))
 
     def failed(self, error: Exception) -> bytes:
         return self._line(500, Refusal(500, str(error), code="no_numbers").body())
@@ -72,10 +60,11 @@ def read(
     name: the model's, which all bodies must have. identity: of the model, in the digests. defaults: its seed + the
     line's index is that of a body without one; max_new_tokens are the most of a chat that does not say.
     """
+    terms = Terms(name, tokenizer, vocab_size, chat_tokens=defaults.max_new_tokens)
     jobs: dict[str, Job] = {}
     for number, value in json_lines.read(file):
         try:
-            job = _job(value, name, tokenizer, defaults, vocab_size, identity, index=len(jobs))
+            job = _job(value, terms, identity=identity, seed=defaults.seed + len(jobs))
         except (UserError, Refusal) as error:
             raise UserError(f"{file} line {number}: {error}") from None
         if job.custom_id in jobs:
@@ -88,66 +77,35 @@ def by_custom_id(jobs: Sequence[Job]) -> jsonl.Find[Job]:
     known = {job.custom_id: job for job in jobs}
 
     def find(line: Mapping[str, Any]) -> Job | None:
-        found, identity = known.get(line["custom_id"]), line["id"]
+        found = known.get(line["custom_id"])
+        identity = line["id"]
         return found if found and identity == ID + found.digest else None
 
     return find
 
 
-def _job(
-    value: Any,
-    name: str,
-    tokenizer: Tokenizer,
-    defaults: DecodeConfig,
-    vocab_size: int,
-    identity: str,
-    *,
-    index: int,
-) -> Job:
+def _job(value: Any, terms: Terms, *, identity: str, seed: int) -> Job:
     if not isinstance(value, dict) or not isinstance(value.get("body"), dict):
-        raise UserError(
-            'each line must be an object such as {"custom_id": "1", "method": "POST", "url": ..., "body": {}}'
-        )
+        example = '{"custom_id": "1", "method": "POST", "url": ..., "body": {}}'
+        raise UserError(f"each line must be an object such as {example}")
     for key in value:
         if key not in KEYS:
             raise unknown("key", key, KEYS)
-    custom_id, url = value.get("custom_id"), value.get("url")
+    custom_id = value.get("custom_id")
+    url = value.get("url")
     if not isinstance(custom_id, str) or not custom_id:
         raise UserError("custom_id must be text")
     if value.get("method") != "POST":
         raise UserError(f"method must be 'POST', not {value.get('method')!r}")
     if not isinstance(url, str) or url not in BODIES:
         raise unknown("url", url, BODIES)
-    try:
-        body = BODIES[url].model_validate(value["body"])
-    except pydantic.ValidationError as error:
-        raise validation.refusal(error.errors(include_url=False)) from None
-    if body.model != name:
-        raise UserError(f"there is no model {body.model!r} here; this is {name!r}")
-    unsupported.check(body)
+    body = parse(BODIES[url], json.dumps(value["body"]).encode())
     if body.stream:
         raise UserError("stream: a batch has no streams; leave it out")
-    prompts, form = _prompts(body, tokenizer)
-    undated = _prompts(body, tokenizer, now=NO_DATE)[0] if isinstance(body, Chat) else prompts
-    seed = (defaults.seed + index if body.seed is None else body.seed) % 2**32
-    default = defaults.max_new_tokens if isinstance(body, Chat) else completions.MAX_TOKENS
-    most = (body.max_completion_tokens if isinstance(body, Chat) else None) or body.max_tokens or default
-    logprobs = bool(body.logprobs) if isinstance(body, Chat) else body.logprobs is not None
-    check_prompts(prompts, vocab_size=vocab_size)
-    settings = dict(max_new_tokens=lambda prompt: most, seed=seed, logprobs=logprobs, stop_ids=tokenizer.stop_ids)
-    requests = prepare.sampled(body, prompts, **settings)
-    decides = map(dataclasses.asdict, prepare.sampled(body, undated, **settings))
+    requests, form = prepare(body, terms, seed=seed)
+    undated = prepare(body, terms, seed=seed, now=NO_DATE)[0] if isinstance(body, Chat) else requests
+    decides = map(dataclasses.asdict, undated)
     whole = json.dumps([identity, url, value["body"], *decides], sort_keys=True)
     digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    return Job(custom_id, tuple(requests), digest, form, name, body.n or 1)
-
-
-def _prompts(
-    body: Completion | Chat, tokenizer: Tokenizer, *, now: datetime.datetime | None = None
-) -> tuple[list[list[int]], Callable[[], answer.Form]]:
-    if isinstance(body, Chat):
-        return [chat.prompt(body, tokenizer, now=now)], functools.partial(chat.ChatForm, body, tokenizer)
-    completions.check(body)
-    prompts = completions.prompts(body)
-    tokens = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    return tokens, functools.partial(completions.CompletionForm, body, tokens, tokenizer)
+    form.name = digest
+    return Job(custom_id, tuple(requests), digest, form)

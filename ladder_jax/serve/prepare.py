@@ -1,100 +1,173 @@
-"""Turn a request's body into the engine's requests, after all checks that need no engine."""
+"""From a request's body to the engine's requests, after all checks that need no engine."""
 
+import dataclasses
+import datetime
+import functools
 import secrets
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 
+from ladder_jax.data.tokenizer import Tokenizer
 from ladder_jax.decode.engine import Request
-from ladder_jax.serve import unsupported
-from ladder_jax.serve.refusal import Refusal
-from ladder_jax.serve.schema import GenerationBody
-from ladder_jax.serve.service import Service
+from ladder_jax.decode.request import check_prompts
+from ladder_jax.serve.answer import ChatForm, CompletionForm, Form
+from ladder_jax.serve.schema import Chat, Completion, GenerationBody, Message, Refusal
 
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # the defaults
-
-
-def check(body: GenerationBody, *, service: Service) -> None:
-    """Raises Refusal for another model, and for unsupported parameters."""
-    if body.model != service.name:
-        message = f"there is no model {body.model!r}; this server has {service.name!r}"
-        raise Refusal(404, message, param="model", code="model_not_found")
-    unsupported.check(body)
-    if body.stream_options is not None and not body.stream:
-        raise Refusal(400, "stream_options needs stream: true", param="stream_options")
+MAX_TOKENS = 16
+"""OpenAI's default for completions."""
+LONG_TOKEN = 64
+"""Bytes: an upper bound for special tokens, whose text the tokenizer does not give."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def check_count(prompts: int, *, n: int, service: Service) -> None:
-    """Raises Refusal for no answers, or more than the queue holds. n: answers per prompt."""
-    if not 0 < n * prompts <= service.engine.max_queue:
-        message = f"{prompts} prompts, {n} answers each, are not from 1 to {service.engine.max_queue} in all"
-        raise Refusal(400, message, param="prompt" if n == 1 else "n")
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What may be asked of a model; by default without limits.
 
-
-def check_text(characters: int, *, param: str, service: Service) -> None:
-    """Raises Refusal for a text that exceeds the engine's capacity however it is tokenized."""
-    if characters > service.max_characters:
-        message = f"{characters} characters are more than the {service.engine.capacity} tokens that this server has"
-        raise Refusal(400, f"{message} room for", param=param, code="context_length_exceeded")
-
-
-def requests(
-    body: GenerationBody,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int | None,
-    default: int,
-    logprobs: bool,
-    service: Service,
-) -> list[Request]:
-    """`body.n` requests for each prompt, in order; the k-th of a prompt gets the seed + k.
-
-    max_tokens: as in the body. None means as many as the engine has room for, up to `default`.
+    name: the model's, which all bodies must have. chat_tokens: new tokens of a chat that does not say.
+    capacity: tokens of a prompt and its answer. max_queue: answers to one body. max_new_tokens: of an answer.
     """
-    n, limit = body.n or 1, service.limits.max_new_tokens
-    check_count(len(prompts), n=n, service=service)
-    if max_tokens is not None and max_tokens > limit:
-        raise Refusal(400, f"this server generates at most {limit} new tokens, not {max_tokens}", param="max_tokens")
-    seed = secrets.randbits(32) if body.seed is None else body.seed
 
-    def new_tokens(prompt: Sequence[int]) -> int:
-        room = service.engine.capacity - len(prompt)
-        new = max_tokens or max(1, min(default, limit, room))
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    chat_tokens: int
+    capacity: int = sys.maxsize
+    max_queue: int = sys.maxsize
+    max_new_tokens: int = sys.maxsize
+
+    def check_model(self, name: str) -> None:
+        if name != self.name:
+            message = f"there is no model {name!r} here; this is {self.name!r}"
+            raise Refusal(404, message, param="model", code="model_not_found")
+
+    def check_count(self, prompts: int, *, n: int) -> None:
+        """Raises Refusal for no answers, or more than the queue holds. n: answers per prompt."""
+        if not 0 < n * prompts <= self.max_queue:
+            message = f"{prompts} prompts, {n} answers each, are not from 1 to {self.max_queue} in all"
+            raise Refusal(400, message, param="prompt" if n == 1 else "n")
+
+    def check_text(self, characters: int, *, param: str) -> None:
+        """Raises Refusal for a text that exceeds the capacity however it is tokenized."""
+        if characters > self.capacity * LONG_TOKEN and characters > self.capacity * self._longest_token:
+            raise self._too_long(f"{characters} characters", param=param)
+
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        """Raises Refusal for more messages, or parts of them, than there may be tokens."""
+        parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+        count = max(len(messages), parts)
+        if count > self.capacity:
+            raise self._too_long(f"{count} messages, or parts of them,", param="messages")
+
+    def new_tokens(self, prompt: Sequence[int], *, asked: int | None, default: int) -> int:
+        """None asked: as many as there is room for, up to `default`."""
+        if asked is not None and asked > self.max_new_tokens:
+            message = f"this server generates at most {self.max_new_tokens} new tokens, not {asked}"
+            raise Refusal(400, message, param="max_tokens")
+        room = self.capacity - len(prompt)
+        new = asked or max(1, min(default, self.max_new_tokens, room))
         if new > room:
-            message = (
-                f"a prompt of {len(prompt)} tokens and {new} new ones are more than the"
-                f" {service.engine.capacity} that this server has room for"
-            )
-            raise Refusal(400, message, param="prompt", code="context_length_exceeded")
+            raise self._too_long(f"a prompt of {len(prompt)} tokens and {new} new ones", param="prompt")
         return new
 
-    more = dict(seed=seed, logprobs=logprobs, stop_ids=service.tokenizer.stop_ids)
-    return sampled(body, prompts, max_new_tokens=new_tokens, **more)
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(len(self.tokenizer.to_bytes([token])) for token in range(self.tokenizer.vocab_size))
+
+    def _too_long(self, what: str, *, param: str) -> Refusal:
+        message = f"{what} are more than the {self.capacity} tokens that this server has room for"
+        return Refusal(400, message, param=param, code="context_length_exceeded")
 
 
-def sampled(
+def prepare(
     body: GenerationBody,
-    prompts: Sequence[Sequence[int]],
+    terms: Terms,
     *,
-    max_new_tokens: Callable[[Sequence[int]], int],
-    seed: int,
-    logprobs: bool,
-    stop_ids: Sequence[int],
-) -> list[Request]:
-    """`body.n` requests for each prompt, in order, with the body's sampling settings; see `requests`.
+    seed: int | None = None,
+    now: datetime.datetime | None = None,
+) -> tuple[list[Request], Form]:
+    """`body.answers` requests for each prompt, in order, and the form of their answers. Raises Refusal or UserError.
 
-    max_new_tokens: of a prompt.
+    The k-th answer to a prompt has the body's seed + k. seed: where the body has none; None draws
+    one. now: as in `Tokenizer.render`.
     """
-    sampling = {
-        name: default if getattr(body, name) is None else getattr(body, name) for name, default in SAMPLING.items()
-    }
-    more = dict(stop_ids=stop_ids, stop=() if body.stop is None else body.stop, logprobs=logprobs)
-    return [
-        Request(prompt, max_new_tokens=max_new_tokens(prompt), seed=(seed + k) % 2**32, **sampling, **more)
-        for prompt in prompts
-        for k in range(body.n or 1)
+    terms.check_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise Refusal(400, "stream_options needs stream: true", param="stream_options")
+    if isinstance(body, Chat):
+        prompts = [_conversation(body, terms, now=now)]
+        form = ChatForm
+        asked = body.max_completion_tokens or body.max_tokens
+        default = terms.chat_tokens
+        logprobs = bool(body.logprobs)
+    else:
+        prompts = _prompts(body, terms)
+        form = CompletionForm
+        asked = body.max_tokens
+        default = MAX_TOKENS
+        logprobs = body.logprobs is not None
+    terms.check_count(len(prompts), n=body.answers)
+    new_tokens = [terms.new_tokens(prompt, asked=asked, default=default) for prompt in prompts]
+    check_prompts(prompts, vocab_size=terms.vocab_size)  # token by token: those that have room
+    if body.seed is not None:
+        seed = body.seed
+    elif seed is None:
+        seed = secrets.randbits(32)
+    given = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
+    settings = {"temperature": 1.0, **given}
+    requests = [
+        Request(
+            prompt,
+            max_new_tokens=new,
+            seed=(seed + k) % 2**32,
+            stop=() if body.stop is None else body.stop,
+            stop_ids=terms.tokenizer.stop_ids,
+            logprobs=logprobs,
+            **settings,
+        )
+        for prompt, new in zip(prompts, new_tokens)
+        for k in range(body.answers)
     ]
+    return requests, form(body, prompts, terms.tokenizer)
 
 
-def check_top_logprobs(top: int, *, body: GenerationBody, param: str) -> None:
+def _prompts(body: Completion, terms: Terms) -> list[Sequence[int]]:
+    """Counted before they are tokenized."""
+    if body.logprobs is not None:
+        _check_top_logprobs(body.logprobs, body=body, param="logprobs")
+        if body.echo:
+            message = "echo and logprobs exclude each other: log-probabilities of the prompt are not computed"
+            raise Refusal(400, message, param="echo")
+    is_single = isinstance(body.prompt, str) or body.prompt and isinstance(body.prompt[0], int)
+    prompts = [body.prompt] if is_single else body.prompt
+    terms.check_count(len(prompts), n=body.answers)
+    longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
+    terms.check_text(longest, param="prompt")
+    return [terms.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _conversation(body: Chat, terms: Terms, *, now: datetime.datetime | None) -> list[int]:
+    terms.check_messages(body.messages)
+    if not terms.tokenizer.has_chat:
+        message = f"{body.model} has no chat template; ask it at /v1/completions"
+        raise Refusal(400, message, param="messages", code="no_chat_template")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    _check_top_logprobs(body.top_logprobs or 0, body=body, param="top_logprobs")
+    messages = [_plain(message) for message in body.messages]
+    terms.check_text(sum(len(message["content"]) for message in messages), param="messages")
+    return terms.tokenizer.chat(messages, now=now)
+
+
+def _plain(message: Message) -> dict[str, str]:
+    """A message as chat templates expect it: its text, and a role that every template has."""
+    text = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
+    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name for the role
+    named = {"name": message.name} if message.name else {}
+    return {"role": role, "content": text, **named}
+
+
+def _check_top_logprobs(top: int, *, body: GenerationBody, param: str) -> None:
     """Raises Refusal if the log-probabilities of the `top` most probable tokens are not available.
 
     The engine computes only that of the chosen token. Without sampling and penalty, this is the most probable token.

@@ -1,40 +1,125 @@
-"""The bodies of requests: OpenAI's parameters, and some of our own.
+"""OpenAI's bodies of requests, with some parameters of our own, and its errors.
 
-Null means the default, as in OpenAI's API. `unsupported.check` handles parameters that are not declared here.
+Null means the default, as in OpenAI's API.
 """
 
-from typing import Annotated, Literal
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from ladder_jax.decode.request import STOP_CHARACTERS
+from ladder_jax.errors import unknown
+
+MAX_CHARACTERS = 1000
+"""Of a message or a parameter's name: both may quote the client's text."""
+ERRORS = {401: "authentication_error", 429: "rate_limit_error"}
+UNKNOWN = "unknown_parameter"
+UNSUPPORTED = "unsupported_parameter"
 
 
-def _check_characters(text: str) -> str:
-    """Raises ValueError for half of a surrogate pair: JSON can contain it, but it is not a character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("text must not hold half of a surrogate pair") from None
-    return text
+class Refusal(HTTPException):
+    """An error in OpenAI's form: {"error": {message, type, param, code}}.
+
+    param: the wrong parameter. code: a fixed identifier of the error.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        message = message if len(message) <= MAX_CHARACTERS else message[:MAX_CHARACTERS] + "..."
+        super().__init__(status, message, headers)
+        self.param = param and param[:MAX_CHARACTERS]
+        self.code = code
+
+    def __str__(self) -> str:
+        return self.detail
+
+    def body(self) -> dict:
+        other = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        kind = ERRORS.get(self.status_code, other)
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return json_response(self.body(), status=self.status_code, headers=self.headers)
 
 
-def _check_length(stop: str) -> str:
-    if len(stop) > STOP_CHARACTERS:
-        raise ValueError(f"a string may have {STOP_CHARACTERS} characters, not {len(stop)}")
-    return stop
+def dumps(value: object) -> bytes:
+    """JSON in UTF-8. Half of a surrogate pair is escaped, as UTF-8 cannot encode it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-Text = Annotated[str, pydantic.AfterValidator(_check_characters)]
+def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(dumps(value), status, headers, media_type="application/json")
+
+
+# OpenAI's other parameters, each with its values that have no effect. Null has no effect either.
+NEUTRAL = {
+    "audio": (),
+    "best_of": (),  # and `n`: all that are made are then returned
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_obfuscation": (False,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),  # there are no tools to call
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": ("none",),
+    "refusal": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+# Parameters that never change an answer.
+ACCEPTED = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+
 Tokens = Annotated[list[int], Field(fail_fast=True)]
-Stop = Annotated[Text, pydantic.AfterValidator(_check_length)]
-Texts = Annotated[list[Text], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Stop = Annotated[str, Field(max_length=STOP_CHARACTERS)]
 Count = Annotated[int, Field(ge=1)]
 
 
 class Object(pydantic.BaseModel):
+    """Refuses parameters that are unknown, or that would be ignored."""
+
     model_config = pydantic.ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="after")
+    def _check_others(self) -> Self:
+        for name, value in self.model_extra.items():
+            if name in ACCEPTED or name in NEUTRAL and value is None:
+                continue
+            if name not in NEUTRAL:
+                # Of a long name the nearest match would take long to find.
+                message = str(unknown("parameter", name[:MAX_CHARACTERS], type(self).model_fields))
+                raise PydanticCustomError(UNKNOWN, "{message}", {"message": message, "name": name})
+            allowed = (getattr(self, "n", None) or 1,) if name == "best_of" else NEUTRAL[name]
+            # In Python, True equals 1.
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+                instead = "".join(f", or {one!r}" for one in allowed)
+                message = f"{name} is not supported here: leave it out{instead}"
+                raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "name": name})
+        return self
 
 
 class StreamOptions(Object):
@@ -59,11 +144,16 @@ class GenerationBody(Object):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    @property
+    def answers(self) -> int:
+        """Of each prompt."""
+        return self.n or 1
+
 
 class Completion(GenerationBody):
     """The body of a request to /v1/completions."""
 
-    prompt: Text | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)] = Field(
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)] = Field(
         description="a string, a list of strings, a list of tokens, or a list of lists of tokens"
     )
     echo: bool | None = None
@@ -72,15 +162,15 @@ class Completion(GenerationBody):
 
 class Part(Object):
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class Message(Object):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[Part], Field(fail_fast=True)] = Field(
+    content: str | Annotated[list[Part], Field(fail_fast=True)] = Field(
         description='a string or a list of {"type": "text"} parts'
     )
-    name: Text | None = None
+    name: str | None = None
 
 
 class Chat(GenerationBody):
@@ -90,3 +180,50 @@ class Chat(GenerationBody):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+BODIES: dict[str, type[GenerationBody]] = {"/v1/completions": Completion, "/v1/chat/completions": Chat}
+"""By path."""
+UNIONS = {
+    name: field.description
+    for kind in (Completion, Chat, Message)
+    for name, field in kind.model_fields.items()
+    if name in ("prompt", "stop", "content")
+}
+"""Descriptions of parameters of several types: pydantic reports an error for each of these."""
+
+
+def parse[Body: GenerationBody](kind: type[Body], content: bytes) -> Body:
+    """A body from JSON. Raises Refusal, which names the first wrong parameter."""
+    try:
+        return kind.model_validate_json(content)
+    except pydantic.ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: pydantic.ValidationError) -> Refusal:
+    errors = error.errors(include_url=False, include_input=False)
+    ours = [one for one in errors if one["type"] in (UNKNOWN, UNSUPPORTED)]
+    first = (ours or errors)[0]
+    kind = first["type"]
+    path = first["loc"]
+    about = first.get("ctx", {})
+    if kind == "json_invalid":
+        return Refusal(400, f"the body is not JSON: {about['error']}")
+    if ours:
+        where = _dotted((*path, ""))
+        message = about["message"] if kind == UNKNOWN else where + about["message"]
+        return Refusal(400, message, param=where + about["name"], code=kind)
+    if not path:
+        return Refusal(400, "the body must be a JSON object")
+    for depth, part in enumerate(path):
+        if part in UNIONS and kind != "missing":
+            param = _dotted(path[: depth + 1])
+            return Refusal(400, f"{param} must be {UNIONS[part]}", param=param)
+    return Refusal(400, f"{_dotted(path)}: {first['msg']}", param=_dotted(path))
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    """The path as text, such as "messages[0].role", without pydantic's names of a union's types ("list[Part]")."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path if "[" not in str(part)]
+    return "".join(parts).removeprefix(".")

@@ -1,21 +1,188 @@
-"""Run uvicorn on a socket in a thread; the main thread handles signals."""
+"""uvicorn on a socket, in a thread; the main thread handles signals.
 
+uvicorn's `limit_concurrency` counts idle connections too, and then refuses whoever comes. Here nobody keeps a place by
+waiting: of the connections that wait for their client, the one that has waited longest makes room. Nor has uvicorn
+time-outs for a request's head and for a client that does not read, or a bound on a body's chunks.
+"""
+
+import asyncio
 import contextlib
+import http
+import os
 import queue
+import resource
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+import h11
+import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ladder_jax.errors import UserError
+from ladder_jax.serve.schema import Refusal
 
 BACKLOG = 2048
 GRACE = 5  # seconds to send finished answers before the shutdown
 KEEP_ALIVE = 75  # seconds; longer than clients' time-outs, so that none sends while we close the connection
 POLL = 0.2  # seconds
+HEAD_SECONDS = 10.0
+"""Seconds within which the head of a request must arrive, and the rest of a body that was refused."""
+READ_SECONDS = 30.0
+"""Seconds within which a client must read something of what was sent to it."""
+UNREAD_BYTES = 2**16
+"""Held by the system for a client that does not read; what it asks for beyond that is not computed."""
+MAX_CONNECTIONS = 1024
+"""Simultaneous connections, at most; fewer if the system limits the open files of this process to fewer."""
+MAX_CHUNKS = 10_000
+"""Chunks of a request's body, at most: each costs as much to parse as a small request's head."""
+READ_BYTES = 4096
+"""Read and parsed at a time: a few milliseconds' work, after which other connections have their turn."""
+RESERVE = 32  # open files for other uses
+
+
+class _Requests(h11.Connection):
+    """With bodies of at most MAX_CHUNKS chunks."""
+
+    chunks = 0
+
+    def next_event(self):
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.chunks = 0
+        elif isinstance(event, h11.Data):
+            self.chunks += event.chunk_start
+        if self.chunks > MAX_CHUNKS:
+            raise h11.RemoteProtocolError("too many chunks")
+        return event
+
+
+class Protocol(H11Protocol, asyncio.BufferedProtocol):
+    """One connection, of at most `most`."""
+
+    most = MAX_CONNECTIONS
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.conn = _Requests(h11.SERVER)
+        self._buffer = bytearray(READ_BYTES)
+        self._since = self.loop.time()
+        self._unread: asyncio.TimerHandle | None = None
+        self._head: asyncio.TimerHandle | None = None
+        self._expect_head()
+        # `pause_writing` is called for whatever the system does not take at once, also of a connection that is closing.
+        transport.set_write_buffer_limits(high=0)
+        if len(self.connections) > self.most:
+            waiting = [connection for connection in self.connections if connection._waits]  # this one at least
+            min(waiting, key=lambda connection: connection._since)._leave()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is in progress."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the connection waits for its client: to ask, to send the rest of a body, or to read."""
+        return self._is_idle or self.cycle.more_body or self.flow.write_paused
+
+    def _leave(self) -> None:
+        """Now, whatever is still to be sent."""
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._since = self.loop.time()
+        if self._is_idle:
+            self._expect_head()
+        else:
+            self._stop(self._head)
+            self._head = None
+
+    def on_response_complete(self) -> None:
+        self._since = self.loop.time()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop(self._head)
+        self._stop(self._unread)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._since = self.loop.time()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop(self._unread)
+
+    def _expect_reading(self, left: int | None = None) -> None:
+        """left: bytes that were still to be sent when the time began."""
+        now = self.transport.get_write_buffer_size()
+        if now == left:
+            self._leave()
+        else:
+            self._unread = self.loop.call_later(READ_SECONDS, self._expect_reading, now)
+
+    def _expect_head(self) -> None:
+        if self._head is None:
+            self._head = self.loop.call_later(HEAD_SECONDS, self._without_head)
+
+    def _without_head(self) -> None:
+        if self.conn.our_state is h11.IDLE and not self.transport.is_closing():
+            self._write(Refusal(408, f"the request's head did not come within {HEAD_SECONDS:g} seconds"))
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for a malformed request, also while its answer is being sent: then no status can be sent."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            if self.conn.chunks > MAX_CHUNKS:
+                msg = f"the request's body may come in {MAX_CHUNKS} chunks"
+            self._write(Refusal(400, msg))
+        self.transport.close()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def _write(self, refusal: Refusal) -> None:
+        """Sends it past h11, which may be within a request that has no end."""
+        body = refusal.response().body
+        reason = http.HTTPStatus(refusal.status_code).phrase
+        fields = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+        self.transport.write(f"HTTP/1.1 {refusal.status_code} {reason}\r\n{fields}\r\n\r\n".encode() + body)
+
+    def _stop(self, timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+
+
+def max_connections() -> int:
+    """The number of connections that this process can hold, up to MAX_CONNECTIONS.
+
+    Raises the process's limit of open files as far as the system allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = RESERVE + (len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else RESERVE)
+    # Twice as many: a burst of connections is accepted before they are counted.
+    wanted = used + 2 * MAX_CONNECTIONS
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < wanted:
+        soft = wanted if hard == unlimited else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return MAX_CONNECTIONS if soft == unlimited else max(8, min(MAX_CONNECTIONS, (soft - used) // 2))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -27,6 +194,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         sock.bind(address)
     except (OSError, UnicodeError) as error:
         if sock:
@@ -47,20 +215,19 @@ def listening(app: ASGIApp, sock: socket.socket) -> Iterator[threading.Thread]:
 
     Yields the serving thread.
     """
-    import uvicorn
-
-    from ladder_jax.serve import connections
-
     try:
         sock.listen(BACKLOG)
     except OSError as error:  # another process took the port in the meantime
         raise UserError(f"cannot listen at {url(sock)}: {error.strerror}") from None
+
+    class Limited(Protocol):
+        most = max_connections()
+
     # In a thread, uvicorn installs no signal handlers. It logs only the server's errors, not the clients'.
     logging = dict(log_config=None, log_level="error", access_log=False, server_header=False)
     timeouts = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE)
-    http = connections.protocol(most=connections.allowed())
     # Never uvloop, if it is there: it reads as much as it likes into a buffer of its own.
-    settings = uvicorn.Config(app, **logging, **timeouts, http=http, loop="asyncio", lifespan="off", ws="none")
+    settings = uvicorn.Config(app, **logging, **timeouts, http=Limited, loop="asyncio", lifespan="off", ws="none")
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), name="ladder_jax http", daemon=True)
     thread.start()

@@ -14,9 +14,10 @@ from ladder_jax import evaluate, nn
 from ladder_jax.decode import Finish, Request, Result
 from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.evaluate import Choice, Question, Score, Scorer, Span, pairs, program
-from ladder_jax.evaluate.answers import stop_ids
-from ladder_jax.evaluate.windows import windows
+from ladder_jax.evaluate import Choice, Model, Question, Score, Scorer, Span
+from ladder_jax.evaluate import scorer as scorers
+from ladder_jax.evaluate.model import prefix_of
+from ladder_jax.evaluate.perplexity import windows
 from tests import cases
 from tests.evaluate.conftest import WINDOW, Exact
 from tests.tokenizers import BEGIN, END
@@ -48,8 +49,8 @@ MESHES = {
 def test_scores(mesh, monkeypatch):
     """In batches of several lengths and in chunks of positions; each span's score is the same alone."""
     name, how = MESHES[mesh]
-    monkeypatch.setattr(program, "CHUNK", 50)
-    program.compiled_scores.cache_clear()
+    monkeypatch.setattr(scorers, "CHUNK", 50)
+    scorers.compiled_scores.cache_clear()
     definition = cases.define(name, num_layers=2, vocab_size=303, **how)
     params = cases.parameters(definition)
     exact = Exact(params, cases.shape(name, definition.config, ranks=4))
@@ -61,7 +62,7 @@ def test_scores(mesh, monkeypatch):
         loglikelihood, _ = exact.scores(span.context, span.scored)
         assert abs(found[index].loglikelihood - loglikelihood) < TOLERANCE * len(span.scored)
         assert len(found[index].logprobs) == len(span.scored)
-    program.compiled_scores.cache_clear()
+    scorers.compiled_scores.cache_clear()
 
 
 def test_greedy(model, exact):
@@ -175,9 +176,9 @@ PAIRS = [
 ]
 
 
-def test_pairs(pieces):
+def test_pairs(model, pieces):
     """Tokens that are scored, by hand: with the beginning before the context, and without it after none."""
-    found = [pairs.pair(*texts, tokenizer=pieces, prefix=pieces.begin_id) for texts in PAIRS]
+    found = [model.pair(*texts) for texts in PAIRS]
     bare, begin = pieces.encode_bare, [pieces.begin_id]
     assert [list(span.context) for span in found] == [
         begin + bare("the cat"), begin + bare("the cat"), begin + bare("the cat"), begin + bare("café 東"),
@@ -188,30 +189,31 @@ def test_pairs(pieces):
     ]  # fmt: skip
     whole = pieces.encode("café 東京 🙂")  # in which a token joins the last of the context and the first after it
     assert whole[:6] != list(found[3].context) and found[3].scored == whole[6:]
-    assert pairs.encode(BEGIN + "x", tokenizer=pieces) == begin + bare("x")  # and not twice
+    assert model.encode(BEGIN + "x") == begin + bare("x")  # and not twice
     with pytest.raises(UserError, match="adds no token"):
-        pairs.pair("", BEGIN, tokenizer=pieces, prefix=pieces.begin_id)
+        model.pair("", BEGIN)
 
 
 def test_prefix(pieces, bytes_model):
-    assert pairs.prefix_of(pieces) == pieces.encode("x")[0]
-    assert pairs.prefix_of(bytes_model.tokenizer) == ord("\n")
+    assert prefix_of(pieces) == pieces.encode("x")[0]
+    assert prefix_of(bytes_model.tokenizer) == ord("\n")
     ended = dataclasses.replace(bytes_model.tokenizer, stop_ids=(9, 8))
-    assert pairs.prefix_of(ended) == 9
+    assert prefix_of(ended) == 9
     with pytest.raises(UserError, match="--prefix-token ID names one"):
-        pairs.prefix_of(dataclasses.replace(bytes_model.tokenizer, name="tokenizer-1"))
+        prefix_of(dataclasses.replace(bytes_model.tokenizer, name="tokenizer-1"))
 
 
-def test_cut():
+def test_cut(model):
     """As (context + continuation)[-(window + 1):][:-1]."""
+    model = dataclasses.replace(model, window=5)
     for before in range(1, 8):
         for scored in range(1, 6):
             span = Span(list(range(before)), list(range(before, before + scored)))
-            cut = pairs.cut(span, window=5)
+            cut = model.cut(span)
             whole = [*span.context, *span.scored]
             assert [*cut.context, *cut.scored][:-1] == whole[-6:][:-1] and cut.scored == span.scored
     with pytest.raises(UserError, match="a continuation of 6 tokens is longer than the window of 5"):
-        pairs.cut(Span([1], [2] * 6), window=5)
+        model.cut(Span([1], [2] * 6))
 
 
 @needs_harness
@@ -264,11 +266,8 @@ def test_normalisation(bytes_model):
 @needs_harness
 def test_shots(bytes_model, monkeypatch):
     """The first N, each with its answer; a question is not its own shot."""
-    asked = []
-    real = pairs.pair
-    monkeypatch.setattr(
-        pairs, "pair", lambda context, *rest, **how: asked.append(context) or real(context, *rest, **how)
-    )
+    asked, real = [], Model.pair
+    monkeypatch.setattr(Model, "pair", lambda self, context, *rest: asked.append(context) or real(self, context, *rest))
     shots = [Choice(i, f"q{i}", ("no", "yes"), i % 2) for i in range(3)]
     evaluate.multiple_choice(bytes_model, [shots[0]], shots=2, shots_from=shots)
     assert set(asked) == {"q1 yes\n\nq2 no\n\nq0"}
@@ -290,13 +289,12 @@ ANSWERS = {
 @needs_harness
 def test_answers(bytes_model, monkeypatch, tmp_path):
     """What is taken from an answer, and whether it is right but for commas, dollar signs, capitals and a last point."""
-    from ladder_jax.evaluate import local_tasks
 
     def written(texts, golds):
         """The rows of the file of results, if the model wrote `texts`."""
         results = [Result((), text, None, Finish.STOP, 1) for text in texts]
-        answered = lambda model, left, request, slots: ((row, results[row.index]) for row in left)
-        monkeypatch.setattr(local_tasks, "answer", answered)
+        answered = lambda model, requests, slots: ((index, results[index]) for index in requests)
+        monkeypatch.setattr(Model, "answers", answered)
         questions = [Question(line, "q", gold) for line, gold in enumerate(golds)]
         out = tmp_path / "out.jsonl"
         out.unlink(missing_ok=True)
@@ -337,7 +335,7 @@ def test_generation(model, pieces):
     golds = [dataclasses.replace(q, answer=f"#### {last_number(text)}") for q, text in zip(questions, alone)]
     found = evaluate.generation(model, golds, max_new_tokens=12, stop=["the"], slots=3)
     assert (found.examples, found.accuracy_normalised, found.truncated) == (3, 1.0, 1)
-    assert stop_ids([END, "the", BEGIN], tokenizer=pieces) == [*pieces.stop_ids, pieces.stop_ids[0], pieces.begin_id]
+    assert model.stop_ids([END, "the", BEGIN]) == [*pieces.stop_ids, pieces.stop_ids[0], pieces.begin_id]
     with pytest.raises(UserError, match="max_new_tokens=64 must be at least 1, and leave room for a prompt"):
         evaluate.generation(model, golds, max_new_tokens=WINDOW)
 

@@ -5,18 +5,18 @@ import json
 import pytest
 
 from ladder_jax.errors import RunFailed
-from ladder_jax.evaluate.rows import Row, carry_out
+from ladder_jax.evaluate.rows import carry_out, digest
 
 
 def test_a_full_disk_keeps_whole_lines(tmp_path, largest_file):
-    rows = [Row.of(index, "question", index) for index in range(4)]
+    rows = [digest("question", index) for index in range(4)]
     results = [{"answer": "é" * 20, "score": index} for index in range(4)]
     out, answered = tmp_path / "out.jsonl", []
 
     def work(left):
         for row in left:
-            answered.append(row.index)
-            yield row, results[row.index]
+            answered.append(row)
+            yield row, results[row]
 
     assert carry_out(rows, work, file=str(out)) == results
     whole = out.read_bytes()

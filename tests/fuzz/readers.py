@@ -15,7 +15,7 @@ from ladder_jax.data import tokenizer as tokenizers
 from ladder_jax.data.store import Store, documents, sources
 from ladder_jax.data.store.build import Manifest, manifests
 from ladder_jax.decode.engine import jsonl
-from ladder_jax.evaluate.examples import read_choices, read_questions
+from ladder_jax.evaluate.questions import read_choices, read_questions
 from ladder_jax.predict import machine
 from ladder_jax.train import folder as runs
 from ladder_jax.train import metrics

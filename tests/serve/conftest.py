@@ -18,9 +18,7 @@ from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.decode.engine import Request
 from ladder_jax.pretrained import open_model
 from ladder_jax.serve import app, server
-from ladder_jax.serve.limits import Limits
-from ladder_jax.serve.metrics import Metrics
-from ladder_jax.serve.service import Service
+from ladder_jax.serve.prepare import Terms
 from tests import cases
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -69,14 +67,15 @@ def alone(make_engine):
 
 @pytest.fixture(scope="module")
 def serving():
-    """Serves an engine of this process while inside; gives the service and its address."""
+    """Serves an engine of this process while inside; gives the gate and its address."""
 
     @contextlib.contextmanager
-    def within(engine, *, tokenizer=None, key=None, **limits):
-        limits = Limits(**{"max_new_tokens": CAPACITY - 1, **limits})
-        service = Service(engine, tokenizer or Bytes(), MODEL, limits, Metrics(engine), key)
-        with server.listening(app.create(service), sock := server.bind("127.0.0.1", 0)), engine:
-            yield service, server.url(sock)
+    def within(engine, *, tokenizer=None, key=None, max_new_tokens=CAPACITY - 1, **limits):
+        sizes = dict(capacity=engine.capacity, max_queue=engine.max_queue, max_new_tokens=max_new_tokens)
+        terms = Terms(MODEL, tokenizer or Bytes(), 256, chat_tokens=max_new_tokens, **sizes)
+        gate = app.create(app.Service(engine, terms, **limits), key=key)
+        with server.listening(gate, sock := server.bind("127.0.0.1", 0)), engine:
+            yield gate, server.url(sock)
 
     return within
 

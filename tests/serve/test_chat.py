@@ -104,7 +104,10 @@ REFUSED = {
     "top alone": (dict(top_logprobs=0), "top_logprobs needs logprobs"),
     "penalty": (dict(frequency_penalty=0.5), "frequency_penalty is not supported here"),
     "limit": (dict(max_tokens=51), "this server generates at most 50 new tokens, not 51"),
-    "long": (dict(messages=[{"role": "user", "content": "a" * CAPACITY}]), "more than the 128 that this server has"),
+    "long": (
+        dict(messages=[{"role": "user", "content": "a" * CAPACITY}]),
+        "more than the 128 tokens that this",
+    ),
     "unknown": (dict(extra_body={"message": 1}), "unknown parameter 'message'; did you mean 'messages'"),
 }
 

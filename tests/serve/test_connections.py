@@ -5,13 +5,14 @@ import http.client
 import json
 import resource
 import socket
+import threading
 import time
 import urllib.parse
 
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ladder_jax.serve import connections
+from ladder_jax.serve import server
 from tests.serve.conftest import ask
 from tests.serve.test_limits import until
 
@@ -74,7 +75,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest.mark.parametrize("sent", [b"", HALF, POST + b"Content-Length: 9\r\n\r\n"], ids=["nothing", "half", "refused"])
 def test_what_does_not_come(engine, serving, monkeypatch, sent):
     """However slowly it comes. The last of these goes on with its body after it was refused."""
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.5)
     with serving(engine, key="sesame") as (_, url), half_open(url, 1, sent=sent) as (sock,):
         begun, answer = time.monotonic(), b""
         sock.settimeout(0.05)
@@ -111,7 +112,7 @@ def test_malformed_bodies_of_refused_requests(start):
             while sock.recv(4096):
                 pass
         with half_open(process.url, 1, sent=chunked + b"zz\r\n") as (sock,):
-            assert sock.recv(4096)[:12] == b"HTTP/1.1 401"
+            assert sock.recv(4096)[:12] in (b"HTTP/1.1 401", b"HTTP/1.1 400")
     assert process.end() == 0 and process.log().count("\n") == 2, process.log()
 
 
@@ -137,22 +138,126 @@ def test_a_body_of_very_many_chunks(engine, serving):
 
 
 def test_a_wrong_key_costs_the_others_nothing(engine, serving, monkeypatch):
-    """Refused before its body is read, which is read in small pieces, and not to its end."""
+    """Its body is read in small pieces, and not to its end; meanwhile others are answered."""
     read, data_received = [], H11Protocol.data_received
     monkeypatch.setattr(H11Protocol, "data_received", lambda self, data: [read.append(data), data_received(self, data)])
     flood = in_chunks_of_one_byte(b"a" * 100_000)
     with serving(engine, key="sesame") as (_, url), half_open(url, 1, sent=CHUNKED) as (sock,):
-        with contextlib.suppress(ConnectionError):  # closed while bytes of ours are on their way
-            for _ in range(20):
-                sock.sendall(flood)
+
+        def send():
+            with contextlib.suppress(ConnectionError):  # closed while bytes of ours are on their way
+                for _ in range(20):
+                    sock.sendall(flood)
+
+        flooding = threading.Thread(target=send)
+        flooding.start()
+        while flooding.is_alive():
+            begun = time.monotonic()
+            assert ask(url, "/health")[0] == 200
+            assert time.monotonic() - begun < 3  # 0.1 s; 12 s where a body is parsed without a pause
+        flooding.join()
         until(lambda: is_closed(sock) or None)
+    sizes = [len(data) for data in read]
+    assert max(sizes) <= server.READ_BYTES and sum(sizes) < 100_000
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Servers hold four connections, and the system few bytes for each. Gives how many were made, and who is there."""
+    made, lost, bind = [], [], server.bind
+
+    def noting(name, those):
+        method = getattr(server.Protocol, name)
+
+        def noted(self, about):
+            method(self, about)
+            those.append(self)
+
+        monkeypatch.setattr(server.Protocol, name, noted)
+
+    def with_little_room(host, port):
+        sock = bind(host, port)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return sock
+
+    noting("connection_made", made)
+    noting("connection_lost", lost)
+    monkeypatch.setattr(server, "bind", with_little_room)
+    monkeypatch.setattr(server, "max_connections", lambda: 4)
+    return lambda: (len(made), [connection for connection in made if connection not in lost])
+
+
+def unread(few, number):
+    """Whether so many connections were made, and none of those there are is read from."""
+    made, here = few()
+    return made == number and all(connection.flow.write_paused for connection in here)
+
+
+def deaf(url, stack, sent):
+    """A client that asks, and never reads."""
+    parts = urllib.parse.urlsplit(url)
+    sock = stack.enter_context(socket.socket())
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    sock.connect((parts.hostname, parts.port))
+    sock.sendall(sent)
+    return sock
+
+
+LARGE = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n%b\r\n"
+CLOSING = b"Connection: close\r\n"
+
+
+@pytest.mark.parametrize("end", [b"", CLOSING], ids=["open", "closing"])
+def test_clients_that_never_read(engine, serving, few, end):
+    """They keep no place: neither in the middle of an answer, nor while their connection is being closed."""
+    with serving(engine) as (_, url), contextlib.ExitStack() as stack:
+        for number in range(1, 11):
+            deaf(url, stack, LARGE % end * 5)
+            until(lambda: unread(few, number))
+            assert len(few()[1]) <= 4
+        begun = time.monotonic()
         assert ask(url, "/health")[0] == 200
-    assert max(map(len, read)) <= 8192 and sum(map(len, read)) < 100_000
+        assert time.monotonic() - begun < 5  # as long as they stay, where nobody takes their places
+
+
+@pytest.mark.parametrize("end", [b"", CLOSING], ids=["open", "closing"])
+def test_clients_that_never_read_have_a_time(engine, serving, few, monkeypatch, end):
+    monkeypatch.setattr(server, "READ_SECONDS", 0.3)
+    with serving(engine) as (_, url), contextlib.ExitStack() as stack:
+        deaf(url, stack, LARGE % end * 5)
+        until(lambda: unread(few, 1))
+        until(lambda: few() == (1, []), seconds=5)
+
+
+def test_clients_that_read_slowly(engine, serving, few, monkeypatch):
+    """They have as long as they go on reading."""
+    monkeypatch.setattr(server, "READ_SECONDS", 1.0)
+    with serving(engine) as (_, url), contextlib.ExitStack() as stack:
+        sock = deaf(url, stack, LARGE % CLOSING)
+        begun, content = time.monotonic(), b""
+        while part := sock.recv(300):
+            content += part
+            time.sleep(0.1)
+        assert time.monotonic() - begun > 2 * server.READ_SECONDS
+        assert content.startswith(b"HTTP/1.1 200") and "paths" in json.loads(content.partition(b"\r\n\r\n")[2])
+
+
+def test_bodies_that_never_come(engine, serving, few):
+    """Heads alone keep no place; who sends a body is answered."""
+    head = POST + b"Content-Length: 9\r\n\r\n"
+    with serving(engine) as (_, url):
+        for _ in range(2):
+            with half_open(url, 8, sent=head):
+                until(lambda: sum(connection.cycle is not None for connection in few()[1]) == 4)
+                begun = time.monotonic()
+                assert ask(url, "/health")[0] == 200
+                assert ask(url, body=json.loads(BODY))[0] == 200
+                assert time.monotonic() - begun < 5  # 30 s, where a head keeps a place
 
 
 def test_what_has_come_stays(engine, serving, monkeypatch):
     """A slow answer, and a pause between two requests, have their own times."""
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
     decode = engine._device.decode
     monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(0.4), decode(choice))[1])
     whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
@@ -167,12 +272,12 @@ def test_what_has_come_stays(engine, serving, monkeypatch):
 
 def test_a_limit(engine, serving, monkeypatch):
     """Who is being answered keeps the connection; of those who wait, the one that has waited longest goes."""
-    monkeypatch.setattr(connections, "allowed", lambda: 4)
+    monkeypatch.setattr(server, "max_connections", lambda: 4)
     decode = engine._device.decode
     monkeypatch.setattr(engine._device, "decode", lambda choice: (time.sleep(0.3), decode(choice))[1])
     whole = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-    with serving(engine) as (service, url), half_open(url, 3, sent=whole) as busy:
-        until(lambda: service.drain._active == 3)
+    with serving(engine) as (gate, url), half_open(url, 3, sent=whole) as busy:
+        until(lambda: gate.active == 3)
         with half_open(url, 6) as waiting:
             assert ask(url, "/health")[0] == 200
             assert [is_closed(sock) for sock in waiting] == [True] * 6
@@ -183,10 +288,10 @@ def test_the_limit_of_open_files(monkeypatch):
     limits, known = [], {"now": (256, resource.RLIM_INFINITY)}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: known["now"])
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
-    assert connections.allowed() == 1024 and limits[0][0] > 2048
+    assert server.max_connections() == 1024 and limits[0][0] > 2048
     known["now"] = (128, 128)
-    assert 8 <= connections.allowed() < 64 and limits[1] == (128, 128)
+    assert 8 <= server.max_connections() < 64 and limits[1] == (128, 128)
     known["now"] = (10, 10)
-    assert connections.allowed() == 8
+    assert server.max_connections() == 8
     known["now"] = (resource.RLIM_INFINITY,) * 2
-    assert connections.allowed() == 1024 and len(limits) == 3
+    assert server.max_connections() == 1024 and len(limits) == 3

@@ -8,7 +8,7 @@ import pytest
 
 from ladder_jax.data.tokenizer import Bytes
 from ladder_jax.errors import UserError
-from ladder_jax.serve import hosts, server
+from ladder_jax.serve import limits, server
 from tests.serve.conftest import CAPACITY, MODEL, ask
 
 SMALL = dict(model=MODEL, prompt="a", max_tokens=1, temperature=0)
@@ -80,8 +80,7 @@ class Counting:
 def test_counted_before_they_are_cut(make_engine, serving):
     """Prompts that are too many, and a text that is too long for any tokenizer, never come to it."""
     tokenizer = Counting(Bytes())
-    with serving(make_engine(slots=1), tokenizer=tokenizer) as (service, url):
-        assert service.max_characters == 64 * CAPACITY
+    with serving(make_engine(slots=1), tokenizer=tokenizer) as (_, url):
         for prompt, more, message in (
             (["a"] * 9, {}, "9 prompts, 1 answers each, are not from 1 to 8 in all"),
             ([""] * 20_000, {}, "20000 prompts, 1 answers each, are not from 1 to 8 in all"),
@@ -129,16 +128,16 @@ def test_pages_from_elsewhere(running):
 def test_names():
     """The name that the server was told is its own, too; with a key, or for other machines, all are."""
     for host, key, found in (
-        ("127.0.0.1", None, {*hosts.LOCAL}),
-        ("127.0.0.5", None, {*hosts.LOCAL, "127.0.0.5"}),
-        ("LOCALHOST", None, {*hosts.LOCAL}),
+        ("127.0.0.1", None, {*limits.LOCAL}),
+        ("127.0.0.5", None, {*limits.LOCAL, "127.0.0.5"}),
+        ("LOCALHOST", None, {*limits.LOCAL}),
         ("127.0.0.1", "sesame", None),
         ("0.0.0.0", None, None),
     ):
         with server.bind(host, 0) as sock:
-            assert hosts.allowed(host, sock, key=key) == found, host
+            assert limits.own_names(host, sock, key=key) == found, host
     try:
         with server.bind("::1", 0) as sock:
-            assert hosts.allowed("::1", sock, key=None) == {*hosts.LOCAL}
+            assert limits.own_names("::1", sock, key=None) == {*limits.LOCAL}
     except UserError:
         pytest.skip("no IPv6 here")

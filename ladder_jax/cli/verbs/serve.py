@@ -57,16 +57,14 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'ladder-jax[serve]'")
     from ladder_jax import parallel
     from ladder_jax.pretrained import open_model
-    from ladder_jax.serve import app, auth, hosts, server
-    from ladder_jax.serve.limits import Limits
-    from ladder_jax.serve.metrics import Metrics
-    from ladder_jax.serve.service import Service
+    from ladder_jax.serve import app, limits, server
+    from ladder_jax.serve.prepare import Terms
 
     _check(args)
     parallel.use_compilation_cache()
     key = os.environ.get(KEY) if args.api_key is None else args.api_key
     if key is not None:
-        auth.check_key(key)
+        limits.check_key(key)
     choice = dict(ladder_layers=args.ladder_layers, residual=args.residual, ranks=args.ranks)
     saved = open_model(args.checkpoint, **choice)
     with server.bind(args.host, args.port) as sock:
@@ -78,21 +76,21 @@ def run(args: argparse.Namespace) -> None:
         _say(f"compiling the programs for {engine.slots} slots of {engine.capacity} tokens")
         engine.warm_up()
         name = args.model_name or saved.config.run.name
-        limits = Limits(max_new_tokens=args.max_new_tokens or engine.capacity - 1)
-        names = hosts.allowed(args.host, sock, key=key)
-        service = Service(engine, tokenizer, name, limits, Metrics(engine), key, names)
-        service.prepare()
+        most = args.max_new_tokens or engine.capacity - 1
+        sizes = dict(capacity=engine.capacity, max_queue=engine.max_queue, max_new_tokens=most)
+        terms = Terms(name, tokenizer, saved.config.model.vocab_size, chat_tokens=most, **sizes)
+        gate = app.create(app.Service(engine, terms), key=key, names=limits.own_names(args.host, sock, key=key))
         failed = lambda: engine.error is not None
-        with server.listening(app.create(service), sock) as thread, engine:
+        with server.listening(gate, sock) as thread, engine:
             signals = server.catch_signals()
             _say(f"serving {name!r} at {url} ({engine.slots} slots of {engine.capacity} tokens)")
             server.wait(signals, unless=lambda: failed() or not thread.is_alive())
             if not thread.is_alive():
                 raise RuntimeError("the HTTP server has ended by itself")
-            seconds, left = args.drain_seconds, service.drain.begin()
+            seconds, left = args.drain_seconds, gate.drain()
             if left and not failed():
                 _say(f"in progress: {left}, for {seconds:g} seconds at most; a second signal ends the server at once")
-            service.drain.wait(seconds, unless=failed)
+            gate.wait(seconds, unless=failed)
     if failed():
         raise RuntimeError("the engine failed") from engine.error
 

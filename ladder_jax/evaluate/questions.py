@@ -82,7 +82,8 @@ def _choice(line: int, found: dict) -> Choice:
 def _gold(found: dict, choices: list[str]) -> int:
     if "answer" not in found:
         raise UserError(f'there is no "answer"{_near(found, "answer")}')
-    answer, count = found["answer"], len(choices)
+    answer = found["answer"]
+    count = len(choices)
     if type(answer) is int and 0 <= answer < count:
         return answer
     if isinstance(answer, str):
