@@ -43,7 +43,7 @@ class Silent(Step):
 
 @dataclasses.dataclass(frozen=True)
 class Desync(AllReduce):
-    """Between two all-reduces `State.carried` is the rank's own stream, and `State.sums` the drift without `partial`."""
+    """Between two all-reduces `State.carried` is the rank's own stream, `State.sums` the drift without `partial`."""
 
     def launch(self, step: Step, pending: jax.Array | None, residual: jax.Array) -> None:
         return None
