@@ -78,8 +78,15 @@ def multiple_choice(
     """
     harness = library()
     task = harness.LocalTask(harness.CHOICES, examples, shots=shots, pool=_pool(examples, shots, shots_from))
-    whole = [_spans(model, one, asked) for one, asked in zip(examples, task.asked())]
-    spans = [[model.cut(span) for span in those] for those in whole]
+    spans: list[list[Span]] = []
+    truncated = 0
+    for example, asked in zip(examples, task.asked()):
+        try:
+            whole = [model.pair(*one) for one in asked]
+            spans.append([model.cut(span) for span in whole])
+        except UserError as error:
+            raise UserError(f"line {example.line}: {error}") from None
+        truncated += any(span.length > model.window for span in whole)
     digests = [
         digest(model.digest, one.choices, one.gold, [(span.context, span.scored) for span in those])
         for one, those in zip(examples, spans)
@@ -99,7 +106,7 @@ def multiple_choice(
     return MultipleChoice(
         examples=len(examples),
         **_shares(results, accuracy="right", accuracy_normalised="right_chars", accuracy_bytes="right_bytes"),
-        truncated=sum(any(span.length > model.window for span in those) for those in whole),
+        truncated=truncated,
         shots=shots,
         window=model.window,
     )
@@ -178,16 +185,6 @@ def _pool(examples: Sequence, shots: int, source: Sequence) -> list:
         if others < shots:
             raise UserError(f"line {example.line}: --shots {shots}: --shots-file holds only {others} other questions")
     return list(source[: shots + max(counts.values())])
-
-
-def _spans(model: Model, example: Choice, asked: Sequence[tuple[str, str]]) -> list[Span]:
-    try:
-        spans = [model.pair(*one) for one in asked]
-        for span in spans:
-            model.cut(span)
-        return spans
-    except UserError as error:
-        raise UserError(f"line {example.line}: {error}") from None
 
 
 def _chosen(task, index: int, example: Choice, scores: list[tuple[float, bool]]) -> dict:

@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> None:
         most = args.max_new_tokens or engine.capacity - 1
         sizes = dict(capacity=engine.capacity, max_queue=engine.max_queue, max_new_tokens=most)
         terms = Terms(name, tokenizer, saved.config.model.vocab_size, chat_tokens=most, **sizes)
-        gate = app.create(app.Service(engine, terms), key=key, names=limits.own_names(args.host, sock, key=key))
+        names = limits.own_names(args.host, sock, key=key)
+        gate = app.create(app.Service(engine, terms), key=key, names=names)
         failed = lambda: engine.error is not None
         with server.listening(gate, sock) as thread, engine:
             signals = server.catch_signals()
@@ -87,7 +88,8 @@ def run(args: argparse.Namespace) -> None:
             server.wait(signals, unless=lambda: failed() or not thread.is_alive())
             if not thread.is_alive():
                 raise RuntimeError("the HTTP server has ended by itself")
-            seconds, left = args.drain_seconds, gate.drain()
+            seconds = args.drain_seconds
+            left = gate.drain()
             if left and not failed():
                 _say(f"in progress: {left}, for {seconds:g} seconds at most; a second signal ends the server at once")
             gate.wait(seconds, unless=failed)
