@@ -72,7 +72,7 @@ def main() -> None:
 def measure(setup: str, remat: str, ladder_layers: int, way: str) -> dict:
     import jax
 
-    from ladder_jax import nn, schedule, train
+    from ladder_jax import schedule, side, train
     from ladder_jax.config import LoraConfig, ModelConfig, Remat, SideConfig, TrainConfig, preset
     from ladder_jax.parallel import make_mesh
     from ladder_jax.retrain import Retraining
@@ -80,10 +80,10 @@ def measure(setup: str, remat: str, ladder_layers: int, way: str) -> dict:
 
     of = SETUPS[setup]
     mesh = make_mesh(tensor=of.tensor, devices=schedule.devices(targets.parse(TARGET))[: of.tensor])
-    side = SideConfig(int(way.partition("/")[2])) if way.startswith("side") else None
-    changes = dict(residual="ladder", ladder_layers=ladder_layers, side=side)
+    beside = SideConfig(int(way.partition("/")[2])) if way.startswith("side") else None
+    changes = dict(residual="ladder", ladder_layers=ladder_layers, side=beside)
     config = preset(of.model, **changes) if isinstance(of.model, str) else ModelConfig(**of.model, **changes)
-    definition = nn.define(config, mesh=mesh)
+    definition = side.define(config, mesh=mesh)
     frozen = config.num_layers // 2 if way == "upper half" else 0
     plan = Retraining(definition, frozen, LoraConfig(rank=16) if way.startswith("low rank") else LoraConfig())
     settings = dict(config=TrainConfig(batch=of.batch, sequence=of.sequence, remat=Remat(remat)), task=plan)

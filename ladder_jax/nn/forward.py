@@ -162,15 +162,32 @@ class ForwardPass:
 
     def finish(self, params: Params, state: State, extra: Any = None) -> jax.Array:
         """The final, normed stream [B, T, D] after the last layer."""
-        return self._normed(params, self.stream(state))
+        return self.normed(params, self.stream(state))
 
-    def _normed(self, params: Params, x: jax.Array) -> jax.Array:
+    def normed(self, params: Params, x: jax.Array) -> jax.Array:
+        """The final norm of a stream [B, T, D]."""
         definition, axes = self.definition, self.wire.axes
         with jax.named_scope(HEAD):
             x = pvary(x, axes)
         final = definition.bind("final_norm", unshard(definition, "final_norm", params["final_norm"]))
         x = final(x, dtype=jnp.dtype(definition.config.dtype.value))
         return sequence.gather(x, axes) if definition.splits(self.execution) else x
+
+
+@functools.singledispatch
+def forward_pass(definition: ModelDef, shape: tuple[int, int], **settings: Any) -> ForwardPass:
+    """The `ForwardPass` of a model, or what a subclass of ModelDef has in its place."""
+    return ForwardPass(definition, shape, **settings)
+
+
+def hidden(
+    definition: ModelDef, params: Params, tokens: jax.Array, *, caches: Any = None, **settings: Any
+) -> tuple[jax.Array, Any]:
+    """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
+
+    settings: `execution` and `positions`, as a ForwardPass takes them.
+    """
+    return forward_pass(definition, tokens.shape, **settings)(params, tokens, caches=caches)
 
 
 def half_of_sequence(definition: ModelDef, length: int) -> int:

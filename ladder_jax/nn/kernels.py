@@ -93,7 +93,7 @@ def _blockwise(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Ar
     """`extend` by an online softmax (arXiv 1805.02867): scores of BLOCK positions at a time, [B, K, N/K, T, BLOCK]."""
     (rows, length, heads, head_dim), (_, capacity, kv_heads, _) = query.shape, key.shape
     block, positions = min(BLOCK, capacity), start + jnp.arange(length)
-    grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)  # heads that share keys, side by side
+    grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)  # heads that share keys in a row
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def turn(index, carry):

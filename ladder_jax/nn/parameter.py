@@ -4,7 +4,7 @@ Dimensions are single letters: V vocabulary, D model, N query heads, K key/value
 F feed-forward, L layers, R a low rank.
 Of experts: E all of them, padded to a multiple of the ranks, C those a router chooses from, M the width of one and W of
 the shared one.
-Small letters are a side network's (nn/side.py), whole on every rank.
+Small letters are whole on every rank, and all tensor ranks compute the same with them.
 Which mesh axis splits which letter is `parallel.Layout`'s business.
 """
 
@@ -83,7 +83,6 @@ class Sizes:
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
     low_rank: R, the size between two factors of a matrix.
     layers: how many are stacked, where that is not all of them.
-    backbone: of a side network (nn/side.py): B, the width of the model that it stands beside. Its letters are small.
     """
 
     config: ModelConfig
@@ -91,7 +90,6 @@ class Sizes:
     stacked: bool = False
     low_rank: int = 0
     layers: int | None = None
-    backbone: int = 0
 
     def __getitem__(self, dim: str) -> int:
         config = self.config
@@ -105,10 +103,12 @@ class Sizes:
             "H": config.head_dim,
             "F": config.d_ff,
             "R": self.low_rank,
-            "B": self.backbone,
-            "I": 1,
             "L": config.num_layers if self.layers is None else self.layers,
         }[dim]
+
+    def stored(self, dims: str) -> str:
+        """The dimensions of a parameter that is declared with `dims`."""
+        return "L" * self.stacked + dims
 
 
 def _expert_sizes(moe: MoEConfig, ranks: int) -> dict[str, int]:
@@ -163,8 +163,8 @@ def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None
     Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a jax.ShapeDtypeStruct):
     `initial_values` fills in a whole model, by the parameters' names.
     """
-    led = "L" * sizes.stacked
-    shape, dims = tuple(sizes[dim] for dim in led + dims), led + (dims.lower() if sizes.backbone else dims)
+    shape = tuple(sizes[dim] for dim in "L" * sizes.stacked + dims)
+    dims = sizes.stored(dims)
     if rngs is None:
         return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
     value = _draw(init, next_key(rngs), dims=dims, shape=shape, config=sizes.config)

@@ -18,12 +18,11 @@ from ladder_jax.nn import kernels
 class Cache:
     """One layer's keys and values, each a rank's [B, S, K, H] in the order of its kernel's `cache_dims`.
 
-    Row b is filled up to its length. side: of the side network's block beside the layer.
+    Row b is filled up to its length.
     """
 
     key: jax.Array
     value: jax.Array
-    side: "Cache | None" = None
 
 
 class Positions(Protocol):

@@ -1,19 +1,17 @@
 """The Transformer as a Flax module, compiled for its mesh."""
 
 import functools
-from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from ladder_jax.config import SCANNED, Execution, Loop, ModelConfig, Phase
+from ladder_jax.config import Execution, Loop, ModelConfig, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.nn import arguments
-from ladder_jax.nn.forward import ForwardPass, logits
-from ladder_jax.nn.model_def import ModelDef, Params, declare, define, initialize
+from ladder_jax.nn.forward import forward_pass, logits
+from ladder_jax.nn.model_def import ModelDef, Params, define, initialize
 from ladder_jax.nn.parameter import Module, next_key
-from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import (
     Compiled,
     NamedMesh,
@@ -35,6 +33,8 @@ class Transformer(Module):
     global array laid out over the mesh; the layers' parameters are stacked, [L, ...].
     """
 
+    define = staticmethod(define)
+
     def __init__(
         self,
         config: ModelConfig,
@@ -55,9 +55,8 @@ class Transformer(Module):
             raise UserError("a Transformer takes either rngs=nnx.Rngs(seed), for new weights, or params=")
         mesh = mesh_of((context_mesh() or make_mesh()) if mesh is None else mesh)
         config = with_ranks(config, tensor=mesh.shape["tensor"])
-        self.definition = define(config, mesh=mesh)
-        modules = declare(config, ranks=self.definition.layout.ranks)
-        for name, module in modules.items():
+        self.definition = self.define(config, mesh=mesh)
+        for name, module in self.definition.declare().items():
             setattr(self, name, module)
         if params is None:
             params = initialize(self.definition, key=next_key(rngs))
@@ -127,26 +126,3 @@ def compiled_logits(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Compiled
     traits = definition.traits(execution, phase=Phase.PREFILL)
     whole = on_own_mesh(stripped, layout=definition.layout, out_dims=dims[1])
     return Compiled(whole, mesh=definition.layout.mesh, traits=traits)
-
-
-def forward_pass(definition: ModelDef, shape: tuple[int, int], **settings: Any) -> ForwardPass:
-    """The `ForwardPass` of a model, with its side network if it has one."""
-    if definition.config.side is None:
-        return ForwardPass(definition, shape, **settings)
-    from ladder_jax.nn.side_pass import SidePass
-
-    return SidePass(definition, shape, **settings)
-
-
-def hidden(
-    definition: ModelDef,
-    params: Params,
-    tokens: jax.Array,
-    *,
-    execution: Execution = SCANNED,
-    positions: Positions = FULL_SEQUENCE,
-    caches: Any = None,
-) -> tuple[jax.Array, Any]:
-    """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches."""
-    run = forward_pass(definition, tokens.shape, execution=execution, positions=positions)
-    return run(params, tokens, caches=caches)

@@ -195,9 +195,9 @@ class Layout:
         return NamedSharding(mesh, PartitionSpec(*map(whole, self._spec_by(names, dims), shape)))
 
     def own_axes(self, dims: str) -> tuple[str, ...]:
-        """The axes each of whose ranks computes its own results with an array of these dimensions: all of them.
+        """The axes each of whose ranks computes its own results with an array of these dimensions.
 
-        With a side network (small letters, see nn/side.py) all tensor ranks compute the same.
+        All of them, but with small letters those of the batch: all tensor ranks compute the same.
         """
         return self.batch if any(map(str.islower, dims)) else self.all_axes
 

@@ -2,7 +2,7 @@
 pass recomputes.
 
 Through the layers go the `State`, which steps read, and `extra`: any pytree that a feature carries along (routing
-statistics, a side stream), which no step sees.
+statistics, another stream), which no step sees.
 """
 
 import functools

@@ -77,7 +77,8 @@ class Pretraining:
     frozen_dims, origin = {}, None
 
     def __init__(self, definition: ModelDef):
-        check(definition.config.side is None, "model.side trains beside frozen weights: its task is retrain.Retraining")
+        kind = type(definition)
+        check(kind is ModelDef, f"of a {kind.__name__} not all weights train: its task is retrain.Retraining")
         self.definition, self.held_out = definition, self
         self.trained_dims, self.abstract = definition.dims, definition.abstract
         self.routers = None

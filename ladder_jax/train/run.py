@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax import nn, parallel, retrain
+from ladder_jax import parallel, retrain, side
 from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.data import batches, dataset
@@ -71,7 +71,7 @@ def run(
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
     beginning = agreement.decided("when the run began", lambda: folder.beginning(where) or account.began)
     data = _load_data(config, where=where, agreement=agreement, began=beginning)
-    definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
+    definition = side.define(config.model, mesh=mesh, experts=config.mesh.experts)
     say = say if jax.process_index() == 0 else lambda line: None
 
     with contextlib.ExitStack() as stack:
