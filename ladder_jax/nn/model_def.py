@@ -99,7 +99,10 @@ class ModelDef:
         if not self.splits(execution):
             return self.topology.wire(axes, launch=execution.launch)
         dtype = jnp.dtype(self.config.dtype.value)
-        normalised = lambda x: normalise(x, eps=self.config.norm_eps).astype(dtype)
+
+        def normalised(x):
+            return normalise(x, eps=self.config.norm_eps).astype(dtype)
+
         if not self.exchanges(execution):
             return SequenceParallel(axes, normalised, execution.collective_matmul)
         from ladder_jax.residual.wires.exchange import Exchange, SilentExchange

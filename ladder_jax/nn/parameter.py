@@ -1,7 +1,7 @@
 """A parameter is declared once; shapes, shardings, initial values and stored names all follow from it.
 
 Dimensions are single letters: V vocabulary, D model, N query heads, K key/value heads, H head size,
-F feed-forward, L layers, R a low rank.
+F feed-forward, L layers.
 Of experts: E all of them, padded to a multiple of the ranks, C those a router chooses from, M the width of one and W of
 the shared one.
 Small letters are whole on every rank, and all tensor ranks compute the same with them.
@@ -48,7 +48,8 @@ class Normal:
 
 @functools.cache
 def _quantiles() -> np.ndarray:
-    inverse, count = statistics.NormalDist().inv_cdf, 2**16
+    inverse = statistics.NormalDist().inv_cdf
+    count = 2**16
     return np.array([inverse((index + 0.5) / count) for index in range(count)])
 
 
@@ -81,14 +82,12 @@ class Sizes:
     """The size of every named dimension of a model over `ranks` tensor-parallel ranks.
 
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
-    low_rank: R, the size between two factors of a matrix.
     layers: how many are stacked, where that is not all of them.
     """
 
     config: ModelConfig
     ranks: int = 1
     stacked: bool = False
-    low_rank: int = 0
     layers: int | None = None
 
     def __getitem__(self, dim: str) -> int:
@@ -102,7 +101,6 @@ class Sizes:
             "K": config.num_kv_heads,
             "H": config.head_dim,
             "F": config.d_ff,
-            "R": self.low_rank,
             "L": config.num_layers if self.layers is None else self.layers,
         }[dim]
 
@@ -212,7 +210,10 @@ def partition_specs(module: nnx.Module, *, axes: tuple[str, ...] = ("tensor",)) 
     Heads, feed-forward and vocabulary are split over `axes`, the rest is whole on every rank. Where there are fewer
     key/value heads than ranks jax refuses it: `Transformer` knows how several ranks share a head.
     """
-    split = lambda param: PartitionSpec(*(axes if dim in SHARDED else None for dim in param.dims))
+
+    def split(param):
+        return PartitionSpec(*(axes if dim in SHARDED else None for dim in param.dims))
+
     return jax.tree.map(split, nnx.state(module), is_leaf=_is_param)
 
 
@@ -249,7 +250,9 @@ def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: jax.Ar
         own = jax.random.fold_in(key, zlib.crc32(stored.encode()))
         return _draw(param.init, own, dims=param.dims, shape=param.get_raw_value().shape, config=config)
 
-    make = lambda: jax.tree_util.tree_map_with_path(value, declared(module), is_leaf=_is_param)
+    def make():
+        return jax.tree_util.tree_map_with_path(value, declared(module), is_leaf=_is_param)
+
     return jax.jit(make, out_shardings=shardings)()
 
 

@@ -231,7 +231,8 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
 def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     """Llama 3's stretch (arXiv 2407.21783): slow rotations by `factor`, fast ones not, a ramp between."""
     turns = scaling.original_context * plain / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return kept * plain + (1 - kept) * plain / scaling.factor
 

@@ -139,14 +139,17 @@ class SideBlock(Module):
         self.config = sizes.config
         self.tap = declare("BD", sizes=sizes, init=_of_model(sizes))
         self.gate = declare("I", sizes=sizes, init=zeros)
-        self.attention_norm, self.mlp_norm = RMSNorm(sizes), RMSNorm(sizes)
-        self.attention, self.mlp = Attention(sizes), MLP(sizes)
+        self.attention_norm = RMSNorm(sizes)
+        self.mlp_norm = RMSNorm(sizes)
+        self.attention = Attention(sizes)
+        self.mlp = MLP(sizes)
 
     def __call__(
         self, h_BTD: jax.Array, tapped_BTM: jax.Array, cache: Cache | None, *, context: LayerContext
     ) -> tuple[jax.Array, Cache | None]:
         """h_l [B, T, D] from h_l-1 and x_l [B, T, M], and the block's cache. context: of the side network."""
-        dtype, stream = jnp.dtype(self.config.dtype.value), h_BTD.dtype
+        dtype = jnp.dtype(self.config.dtype.value)
+        stream = h_BTD.dtype
 
         def attend(query, key, value):
             nonlocal cache
@@ -197,10 +200,12 @@ class SidePass(ForwardPass):
         frozen = dataclasses.replace(execution, remat=Remat.NONE)  # only the side network has a backward pass
         super().__init__(definition, shape, execution=frozen, positions=positions)
         self._dtype = jnp.dtype(definition.config.dtype.value)
-        of_network = dict(axes=(), kernel=definition.network_kernel, positions=positions)
-        self._context = LayerContext.of(definition.network, shape[1], **of_network)
-        of_block = dict(steps=(), remat=execution.remat, loop=execution.loop, axes=self.wire.axes)
-        self._block = rematerialised(self._compute, **of_block)
+        self._context = LayerContext.of(
+            definition.network, shape[1], axes=(), kernel=definition.network_kernel, positions=positions
+        )
+        self._block = rematerialised(
+            self._compute, steps=(), remat=execution.remat, loop=execution.loop, axes=self.wire.axes
+        )
 
     def embed(self, params: Params, tokens: jax.Array) -> tuple[State, jax.Array]:
         """The state before the first layer, and h_0."""
@@ -223,7 +228,8 @@ class SidePass(ForwardPass):
 
     def finish(self, params: Params, state: State, extra: jax.Array) -> jax.Array:
         """The final, normed stream of y, [B, T, M]."""
-        x, ends = self.stream(state), self.definition.bind(SIDE, params[SIDE])
+        x = self.stream(state)
+        ends = self.definition.bind(SIDE, params[SIDE])
         return self.normed(params, x + ends.end(extra, dtype=self._dtype).astype(x.dtype))
 
     def _compute(

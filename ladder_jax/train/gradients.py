@@ -100,17 +100,18 @@ class Pretraining:
     def loss_sum(
         self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
     ) -> LossAndTerms:
-        if scheduled:  # by the routers
-            return self.routers.loss_sum(trained, batch, scheduled=scheduled, config=config)
-        x, _ = nn.hidden(
-            self.definition,
-            trained,
-            batch.tokens,
-            execution=config.execution,
-            positions=nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments),
-        )
+        positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
+        run = nn.ForwardPass(self.definition, batch.tokens.shape, execution=config.execution, positions=positions)
+        state, _ = run.embed(trained, batch.tokens)
+        chosen = self.routers.begin() if scheduled else None
+        state, chosen, _ = run.layers(state, chosen, params=trained)
+        x = run.finish(trained, state)
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
-        return nn.loss_sum(self.definition, trained, x, batch.targets, **settings), {}
+        loss = nn.loss_sum(self.definition, trained, x, batch.targets, **settings)
+        if not scheduled:  # by the routers
+            return loss, {}
+        penalty, terms = self.routers.penalty(chosen, batch, scheduled=scheduled, config=config)
+        return loss + penalty, terms
 
     def sources_record(self) -> dict[str, Any]:
         return {}

@@ -18,7 +18,8 @@ from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, is_remote
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
-from ladder_jax.parallel import PATIENCE, Agreement, check_compiler_makes, make_mesh, with_ranks
+from ladder_jax.parallel import check_compiler_makes, make_mesh, with_ranks
+from ladder_jax.processes.agreement import PATIENCE, Agreement
 from ladder_jax.train import checkpoints, folder, out_of_memory, signals, timing
 from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
 from ladder_jax.train.checkpoints import CheckpointSaver
