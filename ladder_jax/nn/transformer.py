@@ -18,7 +18,7 @@ from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
 from ladder_jax.nn import arguments, loss
 from ladder_jax.nn.model_def import ModelDef, Params, define, initialize, matrix_elements
-from ladder_jax.nn.modules import LayerContext
+from ladder_jax.nn.modules import Embedding, LayerContext
 from ladder_jax.nn.parameter import LAYERS, Module, next_key, stacks
 from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import (
@@ -241,9 +241,7 @@ def unshard(definition: ModelDef, name: str, params: Params) -> Params:
 
 def logits(definition: ModelDef, params: Params, x: jax.Array) -> jax.Array:
     """On one rank: its share [B, T, V/ranks] of the float32 logits of a normed stream [B, T, D]."""
-    name = "embedding" if definition.config.tie_embeddings else "head"
-    head = definition.bind(name, unshard(definition, name, params[name]))
-    return head.logits(x, axes=definition.layout.tensor)
+    return _head(definition, params).logits(x, axes=definition.layout.tensor)
 
 
 def loss_sum(
@@ -274,9 +272,14 @@ def loss_sum(
 
 def output_table(definition: ModelDef, params: Params) -> jax.Array:
     """On one rank: its rows [V/ranks, D] of the table that scores tokens, in the compute dtype."""
-    name = "embedding" if definition.config.tie_embeddings else "head"
-    table = definition.bind(name, unshard(definition, name, params[name])).table.get_value()
+    table = _head(definition, params).table.get_value()
     return table.astype(definition.config.dtype.value)
+
+
+def _head(definition: ModelDef, params: Params) -> Embedding:
+    """What scores tokens."""
+    name = "embedding" if definition.config.tie_embeddings else "head"
+    return definition.bind(name, unshard(definition, name, params[name]))
 
 
 class Transformer(Module):

@@ -1,4 +1,5 @@
-"""The few collectives that the library uses, by name. Valid inside `on_mesh` and `over_ranks`."""
+"""The few collectives that the library uses, by name, valid inside `on_mesh` and `over_ranks`; and kernels that know no
+varying types, called there."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
