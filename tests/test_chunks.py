@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import decode, parallel
 from ladder_jax.config import DecodeConfig, Loop
 from ladder_jax.decode import cache, steps, weights
-from ladder_jax.nn import kernels, splash
+from ladder_jax.nn import kernels, tpu_attention
 from tests import cases, covering
 
 CAPACITY = 1100  # positions, no multiple of the kernels' blocks
@@ -32,7 +32,7 @@ def attention(query, key, value, *, start):
 
 KERNELS = {
     "xla": functools.partial(kernels.extend, kernel=kernels.Kernel.XLA),
-    "splash": lambda query, key, value, start: splash.extend(
+    "splash": lambda query, key, value, start: tpu_attention.extend(
         query, key.swapaxes(1, 2), value.swapaxes(1, 2), start, interpret=True
     ),
     "splash on a TPU": functools.partial(kernels.extend, kernel=kernels.Kernel.SPLASH),

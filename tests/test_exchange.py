@@ -16,9 +16,8 @@ from ladder_jax.config import ExpertParallelism, Loop, Phase, Quantize, Remat
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
-from ladder_jax.nn import exchanged as module
-from ladder_jax.nn import routing
-from ladder_jax.nn.experts import MoE
+from ladder_jax.nn import router_losses
+from ladder_jax.nn.experts import MoE, NormedExperts
 from ladder_jax.nn.parameter import Sizes
 from ladder_jax.overlap import request as requests
 from ladder_jax.parallel import exchange
@@ -112,17 +111,18 @@ def test_capacity(form):
     def reduced(params, x):
         seen = []
         out = nnx.merge(graph, params).routed(parallel.pvary(x, axes), axes=axes, on_routing=seen.append)
-        return parallel.all_reduce(out, axes), routing.of_group(seen[0], axes=axes, own=False).dropped
+        return parallel.all_reduce(out, axes), router_losses.of_group(seen[0], axes=axes, own=False).dropped
 
     def exchanged(params, x):
         seen, x = [], parallel.pvary(x, axes)
         x = jax.lax.dynamic_slice_in_dim(x, 4 * parallel.rank(axes), 4, axis=1)
-        routed = module.parts(nnx.merge(graph, params), lambda x: x, axes=axes, on_routing=seen.append)
+        experts = dict(moe=nnx.merge(graph, params), axes=axes, on_routing=seen.append, ends_B=None)
+        routed = NormedExperts(None, None, lambda x, scale: x, None, **experts)
         tokens, slots, weights = routed.route(x)
         rows = exchange.dispatch(exchange.fill(tokens, slots, experts=moe.padded(4), size=size), axes=axes)
         places = exchange.places(slots, experts=moe.padded(4), size=size, count=4)
         out = exchange.collect(exchange.combine(routed.compute(rows), axes=axes), places, weights).reshape(x.shape)
-        return out, routing.of_group(seen[0], axes=axes, own=True).dropped
+        return out, router_losses.of_group(seen[0], axes=axes, own=True).dropped
 
     whole = PartitionSpec()
     settings = dict(mesh=mesh, in_specs=(specs, whole))

@@ -11,8 +11,8 @@ import pytest
 from ladder_jax import config, nn, parallel
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, TrainConfig
 from ladder_jax.errors import UserError
-from ladder_jax.nn.low_rank import LowRank
 from ladder_jax.retrain import ADAPTERS, Retraining, sources
+from ladder_jax.retrain.lora import LowRank
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, experts, reference, rounding, test_gradients_bfloat16
 

@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax import checkpoint, config, nn, parallel, train
 from ladder_jax.errors import UserError
-from ladder_jax.nn import routing
+from ladder_jax.nn import router_losses
 from ladder_jax.train import metrics, timing
 
 TINY = [
@@ -92,7 +92,7 @@ def bias_of(folder):
 def test_a_bias_moves_toward_less_load():
     counts = np.float32([[3, 3, 6, 0], [3, 3, 3, 3]])
     for factor in (1, 1 / 3, 7e-8):
-        signs = routing.toward_balance(counts * np.float32(factor), choices=12)
+        signs = router_losses.toward_balance(counts * np.float32(factor), choices=12)
         np.testing.assert_array_equal(signs, [[0, 0, -1, 1], [0, 0, 0, 0]])
 
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel
 from ladder_jax.config import Dtype
-from ladder_jax.nn import kernels, paged, splash
-from ladder_jax.nn.unchecked import differentiable, unchecked
+from ladder_jax.nn import kernels, tpu_attention
+from ladder_jax.parallel.collectives import differentiable, unchecked
 from tests import cases
 
 
@@ -45,7 +45,7 @@ def gradients(attend):
     return jax.grad(weigh, argnums=(0, 1, 2))
 
 
-SPLASH = functools.partial(splash.causal, interpret=True)
+SPLASH = functools.partial(tpu_attention.causal, interpret=True)
 XLA = functools.partial(kernels.causal, kernel=kernels.Kernel.XLA)
 # cuDNN needs a GPU to be traced; what surrounds it is tested on the kernel that a CPU has.
 LIKE_CUDNN = differentiable(XLA)
@@ -86,7 +86,9 @@ def test_the_paged_kernel_attends_to_each_rows_length_only(heads, kv_heads):
         for x in cached:
             x[row, :, length:] = 1e4
     mesh = parallel.make_mesh()
-    local = jax.shard_map(functools.partial(paged.decode, page=kernels.PAGE), mesh=mesh, in_specs=P(), out_specs=P())
+    local = jax.shard_map(
+        functools.partial(tpu_attention.decode, page=kernels.PAGE), mesh=mesh, in_specs=P(), out_specs=P()
+    )
     with pltpu.force_tpu_interpret_mode():
         out = np.asarray(jax.jit(local)(query[:, -1:], *cached, lengths))
     for row, length in enumerate(lengths):

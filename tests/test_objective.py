@@ -11,8 +11,8 @@ from ladder_jax import config
 from ladder_jax.config import START, ConversionConfig, DistillConfig, LoraConfig, Pace, TrainConfig
 from ladder_jax.data.batch import Batch
 from ladder_jax.errors import UserError
-from ladder_jax.nn.low_rank import LowRank
 from ladder_jax.retrain import Retraining, Sources, conversion, of_sources
+from ladder_jax.retrain.lora import LowRank
 from ladder_jax.train import step as steps
 from ladder_jax.train.gradients import task_gradients
 from tests import cases, reference

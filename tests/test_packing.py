@@ -11,8 +11,8 @@ from ladder_jax import nn, train
 from ladder_jax.config import Loop, Remat
 from ladder_jax.data.batch import Batch
 from ladder_jax.data.packing import pack
-from ladder_jax.nn import kernels, splash
-from ladder_jax.nn.unchecked import differentiable
+from ladder_jax.nn import kernels, tpu_attention
+from ladder_jax.parallel.collectives import differentiable
 from tests import cases, reference
 
 
@@ -161,7 +161,7 @@ def like_cudnn(query, key, value, *, segments):
 
 def on_a_tpu(query, key, value, *, segments):
     """As on a TPU, but for the kernel's interpreter."""
-    with mock.patch.object(splash, "causal", functools.partial(splash.causal, interpret=True)):
+    with mock.patch.object(tpu_attention, "causal", functools.partial(tpu_attention.causal, interpret=True)):
         return kernels.causal(query, key, value, kernel=kernels.Kernel.SPLASH, segments=segments)
 
 

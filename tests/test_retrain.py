@@ -17,6 +17,8 @@ from ladder_jax.config import DecodeConfig
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.formats import open_model, open_source
 from ladder_jax.pretrained.source import REFIT
+from ladder_jax.pretrained.transformer import load
+from ladder_jax.side import define
 from ladder_jax.train import metrics
 from tests import tokenizers
 
@@ -79,7 +81,7 @@ def at_stages(place, which):
 def params_of(path):
     saved = checkpoint.open_checkpoint(path)
     mesh = parallel.make_mesh()
-    return jax.tree.map(np.asarray, saved.params(nn.define(saved.config.model, mesh=mesh)))
+    return jax.tree.map(np.asarray, saved.params(define(saved.config.model, mesh=mesh)))
 
 
 def losses(directory):
@@ -142,7 +144,7 @@ def test_an_adapter_is_carried_through_stages(staged):
     assert [row["stage"] for row in metrics.read(directory)] == [1] + [2] * 7
 
 
-def test_only_the_side_network_trains(side, place):
+def test_only_the_side_network_trains(side, place, tmp_path):
     """The checkpoint holds both, and generates and scores with both; other formats have no such network."""
     before, after = params_of(place / "base"), params_of(side[0])
     ends, blocks = after.pop("side"), after["layers"].pop("side")
@@ -155,6 +157,10 @@ def test_only_the_side_network_trains(side, place):
     assert new == scores[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     with pytest.raises(UserError, match="has a side network .model.side., which no other format has"):
         open_source(side[0])
+    loaded = load(side[0], mesh=parallel.make_mesh())
+    np.testing.assert_array_equal(loaded(np.array([prompt + new])), scores)
+    with pytest.raises(UserError, match="'the model in memory' has a side network .model.side."):
+        loaded.save(tmp_path / "saved")
 
 
 @pytest.mark.full

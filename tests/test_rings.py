@@ -14,8 +14,8 @@ from ladder_jax.config import Biases, CollectiveMatmul, Execution, Loop, Quantiz
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
 from ladder_jax.nn import quantized
-from ladder_jax.nn.low_rank import LowRank
 from ladder_jax.parallel import ring
+from ladder_jax.retrain.lora import LowRank
 from tests import cases, covering, reference
 
 AXES = ("tensor",)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ladder_jax import config, nn, parallel
+from ladder_jax import config, nn, parallel, side
 from ladder_jax.config import (
     START,
     DecodeConfig,
@@ -26,6 +26,7 @@ from ladder_jax.data.batch import Batch, Targets
 from ladder_jax.decode import Engine, Generator, Request
 from ladder_jax.errors import UserError
 from ladder_jax.retrain import Retraining
+from ladder_jax.side import SideModel
 from ladder_jax.train.gradients import held_out_loss, loss_and_gradients, task_gradients
 from tests import cases, reference
 
@@ -46,7 +47,8 @@ FULL = pytest.mark.full
 
 
 def define(name="ladder", *, reduction=4, **more):
-    return cases.define(name, **{**SIZES, **more}, side=SideConfig(reduction))
+    plain = cases.define(name, **{**SIZES, **more})
+    return SideModel(dataclasses.replace(plain.config, side=SideConfig(reduction)), plain.layout)
 
 
 def of_network(definition):
@@ -97,9 +99,9 @@ def test_loss_and_gradients_are_the_dense_ones(name, mesh, loop, remat):
     definition = define(name, **mesh)
     plan, params = Retraining(definition), cases.parameters(definition)
     (loss, _), grads = compute(plan, params, loop=loop, remat=remat)
-    side = plan.split(params)[0]["side"]
+    network = plan.split(params)[0]["side"]
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (side, params))
+        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (network, params))
         expected, wanted = jax.jit(jax.value_and_grad(dense(definition)))(*wide, TOKENS)
     limit = 2 * cases.bound(definition.config, passes=2)  # its sublayers stand behind as many of the model
     assert cases.error(loss, expected) < limit
@@ -122,9 +124,9 @@ def test_the_first_step_starts_from_the_model_itself(more):
     exact = dict(compiler_options={"xla_allow_excess_precision": False})
     loss = lambda task, *args: jax.jit(held_out_loss(task).__wrapped__, **exact)(*args, TOKENS)
     frozen, before = plan.split(params)[1], loss(base, params, {})
-    side = plan.initial_side(seed=3)
-    assert float(loss(plan, side, frozen)) == float(before)
-    moved = {"side": {**side["side"], "up": side["side"]["up"] + 0.1}}
+    network = plan.initial_side(seed=3)
+    assert float(loss(plan, network, frozen)) == float(before)
+    moved = {"side": {**network["side"], "up": network["side"]["up"] + 0.1}}
     assert abs(float(loss(plan, moved, frozen)) - float(before)) > 1e-3
 
 
@@ -234,7 +236,7 @@ def test_a_teacher_beside_a_side_network():
     definition = define("hybrid-list", tensor=2)
     plan = Retraining(definition)
     standard = dataclasses.replace(plan.without_side.config, residual="standard", ladder_layers=None)
-    teacher = dataclasses.replace(definition, config=standard)
+    teacher = dataclasses.replace(plan.without_side, config=standard)
     plan = dataclasses.replace(plan, distill=DistillConfig(START), teacher=teacher)
     base = dataclasses.replace(plan, definition=plan.without_side)
     params = cases.place(cases.parameters(base.definition), base.definition)
@@ -281,6 +283,7 @@ def test_the_sizes_of_the_network():
     (["model.side.reduction=8", "train.start=x", "train.freeze=1"], "train.freeze=1 and model.side exclude each other"),
     (["model.side.reduction=8", "train.start=x", "conversion.steps=9"], "conversion.steps=9 and model.side exclude"),
     (["model.side.reduction=8", "train.start=x", "train.sequence_parallel=true"], "the side network reads whole"),
+    (["model.side.reduction=8", "train.start=x", "train.interleave=2"], "the side network reads whole"),
     (["model.side.reduction=8", "train.start=x", "distill.teacher=x", "distill.hidden_weight=1"], "hidden_weight=1.0"),
 ], ids=str)  # fmt: skip
 def test_settings_that_cannot_be(given, said):
@@ -290,8 +293,15 @@ def test_settings_that_cannot_be(given, said):
 
 
 def test_all_weights_do_not_train_beside_a_side_network():
-    with pytest.raises(UserError, match="model.side trains beside frozen weights"):
+    with pytest.raises(UserError, match="of a SideModel not all weights train: its task is retrain.Retraining"):
         loss_and_gradients(define())
+
+
+def test_a_plain_definition_does_not_leave_the_network_out():
+    config, mesh = cases.model("ladder", side=SideConfig(4)), parallel.make_mesh(tensor=2)
+    with pytest.raises(UserError, match="model.side is no part of a ModelDef: ladder_jax.side defines such models"):
+        nn.define(config, mesh=mesh)
+    assert side.define(config, mesh=mesh).without_side() == cases.define("ladder", tensor=2)
 
 
 def test_experts_have_no_side_network():

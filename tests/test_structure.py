@@ -67,6 +67,21 @@ def test_packages_and_modules_import_in_no_circle():
         tuple(graphlib.TopologicalSorter(graph).static_order())  # a CycleError names the circle
 
 
+def test_the_core_knows_no_side_network():
+    """It is a client: what the core imports never leads to it, and no name or comment there speaks of it."""
+    core = [m for m in MODULES if package(m) in ("residual", "nn", "parallel", "decode")]
+    core.append("ladder_jax.train.gradients")
+    reached, left = set(core), list(core)
+    while left:
+        found = imported(MODULES[left.pop()]) - reached
+        reached |= found
+        left.extend(found)
+    assert not {m for m in reached if package(m) == "side"}
+    assert "ladder_jax.side" in imported(MODULES["ladder_jax.retrain.plan"])
+    named = re.compile(r"\bside\b(?! ?= ?\"right\")", re.IGNORECASE)
+    assert not {m: found for m in core if (found := named.findall(MODULES[m].read_text()))}
+
+
 def test_no_file_is_longer_than_500_lines():
     """One that is holds more than one concept."""
     assert not {module: n for module, path in MODULES.items() if (n := path.read_text().count("\n")) > 500}

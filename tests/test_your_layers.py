@@ -13,7 +13,8 @@ from ladder_jax import parallel, residual
 from ladder_jax.config import RESIDUALS, Loop, Phase
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import Overlap, Split, Traits, compiled
-from ladder_jax.residual.wires import annealed, sequence
+from ladder_jax.residual.wires import sequence
+from ladder_jax.retrain import conversion
 from tests import cases
 from tests.test_residual import UNROLLED, example
 
@@ -268,7 +269,7 @@ def test_split_and_turning_steps_refuse_it_too():
     ladder = residual.topology("ladder", num_layers=1)
     share = lambda x: sequence.scatter_sequence(parallel.pvary(x, AXES), AXES)
     split = lambda: sequence.SequenceParallel(AXES, lambda x: x)
-    turning = lambda: annealed.Annealed(AXES, jnp.float32(0.5))
+    turning = lambda: conversion.Annealed(AXES, jnp.float32(0.5))
     for made, start in ((split, share), (turning, lambda x: x)):
 
         def local(x, _, made=made, start=start):

@@ -14,8 +14,9 @@ from ladder_jax.checkpoint import Store
 from ladder_jax.config import START, ModelConfig, RunConfig
 from ladder_jax.data.batch import Batch
 from ladder_jax.nn import ModelDef
-from ladder_jax.parallel import Agreement, check_compiler_makes, make_mesh
+from ladder_jax.parallel import check_compiler_makes, make_mesh
 from ladder_jax.pretrained import open_model
+from ladder_jax.processes.agreement import Agreement
 from ladder_jax.retrain import ADAPTERS
 from ladder_jax.retrain.sources import Sources
 from ladder_jax.retrain.task import of_sources

@@ -30,7 +30,7 @@ from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote
 from ladder_jax.nn import Params
-from ladder_jax.parallel import PATIENCE, Agreement, first_of
+from ladder_jax.processes.agreement import PATIENCE, Agreement, first_of
 
 ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
 

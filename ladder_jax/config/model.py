@@ -93,7 +93,6 @@ def check_halves(
     check(reduces, f"{setting} 2 is for a residual that reduces every sublayer's output, not {model.residual}")
     shared = kind == "farskip" and model.moe is not None and model.moe.shared_width
     check(not shared, f"{setting} 2 is not for farskip with a shared expert, which is reduced with attention")
-    check(model.side is None, f"{setting} 2 is not for a model with a side network, which reads whole streams")
     form = collective_matmul.value
     whole = collective_matmul is CollectiveMatmul.NONE
     check(whole, f"{setting} 2 hides gathers and scatters, of which collective_matmul {form} leaves none")

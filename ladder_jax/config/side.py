@@ -1,4 +1,4 @@
-"""The section `model.side`: a small network beside the model, which trains in its place (see nn/side.py)."""
+"""The section `model.side`: a small network beside the model, which trains in its place (see side/model.py)."""
 
 import dataclasses
 import math
@@ -61,6 +61,7 @@ class SideConfig:
             check(not value, f"{name}={value} and model.side exclude each other: beside it nothing else trains")
         whole = "the side network reads whole streams"
         check(not train.sequence_parallel, f"train.sequence_parallel splits the stream, but {whole} (model.side)")
+        check(train.interleave == 1, f"train.interleave=2 takes halves in turn, but {whole} (model.side)")
         hidden = config.distill.hidden_weight
         check(not hidden, f"distill.hidden_weight={hidden} compares the model's own streams, which model.side freezes")
 

@@ -69,23 +69,13 @@ def abstract(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> t
 
 
 def _caches(definition: ModelDef, leaf: Callable[[ModelConfig, Kernel, str], Any], *, loop: Loop) -> Any:
-    """A cache a layer, or one for all, of what `leaf` makes of a model, its kernel and a cache's dimensions.
-
-    A side network's blocks have caches of their own, small letters and all heads on every rank.
-    """
-    config, kernel, led = definition.config, definition.kernel, "L" * (loop is Loop.SCAN)
-    array, of_block = functools.partial(leaf, config, kernel, led + kernel.cache_dims), lambda: None
-    if config.side is not None:
-        from ladder_jax.nn import side_pass
-
-        model, of_side = side_pass.network(definition), side_pass.kernel(definition)
-        small = functools.partial(leaf, model, of_side, led + of_side.cache_dims.replace("N", "n"))
-        of_block = lambda: Cache(small(), small())
-    one = lambda: Cache(array(), array(), of_block())
-    return one() if led else tuple(one() for _ in range(config.num_layers))
+    """A cache a layer, or one for all, of what `leaf` makes of a model, its kernel and a cache's dimensions."""
+    if loop is Loop.SCAN:
+        return definition.cache(lambda config, kernel, dims: leaf(config, kernel, "L" + dims))
+    return tuple(definition.cache(leaf) for _ in range(definition.config.num_layers))
 
 
 def _shape(config: ModelConfig, kernel: Kernel, dims: str, *, rows: int, capacity: int, heads: int) -> tuple[int, ...]:
-    heads = config.num_kv_heads if "n" in dims else heads
+    heads = config.num_kv_heads if "n" in dims else heads  # a small letter is whole on every rank
     sizes = dict(L=config.num_layers, B=rows, S=-(-capacity // kernel.page) * kernel.page, N=heads, H=config.head_dim)
     return tuple(sizes[dim.upper()] for dim in dims)

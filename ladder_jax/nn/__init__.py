@@ -1,9 +1,5 @@
 """Flax modules of a Llama-family model, and what one rank of a mesh computes with them."""
 
-from ladder_jax.nn.forward import ForwardPass as ForwardPass
-from ladder_jax.nn.forward import logits as logits
-from ladder_jax.nn.forward import loss_sum as loss_sum
-from ladder_jax.nn.forward import output_table as output_table
 from ladder_jax.nn.loss import cross_entropy as cross_entropy
 from ladder_jax.nn.model_def import ModelDef as ModelDef
 from ladder_jax.nn.model_def import Params as Params
@@ -24,7 +20,11 @@ from ladder_jax.nn.positions import DecodeStep as DecodeStep
 from ladder_jax.nn.positions import FullSequence as FullSequence
 from ladder_jax.nn.positions import Packed as Packed
 from ladder_jax.nn.positions import Positions as Positions
+from ladder_jax.nn.transformer import ForwardPass as ForwardPass
 from ladder_jax.nn.transformer import Transformer as Transformer
 from ladder_jax.nn.transformer import compiled_logits as compiled_logits
 from ladder_jax.nn.transformer import forward_pass as forward_pass
 from ladder_jax.nn.transformer import hidden as hidden
+from ladder_jax.nn.transformer import logits as logits
+from ladder_jax.nn.transformer import loss_sum as loss_sum
+from ladder_jax.nn.transformer import output_table as output_table

@@ -9,49 +9,131 @@ Ranks read the same input and so choose the same experts, without communication;
 MLP's are. No token is dropped (but in training with `capacity`), and a token's output does not depend on the others.
 Letters: N tokens, K choices of one, R = N K rows, E this rank's experts, M the width of one, W of the shared expert.
 
-The other form, in which ranks exchange the rows of their own tokens, is in nn/exchanged.py.
+In the other form (`NormedExperts`, residual/wires/exchange.py) ranks exchange the rows of their own tokens. All
+experts' buffers have one size there, so their matmuls are plain batched ones, which every compiler has kernels for.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax import residual
-from ladder_jax.config import ModelConfig
+from ladder_jax.config import ModelConfig, MoEConfig, RouterSoftmax
 from ladder_jax.nn import quantized
 from ladder_jax.nn.grouped import Groups, grouped_matmul
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of, zeros
-from ladder_jax.nn.routing import Route, Routing, measured, route
-from ladder_jax.parallel import exchange, pvary, rank, varying
-from ladder_jax.residual import Normed
-from ladder_jax.residual.wires.exchange import ExpertParts
+from ladder_jax.nn.quantized import Int8
+from ladder_jax.parallel import exchange, pvary, rank, ranks, varying
+from ladder_jax.residual import EXPERTS, Normed
 
 CHUNK = 8192  # tokens whose rows are in memory at once
 NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
 
 
+class Route(NamedTuple):
+    """choice: int32 [N, K], the experts of each token; weights: float32 [N, K], what their outputs count."""
+
+    choice: jax.Array
+    weights: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Sums over tokens, of one layer or [L, ...] of all: a state carries them through the layers of a training step.
+
+    counts: [C], how many tokens chose each expert. probabilities: [C], of a softmax over all logits.
+    log_squares: [], of that softmax's denominator. entropies: [], of its distribution, in nats.
+    dropped: [], how many choices were beyond their experts' capacity.
+    """
+
+    counts: jax.Array
+    probabilities: jax.Array
+    log_squares: jax.Array
+    entropies: jax.Array
+    dropped: jax.Array
+
+    def with_layer(self, layer: "Routing") -> "Routing":
+        """Of all layers, with the newest layer's in the place of the oldest's."""
+        return jax.tree.map(lambda all_layers, one: jnp.concatenate([all_layers[1:], one[None]]), self, layer)
+
+
+def route(logits_NC: jax.Array, *, moe: MoEConfig, bias_C: jax.Array | None = None) -> Route:
+    """The experts with the largest logits, or sums of probability and bias; of equal ones that with the lowest index.
+
+    A bias has no gradient: `toward_balance` moves it.
+    """
+    scores = logits_NC if bias_C is None else jax.nn.softmax(logits_NC, axis=1) + bias_C[None]
+    choice = checkpoint_name(lax.stop_gradient(lax.top_k(scores, moe.top_k)[1]), EXPERTS)
+    chosen = jnp.take_along_axis(logits_NC, choice, axis=1)
+    over = chosen if moe.softmax is RouterSoftmax.CHOSEN else logits_NC
+    return Route(choice, jnp.exp(chosen - jax.nn.logsumexp(over, axis=1, keepdims=True)))
+
+
+def measured(logits_NC: jax.Array, choice_NK: jax.Array) -> Routing:
+    """One layer's statistics of these tokens."""
+    log_total = jax.nn.logsumexp(logits_NC, axis=1, keepdims=True)
+    probabilities = jnp.exp(logits_NC - log_total)
+    hits = choice_NK.reshape(-1)[:, None] == jnp.arange(logits_NC.shape[1])[None, :]
+    entropies = jnp.sum(log_total) - jnp.sum(probabilities * logits_NC)
+    return Routing(
+        counts=jnp.sum(hits, axis=0, dtype=jnp.float32),
+        probabilities=jnp.sum(probabilities, axis=0),
+        log_squares=jnp.sum(jnp.square(log_total)),
+        entropies=lax.stop_gradient(entropies),
+        dropped=jnp.zeros_like(entropies),
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormedExperts(Normed):
-    """Experts behind their norm, which an exchange takes apart. The other fields are those of `exchanged.parts`."""
+    """Experts behind their norm, and the parts of them between which ranks exchange rows (residual/wires/exchange.py).
+
+    on_routing: called with the statistics of this rank's tokens. ends_B: where the rows of all ranks end; padding takes
+        no slot.
+    """
 
     moe: "MoE"
     axes: tuple[str, ...]
     on_routing: Callable[[Routing], None] | None
     ends_B: jax.Array | None
 
-    @property
-    def parts(self) -> ExpertParts:
-        from ladder_jax.nn import exchanged
+    def route(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        with jax.named_scope("mlp"):  # though it is part of attention's step
+            x_ND = self.gain_of(x_BTD, scale=self.gain).reshape(-1, x_BTD.shape[-1])
+            logits = self.moe.logits(x_ND)
+            experts = self.moe.experts.count * ranks(self.axes)
+            size = self.moe.moe.slots(len(x_ND))
+            choice, weights = self.moe.route(logits)
+            taken = choice
+            if self.ends_B is not None:
+                length = x_BTD.shape[1]
+                positions = (rank(self.axes) * length + jnp.arange(length))[None, :]
+                is_token = positions < self.ends_B[:, None]
+                taken = jnp.where(is_token.reshape(-1, 1), choice, experts)
+            slots = exchange.slots(taken, experts=experts, size=size)
+            if self.on_routing:
+                dropped = jnp.sum(~exchange.kept(slots, experts=experts, size=size), dtype=jnp.float32)
+                self.on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
+            return x_ND, slots, weights
 
-        gained = functools.partial(self.gain_of, scale=self.gain)
-        settings = dict(axes=self.axes, on_routing=self.on_routing, ends_B=self.ends_B)
-        return exchanged.parts(self.moe, gained, **settings)
+    def compute(self, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
+        """[R, E, D]: so the matmul writes what is sent in the order of sending, and no copy follows."""
+        experts = self.moe.experts
+        gate = _batched_matmul(rows_ERD, experts.gate.get_value())
+        up = _batched_matmul(rows_ERD, experts.up.get_value())
+        gate, up = tied((gate, up))
+        return quantized.einsum("ERM,EMD->RED", jax.nn.silu(gate) * up, experts.down.get_value())
+
+    def shared(self, x_BTD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
+        return self.moe.shared(self.gain_of(x_BTD, scale=self.gain), tied)
 
 
 class ExpertMLPs(Module):
@@ -94,7 +176,10 @@ class SharedExpert(Module):
 
     def __call__(self, x_BTD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
         """A rank's partial sum [B, T, D]. tied: applied to the first products, whose await may be tied to others'."""
-        of = lambda matrix: quantized.einsum("BTD,DW->BTW", x_BTD, matrix.get_value())
+
+        def of(matrix):
+            return quantized.einsum("BTD,DW->BTW", x_BTD, matrix.get_value())
+
         gate, up = tied((of(self.gate), of(self.up)))
         out = quantized.einsum("BTW,WD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
         if not hasattr(self, "share"):
@@ -109,7 +194,8 @@ class MoE(Module):
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
         sizes = sizes_of(config)
-        self.config, self.moe = sizes.config, sizes.config.moe
+        self.config = sizes.config
+        self.moe = sizes.config.moe
         self.router = declare("DC", sizes=sizes, init=Normal(0.02), rngs=rngs)
         if self.moe.router_bias:
             self.router_bias = declare("C", sizes=sizes, init=zeros, rngs=rngs)
@@ -170,7 +256,8 @@ class MoE(Module):
 
     def _within_capacity(self, routed: Route) -> tuple[Route, jax.Array]:
         """`routed`, where rows beyond their experts' capacity choose no expert, and bool [N, K]: which do not."""
-        experts, size = self.moe.experts, self.moe.slots(len(routed.choice))
+        experts = self.moe.experts
+        size = self.moe.slots(len(routed.choice))
         slots = exchange.slots(routed.choice, experts=experts, size=size)
         kept = exchange.kept(slots, experts=experts, size=size)
         return Route(jnp.where(kept, routed.choice, NO_EXPERT), routed.weights), kept
@@ -225,3 +312,12 @@ _in_token_order.defvjp(
     lambda rows, groups: (_in_token_order(rows, groups), groups),
     lambda groups, gradient: (jnp.take(gradient, groups.order, axis=0, mode="clip"), None),
 )
+
+
+def _batched_matmul(rows_ERI: jax.Array, weight_EIO: jax.Array | Int8) -> jax.Array:
+    """[E, R, O]: the rows of each expert times its matrix, as `grouped_matmul`."""
+    if isinstance(weight_EIO, Int8):
+        weight = weight_EIO.values.astype(rows_ERI.dtype)
+        sums = jnp.einsum("ERI,EIO->ERO", rows_ERI, weight, preferred_element_type=jnp.float32)
+        return (sums * weight_EIO.scale[:, None]).astype(rows_ERI.dtype)
+    return quantized.einsum("ERI,EIO->ERO", rows_ERI, weight_EIO)

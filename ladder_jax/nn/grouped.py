@@ -73,7 +73,7 @@ def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Gro
     """[R, O]: each row times its expert's matrix, in its dtype; undefined in the rows of other ranks' experts.
 
     As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once, and an object may have
-    its own way (nn/low_rank.py).
+    its own way (retrain/lora.py).
     """
     if hasattr(weight_EIO, "grouped"):
         return weight_EIO.grouped(rows_RI, groups)
@@ -122,7 +122,8 @@ def _grouped_backward(residuals: tuple, gradient: jax.Array) -> tuple:
         of_rows = grouped_gpu.product(gradient, weight, groups.sizes, transposed=True)
         summed = grouped_gpu.over_rows(rows, gradient, groups.sizes)
     else:
-        rows, gradient = jnp.where(groups.mine, rows, 0), jnp.where(groups.mine, gradient, 0)
+        rows = jnp.where(groups.mine, rows, 0)
+        gradient = jnp.where(groups.mine, gradient, 0)
         of_rows = lax.ragged_dot(gradient, weight.swapaxes(1, 2), groups.sizes)
         summed = lax.ragged_dot_general(rows, gradient, groups.sizes, OVER_ROWS, preferred_element_type=jnp.float32)
     of_rows = jnp.where(groups.mine, of_rows, 0)

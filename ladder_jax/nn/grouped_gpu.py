@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from ladder_jax.nn.unchecked import unchecked
+from ladder_jax.parallel.collectives import unchecked
 
 WIDE = dict(columns=128, depth=32, num_warps=4, num_stages=4)  # of the result, and of each step's sum
 FEW_ROWS = dict(columns=64, depth=128, num_warps=4, num_stages=4)  # as wide reads of the matrix as fit in 96 KiB
@@ -53,7 +53,8 @@ def _tiles(sizes: jax.Array, *, rows: int, height: int) -> tuple[jax.Array, jax.
     There are as many as the sizes may ever need: each group that has rows may end in a tile that is not full.
     """
     count = (rows + min(rows, len(sizes)) * (height - 1)) // height
-    ends, last = jnp.cumsum(sizes), jnp.cumsum(pl.cdiv(sizes, height))
+    ends = jnp.cumsum(sizes)
+    last = jnp.cumsum(pl.cdiv(sizes, height))
     tile = jnp.arange(count, dtype=jnp.int32)
     group = jnp.minimum(jnp.sum(last[None, :] <= tile[:, None], axis=1, dtype=jnp.int32), len(sizes) - 1)
     before = (last - pl.cdiv(sizes, height))[group]
@@ -67,8 +68,11 @@ def _product(rows, weight, tiles, scale, *, height, transposed, interpret):
 
     def grouped_matmul(rows_ref, weight_ref, group_ref, first_ref, end_ref, *rest):
         *scales, out_ref = rest
-        tile, column = pl.program_id(0), pl.program_id(1) * columns
-        group, first, end = group_ref[tile], first_ref[tile], end_ref[tile]
+        tile = pl.program_id(0)
+        column = pl.program_id(1) * columns
+        group = group_ref[tile]
+        first = first_ref[tile]
+        end = end_ref[tile]
 
         @pl.when(first < end)
         def _():
@@ -104,12 +108,17 @@ def _product(rows, weight, tiles, scale, *, height, transposed, interpret):
 
 def _over_rows(rows, gradient, first, ends, *, interpret):
     height, depth = WIDE["columns"], WIDE["depth"]  # of the result, and how many rows each step adds
-    inner, outer = rows.shape[1], gradient.shape[1]
+    inner = rows.shape[1]
+    outer = gradient.shape[1]
 
     def grouped_matmul_over_rows(rows_ref, gradient_ref, first_ref, end_ref, out_ref):
-        row, column, group = pl.program_id(0) * height, pl.program_id(1) * height, pl.program_id(2)
-        first, end = first_ref[group], end_ref[group]
-        upper, left = row + jnp.arange(height) < inner, column + jnp.arange(height) < outer
+        row = pl.program_id(0) * height
+        column = pl.program_id(1) * height
+        group = pl.program_id(2)
+        first = first_ref[group]
+        end = end_ref[group]
+        upper = row + jnp.arange(height) < inner
+        left = column + jnp.arange(height) < outer
 
         def add(step, sums):
             at = first + step * depth

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ladder_jax.config import Dtype, ModelConfig
-from ladder_jax.nn.unchecked import differentiable, unchecked
-from ladder_jax.parallel.collectives import pvary, varying
+from ladder_jax.parallel.collectives import differentiable, pvary, unchecked, varying
 from ladder_jax.parallel.compiled import is_v5e
 
 BLOCK = 512  # cached positions whose scores `extend` holds at once
@@ -57,9 +56,9 @@ def causal(
     segments: [B, T] integers; a position sees only those of its own number. None: all are of one.
     """
     if kernel in (Kernel.SPLASH, Kernel.PAGED):
-        from ladder_jax.nn import splash  # Pallas is for TPUs only, and slow to import
+        from ladder_jax.nn import tpu_attention  # Pallas is for TPUs only, and slow to import
 
-        return splash.causal(query, key, value, segments=segments)
+        return tpu_attention.causal(query, key, value, segments=segments)
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel.value)
     call = differentiable(attend) if kernel is Kernel.CUDNN else attend
     if segments is None:
@@ -69,7 +68,10 @@ def causal(
     same = (segments[:, :, None] == segments[:, None, :])[:, None]
     if kernel is Kernel.XLA or query.shape[1] % 2:
         return jax.nn.dot_product_attention(query, key, value, mask=same, is_causal=True, implementation="xla")
-    masked = lambda query, key, value, mask: attend(query, key, value, mask=mask)
+
+    def masked(query, key, value, mask):
+        return attend(query, key, value, mask=mask)
+
     return differentiable(masked, fixed=1)(query, key, value, same)
 
 
@@ -80,10 +82,12 @@ def extend(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array,
     int32 scalar; query t sees the positions up to start + t. The result is as query. Not differentiable.
     """
     if kernel in (Kernel.SPLASH, Kernel.PAGED):
-        from ladder_jax.nn import splash
+        from ladder_jax.nn import tpu_attention
 
-        heads_first = lambda x: x if kernel.cache_dims == "BNSH" else x.swapaxes(1, 2)
-        return splash.extend(query, heads_first(key), heads_first(value), start)
+        def heads_first(x):
+            return x if kernel.cache_dims == "BNSH" else x.swapaxes(1, 2)
+
+        return tpu_attention.extend(query, heads_first(key), heads_first(value), start)
     # cuDNN's causal mask begins at the cache's first position, and jax rounds the log-sum-exp by which two calls'
     # results could be joined to bfloat16; a bias could mask, but makes cuDNN read the cache's unused end too.
     return _blockwise(query, key, value, start)
@@ -91,9 +95,11 @@ def extend(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array,
 
 def _blockwise(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array) -> jax.Array:
     """`extend` by an online softmax (arXiv 1805.02867): scores of BLOCK positions at a time, [B, K, N/K, T, BLOCK]."""
-    (rows, length, heads, head_dim), (_, capacity, kv_heads, _) = query.shape, key.shape
-    block, positions = min(BLOCK, capacity), start + jnp.arange(length)
-    grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)  # heads that share keys, side by side
+    rows, length, heads, head_dim = query.shape
+    _, capacity, kv_heads, _ = key.shape
+    block = min(BLOCK, capacity)
+    positions = start + jnp.arange(length)
+    grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)  # heads that share keys in a row
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def turn(index, carry):
@@ -107,13 +113,17 @@ def _blockwise(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Ar
         scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
         # Finite from the first block on, as every query sees position 0.
         top = jnp.maximum(highest, scores.max(-1))
-        weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(highest - top)
+        weights = jnp.exp(scores - top[..., None])
+        kept = jnp.exp(highest - top)
         values = dot("BKGTS,BSKH->BKGTH", weights.astype(value.dtype), values)
         return total * kept + weights.sum(-1), weighed * kept[..., None] + values, top
 
     axes = varying(query) | varying(key) | varying(value)
     shape = (rows, kv_heads, heads // kv_heads, length)
-    empty = lambda fill, *more: pvary(jnp.full((*shape, *more), fill, jnp.float32), axes)
+
+    def empty(fill, *more):
+        return pvary(jnp.full((*shape, *more), fill, jnp.float32), axes)
+
     # Blocks beyond the last query are not even visited: half of the work, from a long prompt's first token to its
     # last. The price is a loop that XLA cannot count: a GPU's host asks after every turn whether there is another.
     blocks = (start + length + block - 1) // block
@@ -128,9 +138,9 @@ def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Arra
     Its key and value are [B, S, K, H], in the kernel's order.
     """
     if kernel is Kernel.PAGED:
-        from ladder_jax.nn import paged
+        from ladder_jax.nn import tpu_attention
 
-        return paged.decode(query, key, value, lengths.astype(jnp.int32), page=PAGE)
+        return tpu_attention.decode(query, key, value, lengths.astype(jnp.int32), page=PAGE)
     implementation = "xla" if kernel is Kernel.SPLASH else kernel.value
 
     def attend(query, key, value, lengths):

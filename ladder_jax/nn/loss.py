@@ -1,7 +1,12 @@
-"""Cross-entropy over a vocabulary that stays split, a few positions at a time.
+"""Cross-entropy and the divergence from a teacher, over a vocabulary that stays split, a few positions at a time.
 
 Each chunk's gradient is computed in the forward pass; backward multiplies it by the loss's cotangent. No logits are
-stored or recomputed.
+stored or recomputed. The divergence, with both softmaxes of the KL of logits / tau, is
+
+    loss = (1 - alpha) CE(target) + alpha tau^2 KL(teacher || student)
+
+as in "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531), whose tau^2 keeps the gradient's size. Both
+models' logits are computed for the same positions, and the teacher has no gradient.
 """
 
 import functools
@@ -13,19 +18,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
-from ladder_jax.parallel.collectives import EMULATED, LOSS
+from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED, LOSS
 
-# (x, table, of_positions) -> (sums, dx or None, dtable or None) of some positions
-Chunk = Callable[[jax.Array, jax.Array, Any], tuple[Any, jax.Array | None, jax.Array | None]]
+Chunk = Callable[..., tuple[Any, jax.Array | None, jax.Array | None]]
+"""(x, table, of_positions, constants, gradient=) -> (sums, dx or None, dtable or None) of some positions.
+
+The sums are a tree of float32 scalars, of which the first has a gradient. dx is in x's dtype, dtable in float32, and
+both are this rank's own.
+"""
 
 
-class Terms(NamedTuple):
-    """Hashable, as what a custom gradient must know beside its arrays."""
+class Sums(NamedTuple):
+    """In nats, each times its positions' weights: `total` is the loss, and has a gradient."""
 
-    vocab_size: int
-    axes: tuple[str, ...]
-    z_loss: float
-    chunk: int
+    total: jax.Array
+    cross_entropy: jax.Array
+    divergence: jax.Array
 
 
 @jax.named_scope(LOSS)
@@ -47,62 +55,32 @@ def cross_entropy_sum(
     z_loss: keeps the softmax's denominator Z near 1 (PaLM, arXiv 2204.02311, section 5).
     chunk: how many positions, B x T, have their float32 logits in memory at once.
     """
-    terms = Terms(vocab_size, axes, z_loss, chunk)
-    if EMULATED in axes:  # a `vmap`, which cannot tell a custom gradient that the loss is shared by all ranks
-        return _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, terms, gradient=False)[0]
-    x_BTD = pvary(x_BTD, axes)
-    table_VD = pvary(table_VD, varying(x_BTD))
-    return _summed(x_BTD, table_VD, targets_BT, weights_BT, terms)
+    of_chunk = functools.partial(_cross_entropy, vocab_size=vocab_size, axes=axes, z_loss=z_loss)
+    return _sums(of_chunk, x_BTD, table_VD, (targets_BT, weights_BT), (), size=chunk, axes=axes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _summed(x_BTD, table_VD, targets_BT, weights_BT, terms):
-    return _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, terms, gradient=False)[0]
+@jax.named_scope(DIVERGENCE)
+def divergence_sum(
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    teacher: tuple[jax.Array, jax.Array],
+    vocab_size: int,
+    axes: tuple[str, ...],
+    alpha: float = 1.0,
+    temperature: float = 1.0,
+    chunk: int = 2048,
+) -> Sums:
+    """Summed over positions, and equal on all ranks of `axes`. The arrays as in `cross_entropy_sum`.
 
-
-def _forward(x_BTD, table_VD, targets_BT, weights_BT, terms):
-    total, *gradients = _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, terms, gradient=True)
-    return total, gradients
-
-
-def _backward(_, gradients, factor):
-    return *((g * factor).astype(g.dtype) for g in gradients), None, None
-
-
-_summed.defvjp(_forward, _backward)
-
-
-def _over_chunks(x_BTD, table_VD, targets_BT, weights_BT, terms: Terms, *, gradient: bool):
-    """(the sum, its gradients of x and the table, if asked for)."""
-    chunk = lambda x, table, others: _chunk(x, table, *others, terms, gradient=gradient)
-    settings = dict(size=terms.chunk, axes=terms.axes, gradient=gradient)
-    return over_chunks(chunk, x_BTD, table_VD, (targets_BT, weights_BT), **settings)
-
-
-def _chunk(x_BTD, table_VD, targets_BT, weights_BT, terms: Terms, *, gradient: bool):
-    """(the sum, gradients of x in its dtype and of the table in float32, both this rank's own) of a few positions."""
-    size, axes = table_VD.shape[0], terms.axes
-    first = rank(axes) * size
-    logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
-    real = (first + jnp.arange(size) < terms.vocab_size)[None, None, :]
-    logits = jnp.where(real, logits, -jnp.inf)
-    largest = all_max(lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
-    powers = jnp.exp(logits - largest[:, :, None])
-    total = all_reduce(jnp.sum(powers, axis=-1), axes)
-    local = targets_BT - first
-    mine = (local >= 0) & (local < size)
-    picked = jnp.take_along_axis(logits, jnp.clip(local, 0, size - 1)[:, :, None], axis=-1)[:, :, 0]
-    log_total = jnp.log(total) + largest
-    losses = log_total - all_reduce(jnp.where(mine, picked, 0.0), axes) + terms.z_loss * jnp.square(log_total)
-    loss = jnp.sum(losses * weights_BT)
-    if not gradient:
-        return loss, None, None
-    # d/dlogit: softmax (1 + 2 z log Z) - [the target], times the weight.
-    hit = (jnp.arange(size)[None, None, :] == local[:, :, None]).astype(jnp.float32)
-    slope = powers * ((1 + 2 * terms.z_loss * log_total) / total)[:, :, None] - hit
-    slope = (slope * weights_BT[:, :, None]).astype(x_BTD.dtype)
-    dx = jnp.einsum("BTV,VD->BTD", slope, table_VD)
-    return loss, dx, jnp.einsum("BTV,BTD->VD", slope, x_BTD, preferred_element_type=jnp.float32)
+    teacher: its normed stream [B, T, D] and this rank's rows of its output table.
+    """
+    of_chunk = functools.partial(_divergence, vocab_size=vocab_size, axes=axes, alpha=alpha, temperature=temperature)
+    teacher_BTD, teacher_VD = lax.stop_gradient(teacher)
+    of_positions = targets_BT, weights_BT, pvary(teacher_BTD, axes)
+    return _sums(of_chunk, x_BTD, table_VD, of_positions, (teacher_VD,), size=chunk, axes=axes)
 
 
 @jax.named_scope(LOSS)
@@ -111,36 +89,181 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, axes: tuple[s
 
     `logits_BTV` is this rank's share [B, T, V/ranks]; three small all-reduces of [B, T] join them.
     """
-    size = logits_BTV.shape[-1]
+    _, total, largest = _powers(logits_BTV, axes)
+    picked = _picked(logits_BTV, targets_BT - rank(axes) * logits_BTV.shape[-1], axes)
+    return jnp.log(total) + largest - picked
+
+
+def _cross_entropy(
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    of_positions: tuple[jax.Array, jax.Array],
+    constants: tuple,
+    *,
+    gradient: bool,
+    vocab_size: int,
+    axes: tuple[str, ...],
+    z_loss: float,
+):
+    """A `Chunk`. of_positions: targets and weights [B, T]."""
+    targets_BT, weights_BT = of_positions
+    size = table_VD.shape[0]
+    first = rank(axes) * size
+    logits = _scores(x_BTD, table_VD, _is_token(size, first, vocab_size))
+    powers, total, largest = _powers(logits, axes)
+    local = targets_BT - first
+    picked = _picked(logits, local, axes)
+    log_total = jnp.log(total) + largest
+    losses = log_total - picked + z_loss * jnp.square(log_total)
+    loss = jnp.sum(losses * weights_BT)
+    if not gradient:
+        return loss, None, None
+    # d/dlogit: softmax (1 + 2 z log Z) - [the target], times the weight.
+    hit = (jnp.arange(size)[None, None, :] == local[:, :, None]).astype(jnp.float32)
+    slope = powers * ((1 + 2 * z_loss * log_total) / total)[:, :, None] - hit
+    return loss, *_gradients(slope, weights_BT, x_BTD, table_VD)
+
+
+def _divergence(
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    of_positions: tuple[jax.Array, jax.Array, jax.Array],
+    constants: tuple[jax.Array],
+    *,
+    gradient: bool,
+    vocab_size: int,
+    axes: tuple[str, ...],
+    alpha: float,
+    temperature: float,
+):
+    """A `Chunk`. of_positions: targets and weights [B, T], and the teacher's stream; constants: its table."""
+    targets_BT, weights_BT, teacher_BTD = of_positions
+    (teacher_VD,) = constants
+    size = table_VD.shape[0]
+    first = rank(axes) * size
+    real = _is_token(size, first, vocab_size)
+    logits = _scores(x_BTD, table_VD, real)
+    wanted = _scores(teacher_BTD, teacher_VD, real) / temperature
+    softened = logits / temperature
+    # The softmaxes of: the model, the model at the temperature, the teacher at it. One message for each reduction.
+    three = (logits, softened, wanted)
+    largest = all_max(lax.stop_gradient(jnp.stack([jnp.max(scores, axis=-1) for scores in three])), axes)
+    powers = [jnp.exp(scores - most[:, :, None]) for scores, most in zip(three, largest)]
+    totals = all_reduce(jnp.stack([jnp.sum(p, axis=-1) for p in powers]), axes)
+    log_totals = jnp.log(totals) + largest
+    plain, soft, teacher = (p / total[:, :, None] for p, total in zip(powers, totals))
+    local = targets_BT - first
+    hit = jnp.arange(size)[None, None, :] == local[:, :, None]
+    # Of log probabilities: where both are equal the difference is 0, not what rounding leaves of two large sums.
+    gaps = (wanted - log_totals[2][:, :, None]) - (softened - log_totals[1][:, :, None])
+    share_picked = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    share_divergence = jnp.sum(teacher * jnp.where(real, gaps, 0.0), axis=-1)
+    picked, divergence = all_reduce(jnp.stack([share_picked, share_divergence]), axes)
+    losses = log_totals[0] - picked
+    mixed = (1 - alpha) * losses + alpha * temperature**2 * divergence
+    total, *parts = (jnp.sum(values * weights_BT) for values in (mixed, losses, divergence))
+    sums = Sums(total, *map(lax.stop_gradient, parts))
+    if not gradient:
+        return sums, None, None
+    slope = (1 - alpha) * (plain - hit) + alpha * temperature * (soft - teacher)
+    return sums, *_gradients(slope, weights_BT, x_BTD, table_VD)
+
+
+def _is_token(size: int, first: jax.Array, vocab_size: int) -> jax.Array:
+    """[1, 1, V/ranks]: which of this rank's rows are no padding."""
+    return (first + jnp.arange(size) < vocab_size)[None, None, :]
+
+
+def _scores(x_BTD: jax.Array, table_VD: jax.Array, real: jax.Array) -> jax.Array:
+    logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
+    return jnp.where(real, logits, -jnp.inf)
+
+
+def _powers(logits_BTV: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(exp(logits - largest), their sum over the vocabulary, the largest logit): the latter two [B, T]."""
     largest = all_max(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes)
-    total = all_reduce(jnp.sum(jnp.exp(logits_BTV - largest[:, :, None]), axis=-1), axes)
-    local = targets_BT - rank(axes) * size
-    mine = (local >= 0) & (local < size)
-    picked = jnp.take_along_axis(logits_BTV, jnp.clip(local, 0, size - 1)[:, :, None], axis=-1)[:, :, 0]
-    target = all_reduce(jnp.where(mine, picked, 0.0), axes)
-    return jnp.log(total) + largest - target
+    powers = jnp.exp(logits_BTV - largest[:, :, None])
+    return powers, all_reduce(jnp.sum(powers, axis=-1), axes), largest
 
 
-def over_chunks(
+def _picked(logits_BTV: jax.Array, local_BT: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The targets' logits [B, T]. local_BT: the targets, counted from this rank's first row."""
+    size = logits_BTV.shape[-1]
+    mine = (local_BT >= 0) & (local_BT < size)
+    picked = jnp.take_along_axis(logits_BTV, jnp.clip(local_BT, 0, size - 1)[:, :, None], axis=-1)[:, :, 0]
+    return all_reduce(jnp.where(mine, picked, 0.0), axes)
+
+
+def _gradients(
+    slope_BTV: jax.Array, weights_BT: jax.Array, x_BTD: jax.Array, table_VD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of x and the table. slope: of the loss by the logits, without the positions' weights."""
+    slope = (slope_BTV * weights_BT[:, :, None]).astype(x_BTD.dtype)
+    dx = jnp.einsum("BTV,VD->BTD", slope, table_VD)
+    return dx, jnp.einsum("BTV,BTD->VD", slope, x_BTD, preferred_element_type=jnp.float32)
+
+
+def _sums(
     chunk: Chunk,
     x_BTD: jax.Array,
     table_VD: jax.Array,
-    of_positions: Any,
+    of_positions: tuple,
+    constants: tuple,
     *,
     size: int,
-    axes: tuple[str, ...],
-    gradient: bool,
-) -> tuple[Any, ...]:
-    """(the sums, and their gradients of x and the table if asked for), at most `size` positions B x T at once.
+    axes: tuple,
+) -> Any:
+    """The chunks' sums, over at most `size` positions B x T at once, equal on all ranks of `axes`.
 
-    of_positions: a tree of further arrays [B, T, ...]; padding is zeros, which must contribute nothing.
-    The sums, a tree of float32 scalars, are equal on all ranks of `axes`.
+    of_positions: further arrays [B, T, ...]; padding is zeros, which must contribute nothing. constants: arrays that
+    all positions share. None of them has a gradient.
     """
+    if EMULATED in axes:  # a `vmap`, which cannot tell a custom gradient that the loss is shared by all ranks
+        return _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants)[0]
+    x_BTD = pvary(x_BTD, axes)
+    table_VD, constants = jax.tree.map(lambda a: pvary(a, varying(x_BTD)), (table_VD, constants))
+    return _differentiable(chunk, size, axes, x_BTD, table_VD, of_positions, constants)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _differentiable(chunk, size, axes, x_BTD, table_VD, of_positions, constants):
+    return _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants)[0]
+
+
+def _forward(chunk, size, axes, x_BTD, table_VD, of_positions, constants):
+    sums, *gradients = _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, gradient=True)
+    return sums, gradients
+
+
+def _backward(chunk, size, axes, gradients, factors):
+    factor = jax.tree.leaves(factors)[0]
+    return *((g * factor).astype(g.dtype) for g in gradients), None, None
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _over_chunks(
+    chunk: Chunk,
+    size: int,
+    axes: tuple[str, ...],
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    of_positions: tuple,
+    constants: tuple,
+    *,
+    gradient: bool = False,
+) -> tuple[Any, ...]:
+    """(the sums, and the first one's gradients of x and the table if asked for)."""
     rows, length, _ = x_BTD.shape
     size = max(1, min(length, size // rows))
     count = -(-length // size)
+
+    def of_part(x, others):
+        return chunk(x, table_VD, others, constants, gradient=gradient)
+
     if count == 1:
-        sums, dx, dtable = chunk(x_BTD, table_VD, of_positions)
+        sums, dx, dtable = of_part(x_BTD, of_positions)
         return (sums, dx, dtable.astype(table_VD.dtype)) if gradient else (sums,)
 
     def chunks(array):  # [B, T, ...] as [chunks, B, size, ...]
@@ -148,11 +271,11 @@ def over_chunks(
         return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
 
     def turn(carry, part):
-        sums, dx, dtable = chunk(part[0], table_VD, part[1])
+        sums, dx, dtable = of_part(*part)
         return jax.tree.map(jnp.add, carry, (sums, dtable) if gradient else (sums,)), dx
 
     parts = jax.tree.map(chunks, (x_BTD, of_positions))
-    shapes = jax.eval_shape(lambda part: chunk(part[0], table_VD, part[1])[0], jax.tree.map(lambda a: a[0], parts))
+    shapes = jax.eval_shape(lambda part: of_part(*part)[0], jax.tree.map(lambda a: a[0], parts))
     over = frozenset().union(*map(varying, jax.tree.leaves((x_BTD, of_positions)))) - set(axes)
     zeros = jax.tree.map(lambda a: pvary(jnp.zeros(a.shape), over), shapes)
     # Summed in float32, and rounded to the table's dtype once.

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,12 @@ from ladder_jax.config import (
     check_exchange,
     check_halves,
 )
+from ladder_jax.config.fields import check
 from ladder_jax.errors import member, wrong_type
 from ladder_jax.nn import kernels, parameter
 from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise
-from ladder_jax.nn.parameter import DENSE, LAYERS, stacks
+from ladder_jax.nn.parameter import DENSE, stacks
+from ladder_jax.nn.positions import Cache
 from ladder_jax.parallel import Layout, NamedMesh, Overlap, Split, Traits, layout
 from ladder_jax.residual.wires.sequence import SequenceParallel
 
@@ -34,7 +37,10 @@ class ModelDef:
     """Everything about a model but its parameters' values: hashable, so that compiled functions are cached by it.
 
     experts: how a program with sequence parallelism reaches experts; others, as decoding, reduce their sums.
+    sections: of the configuration, those that this class computes.
     """
+
+    sections: ClassVar[tuple[str, ...]] = ("rope_scaling", "moe")
 
     config: ModelConfig
     layout: Layout
@@ -45,6 +51,9 @@ class ModelDef:
             raise wrong_type("config", self.config, ModelConfig)
         if not isinstance(self.layout, Layout):
             raise wrong_type("layout", self.layout, Layout)
+        for name, section in vars(self.config).items():
+            known = name in self.sections or not dataclasses.is_dataclass(section)
+            check(known, f"model.{name} is no part of a {type(self).__name__}: ladder_jax.{name} defines such models")
         if self.experts is ExpertParallelism.EXCHANGE:
             names = "experts='exchange'", "model.moe.capacity", "sequence_parallel=True"
             check_exchange(self.config.moe, residual=self.config.residual, sequence_parallel=True, names=names)
@@ -90,7 +99,10 @@ class ModelDef:
         if not self.splits(execution):
             return self.topology.wire(axes, launch=execution.launch)
         dtype = jnp.dtype(self.config.dtype.value)
-        normalised = lambda x: normalise(x, eps=self.config.norm_eps).astype(dtype)
+
+        def normalised(x):
+            return normalise(x, eps=self.config.norm_eps).astype(dtype)
+
         if not self.exchanges(execution):
             return SequenceParallel(axes, normalised, execution.collective_matmul)
         from ladder_jax.residual.wires.exchange import Exchange, SilentExchange
@@ -122,7 +134,16 @@ class ModelDef:
 
     @functools.cached_property
     def modules(self) -> dict[str, nnx.Module]:
+        return self.declare()
+
+    def declare(self) -> dict[str, nnx.Module]:
+        """The model's modules, their parameters declared and without values."""
         return declare(self.config, ranks=self.layout.ranks)
+
+    def cache(self, array: Callable[[ModelConfig, kernels.Kernel, str], Any]) -> Any:
+        """One layer's cache, each array by its model, its kernel and its dimensions in the kernel's order."""
+        one = functools.partial(array, self.config, self.kernel, self.kernel.cache_dims)
+        return Cache(one(), one())
 
     @functools.cached_property
     def _graphs(self) -> dict[str, nnx.GraphDef]:
@@ -148,11 +169,6 @@ def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:
         own = _without_experts(config) if name == DENSE else config
         layers[name] = Layer(parameter.Sizes(own, ranks, stacked=True, layers=len(of)))
     modules = {"embedding": Embedding(sizes), **layers, "final_norm": RMSNorm(sizes)}
-    if config.side is not None:  # computed beside the layers, by nn/side_pass.py
-        from ladder_jax.nn.side import SideBlock, SideEnds
-
-        modules["side"] = SideEnds(sizes)
-        layers[LAYERS].side = SideBlock(parameter.Sizes(config, ranks, stacked=True))
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
 
 

@@ -18,7 +18,7 @@ from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tabl
 from ladder_jax.parallel import all_reduce, rank, ranks
 from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM, all_gather
 from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
-from ladder_jax.residual.wires.sequence import LOCAL, Product, Project, Projections
+from ladder_jax.residual.recurrence import LOCAL, Projections
 
 # What a sublayer computes of its input, and last: by `Projections`, because a topology may communicate meanwhile.
 # One matrix in place of the three, or two, would gain in batched decode and in Standard's collective matmuls, and lose
@@ -68,7 +68,8 @@ class Attention(Module):
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
         sizes = sizes_of(config)
-        config, new = sizes.config, functools.partial(declare, sizes=sizes, rngs=rngs)
+        config = sizes.config
+        new = functools.partial(declare, sizes=sizes, rngs=rngs)
         self.config = config
         self.query = new("DNH", init=Normal(0.02))
         self.key = new("DKH", init=Normal(0.02))
@@ -104,7 +105,7 @@ class Attention(Module):
         axes: the ranks over which heads are split, for query and key norms over all heads, which reduce over them.
         """
         matrices = self.query.get_value(), self.key.get_value(), self.value.get_value()
-        query, key, value = _multiply(projections.into, _QUERY_KEY_VALUE, x_BTD, matrices)
+        query, key, value = projections.into(_QUERY_KEY_VALUE)(x_BTD, matrices)
         if hasattr(self, "query_bias"):
             query = quantized.add_bias(query, self.query_bias[...])
             key = quantized.add_bias(key, self.key_bias[...])
@@ -114,7 +115,7 @@ class Attention(Module):
             table = rotary_tables(FULL_SEQUENCE.indices(query.shape[1]), config=self.config)
         attended = attend(rotate(query, table), rotate(key, table), value)
         bias = jnp.where(first_rank, self.out_bias[...], 0) if hasattr(self, "out_bias") else None
-        return _multiply(projections.out, _OUT, attended, (self.out.get_value(), bias))
+        return projections.out(_OUT)(attended, (self.out.get_value(), bias))
 
     def _normed(
         self, query: jax.Array, key: jax.Array, *, dtype: jnp.dtype, axes: tuple[str, ...]
@@ -159,11 +160,12 @@ class MLP(Module):
 
         projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
         """
-        gate, up = _multiply(projections.into, _GATE_UP, x_BTD, (self.gate.get_value(), self.up.get_value()))
+        gate, up = projections.into(_GATE_UP)(x_BTD, (self.gate.get_value(), self.up.get_value()))
         if hasattr(self, "gate_bias"):
-            gate, up = quantized.add_bias(gate, self.gate_bias[...]), quantized.add_bias(up, self.up_bias[...])
+            gate = quantized.add_bias(gate, self.gate_bias[...])
+            up = quantized.add_bias(up, self.up_bias[...])
         bias = jnp.where(first_rank, self.down_bias[...], 0) if hasattr(self, "down_bias") else None
-        return _multiply(projections.out, _DOWN, jax.nn.silu(gate) * up, (self.down.get_value(), bias))
+        return projections.out(_DOWN)(jax.nn.silu(gate) * up, (self.down.get_value(), bias))
 
 
 class Embedding(Module):
@@ -174,7 +176,8 @@ class Embedding(Module):
 
     def __init__(self, config: ModelConfig | Sizes, *, rngs: nnx.Rngs | None = None):
         sizes = sizes_of(config)
-        self.vocab_size, self.dtype = sizes.config.vocab_size, sizes.config.dtype.value
+        self.vocab_size = sizes.config.vocab_size
+        self.dtype = sizes.config.dtype.value
         self.table = declare("VD", sizes=sizes, init=Normal(0.02), rngs=rngs)
 
     @jax.named_scope(EMBEDDING)
@@ -297,10 +300,6 @@ def _behind(norm: RMSNorm, function: Callable, *, dtype: jnp.dtype, of: type[Nor
     """`function` behind `norm`."""
     parts = functools.partial(norm, dtype=dtype), functools.partial(norm.gain, dtype=dtype)
     return of(function, *parts, norm.scale[...], **more)
-
-
-def _multiply(project: Project | None, product: Product, x: jax.Array, weights: Any) -> Any:
-    return product(x, weights) if project is None else project(product, x, weights)
 
 
 def normalise(x: jax.Array, *, eps: float) -> jax.Array:

@@ -1,10 +1,10 @@
 """A parameter is declared once; shapes, shardings, initial values and stored names all follow from it.
 
 Dimensions are single letters: V vocabulary, D model, N query heads, K key/value heads, H head size,
-F feed-forward, L layers, R a low rank.
+F feed-forward, L layers.
 Of experts: E all of them, padded to a multiple of the ranks, C those a router chooses from, M the width of one and W of
 the shared one.
-Small letters are a side network's (nn/side.py), whole on every rank.
+Small letters are whole on every rank, and all tensor ranks compute the same with them.
 Which mesh axis splits which letter is `parallel.Layout`'s business.
 """
 
@@ -48,7 +48,8 @@ class Normal:
 
 @functools.cache
 def _quantiles() -> np.ndarray:
-    inverse, count = statistics.NormalDist().inv_cdf, 2**16
+    inverse = statistics.NormalDist().inv_cdf
+    count = 2**16
     return np.array([inverse((index + 0.5) / count) for index in range(count)])
 
 
@@ -81,17 +82,13 @@ class Sizes:
     """The size of every named dimension of a model over `ranks` tensor-parallel ranks.
 
     stacked: a module declared with these sizes stands for all layers, its parameters led by L.
-    low_rank: R, the size between two factors of a matrix.
     layers: how many are stacked, where that is not all of them.
-    backbone: of a side network (nn/side.py): B, the width of the model that it stands beside. Its letters are small.
     """
 
     config: ModelConfig
     ranks: int = 1
     stacked: bool = False
-    low_rank: int = 0
     layers: int | None = None
-    backbone: int = 0
 
     def __getitem__(self, dim: str) -> int:
         config = self.config
@@ -104,11 +101,12 @@ class Sizes:
             "K": config.num_kv_heads,
             "H": config.head_dim,
             "F": config.d_ff,
-            "R": self.low_rank,
-            "B": self.backbone,
-            "I": 1,
             "L": config.num_layers if self.layers is None else self.layers,
         }[dim]
+
+    def stored(self, dims: str) -> str:
+        """The dimensions of a parameter that is declared with `dims`."""
+        return "L" * self.stacked + dims
 
 
 def _expert_sizes(moe: MoEConfig, ranks: int) -> dict[str, int]:
@@ -163,8 +161,8 @@ def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None
     Its key is the next of the stream `rngs.params`. Without `rngs` it has only its shape (a jax.ShapeDtypeStruct):
     `initial_values` fills in a whole model, by the parameters' names.
     """
-    led = "L" * sizes.stacked
-    shape, dims = tuple(sizes[dim] for dim in led + dims), led + (dims.lower() if sizes.backbone else dims)
+    shape = tuple(sizes[dim] for dim in "L" * sizes.stacked + dims)
+    dims = sizes.stored(dims)
     if rngs is None:
         return Parameter(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init)
     value = _draw(init, next_key(rngs), dims=dims, shape=shape, config=sizes.config)
@@ -212,7 +210,10 @@ def partition_specs(module: nnx.Module, *, axes: tuple[str, ...] = ("tensor",)) 
     Heads, feed-forward and vocabulary are split over `axes`, the rest is whole on every rank. Where there are fewer
     key/value heads than ranks jax refuses it: `Transformer` knows how several ranks share a head.
     """
-    split = lambda param: PartitionSpec(*(axes if dim in SHARDED else None for dim in param.dims))
+
+    def split(param):
+        return PartitionSpec(*(axes if dim in SHARDED else None for dim in param.dims))
+
     return jax.tree.map(split, nnx.state(module), is_leaf=_is_param)
 
 
@@ -249,7 +250,9 @@ def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: jax.Ar
         own = jax.random.fold_in(key, zlib.crc32(stored.encode()))
         return _draw(param.init, own, dims=param.dims, shape=param.get_raw_value().shape, config=config)
 
-    make = lambda: jax.tree_util.tree_map_with_path(value, declared(module), is_leaf=_is_param)
+    def make():
+        return jax.tree_util.tree_map_with_path(value, declared(module), is_leaf=_is_param)
+
     return jax.jit(make, out_shardings=shardings)()
 
 

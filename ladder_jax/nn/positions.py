@@ -18,12 +18,11 @@ from ladder_jax.nn import kernels
 class Cache:
     """One layer's keys and values, each a rank's [B, S, K, H] in the order of its kernel's `cache_dims`.
 
-    Row b is filled up to its length. side: of the side network's block beside the layer.
+    Row b is filled up to its length.
     """
 
     key: jax.Array
     value: jax.Array
-    side: "Cache | None" = None
 
 
 class Positions(Protocol):
@@ -232,7 +231,8 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
 def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     """Llama 3's stretch (arXiv 2407.21783): slow rotations by `factor`, fast ones not, a ramp between."""
     turns = scaling.original_context * plain / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return kept * plain + (1 - kept) * plain / scaling.factor
 

@@ -1,7 +1,7 @@
 """Int8 matrices with one scale per output channel, and the matmul and lookup that take either kind of parameter.
 
 The model calls `einsum` and `rows` with an array or an `Int8`; `einsum` also takes an object with its own `einsum`
-(nn/low_rank.py).
+(retrain/lora.py).
 """
 
 import dataclasses
@@ -133,7 +133,8 @@ def _product_forward(x: jax.Array, weight: jax.Array, spec: str, dtype: Any) -> 
 
 
 def _product_backward(spec: str, dtype: Any, residuals: tuple, gradient: jax.Array) -> tuple:
-    (of_x, of_weight), out = spec.split("->")[0].split(","), spec.split("->")[1]
+    of_x, of_weight = spec.split("->")[0].split(",")
+    out = spec.split("->")[1]
     x, weight, like = residuals
     of_input = jnp.einsum(f"{out},{of_weight}->{of_x}", gradient, weight).astype(x.dtype)
     batch_first = "".join(sorted(out, key=lambda letter: not (letter in of_x and letter in of_weight)))

@@ -13,16 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax.config import TrainConfig
-from ladder_jax.nn import forward, routing
+from ladder_jax.nn.experts import Routing
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.parameter import LAYERS, stacks
-from ladder_jax.nn.positions import FullSequence, Packed
-from ladder_jax.nn.routing import Routing
-from ladder_jax.parallel import all_reduce, pvary, varying
+from ladder_jax.parallel import all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import LOSS
 
 PREDICTED, COUNTS = "predicted", "expert_counts"
-"""What `loss_sum` is given of the whole batch: its predicted positions, [], and the experts' load, [L, C]."""
+"""What a step's loss is given of the whole batch: its predicted positions, [], and the experts' load, [L, C]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,23 +32,44 @@ class RouterLosses:
     @property
     def terms(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the statistics, which are the loss's terms."""
-        return routing.shapes(self.definition.config.moe, num_layers=self._num_layers)
-
-    @property
-    def _num_layers(self) -> int:
-        """How many layers have experts."""
-        return len(stacks(self.definition.config)[LAYERS])
+        config = self.definition.config
+        layers = len(stacks(config)[LAYERS])
+        of_expert = (layers, config.moe.experts)
+        of_layer = (layers,)
+        return dict(
+            counts=of_expert, probabilities=of_expert, log_squares=of_layer, entropies=of_layer, dropped=of_layer
+        )
 
     def metrics(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return routing.metrics(Routing(**terms), moe=self.definition.config.moe)
+        """Of all tokens' sums, up to a factor, in all layers.
+
+        expert_load: the largest load of an expert over the mean of its layer, of the worst layer. dead_experts: how
+        many no token chose, in all layers. load_balance and router_z: the losses of `penalty`, without their factors.
+        router_entropy: in nats, the mean over layers and tokens. dropped_share: with a capacity, of all choices.
+        """
+        routing = Routing(**terms)
+        moe = self.definition.config.moe
+        tokens = jnp.sum(routing.counts, axis=1) / moe.top_k
+        shares = routing.counts / (tokens * moe.top_k)[:, None]
+        dropped = {}
+        if moe.capacity is not None:
+            dropped["dropped_share"] = jnp.sum(routing.dropped) / jnp.sum(routing.counts)
+        return dropped | {
+            "expert_load": moe.experts * jnp.max(shares),
+            "dead_experts": jnp.sum(routing.counts == 0).astype(jnp.float32),
+            "load_balance": moe.experts * jnp.mean(jnp.sum(shares * routing.probabilities, axis=1) / tokens),
+            "router_z": jnp.mean(routing.log_squares / tokens),
+            "router_entropy": jnp.mean(routing.entropies / tokens),
+        }
 
     def balanced(self, params: Params, terms: dict[str, jax.Array], *, config: TrainConfig) -> Params:
         """`params` after a step, with the biases of the routers that train moved against the batch's load."""
         moe, layers = self.definition.config.moe, params.get("layers")  # low-rank factors train without them
         if not (moe.router_bias and config.router_bias_rate and layers):
             return params
-        bias, choices = layers["mlp"]["router_bias"], config.batch * config.sequence * moe.top_k
-        signs = routing.toward_balance(terms["counts"][-len(bias) :], choices=choices)  # the lowest may be frozen
+        bias = layers["mlp"]["router_bias"]
+        choices = config.batch * config.sequence * moe.top_k
+        signs = toward_balance(terms["counts"][-len(bias) :], choices=choices)  # the lowest may be frozen
         mlp = {**layers["mlp"], "router_bias": bias + config.router_bias_rate * signs}
         return {**params, "layers": {**layers, "mlp": mlp}}
 
@@ -61,56 +80,64 @@ class RouterLosses:
     def scheduled(
         self, terms: Callable[[Any, dict], dict], batch: Any, *, predicted: int | jax.Array, config: TrainConfig
     ) -> dict[str, jax.Array]:
-        """What `loss_sum` is given of the whole batch. terms: those of a part, from it and what this returns."""
+        """What a step's loss is given of the whole batch. terms: those of a part, from it and what this returns."""
         given = {PREDICTED: jnp.asarray(predicted, jnp.float32)}
         if config.accumulate == 1 or not config.load_balance:
             return given
         parts = jax.tree.map(lambda a: a.reshape(config.accumulate, -1, *a.shape[1:]), batch)
         zeros = pvary(jnp.zeros(self.terms["counts"]), varying(jax.tree.leaves(batch)[0]))
-        add = lambda counts, part: (counts + terms(part, given)["counts"], None)
+
+        def add(counts, part):
+            return (counts + terms(part, given)["counts"], None)
+
         counts = lax.scan(add, zeros, parts)[0]
         with jax.named_scope(LOSS):
             return {**given, COUNTS: all_reduce(counts, self.definition.layout.batch)}
 
-    def loss_sum(
-        self, params: Params, batch: Any, *, scheduled: dict[str, jax.Array], config: TrainConfig
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the loss of a part of the batch's rows, its `terms`). Divided by the batch's predicted positions and summed
-        over parts, the loss is the mean cross-entropy plus the routers' losses of the batch.
-
-        batch: tokens, targets and weights [B, T], and segments [B, T] or None, as `data.batch.Targets` has them.
-        """
-        definition = self.definition
-        positions = FullSequence() if batch.segments is None else Packed(batch.segments)
-        settings = dict(execution=config.execution, positions=positions)
-        run = forward.ForwardPass(definition, batch.tokens.shape, **settings)
-        state, _ = run.embed(params, batch.tokens)
-        state, chosen, _ = run.layers(state, self.begin(), params=params)
-        x = run.finish(params, state)
-        settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
-        loss = forward.loss_sum(definition, params, x, batch.targets, **settings)
-        penalty, terms = self.penalty(chosen, batch, scheduled=scheduled, config=config)
-        return loss + penalty, terms
-
     def begin(self) -> Routing:
         """The `extra` of a forward pass whose layers' routers are to be measured."""
-        definition = self.definition
-        return routing.zeros(definition.config.moe, num_layers=self._num_layers, layout=definition.layout)
+        axes = self.definition.layout.all_axes
+        return Routing(**{name: pvary(jnp.zeros(shape), axes) for name, shape in self.terms.items()})
 
     def penalty(
         self, chosen: Routing, batch: Any, *, scheduled: dict[str, jax.Array], config: TrainConfig
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the routers' losses, the `terms`) of a forward pass's `extra`; the rest as in `loss_sum`."""
+        """(the routers' losses, the `terms`) of a forward pass's `extra`: this part's share of the batch's losses
+
+            load_balance C sum_i f_i P_i  +  router_z_loss mean(log(Z)^2)
+
+        times its predicted positions, the mean over layers (arXiv 2101.03961 and 2202.08906). f_i is the share of all
+        choices in the batch that fell on expert i, P_i its mean probability. Evenly loaded experts have
+        C sum_i f_i P_i = 1.
+        """
         layout = self.definition.layout
         with jax.named_scope(LOSS):
-            own = self.definition.exchanges(config.execution)
-            chosen = routing.of_group(chosen, axes=layout.tensor, own=own)
+            chosen = of_group(chosen, axes=layout.tensor, own=self.definition.exchanges(config.execution))
             counts = scheduled.get(COUNTS)
-            penalty = routing.penalty(
-                chosen,
-                counts=all_reduce(lax.stop_gradient(chosen.counts), layout.batch) if counts is None else counts,
-                positions=batch.tokens.size * config.accumulate * layout.batch_ranks,
-                load_balance=config.load_balance,
-                router_z_loss=config.router_z_loss,
-            )
-            return penalty * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))
+            if counts is None:
+                counts = all_reduce(lax.stop_gradient(chosen.counts), layout.batch)
+            layers, experts = counts.shape
+            shares = counts / jnp.sum(counts, axis=1, keepdims=True)
+            uneven = experts * jnp.sum(lax.stop_gradient(shares) * chosen.probabilities)
+            losses = config.load_balance * uneven + config.router_z_loss * jnp.sum(chosen.log_squares)
+            mean = losses / (batch.tokens.size * config.accumulate * layout.batch_ranks * layers)
+            return mean * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))
+
+
+def of_group(routing: Routing, *, axes: tuple[str, ...], own: bool) -> Routing:
+    """Of all tokens of the tensor ranks `axes`, and typed as equal on them.
+
+    own: each rank has measured its own tokens. Otherwise all have measured the same: only the first rank's count, and
+    only there is a gradient: that of the router is summed over the ranks.
+    """
+    return jax.tree.map(lambda a: all_reduce(a if own else jnp.where(rank(axes) == 0, a, 0), axes), routing)
+
+
+def toward_balance(counts_LC: jax.Array, *, choices: int) -> jax.Array:
+    """[L, C]: 1 for an expert with less load than the mean, -1 for one with more (arXiv 2408.15664, algorithm 1).
+
+    choices: how many a layer's tokens made. `counts_LC` are the experts' shares of them, up to a factor; they are
+    rounded to whole numbers, since ranks and parts add them in another order, and must not change a sign.
+    """
+    counts = jnp.round(counts_LC * (choices / jnp.sum(counts_LC, axis=1, keepdims=True)))
+    return jnp.sign(choices / counts_LC.shape[1] - counts)

@@ -1,8 +1,5 @@
 """Meshes, partition rules and collectives: everything that knows about several devices."""
 
-from ladder_jax.parallel.agreement import PATIENCE as PATIENCE
-from ladder_jax.parallel.agreement import Agreement as Agreement
-from ladder_jax.parallel.agreement import first_of as first_of
 from ladder_jax.parallel.collectives import all_gather as all_gather
 from ladder_jax.parallel.collectives import all_max as all_max
 from ladder_jax.parallel.collectives import all_ranks as all_ranks
@@ -21,6 +18,9 @@ from ladder_jax.parallel.compiled import check_compiler_makes as check_compiler_
 from ladder_jax.parallel.compiled import compile_options as compile_options
 from ladder_jax.parallel.compiled import is_v5e as is_v5e
 from ladder_jax.parallel.compiled import use_compilation_cache as use_compilation_cache
+from ladder_jax.parallel.compiler_options import Overlap as Overlap
+from ladder_jax.parallel.compiler_options import Split as Split
+from ladder_jax.parallel.compiler_options import Traits as Traits
 from ladder_jax.parallel.mesh import Layout as Layout
 from ladder_jax.parallel.mesh import NamedMesh as NamedMesh
 from ladder_jax.parallel.mesh import context_mesh as context_mesh
@@ -29,12 +29,10 @@ from ladder_jax.parallel.mesh import make_mesh as make_mesh
 from ladder_jax.parallel.mesh import mesh_of as mesh_of
 from ladder_jax.parallel.mesh import on_mesh as on_mesh
 from ladder_jax.parallel.mesh import on_own_mesh as on_own_mesh
+from ladder_jax.parallel.mesh import over_mesh as over_mesh
 from ladder_jax.parallel.mesh import over_ranks as over_ranks
 from ladder_jax.parallel.mesh import with_ranks as with_ranks
 from ladder_jax.parallel.platform import has_accelerator as has_accelerator
 from ladder_jax.parallel.platform import prefer_cpu
-from ladder_jax.parallel.traits import Overlap as Overlap
-from ladder_jax.parallel.traits import Split as Split
-from ladder_jax.parallel.traits import Traits as Traits
 
 prefer_cpu()  # before anything of ours asks jax for its devices

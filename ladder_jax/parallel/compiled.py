@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 from ladder_jax import files
 from ladder_jax.config import CollectiveMatmul
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.compiler_options import TABLE, When
-from ladder_jax.parallel.traits import Traits
+from ladder_jax.parallel.compiler_options import TABLE, Traits, When
 
 logger = logging.getLogger("ladder_jax")
 
@@ -123,11 +122,13 @@ class Compiled:
         best = compile_options(mesh, traits=traits)
         rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
         self.__wrapped__ = fn
-        self._out_shardings, self._is_apart = out_shardings, bool(out_shardings) or donate_argnums != ()
+        self._out_shardings = out_shardings
+        self._is_apart = bool(out_shardings) or donate_argnums != ()
         self._placed = functools.partial(jax.jit, fn, out_shardings=out_shardings)
         self._jit = functools.partial(self._placed, donate_argnums=donate_argnums)
         self._left = [*([{**best, **rescue}] if rescue else []), *([{}] if best else [])]
-        self.options, self.traits = best, traits
+        self.options = best
+        self.traits = traits
         self._jitted = self._jit(compiler_options=best)
 
     def __repr__(self) -> str:
@@ -176,7 +177,8 @@ class Compiled:
         """Take the next options. Raises `error` if it has another cause, or no options are left."""
         if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
             raise error
-        failed, self.options = self.options, self._left.pop(0)
+        failed = self.options
+        self.options = self._left.pop(0)
         logger.warning(
             "the compiler fails with %s; now with %s: %s",
             ", ".join(failed),

@@ -50,7 +50,9 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequenc
             f"mesh {data} x {fsdp} x {tensor} (data x fsdp x tensor) needs {config.size} devices,"
             f" but this machine has {len(devices)}{hint}"
         )
-    sizes, types, devices = (data, fsdp, tensor), (AxisType.Auto,) * 3, devices[: config.size]
+    sizes = (data, fsdp, tensor)
+    types = (AxisType.Auto,) * 3
+    devices = devices[: config.size]
     try:
         # It may reorder devices to match the interconnect: what a real mesh needs.
         return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
@@ -191,13 +193,16 @@ class Layout:
         """Of an array on any mesh over the same devices: split along those of its `axes` that correspond to ours, where
         they divide `shape`."""
         names = {axis: name for axis, name in self._names(mesh).items() if name in axes}
-        whole = lambda axes, size: axes if axes is None or size % _ranks(mesh, axes) == 0 else None
+
+        def whole(axes, size):
+            return axes if axes is None or size % _ranks(mesh, axes) == 0 else None
+
         return NamedSharding(mesh, PartitionSpec(*map(whole, self._spec_by(names, dims), shape)))
 
     def own_axes(self, dims: str) -> tuple[str, ...]:
-        """The axes each of whose ranks computes its own results with an array of these dimensions: all of them.
+        """The axes each of whose ranks computes its own results with an array of these dimensions.
 
-        With a side network (small letters, see nn/side.py) all tensor ranks compute the same.
+        All of them, but with small letters those of the batch: all tensor ranks compute the same.
         """
         return self.batch if any(map(str.islower, dims)) else self.all_axes
 
@@ -221,7 +226,8 @@ class Layout:
         return {axis: name for axis, name in pairs if 1 < sizes[axis] == mesh.shape.get(name)}
 
     def _spec_by(self, names: dict[str, str], dims: str) -> PartitionSpec:
-        batch, tensor = tuple(names[axis] for axis in (DATA, FSDP) if axis in names), names.get(TENSOR)
+        batch = tuple(names[axis] for axis in (DATA, FSDP) if axis in names)
+        tensor = names.get(TENSOR)
         kv = tensor if self.kv == self.tensor else None  # ranks that share a head are no axis of the caller's mesh
         return self._split(dims, batch=batch or None, fsdp=names.get(FSDP), tensor=tensor, kv=kv)
 
@@ -237,7 +243,9 @@ def layout(config: ModelConfig, *, mesh: Mesh | NamedMesh) -> Layout:
     if not isinstance(config, ModelConfig):
         raise wrong_type("config", config, ModelConfig)
     given = mesh_of(mesh)
-    own, tensor, batch = given.own, given.shape[TENSOR], (DATA, FSDP)
+    own = given.own
+    tensor = given.shape[TENSOR]
+    batch = (DATA, FSDP)
     check_fits_mesh(config, MeshConfig(**given.shape))
     if tensor == 1 and (config.ranks or 1) > 1:
         return Layout(given, own, batch, (EMULATED,), (EMULATED,), config.ranks, emulated=True)
@@ -264,20 +272,28 @@ def with_ranks(config: ModelConfig, *, tensor: int) -> ModelConfig:
 
 
 def on_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) -> Callable:
+    """`fn` of one rank's shards as a function of global arrays, on the layout's own mesh, wherever it is called."""
+    mapped = over_mesh(fn, layout=layout, in_dims=in_dims, out_dims=out_dims)
+    return on_own_mesh(mapped, layout=layout, out_dims=out_dims)
+
+
+def over_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) -> Callable:
     """`jax.shard_map` over the whole mesh, fully manual and type-checked, by dimension names.
 
     `fn` sees one rank's shards. Only an emulation is not type-checked: jax has no varying types for
     the collectives of a `vmap`.
     """
-    specs = lambda dims: jax.tree.map(layout.spec, dims)
-    mapped = jax.shard_map(
+
+    def specs(dims):
+        return jax.tree.map(layout.spec, dims)
+
+    return jax.shard_map(
         fn,
         mesh=layout.mesh,
         in_specs=specs(in_dims),
         out_specs=specs(out_dims),
         check_vma=not layout.emulated,
     )
-    return on_own_mesh(mapped, layout=layout, out_dims=out_dims)
 
 
 def on_own_mesh(fn: Callable, *, layout: Layout, out_dims: Any) -> Callable:
@@ -285,11 +301,15 @@ def on_own_mesh(fn: Callable, *, layout: Layout, out_dims: Any) -> Callable:
 
     @functools.wraps(fn)
     def changed(*args):
-        around, own = mesh_around(args, layout=layout), layout.mesh.abstract_mesh
+        around = mesh_around(args, layout=layout)
+        own = layout.mesh.abstract_mesh
         with jax.sharding.use_abstract_mesh(own):
             out = fn(*jax.tree.map(lambda a: _changed(a, NamedSharding(own, PartitionSpec())), args))
-        back = lambda dims, a: _given_back(a, around, functools.partial(layout.sharding_on, around, a.shape, dims=dims))
-        return jax.tree.map(lambda dims, below: jax.tree.map(functools.partial(back, dims), below), out_dims, out)
+
+        def back(array, dims):
+            return _given_back(array, around, functools.partial(layout.sharding_on, around, array.shape, dims=dims))
+
+        return _map(back, out_dims, out)
 
     compiled = jax.jit(changed)  # outside of a trace, too, jax knows no arrays of other meshes than the one set
 
@@ -305,7 +325,8 @@ def mesh_around(args: Any, *, layout: Layout) -> AbstractMesh | None:
 
     Raises UserError where the one that is set has another number of devices.
     """
-    own, around = layout.mesh.abstract_mesh, jax.sharding.get_abstract_mesh()
+    own = layout.mesh.abstract_mesh
+    around = jax.sharding.get_abstract_mesh()
     of_args = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args))
     explicit = next((mesh for mesh in of_args if mesh.explicit_axes), None)
     if around.empty:
@@ -333,14 +354,11 @@ def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) 
         return fn
 
     def emulated(*args):
-        pairs = [_align(dims, arg) for dims, arg in zip(in_dims, args, strict=True)]
-        split = [jax.tree.map(lambda d, a: _split(a, d, layout.ranks), *pair) for pair in pairs]
-        axes = [jax.tree.map(lambda d: 0 if _position(d) is not None else None, dims) for dims, _ in pairs]
-        out_axes = jax.tree.map(lambda d: 0 if _position(d) is not None else None, out_dims)
+        split = _map(functools.partial(_split, ranks=layout.ranks), in_dims, args)
+        in_axes, out_axes = jax.tree.map(lambda dims: None if _position(dims) is None else 0, (in_dims, out_dims))
         named = dict(axis_name=EMULATED, axis_size=layout.ranks)  # the size, as no argument may be split
-        out = jax.vmap(fn, in_axes=tuple(axes), out_axes=out_axes, **named)(*split)
-        dims, out = _align(out_dims, out)
-        return jax.tree.map(lambda d, a: _join(a, d), dims, out)
+        out = jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, **named)(*split)
+        return _map(_join, out_dims, out)
 
     return emulated
 
@@ -399,10 +417,9 @@ def _ranks(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
-def _align(dims: Dims, tree: Any) -> tuple[Any, Any]:
-    """`dims`, a prefix of `tree`, spread to every leaf."""
-    spread = jax.tree.map(lambda d, below: jax.tree.map(lambda _: d, below), dims, tree)
-    return spread, tree
+def _map(fn: Callable, dims: Dims, tree: Any) -> Any:
+    """`fn(array, its dims)` of every array of `tree`, of which `dims` is a prefix."""
+    return jax.tree.map(lambda of, below: jax.tree.map(functools.partial(fn, dims=of), below), dims, tree)
 
 
 def _position(dims: str) -> int | None:
@@ -410,7 +427,7 @@ def _position(dims: str) -> int | None:
     return found[0] if found else None
 
 
-def _split(array: jax.Array, dims: str, ranks: int) -> jax.Array:
+def _split(array: jax.Array, *, dims: str, ranks: int) -> jax.Array:
     position = _position(dims)
     if position is None:
         return array
@@ -421,7 +438,7 @@ def _split(array: jax.Array, dims: str, ranks: int) -> jax.Array:
     return jnp.moveaxis(array, position, 0)
 
 
-def _join(array: jax.Array, dims: str) -> jax.Array:
+def _join(array: jax.Array, *, dims: str) -> jax.Array:
     position = _position(dims)
     if position is None:
         return array

@@ -88,7 +88,8 @@ def _of_weights(product: Product, x: jax.Array, weights: Any) -> Callable[[Any],
 @jax.named_scope(RING_GATHER)
 def _gathered(visit: Callable[[jax.Array], Any], x: jax.Array, axes: tuple[str, ...]) -> Any:
     """`visit` of every rank's chunk, its arrays [B, T/ranks, ...] joined to [B, T, ...]."""
-    count, here = ranks(axes), rank(axes)
+    count = ranks(axes)
+    here = rank(axes)
     whole, arrived = None, {0: x}  # by the distance of the rank that the chunk came from
     for distance in range(1, count // 2 + 2):  # of the ranks whose chunks travel
         ahead = {-distance: 1, distance: -1} if distance <= (count - 1) // 2 else {-distance: 1}
@@ -103,7 +104,8 @@ def _gathered(visit: Callable[[jax.Array], Any], x: jax.Array, axes: tuple[str, 
 @jax.named_scope(RING_SCATTER)
 def _scattered(partial_of: Callable[[jax.Array], jax.Array], axes: tuple[str, ...]) -> jax.Array:
     """The sum of every rank's `partial_of` this rank's chunk, [B, T/ranks, ...]."""
-    count, here = ranks(axes), rank(axes)
+    count = ranks(axes)
+    here = rank(axes)
     forth, back = (
         [(step, far) for far in range(most, 0, -1)] for step, most in ((1, count // 2), (-1, (count - 1) // 2))
     )

@@ -5,7 +5,7 @@ import enum
 from collections.abc import Collection
 
 from ladder_jax.config import ExpertParallelism, Launch, ModelConfig, Phase, parse_residual
-from ladder_jax.parallel.traits import Overlap
+from ladder_jax.parallel.compiler_options import Overlap
 from ladder_jax.predict.implementation import Implementation
 from ladder_jax.predict.link import FITTED, NCCL, Algorithm, Halves, Kernels, Ring
 from ladder_jax.predict.machine import Machine

@@ -8,7 +8,7 @@ import pathlib
 
 import numpy as np
 
-from ladder_jax import nn, parallel
+from ladder_jax import parallel, side
 from ladder_jax.checkpoint import Checkpoint, Pieces, open_checkpoint
 from ladder_jax.config import (
     PRESETS,
@@ -86,7 +86,7 @@ class OpenedModel:
     def define(self, *, tensor: int | None = None, data: int = 1) -> ModelDef:
         """On `data` x `tensor` devices; by default on as many as the model was trained on, if there are as many."""
         mesh = parallel.make_mesh(data=data, tensor=tensor or default_tensor(self.config))
-        return nn.define(self.config.model, mesh=mesh)
+        return side.define(self.config.model, mesh=mesh)
 
     def reader(self, definition: ModelDef) -> Reader:
         """What reads the arrays onto their devices one at a time, in the stored dtypes."""

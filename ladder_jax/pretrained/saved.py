@@ -30,11 +30,7 @@ def read(path: pathlib.Path) -> Source:
     if opened.has_manifest and (problems := manifest.problems(opened.path, part="params")):
         raise checkpoint.Damaged(f"checkpoint {str(opened.path)!r} is damaged or incomplete: {problems[0]}")
     model, arrays = opened.config.model, {}
-    if model.side is not None:
-        raise UserError(
-            f"{str(path)!r} has a side network (model.side), which no other format has: generate, serve, evaluate and"
-            " train read the checkpoint itself"
-        )
+    source.check_alone(model, path=str(path))
     store = functools.cache(functools.partial(_open, opened.path / "params"))
     # Keeps the last stack only, for its other layers.
     read_stack = functools.lru_cache(maxsize=1)(lambda name: store(name).read().result())

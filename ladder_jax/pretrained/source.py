@@ -119,6 +119,15 @@ def expected_shapes(model: ModelConfig) -> dict[Key, tuple[int, ...]]:
     return shapes
 
 
+def check_alone(model: ModelConfig, *, path: str) -> None:
+    """Raises UserError for a model with a side network, which no format has."""
+    if model.side is not None:
+        raise UserError(
+            f"{path!r} has a side network (model.side), which no other format has: generate, serve, evaluate and"
+            " train read the checkpoint itself"
+        )
+
+
 def check_layers(model: ModelConfig, *, tensors: int, path: str) -> None:
     """Raises UserError if `path` has fewer tensors than its configuration has layers.
 

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
 
-from ladder_jax import nn, parallel
+from ladder_jax import nn, parallel, side
 from ladder_jax.config import DecodeConfig, Dtype, Loop, ModelConfig, Quantize, to_dict
 from ladder_jax.config.fields import build
 from ladder_jax.data import tokenizer as tokenizers
@@ -42,6 +42,8 @@ class Transformer(nn.Transformer):
     tokenizer: None if there is none; by default bytes, for a vocabulary of 256. decode: the defaults of `generate`.
     context: the longest sequence that the model was trained for, in tokens; None if unknown.
     """
+
+    define = staticmethod(side.define)
 
     def __init__(
         self,
@@ -117,6 +119,7 @@ class Transformer(nn.Transformer):
         """The model as `pretrained` reads models: for `pretrained.write_huggingface`, or another model's parameters."""
         if jax.process_count() > 1:
             raise UserError("a model on several processes is saved by checkpoint.Store, which writes each one's shards")
+        source.check_alone(self.config, path="the model in memory")
         params = traverse_util.flatten_dict(self.params, sep="/")
         arrays = {
             key: Stored(shape, np.dtype(array.dtype), functools.partial(_values, array, key, shape))
@@ -160,7 +163,7 @@ def from_pretrained(
     config = parallel.with_ranks(opened.config.model, tensor=mesh.shape["tensor"])
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype, residual_dtype=dtype)
-    params = opened.params(nn.define(config, mesh=mesh), dtype=None if dtype is None else jnp.dtype(dtype.value))
+    params = opened.params(side.define(config, mesh=mesh), dtype=None if dtype is None else jnp.dtype(dtype.value))
     about = dict(tokenizer=tokenizer, decode=opened.config.decode, context=opened.context)
     return Transformer(config, mesh=mesh, params=params, **about)
 

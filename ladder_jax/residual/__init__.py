@@ -76,7 +76,6 @@ over layers; stack.py, for layers of your own. A *wire* is how an output crosses
     AsyncAllReduce    the same, started and awaited apart   wires/async_all_reduce.py   prefill and decode
     SequenceParallel  a reduce-scatter and an all-gather    wires/sequence.py           as rings of permutes, too
     Exchange          and two all-to-alls around experts    wires/exchange.py
-    Annealed          all sums awaited, and faded out       wires/annealed.py           a conversion's, in training
     Desync            one all-reduce in n steps             wires/desync.py
     NoCommunication   none, for timing                      wires/desync.py
     Interleaved       any of the first three, beside the    interleave.py               training and prefill
@@ -92,7 +91,6 @@ from ladder_jax.residual.recurrence import State as State
 from ladder_jax.residual.recurrence import Step as Step
 from ladder_jax.residual.recurrence import Sublayer as Sublayer
 from ladder_jax.residual.recurrence import add as add
-from ladder_jax.residual.recurrence import compute as compute
 from ladder_jax.residual.stack import Stack as Stack
 from ladder_jax.residual.stack import on_one_rank as on_one_rank
 from ladder_jax.residual.stack import run as run

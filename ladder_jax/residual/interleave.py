@@ -96,7 +96,9 @@ class Interleaved:
 
     def _turn(self, step: Step, pair: Pair, after: Step, sublayers: Sequence[Sublayer]) -> tuple[State, State]:
         """(the ready half, whose `step` is computed; the other one, ready for `after`)."""
-        mine, other, wire = pair.ready, pair.computed, self.wire.beside(step, sublayers)
+        mine = pair.ready
+        other = pair.computed
+        wire = self.wire.beside(step, sublayers)
         summed = wire.launch(step, other.partial, other.residual)
         entered = mine.carried
         if entered is None:
@@ -112,27 +114,33 @@ class Interleaved:
             own = other.partial if after.fresh else None
             return State(add(residual, launched[:added]), launched[added:], own)
 
-        partial = wire.partial(step, entered, sublayers)
+        partial = wire.partial(step.sublayers, entered, sublayers)
         partial, arrived = wire.arrive(partial, summed, settled, after)
         return State(mine.residual, mine.sums, partial), arrived
 
     def fill(self, pair: Pair, steps: Sequence[Step], *, dtype: jnp.dtype) -> Pair:
         """Zeros in place of None, and as many sums as after a turn of the scan: see `AllReduce.fill`."""
-        first, last, wire = steps[0], steps[-1], self.wire
-        ready, computed = pair.ready, pair.computed
+        first = steps[0]
+        last = steps[-1]
+        wire = self.wire
+        ready = pair.ready
+        computed = pair.computed
         sums, own = wire.filled(ready.residual, ready.sums, ready.partial, dtype)
         ready = State(ready.residual, sums, own if first.fresh else None, ready.carried)
         ready = wire.prepare(first, ready) if ready.carried is None else ready
-        residual, sums = computed.residual, computed.sums
+        residual = computed.residual
+        sums = computed.sums
         more = len(sums) - last.pending_before
         if more > 0:  # the next turn would add them first
-            residual, sums = add(residual, sums[:more]), sums[more:]
+            residual = add(residual, sums[:more])
+            sums = sums[more:]
         sums, partial = wire.filled(residual, (None,) * -more + sums, computed.partial, dtype)
         return Pair(ready, State(residual, sums, partial))
 
     def flush(self, pair: Pair) -> jax.Array:
         """The final stream of both halves: everything still pending is reduced and added."""
-        ready, computed = pair.ready, pair.computed
+        ready = pair.ready
+        computed = pair.computed
         newest = self.wire.reduce(computed.partial, PREVIOUS)
         first = add(ready.residual, ready.sums)
         return jnp.concatenate([first, add(computed.residual, (*computed.sums, newest))], axis=self.axis)

@@ -2,7 +2,7 @@
 pass recomputes.
 
 Through the layers go the `State`, which steps read, and `extra`: any pytree that a feature carries along (routing
-statistics, a side stream), which no step sees.
+statistics, another stream), which no step sees.
 """
 
 import functools
@@ -56,10 +56,12 @@ def run_layers(
     first: the number of the first of these layers in the model, for their names in the program.
     keeps: with Remat.NONE, a checkpoint policy for what the backward pass does not recompute; all of it by default.
     """
-    form, recomputed = type(caches), dict(remat=execution.remat, axes=wire.axes, keeps=keeps)
+    form = type(caches)
+    recomputed = dict(remat=execution.remat, axes=wire.axes, keeps=keeps)
     if execution.loop is Loop.UNROLLED:
         runs = [(layer, 1, 1) for layer in range(len(steps))]
-        params, caches = unstacked(params), unstacked(caches)
+        params = unstacked(params)
+        caches = unstacked(caches)
     else:
         runs = runs_of(steps)
     updated = []
@@ -74,14 +76,17 @@ def run_layers(
             continue
 
         def turn(carry, slices, kinds=steps[start : start + period]):
-            (state, extra), of_turn = carry, []
+            state, extra = carry
+            of_turn = []
             for index, kind in enumerate(kinds):
                 of_layer = rematerialised(body, steps=kind, loop=Loop.SCAN, **recomputed)
                 state, extra, cache = of_layer(state, extra, *(_layer(tree, index) for tree in slices))
                 of_turn.append(cache)
             return (state, extra), _stack(of_turn)
 
-        fold = lambda a: a[start:stop].reshape(repeats, period, *a.shape[1:])
+        def fold(a):
+            return a[start:stop].reshape(repeats, period, *a.shape[1:])
+
         of_turn = sum(steps[start : start + period], ())
         carry = wire.fill(state, of_turn, dtype=dtype), extra
         with jax.named_scope(f"layers_{first + start}_to_{first + stop - 1}"):
@@ -98,11 +103,13 @@ def run_layers(
 
 def runs_of(steps: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int, int]]:
     """(start, period, repeats) of runs of layers: greedily the longest, then the shortest period."""
-    runs, start = [], 0
+    runs = []
+    start = 0
     while start < len(steps):
         best = (1, 1)
         for period in range(1, MAX_PERIOD + 1):
-            repeats, pattern = 1, steps[start : start + period]
+            repeats = 1
+            pattern = steps[start : start + period]
             while steps[start + repeats * period : start + (repeats + 1) * period] == pattern:
                 repeats += 1
             if repeats > 1 and repeats * period > best[0] * best[1]:

@@ -64,8 +64,13 @@ def html(layers: Layers) -> str:
     change = next((number for number in range(1, len(kinds)) if kinds[number] != kinds[number - 1]), 0)
     first = max(0, min(change - SHOWN // 2, len(layers) - SHOWN))
     shown = range(2 * first, 2 * min(first + SHOWN, len(layers)))
-    cell = lambda text, colour="#eee", tag="td": f'<{tag} style="{CELL};background:{colour}">{text}</{tag}>'
-    name = lambda sublayer: f"{NAMES[sublayer % 2]} {sublayer // 2}"
+
+    def cell(text, colour="#eee", tag="td"):
+        return f'<{tag} style="{CELL};background:{colour}">{text}</{tag}>'
+
+    def name(sublayer):
+        return f"{NAMES[sublayer % 2]} {sublayer // 2}"
+
     rows = [[cell("reads the output of", tag="th"), *(cell(name(column), tag="th") for column in shown[:-1])]]
     for sublayer, read in enumerate(parts(layers)):
         if sublayer in shown:

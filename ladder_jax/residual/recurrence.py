@@ -6,6 +6,7 @@ its Ladders; those in wires/ replace what they do in another way.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,11 +93,39 @@ class Step:
         return add(residual, launched[:added]), launched[added:]
 
 
+Product = Callable[[jax.Array, Any], Any]  # (x [B, T, ...], weights) -> arrays [B, T, ...], position by position
+Project = Callable[[Product], Product]
+
+
+def project(function: Callable[..., Any], *first: Any) -> Project:
+    """A Project by a function of (*first, product, x, weights)."""
+    return lambda product: functools.partial(function, *first, product)
+
+
+def local(product: Product) -> Product:
+    """The product of what this rank has."""
+    return product
+
+
+@dataclasses.dataclass(frozen=True)
+class Projections:
+    """How a sublayer computes its first products, of its input, and its last one, which makes its output.
+
+    into: also gathers the input, [B, T/ranks, D]. out: also sums over the ranks, and keeps [B, T/ranks, D].
+    """
+
+    into: Project = local
+    out: Project = local
+
+
+LOCAL = Projections()
+
+
 @dataclasses.dataclass(frozen=True)
 class Normed:
     """A sublayer behind its norm, which a wire may take apart.
 
-    function: of the normed input [B, T, D] and, where a wire has them, `projections` (wires/sequence.py).
+    function: of the normed input [B, T, D] and, where a wire has them, `projections`.
     norm: of an input, with scale=gain. gain_of: likewise, of an input that is normalised but for the gain.
     gain: the norm's, [D]: a small array, which can wait where the whole sublayer has to.
     communicates: over the ranks, for a norm of its own. While it does, no wire can have a reduction in flight.
@@ -134,10 +163,11 @@ class AllReduce:
 
     def advance(self, state: State, step: Step, sublayers: Sequence[Sublayer]) -> State:
         """The state after `step`: launch what is pending, enter with what is known, compute, and settle."""
-        pending, entered = state.partial, state.carried
+        pending = state.partial
+        entered = state.carried
         if step.early:
             entered = self.enter(step, state.residual, sublayers) if entered is None else entered
-            pending = pending + self.compute_early(step, entered, sublayers)
+            pending = pending + self.partial(step.early, entered, sublayers)
         launched = step.launched(state.sums, self.launch(step, pending, state.residual))
         if entered is None:
             entered = self.enter(step, add(state.residual, step.read(launched)), sublayers)
@@ -152,9 +182,6 @@ class AllReduce:
         with jax.named_scope(ENTER):
             return pvary(stream, self.axes)
 
-    def compute_early(self, step: Step, entered: Any, sublayers: Sequence[Sublayer]) -> jax.Array:
-        return compute(entered, step.early, sublayers, axes=self.axes)
-
     def compute(self, step: Step, state: State, entered: Any, launched: Sums, sublayers: Sequence[Sublayer]) -> State:
         """The state after the step's own sublayers, tied to what is launched so that one hides the other."""
         residual = state.residual
@@ -162,7 +189,7 @@ class AllReduce:
             entered, residual, launched = tie_backward(entered, residual, launched, self.axes)
         if step.fresh:
             entered = self.with_own(entered, state.partial)
-        partial = self.partial(step, entered, sublayers)
+        partial = self.partial(step.sublayers, entered, sublayers)
         if step.delay:
             partial, launched = tie_forward(partial, launched, self.axes)
         return self.settled(step, residual, launched, partial)
@@ -171,9 +198,25 @@ class AllReduce:
         """Of a fresh ladder: its input with this rank's own newest output."""
         return add(entered, (partial,))
 
-    def partial(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
-        """This rank's output of the step's sublayers."""
-        return compute(entered, step.sublayers, sublayers, axes=self.axes)
+    def partial(self, which: tuple[int, ...], entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+        """This rank's partial sum of those sublayers.
+
+        Raises UserError for a sublayer that returns the whole sum, which would be counted once per rank. With
+        `check_vma` jax's types tell: a partial sum varies over the ranks.
+        """
+        partials = []
+        for index in which:
+            out = sublayers[index](entered)
+            if out.shape != entered.shape:
+                raise UserError(f"a sublayer must return [B, T, D] as it reads, {entered.shape}, not {out.shape}")
+            whole = (varying(entered) & frozenset(self.axes)) - varying(out)
+            if whole:
+                raise UserError(
+                    f"a sublayer's output is the same on all ranks of {', '.join(sorted(whole))}, so they would be"
+                    " counted once each: return this rank's partial sum, without psum (a bias belongs to one rank only)"
+                )
+            partials.append(out)
+        return sum(partials[1:], partials[0])
 
     def settled(self, step: Step, residual: jax.Array, launched: Sums, partial: jax.Array) -> State:
         if step.pending_after == 0:
@@ -233,27 +276,6 @@ class AllReduce:
     def flush(self, state: State) -> jax.Array:
         """The final stream: everything still pending is reduced and added."""
         return add(state.residual, (*state.sums, self.reduce(state.partial, PREVIOUS)))
-
-
-def compute(x: jax.Array, which: tuple[int, ...], sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> jax.Array:
-    """This rank's partial sum of those sublayers.
-
-    Raises UserError for a sublayer that returns the whole sum, which would be counted once per rank. With `check_vma`
-    jax's types tell: a partial sum varies over the ranks.
-    """
-    partials = []
-    for index in which:
-        out = sublayers[index](x)
-        if out.shape != x.shape:
-            raise UserError(f"a sublayer must return [B, T, D] as it reads, {x.shape}, not {out.shape}")
-        whole = (varying(x) & frozenset(axes)) - varying(out)
-        if whole:
-            raise UserError(
-                f"a sublayer's output is the same on all ranks of {', '.join(sorted(whole))}, so they would be counted"
-                " once each: return this rank's partial sum, without psum (a bias belongs to one rank only)"
-            )
-        partials.append(out)
-    return sum(partials[1:], partials[0])
 
 
 def add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:

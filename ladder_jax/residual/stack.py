@@ -47,7 +47,8 @@ def run(
     """
     if not isinstance(topology, Topology):
         raise wrong_type("topology", topology, Topology)
-    loop, remat = member(Loop, "loop", loop), member(Remat, "remat", remat)
+    loop = member(Loop, "loop", loop)
+    remat = member(Remat, "remat", remat)
     wire = interleaved(topology.wire(axes), interleave, rows=x.shape[0])
     steps = wire.layers(topology.layers)
     if loop is Loop.UNROLLED and isinstance(params, list | tuple):
@@ -76,8 +77,9 @@ def run(
 
     dtype = jax.eval_shape(lambda layer, x: blocks(layer)[0](pvary(x, axes)), first, x).dtype
     execution = Execution(loop=loop, remat=remat)
-    settings = dict(params=params, steps=steps, wire=wire, execution=execution, dtype=dtype)
-    state, *_ = run_layers(body, wire.begin(x, steps[0][0]), **settings)
+    state, *_ = run_layers(
+        body, wire.begin(x, steps[0][0]), params=params, steps=steps, wire=wire, execution=execution, dtype=dtype
+    )
     return wire.flush(state)
 
 
@@ -111,8 +113,11 @@ class Stack(nnx.Module):
             raise wrong_type("rngs", rngs, nnx.Rngs)
         if not callable(layer) or not callable(sublayers):
             raise UserError("layer and sublayers must be functions: layer(rngs=rngs), and sublayers(layer)")
-        self.topology, self.sublayers = topology, sublayers
-        self.axes, self.loop, self.remat = axes, member(Loop, "loop", loop), member(Remat, "remat", remat)
+        self.topology = topology
+        self.sublayers = sublayers
+        self.axes = axes
+        self.loop = member(Loop, "loop", loop)
+        self.remat = member(Remat, "remat", remat)
         check_interleave(interleave)
         self.interleave = interleave
         create = nnx.split_rngs(splits=topology.num_layers)(nnx.vmap(lambda rngs: layer(rngs=rngs)))
@@ -125,9 +130,20 @@ class Stack(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
         graph, params = nnx.split(self.layers)
-        blocks = lambda layer: self.sublayers(nnx.merge(graph, layer))
-        settings = dict(axes=self.axes, loop=self.loop, remat=self.remat, interleave=self.interleave)
-        return run(self.topology, blocks, x, params=params, **settings)
+
+        def blocks(layer):
+            return self.sublayers(nnx.merge(graph, layer))
+
+        return run(
+            self.topology,
+            blocks,
+            x,
+            params=params,
+            axes=self.axes,
+            loop=self.loop,
+            remat=self.remat,
+            interleave=self.interleave,
+        )
 
 
 def on_one_rank(bias: jax.Array, axes: tuple[str, ...]) -> jax.Array:

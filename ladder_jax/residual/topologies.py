@@ -1,4 +1,17 @@
-"""Topologies as values, by name, and the steps that follow from their delays."""
+"""Topologies as values, by name, and the steps that follow from their delays.
+
+FarSkip-Collective (arXiv 2511.11505): a ladder whose shared expert is reduced together with attention.
+
+With a_k attention, s_k the shared expert and r_k the routed experts of layer k, and x_k the stream after it:
+
+    a_k = Attn(x_{k-1} - r_{k-1});   s_k, r_k = Shared(x_{k-1}), Routed(x_{k-1});   x_k = x_{k-1} + a_k + s_k + r_k
+
+Both of a layer's all-reduces overlap compute: that of a_k + s_k the routed experts, that of r_k the next attention. A
+layer has three sublayers, (attention, routed experts, shared expert). Without a shared expert it is `ladder`.
+
+A first layer without experts is one with r_k = 0, whose MLP is its shared expert: attention and MLP read x_{k-1} and
+are reduced together, as in `parallel`.
+"""
 
 import dataclasses
 import enum
@@ -13,10 +26,12 @@ from jax.sharding import Mesh
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, layer_indices, parse_residual
 from ladder_jax.errors import UserError, described, member, wrong_type
 from ladder_jax.parallel.compiled import compile_options
-from ladder_jax.parallel.traits import Overlap, Split, Traits
+from ladder_jax.parallel.compiler_options import Overlap, Split, Traits
 from ladder_jax.residual import reading
 from ladder_jax.residual.recurrence import AllReduce, State, Step
 from ladder_jax.residual.wires.desync import Desynced, Silent
+
+ROUTED, SHARED = 1, 2  # of a farskip layer's sublayers
 
 
 class Communication(enum.Enum):
@@ -34,7 +49,7 @@ class Topology:
     fresh: for each layer, whether its sublayers read their rank's own newest partial.
     period: in a desync, the number of sublayers from one all-reduce to the next.
     shared_norm: attention and MLP of a layer read one norm's output.
-    farskip: a layer has three sublayers, (attention, routed experts, shared expert): see farskip.py.
+    farskip: a layer has three sublayers, (attention, routed experts, shared expert): see above.
     dense: of farskip, how many of the first layers have two, (attention, MLP).
     """
 
@@ -84,7 +99,8 @@ class Topology:
         """
         if not hasattr(mesh, "devices"):
             raise wrong_type("mesh", mesh, Mesh)
-        phase, loop = member(Phase, "phase", phase), member(Loop, "loop", loop)
+        phase = member(Phase, "phase", phase)
+        loop = member(Loop, "loop", loop)
         splits = {Split.WEIGHTS: mesh.shape.get("fsdp", 1) > 1, Split.SEQUENCE: sequence_parallel}
         split = frozenset(what for what, is_split in splits.items() if is_split)
         return compile_options(mesh, traits=Traits(self.overlap, phase, loop, split))
@@ -102,9 +118,7 @@ class Topology:
             ]
             return tuple(itertools.batched(steps, 2))
         if self.farskip:
-            from ladder_jax.residual.farskip import of_ladder
-
-            return of_ladder(_delayed_layers(self), dense=self.dense)
+            return _farskip_layers(_delayed_layers(self), dense=self.dense)
         return _delayed_layers(self)
 
     def wire(self, axes: tuple[str, ...], *, launch: Launch = Launch.CHAINED) -> AllReduce:
@@ -158,9 +172,7 @@ def of_model(config: ModelConfig) -> Topology:
         name = "ladder"
     found = topology(name, num_layers=config.num_layers, ladder_layers=config.ladder_layers)
     if found.farskip and config.moe.dense_layers:
-        from ladder_jax.residual.farskip import with_dense
-
-        return with_dense(found, layers=config.moe.dense_layers)
+        return _with_dense(found, layers=config.moe.dense_layers)
     return found
 
 
@@ -220,3 +232,29 @@ def _delayed_layers(topology: Topology) -> tuple[tuple[Step, ...], ...]:
         tuple(Step(group, *of_step, fresh) for group, of_step in zip(layer, counts))
         for layer, (_, _, fresh) in zip(groups[: topology.num_layers], kinds)
     )
+
+
+def _farskip_layers(layers: Sequence[Sequence[Step]], *, dense: int = 0) -> tuple[tuple[Step, ...], ...]:
+    """A ladder's layers as FarSkip's; those of its layers that are standard add both kinds of experts up.
+
+    dense: how many of the first have no experts, and stay as they are.
+    """
+
+    def experts(step: Step) -> Step:
+        if step.delay == 0:
+            return dataclasses.replace(step, sublayers=(ROUTED, SHARED))
+        return dataclasses.replace(step, early=(SHARED,))
+
+    return (*layers[:dense], *((attention, experts(mlp)) for attention, mlp in layers[dense:]))
+
+
+def _with_dense(topology: Topology, *, layers: int) -> Topology:
+    """`topology`, of farskip, whose first `layers` have no experts: nothing is pending after them."""
+    delays = list(topology.delays)
+    joint = list(topology.joint)
+    for layer in range(layers):
+        joint[layer] = delays[2 * layer] > 0
+        delays[2 * layer] = 0
+    if layers < len(joint):
+        delays[2 * layers] = 0
+    return dataclasses.replace(topology, delays=tuple(delays), joint=tuple(joint), dense=layers)

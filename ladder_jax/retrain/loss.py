@@ -12,12 +12,11 @@ from ladder_jax import nn
 from ladder_jax.config import ModelConfig, TrainConfig
 from ladder_jax.data.batch import Targets
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.nn.divergence import divergence_sum
+from ladder_jax.nn.loss import divergence_sum
 from ladder_jax.nn.parameter import DENSE
 from ladder_jax.residual import State, Step
-from ladder_jax.residual.wires.annealed import Annealed
 from ladder_jax.retrain import lora, parts
-from ladder_jax.retrain.conversion import LADDER_FRACTION
+from ladder_jax.retrain.conversion import LADDER_FRACTION, Annealed
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
 
 

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax.nn import ModelDef, Params
+from ladder_jax.nn.parameter import LAYERS
+from ladder_jax.side import SIDE
 
-LOWER, LAYERS, SIDE = "lower", "layers", "side"
+LOWER = "lower"
 
 
 def split(params: Params, *, below: int, layers: int) -> Params:

@@ -11,6 +11,7 @@ from ladder_jax.nn import ModelDef, Params, parameter
 from ladder_jax.parallel.mesh import ROUTER
 from ladder_jax.retrain import lora as factors
 from ladder_jax.retrain import parts
+from ladder_jax.side import SideModel
 
 ADAPTERS = "adapters"
 """The part of the trained parameters that holds LoRA's factors."""
@@ -66,13 +67,12 @@ class RetrainPlan:
     @property
     def side(self) -> bool:
         """Whether the model has a side network, which alone trains."""
-        return self.definition.config.side is not None
+        return isinstance(self.definition, SideModel)
 
     @property
     def without_side(self) -> ModelDef:
         """The model that the side network stands beside; the model itself where there is none."""
-        config = dataclasses.replace(self.definition.config, side=None)
-        return dataclasses.replace(self.definition, config=config) if self.side else self.definition
+        return self.definition.without_side() if self.side else self.definition
 
     def initial_side(self, *, seed: int) -> Params:
         """The part of the side network: its last projection is zero, so that the model's function is unchanged."""

@@ -14,8 +14,8 @@ from ladder_jax.config import START, ModelConfig, RunConfig, TrainConfig
 from ladder_jax.data.batch import Targets
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.parallel import Agreement
 from ladder_jax.pretrained import OpenedModel
+from ladder_jax.processes.agreement import Agreement
 from ladder_jax.retrain import conversion, lora, loss, parts, sources
 from ladder_jax.retrain.plan import ADAPTERS, RetrainPlan
 from ladder_jax.retrain.sources import Sources

@@ -16,7 +16,7 @@ from ladder_jax import remote
 from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
 from ladder_jax.errors import RunFailed, UserError, one_line
 from ladder_jax.files import AnyPath, absolute, explained, is_remote
-from ladder_jax.parallel import Agreement
+from ladder_jax.processes.agreement import Agreement
 from ladder_jax.train.signals import StopRequest
 from ladder_jax.train.timing import TimeAccount
 

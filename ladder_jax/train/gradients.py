@@ -77,7 +77,8 @@ class Pretraining:
     frozen_dims, origin = {}, None
 
     def __init__(self, definition: ModelDef):
-        check(definition.config.side is None, "model.side trains beside frozen weights: its task is retrain.Retraining")
+        kind = type(definition)
+        check(kind is ModelDef, f"of a {kind.__name__} not all weights train: its task is retrain.Retraining")
         self.definition, self.held_out = definition, self
         self.trained_dims, self.abstract = definition.dims, definition.abstract
         self.routers = None
@@ -99,17 +100,18 @@ class Pretraining:
     def loss_sum(
         self, trained: Params, frozen: Params, batch: Targets, *, scheduled: Scheduled, config: TrainConfig
     ) -> LossAndTerms:
-        if scheduled:  # by the routers
-            return self.routers.loss_sum(trained, batch, scheduled=scheduled, config=config)
-        x, _ = nn.hidden(
-            self.definition,
-            trained,
-            batch.tokens,
-            execution=config.execution,
-            positions=nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments),
-        )
+        positions = nn.FullSequence() if batch.segments is None else nn.Packed(batch.segments)
+        run = nn.ForwardPass(self.definition, batch.tokens.shape, execution=config.execution, positions=positions)
+        state, _ = run.embed(trained, batch.tokens)
+        chosen = self.routers.begin() if scheduled else None
+        state, chosen, _ = run.layers(state, chosen, params=trained)
+        x = run.finish(trained, state)
         settings = dict(weights=batch.weights, z_loss=config.z_loss, chunk=config.loss_chunk)
-        return nn.loss_sum(self.definition, trained, x, batch.targets, **settings), {}
+        loss = nn.loss_sum(self.definition, trained, x, batch.targets, **settings)
+        if not scheduled:  # by the routers
+            return loss, {}
+        penalty, terms = self.routers.penalty(chosen, batch, scheduled=scheduled, config=config)
+        return loss + penalty, terms
 
     def sources_record(self) -> dict[str, Any]:
         return {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.sharding import Mesh
 
-from ladder_jax import nn, parallel, retrain
+from ladder_jax import parallel, retrain, side
 from ladder_jax.checkpoint import Checkpoint, Store
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.data import batches, dataset
@@ -18,7 +18,8 @@ from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, is_remote
 from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
-from ladder_jax.parallel import PATIENCE, Agreement, check_compiler_makes, make_mesh, with_ranks
+from ladder_jax.parallel import check_compiler_makes, make_mesh, with_ranks
+from ladder_jax.processes.agreement import PATIENCE, Agreement
 from ladder_jax.train import checkpoints, folder, out_of_memory, signals, timing
 from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
 from ladder_jax.train.checkpoints import CheckpointSaver
@@ -71,7 +72,7 @@ def run(
         raise UserError(f"--profile: step {profile[-1]} is past train.steps={config.train.steps}")
     beginning = agreement.decided("when the run began", lambda: folder.beginning(where) or account.began)
     data = _load_data(config, where=where, agreement=agreement, began=beginning)
-    definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
+    definition = side.define(config.model, mesh=mesh, experts=config.mesh.experts)
     say = say if jax.process_index() == 0 else lambda line: None
 
     with contextlib.ExitStack() as stack:

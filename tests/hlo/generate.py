@@ -26,8 +26,9 @@ from ladder_jax.config import UNROLLED, CollectiveMatmul, Launch, Loop, MoEConfi
 from ladder_jax.nn.modules import normalise  # noqa: E402
 from ladder_jax.parallel import Overlap, Split, Traits, exchange, fsdp  # noqa: E402
 from ladder_jax.residual.loop import run_layers  # noqa: E402
+from ladder_jax.residual.recurrence import LOCAL  # noqa: E402
 from ladder_jax.residual.wires import sequence  # noqa: E402
-from ladder_jax.residual.wires.exchange import Exchange, ExpertParts  # noqa: E402
+from ladder_jax.residual.wires.exchange import Exchange  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 TENSOR = ("tensor",)
@@ -39,9 +40,9 @@ TPU_SPLIT_F = 4 * F  # a TPU's sublayer at F is shorter than the two messages of
 def sublayer(w_in, w_out):
     """[1, T, D] to a rank's partial sum; a matmul pair whose hidden dimension is split."""
 
-    def compute(x, projections=sequence.LOCAL):
-        into, out = (one or (lambda product, *of: product(*of)) for one in (projections.into, projections.out))
-        return out(jnp.matmul, jax.nn.relu(into(jnp.matmul, x, w_in)), w_out)
+    def compute(x, projections=LOCAL):
+        hidden = jax.nn.relu(projections.into(jnp.matmul)(x, w_in))
+        return projections.out(jnp.matmul)(hidden, w_out)
 
     return compute
 
@@ -107,7 +108,7 @@ def exchanged(x, weights):
 
     def experts(w_in, w_out):
         compute = lambda rows, tied: jnp.einsum("ERF,FD->RED", jax.nn.relu(tied(jnp.matmul(rows, w_in))), w_out)
-        return types.SimpleNamespace(parts=ExpertParts(route, compute, None))
+        return types.SimpleNamespace(route=route, compute=compute)
 
     topology = residual.topology("ladder", num_layers=2)
     normal = lambda x: normalise(x, eps=1e-5).astype(x.dtype)

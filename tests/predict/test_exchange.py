@@ -21,7 +21,7 @@ from ladder_jax.predict.link import Link, Network, Ring
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.work import Model
 from ladder_jax.residual.wires import exchange as wire
-from ladder_jax.residual.wires.exchange import Exchange, ExpertParts
+from ladder_jax.residual.wires.exchange import Exchange
 from tests.predict.asked import H100, run
 
 RANKS, TOKENS, LAYERS = 4, 256, 3  # tokens of all ranks
@@ -140,9 +140,9 @@ def count(name, shared, which):
         return tokens, slots, slots.astype(jnp.float32)
 
     compute = lambda rows, tied=lambda x: x: tied(rows).transpose(1, 0, 2)
-    attention = lambda x, projections: projections.into(lambda x, _: 2 * x, x, None)
-    parts = ExpertParts(route, compute, lambda x, tied=lambda x: x: tied(x + 1))
-    sublayers = attention, types.SimpleNamespace(parts=parts)
+    attention = lambda x, projections: projections.into(lambda x, _: 2 * x)(x, None)
+    shared = lambda x, tied=lambda x: x: tied(x + 1)
+    sublayers = attention, types.SimpleNamespace(route=route, compute=compute, shared=shared)
 
     def forward(x):
         over = Exchange(("tensor",), lambda x: x, one.moe)

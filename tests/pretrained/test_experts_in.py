@@ -12,8 +12,7 @@ import safetensors.numpy
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import Biases, QKNorm, RouterSoftmax
 from ladder_jax.errors import UserError
-from ladder_jax.nn import routing
-from ladder_jax.nn.parameter import stacks
+from ladder_jax.nn.router_losses import RouterLosses, of_group
 from tests.pretrained import ladders, models
 from tests.pretrained.expert_models import FAMILIES, arrays, config, fused, write
 from tests.pretrained.test_convert import convert, restored
@@ -28,11 +27,10 @@ def computed(source, *, tensor: int):
 
     def local(params, tokens):
         run = nn.ForwardPass(definition, tokens.shape)
-        experts = len(stacks(source.model)["layers"])
-        nothing = routing.zeros(source.model.moe, num_layers=experts, layout=layout)
+        nothing = RouterLosses(definition).begin()
         state, chosen, _ = run.layers(run.embed(params, tokens)[0], nothing, params=params)
         logits = nn.logits(definition, params, run.finish(params, state))
-        chosen = routing.of_group(chosen, axes=layout.tensor, own=False)
+        chosen = of_group(chosen, axes=layout.tensor, own=False)
         return logits, jax.tree.map(lambda a: parallel.all_reduce(a, layout.batch), chosen)
 
     on_mesh = parallel.on_mesh(local, layout=layout, in_dims=(definition.dims, "BT"), out_dims=("BTV", ""))
@@ -52,7 +50,7 @@ def test_logits_and_losses_are_those_of_transformers(name, tmp_path):
     tokens, losses = models.tokens().size, recorded()[f"{name} losses"]
     together = 6 * (chosen.counts.mean(0) * chosen.probabilities.mean(0)).sum() / tokens**2
     assert models.error(together, losses[0]) <= 1e-4
-    ours = routing.metrics(chosen, moe=moe)["load_balance"]
+    ours = RouterLosses(nn.define(source.model, mesh=parallel.make_mesh())).metrics(vars(chosen))["load_balance"]
     assert models.error(np.asarray(ours), losses[1:].mean() / 2) <= 1e-4
 
     tensors = safetensors.numpy.load_file(tmp_path / "model" / "model.safetensors")

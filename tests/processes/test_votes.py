@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ladder_jax.errors import UserError
-from ladder_jax.parallel import agreement
+from ladder_jax.processes import agreement
 
 PATIENCE = 6.0
 
@@ -20,7 +20,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 me, patience = jax.process_index(), float(sys.argv[4])
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.parallel import Agreement
+from ladder_jax.processes.agreement import Agreement
 
 agreement = Agreement("test", patience=patience)
 

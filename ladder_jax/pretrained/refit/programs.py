@@ -14,7 +14,7 @@ from ladder_jax.nn.modules import LayerContext, normalise
 from ladder_jax.parallel import all_gather, all_reduce, on_mesh, over_ranks, pvary, rank
 from ladder_jax.parallel.collectives import ranks
 from ladder_jax.pretrained.sensitivity.programs import Chosen, Streams, delayed_step, delays_of
-from ladder_jax.residual.wires.sequence import Projections
+from ladder_jax.residual.recurrence import Projections, project
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class OutputRead:
             return product(hidden, weights)
 
         one = sublayers[which]
-        output = one.function(one.norm(x, scale=one.gain), projections=Projections(out=out))
+        output = one.function(one.norm(x, scale=one.gain), projections=Projections(out=project(out)))
         return read[0].reshape(*x.shape[:2], -1), output
 
 

@@ -18,7 +18,7 @@ from ladder_jax.config import ModelConfig
 from ladder_jax.nn.modules import LayerContext
 from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.parallel import all_reduce, on_mesh, over_ranks, pvary
-from ladder_jax.residual.farskip import ROUTED, SHARED
+from ladder_jax.residual.topologies import ROUTED, SHARED
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +39,7 @@ class DelayedStep:
     left pending cannot be planned, as residual/recurrence.py does it.
 
     early: sublayers of the same input whose output a later step does not leave out, if this step's input is late: a
-        farskip's shared expert (residual/farskip.py).
+        farskip's shared expert (residual/topologies.py).
     """
 
     sublayers: tuple[int, ...]
@@ -49,20 +49,18 @@ class DelayedStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class Chosen(residual.AllReduce):
     """The wire of such steps: every sum is reduced at once."""
-
-    axes: tuple[str, ...]
 
     def advance(self, state: Streams, step: DelayedStep, sublayers: Sequence[residual.Sublayer]) -> Streams:
         axes, late = self.axes, step.delay > 0
         x = pvary(lax.select_n(step.delay, *state.newest_first), axes)
         if step.fresh:
             x = residual.add(x, (jnp.where(late, state.partial, 0),))
-        partial = residual.compute(x, step.sublayers, sublayers, axes=axes)
+        partial = self.partial(step.sublayers, x, sublayers)
         summed, before, depth = all_reduce(partial, axes), state.newest_first[0], len(state.newest_first)
         if step.early:
-            early = all_reduce(residual.compute(x, step.early, sublayers, axes=axes), axes)
+            early = all_reduce(self.partial(step.early, x, sublayers), axes)
             before = residual.add(before, (jnp.where(late, early, 0),))
             summed = summed + jnp.where(late, 0, early)
         newest = residual.add(before, (summed,))

@@ -45,7 +45,7 @@ class AsyncAllReduce(AllReduce):
         if step.fresh:
             entered = self.with_own(entered, state.partial)
         entered, sublayers, started = _after(started, step, entered, sublayers)
-        partial, summed = _awaited(self.partial(step, entered, sublayers), started)
+        partial, summed = _awaited(self.partial(step.sublayers, entered, sublayers), started)
         return self.settled(step, state.residual, (*older, summed), partial)
 
     def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], launched: tuple[Any, Any]) -> tuple:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 
 from ladder_jax.parallel import pvary, ranks
-from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, Sums, add, compute
+from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, Sums, add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Desync(AllReduce):
     def compute(
         self, step: Desynced, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
     ) -> State:
-        partial, drift = compute(entered, step.sublayers, sublayers, axes=self.axes), state.partial
+        partial, drift = self.partial(step.sublayers, entered, sublayers), state.partial
         if state.sums and state.sums[0] is not None:
             drift = state.sums[0] + drift
         if step.sync:
@@ -84,4 +84,4 @@ class NoCommunication(AllReduce):
     def compute(
         self, step: Step, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
     ) -> State:
-        return State(add(state.residual, (compute(entered, step.sublayers, sublayers, axes=self.axes),)))
+        return State(add(state.residual, (self.partial(step.sublayers, entered, sublayers),)))

@@ -24,7 +24,7 @@ A shared expert stays tensor-parallel: its input is gathered, and its partial su
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,17 +37,18 @@ from ladder_jax.residual.loop import EXCHANGED
 from ladder_jax.residual.recurrence import (
     REDUCED,
     AllReduce,
+    Projections,
     State,
     Step,
     Sums,
     add,
     barrier_backward,
     barrier_forward,
+    project,
 )
 from ladder_jax.residual.wires.sequence import (
     Normalise,
     Prepared,
-    Projections,
     SplitStep,
     check_reduces,
     gather,
@@ -59,9 +60,8 @@ from ladder_jax.residual.wires.sequence import (
 ATTENTION, EXPERTS = 0, 1  # of a layer's sublayers
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertParts:
-    """A layer's experts as functions of one rank: what its second sublayer has as `parts`.
+class ExpertParts(Protocol):
+    """A layer's second sublayer, on one rank, in parts.
 
     route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain [N, D], their slots
         int32 [N, K] as `parallel.exchange.slots`, the weights of their rows float32 [N, K]).
@@ -107,7 +107,7 @@ class ExchangeStep(SplitStep):
 class Exchange(AllReduce):
     """Residual and sums are this rank's positions, [B, T/ranks, D]. For topologies that `check_exchange` allows.
 
-    normalise: as in `SequenceParallel`. Its sublayers are attention and the experts, which have `ExpertParts`.
+    normalise: as in `SequenceParallel`. Its sublayers are attention and the experts, which are `ExpertParts`.
     """
 
     normalise: Normalise
@@ -115,7 +115,9 @@ class Exchange(AllReduce):
 
     def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[ExchangeStep, ...], ...]:
         check_reduces(layers)
-        result, shared_before, prepared = [], None, prepared_by(layers)
+        result = []
+        shared_before = None
+        prepared = prepared_by(layers)
         for attention, experts in layers:
             leaves = bool(self.moe.shared_width and experts.pending_after and not experts.early)
             before = leaves if shared_before is None else shared_before
@@ -135,8 +137,9 @@ class Exchange(AllReduce):
             return gather(self.normalise(stream), self.axes, "")
         return self._dispatch(step, self._fill(stream, sublayers))
 
-    def compute_early(self, step: ExchangeStep, entered: "Routed", sublayers: Sequence[Any]) -> jax.Array:
-        return sublayers[EXPERTS].parts.shared(entered.shared)
+    def partial(self, which: tuple[int, ...], entered: "Routed", sublayers: Sequence[Any]) -> jax.Array:
+        """Of the one sublayer that runs early, the shared expert."""
+        return sublayers[EXPERTS].shared(entered.shared)
 
     def compute(
         self, step: ExchangeStep, state: State, entered: Any, launched: Sums, sublayers: Sequence[Any]
@@ -147,7 +150,8 @@ class Exchange(AllReduce):
     def _attention(
         self, step: ExchangeStep, stream: jax.Array, entered: jax.Array, launched: Sums, sublayers: Sequence[Any]
     ) -> State:
-        sums, following = (), None
+        sums = ()
+        following = None
 
         def between(product, x, weights):  # the two all-to-alls
             nonlocal stream, launched, sums, following
@@ -162,7 +166,7 @@ class Exchange(AllReduce):
                 products, following = barrier_backward((products, following))
             return products
 
-        partial = of_normalised(sublayers[ATTENTION])(entered, projections=Projections(into=between))
+        partial = of_normalised(sublayers[ATTENTION])(entered, projections=Projections(project(between)))
         if step.pending_after == 0:
             return State(add(stream, (*launched, scatter(partial, self.axes))))
         following = following and self._dispatch(step, following, FOLLOWING)
@@ -172,7 +176,9 @@ class Exchange(AllReduce):
     def _experts(
         self, step: ExchangeStep, stream: jax.Array, entered: "Routed", launched: Sums, sublayers: Sequence[Any]
     ) -> State:
-        parts, sums, following = sublayers[EXPERTS].parts, (), None
+        parts = sublayers[EXPERTS]
+        sums = ()
+        following = None
 
         def between(products):  # the reduce-scatter and the all-gather
             nonlocal stream, launched, sums, following
@@ -187,7 +193,8 @@ class Exchange(AllReduce):
             products, following = barrier_backward((products, following))
             return products
 
-        shared, rows = None, entered.rows
+        shared = None
+        rows = entered.rows
         if entered.shared is not None and not step.early:
 
             def with_rows(products):
@@ -210,14 +217,21 @@ class Exchange(AllReduce):
         first = steps[0]
         if first.pending_before == 0:
             return state
-        stream, carried, partial = state.residual, state.carried, state.partial
+        stream = state.residual
+        carried = state.carried
+        partial = state.partial
         if first.reads_added and carried is None:
             carried = gather(self.normalise(stream), self.axes, "")
-        zero = lambda shape, dtype: pvary(jnp.zeros(shape, dtype), varying(stream) | frozenset(self.axes))
+
+        def zero(shape, dtype):
+            return pvary(jnp.zeros(shape, dtype), varying(stream) | frozenset(self.axes))
+
         sums = tuple(zero(stream.shape, dtype) if one is None else one for one in state.sums)
         if partial is None:
-            tokens, count = stream.shape[0] * stream.shape[1], ranks(self.axes)
-            experts, size = self.moe.padded(count), self.moe.slots(tokens)
+            tokens = stream.shape[0] * stream.shape[1]
+            count = ranks(self.axes)
+            experts = self.moe.padded(count)
+            size = self.moe.slots(tokens)
             choices = zero((tokens, self.moe.top_k), jnp.float32)
             rows = zero((count * size, experts // count, stream.shape[2]), dtype)
             whole = stream.shape[0], stream.shape[1] * count, stream.shape[2]
@@ -230,16 +244,19 @@ class Exchange(AllReduce):
 
     def _fill(self, stream: jax.Array, sublayers: Sequence[Any]) -> "Routed":
         """Of the experts' input: this rank's tokens in buffers [E, S, D], and for the shared expert [B, T/ranks, D]."""
-        x, count = self.normalise(stream), ranks(self.axes)
-        tokens, slots, weights = sublayers[EXPERTS].parts.route(x)
-        experts, size = self.moe.padded(count), self.moe.slots(len(tokens))
+        x = self.normalise(stream)
+        count = ranks(self.axes)
+        tokens, slots, weights = sublayers[EXPERTS].route(x)
+        experts = self.moe.padded(count)
+        size = self.moe.slots(len(tokens))
         places = exchange.places(slots, experts=experts, size=size, count=count)
         buffers = exchange.fill(tokens, slots, experts=experts, size=size)
         return Routed(buffers, places, weights, x if self.moe.shared_width else None)
 
     def _dispatch(self, step: ExchangeStep, filled: "Routed", scope: str = "") -> "Routed":
         """The rows of all ranks' tokens for this rank's experts, and the shared expert's whole input."""
-        buffers, shared = filled.rows, filled.shared
+        buffers = filled.rows
+        shared = filled.shared
         shared = None if shared is None else gather(shared, self.axes, scope)
         if step.delay == 0 and shared is not None:
             buffers, shared = barrier_forward((buffers, shared))  # first what the shared expert waits for
@@ -256,12 +273,14 @@ class SilentExchange(Exchange):
         return tuple(layers)
 
     def advance(self, state: State, step: Step, sublayers: Sequence[Any]) -> State:
-        stream, count = state.residual, ranks(self.axes)
-        own, x = slice(stream.shape[1]), self.normalise(stream)
+        stream = state.residual
+        count = ranks(self.axes)
+        own = slice(stream.shape[1])
+        x = self.normalise(stream)
         whole = jnp.tile(x, (1, count, 1))
         if step.sublayers == (ATTENTION,):
             return State(add(stream, (of_normalised(sublayers[ATTENTION])(whole)[:, own],)))
-        parts = sublayers[EXPERTS].parts
+        parts = sublayers[EXPERTS]
         tokens, slots, weights = parts.route(x)
         sizes = dict(experts=self.moe.padded(count), size=self.moe.slots(len(tokens)))
         buffers = exchange.fill(tokens, slots, **sizes)

@@ -19,7 +19,6 @@ still communicates nothing. It reads this rank's positions, and multiplies by th
 
 import dataclasses
 import enum
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,37 +41,25 @@ from ladder_jax.parallel.collectives import (
     varying,
 )
 from ladder_jax.residual.recurrence import (
+    LOCAL,
     REDUCED,
     AllReduce,
     Normed,
+    Product,
+    Projections,
     State,
     Step,
     Sublayer,
     Sums,
     add,
     barrier_forward,
+    local,
+    project,
 )
 
 LENGTH = 1  # the dimension of [B, T, D] that is split
 
 Normalise = Callable[[jax.Array], jax.Array]
-Product = Callable[[jax.Array, Any], Any]  # (x [B, T, ...], weights) -> arrays [B, T, ...], position by position
-Project = Callable[[Product, jax.Array, Any], Any]  # (product, x, weights) -> what `product` makes of them
-
-
-@dataclasses.dataclass(frozen=True)
-class Projections:
-    """How a sublayer computes its first products, of its input, and its last one, which makes its output.
-
-    into: also gathers the input, [B, T/ranks, D]. out: also sums over the ranks, and keeps [B, T/ranks, D]. None: the
-        product of what this rank has.
-    """
-
-    into: Project | None = None
-    out: Project | None = None
-
-
-LOCAL = Projections()
 
 
 class Prepared(enum.Enum):
@@ -130,14 +117,11 @@ class SequenceParallel(AllReduce):
             return self.normalise(stream)
         return self.gather(stream if step.fresh else self.normalise(stream), "")
 
-    def compute_early(self, step: SplitStep, entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
-        return super().compute_early(step, entered, list(map(of_normalised, sublayers)))
-
     def with_own(self, entered: jax.Array, partial: jax.Array | None) -> jax.Array:
         return self.normalise(add(entered, (partial,)))
 
-    def partial(self, step: SplitStep, entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
-        return super().partial(step, entered, list(map(of_normalised, sublayers)))
+    def partial(self, which: tuple[int, ...], entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+        return super().partial(which, entered, list(map(of_normalised, sublayers)))
 
     def compute(
         self, step: SplitStep, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
@@ -146,12 +130,12 @@ class SequenceParallel(AllReduce):
             entered = self.with_own(entered, state.partial)
         projections = self._projections(step, gathers=state.carried is None)
         if projections == LOCAL:
-            partial = self.partial(step, entered, sublayers)
+            partial = self.partial(step.sublayers, entered, sublayers)
         else:
             (which,) = step.sublayers
             partial = of_normalised(sublayers[which])(entered, projections=projections)
         if step.pending_after == 0:
-            summed = self.reduce(partial) if projections.out is None else partial
+            summed = self.reduce(partial) if projections.out is local else partial
             return State(add(state.residual, (*launched, summed)))
         stream, sums = step.settle(state.residual, launched)
         following = self._prepare(step, stream)
@@ -201,13 +185,15 @@ class SequenceParallel(AllReduce):
         """With collective matmuls: of an input that is gathered here, and of an output that is awaited here."""
         if self.collective_matmul is CollectiveMatmul.NONE:
             return LOCAL
-        into, out = _gathered_product, _scattered_product
+        into = _gathered_product
+        out = _scattered_product
         if self.collective_matmul is CollectiveMatmul.RING:
-            into, out = _ring_in, _ring_out
+            into = _ring_in
+            out = _ring_out
         gathers = gathers and self._gathers_in_matmul(step)
         return Projections(
-            functools.partial(into, axes=self.axes) if gathers else None,
-            functools.partial(out, axes=self.axes) if step.pending_after == 0 else None,
+            project(into, self.axes) if gathers else local,
+            project(out, self.axes) if step.pending_after == 0 else local,
         )
 
 
@@ -251,22 +237,22 @@ def of_normalised(sublayer: Sublayer) -> Callable[..., jax.Array]:
     return sublayer.of_normalised if isinstance(sublayer, Normed) else sublayer
 
 
-def _gathered_product(product: Product, x: jax.Array, weights: Any, *, axes: tuple[str, ...]) -> Any:
+def _gathered_product(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> Any:
     return product(gather(x, axes, ""), weights)
 
 
-def _scattered_product(product: Product, x: jax.Array, weights: Any, *, axes: tuple[str, ...]) -> jax.Array:
+def _scattered_product(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> jax.Array:
     return scatter(product(x, weights), axes)
 
 
-def _ring_in(product: Product, x: jax.Array, weights: Any, *, axes: tuple[str, ...]) -> Any:
+def _ring_in(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> Any:
     from ladder_jax.parallel import ring
 
     with jax.named_scope(ENTER):
         return ring.gather_product(product, x, weights, axes)
 
 
-def _ring_out(product: Product, x: jax.Array, weights: Any, *, axes: tuple[str, ...]) -> jax.Array:
+def _ring_out(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> jax.Array:
     from ladder_jax.parallel import ring
 
     with jax.named_scope(LAUNCH):

@@ -1,4 +1,9 @@
-"""Flash attention on TPUs: the splash kernel that jax keeps."""
+"""Attention on TPUs: the splash (flash) kernel for blocks, and the paged one for one position a row. jax keeps both.
+
+The paged kernel reads a row's cache up to its length. A page is a part of one head's positions, and the cache lies in
+memory heads first: what is read together lies together. A row has as many pages as its capacity needs, one after the
+other, and each (row, key/value head) is a sequence of the kernel's, so that any number of heads is the case of one.
+"""
 
 import functools
 import math
@@ -7,13 +12,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
     DEFAULT_MASK_VALUE,
     SplashAttentionKernel,
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from ladder_jax.nn.unchecked import differentiable, unchecked
+from ladder_jax.parallel.collectives import differentiable, unchecked
 
 LANES = 128  # the kernel's blocks of positions are multiples of it
 MAX_BLOCK = 512  # large enough to keep the matrix unit busy, small enough for every TPU's VMEM
@@ -33,7 +39,8 @@ def causal(
     segments: [B, T] integers; a position sees only those of its own number. None: all are of one.
     interpret: run the kernel without a TPU, slowly, to test its values.
     """
-    length, head_dim = query.shape[1], query.shape[3]
+    length = query.shape[1]
+    head_dim = query.shape[3]
     # Padding is on the right, where causal attention does not look.
     padding = ((0, 0), (0, 0), (0, -length % LANES), (0, 0))
     args = [jnp.pad(x.swapaxes(1, 2), padding) for x in (query * head_dim**-0.5, key, value)]
@@ -61,7 +68,10 @@ def _kernel(shape: tuple[int, ...], interpret: bool) -> Callable:
         kernel = make(mask=mask, block_sizes=sizes, interpret=interpret)
         if segments is None:
             return jax.vmap(kernel)(query, key, value)
-        number = lambda row: splash_attention.SegmentIds(q=row, kv=row)
+
+        def number(row):
+            return splash_attention.SegmentIds(q=row, kv=row)
+
         return jax.vmap(lambda q, k, v, row: kernel(q, k, v, segment_ids=number(row)))(query, key, value, segments)
 
     return attend
@@ -81,7 +91,8 @@ def extend(
     query [B, T, N, H], the cache's key and value [B, K, S, H] with K dividing N, start an int32 scalar; query t
     sees the positions up to start + t. The result is as query. Not differentiable.
     """
-    length, head_dim = query.shape[1], query.shape[3]
+    length = query.shape[1]
+    head_dim = query.shape[3]
     query, block_q = _in_blocks(query.swapaxes(1, 2) * head_dim**-0.5)
     key, block_kv = _in_blocks(key)
     value, _ = _in_blocks(value)
@@ -126,3 +137,35 @@ def _in_blocks(x: jax.Array) -> tuple[jax.Array, int]:
 
 def _not_after(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
     return query_positions >= key_positions
+
+
+DECODE_BLOCK = 512  # positions that the kernel reads at once, while it computes the ones before
+
+
+def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, *, page: int) -> jax.Array:
+    """Attention of query [B, 1, N, H] to the first `lengths` [B] int32 (at least 1) of key and value [B, K, S, H].
+
+    K divides N, and S is a multiple of `page`, the number of positions in one page. The kernel computes with bfloat16
+    keys and values. The result is as query. Not differentiable.
+    """
+    rows, kv_heads, capacity, head_dim = key.shape
+    group = query.shape[2] // kv_heads
+    count = capacity // page
+    sequences = rows * kv_heads
+
+    def attend(query, key, value, lengths):
+        def pages(x):
+            return x.reshape(1, sequences * count, page, head_dim)
+
+        attended = paged_attention(
+            # In float32, as the kernel adds its blocks up in the query's dtype.
+            query.reshape(sequences, group, head_dim).astype(jnp.float32) * head_dim**-0.5,
+            pages(key),
+            pages(value),
+            jnp.repeat(lengths, kv_heads),
+            jnp.arange(sequences * count, dtype=jnp.int32).reshape(sequences, count),
+            pages_per_compute_block=math.gcd(count, DECODE_BLOCK // page),
+        )
+        return attended.reshape(query.shape).astype(query.dtype)
+
+    return unchecked(attend)(query, key, value, lengths)

@@ -1,0 +1,5 @@
+"""A small network beside a frozen model, which trains in its place. A client of `nn`, which knows nothing of it."""
+
+from ladder_jax.side.model import SIDE as SIDE
+from ladder_jax.side.model import SideModel as SideModel
+from ladder_jax.side.model import define as define

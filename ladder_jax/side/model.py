@@ -1,0 +1,248 @@
+"""A side network: ladder side-tuning (arXiv 2206.06522). It trains, and the model that it stands beside is frozen.
+
+    h_0 = D x_0                                             the embedding, projected down
+    h   = mu_l h_l-1 + (1 - mu_l) W_l x_l                   mu_l = sigmoid(alpha_l / T), T = 0.1, alpha_l = 0 at first
+    h_l = h + attention(norm(h)),  then  h_l + MLP(norm(h_l))
+    y   = x_L + U norm(h_L)                                 before the model's final norm and head
+
+x_l is the residual stream after layer l as it stands: of a ladder's layer without the outputs that are still pending.
+U is zero at first, so that the model's function is unchanged. Block l runs in the loop body of layer l. No gradient
+passes a tap (W_l x_l), so that nothing of the model is kept for the backward pass but the taps' streams.
+
+Every rank holds the whole network and computes the same with it, on streams that are equal on all tensor ranks: it
+communicates nothing. The small letters of its dimensions say so: d, n, k, h, f as D, N, K, H, F of the model; b is the
+model's width, i one number.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from ladder_jax.config import SCANNED, Execution, ExpertParallelism, ModelConfig, Remat
+from ladder_jax.config.fields import check
+from ladder_jax.nn import (
+    MLP,
+    Attention,
+    Cache,
+    ForwardPass,
+    ModelDef,
+    Params,
+    RMSNorm,
+    forward_pass,
+    kernels,
+    quantized,
+)
+from ladder_jax.nn import define as define_plain
+from ladder_jax.nn.modules import LayerContext
+from ladder_jax.nn.parameter import LAYERS, Module, Normal, Sizes, declare, zeros
+from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
+from ladder_jax.parallel import NamedMesh
+from ladder_jax.residual import State
+from ladder_jax.residual.loop import rematerialised
+
+SIDE = "side"
+"""The name of the network's parameters: of its ends beside the model's modules, of its blocks beside a layer's."""
+TEMPERATURE = 0.1  # T
+
+
+def define(
+    config: ModelConfig, *, mesh: Mesh | NamedMesh, experts: ExpertParallelism | str = ExpertParallelism.REDUCE
+) -> ModelDef:
+    """As `nn.define`, of a model with or without a side network (`config.side`)."""
+    if config.side is None:
+        return define_plain(config, mesh=mesh, experts=experts)
+    plain = define_plain(dataclasses.replace(config, side=None), mesh=mesh, experts=experts)
+    return SideModel(config, plain.layout, plain.experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class SideModel(ModelDef):
+    """A model and the side network beside it."""
+
+    sections: ClassVar[tuple[str, ...]] = (*ModelDef.sections, SIDE)
+
+    @functools.cached_property
+    def network(self) -> ModelConfig:
+        """The configuration of the side network's blocks."""
+        return self.config.side.network(self.config)
+
+    @functools.cached_property
+    def network_kernel(self) -> kernels.Kernel:
+        return kernels.choose(self.network, mesh=self.layout.mesh)
+
+    @functools.cached_property
+    def network_graph(self) -> nnx.GraphDef:
+        """Of one block."""
+        return nnx.split(SideBlock(SideSizes.beside(self.config)))[0]
+
+    def without_side(self) -> ModelDef:
+        """The model alone."""
+        return ModelDef(dataclasses.replace(self.config, side=None), self.layout, self.experts)
+
+    def declare(self) -> dict[str, nnx.Module]:
+        modules = super().declare()
+        modules[SIDE] = SideEnds(SideSizes.beside(self.config))
+        setattr(modules[LAYERS], SIDE, SideBlock(SideSizes.beside(self.config, stacked=True)))
+        return modules
+
+    def cache(self, array: Callable[[ModelConfig, kernels.Kernel, str], Any]) -> "SideCache":
+        dims = self.network_kernel.cache_dims.replace("N", "n")
+        of_block = functools.partial(array, self.network, self.network_kernel, dims)
+        return SideCache(super().cache(array), Cache(of_block(), of_block()))
+
+    def check(self, execution: Execution, *, rows: int) -> None:
+        whole = "a side network (model.side), which reads whole streams"
+        check(not self.splits(execution), f"sequence_parallel is not for a model with {whole}")
+        check(execution.interleave == 1, f"interleave 2 is not for a model with {whole}")
+        super().check(execution, rows=rows)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SideCache:
+    """The caches of one layer and of the block beside it."""
+
+    layer: Cache
+    block: Cache
+
+
+@dataclasses.dataclass(frozen=True)
+class SideSizes(Sizes):
+    """Of the network's parameters, whose letters are small. backbone: B, the width of the model beside it."""
+
+    backbone: int = 0
+
+    @classmethod
+    def beside(cls, config: ModelConfig, *, stacked: bool = False) -> "SideSizes":
+        return cls(config.side.network(config), stacked=stacked, backbone=config.d_model)
+
+    def __getitem__(self, dim: str) -> int:
+        own = {"B": self.backbone, "I": 1}
+        return own[dim] if dim in own else super().__getitem__(dim)
+
+    def stored(self, dims: str) -> str:
+        return super().stored(dims.lower())
+
+
+class SideBlock(Module):
+    """The block beside one layer."""
+
+    def __init__(self, sizes: SideSizes):
+        self.config = sizes.config
+        self.tap = declare("BD", sizes=sizes, init=_of_model(sizes))
+        self.gate = declare("I", sizes=sizes, init=zeros)
+        self.attention_norm = RMSNorm(sizes)
+        self.mlp_norm = RMSNorm(sizes)
+        self.attention = Attention(sizes)
+        self.mlp = MLP(sizes)
+
+    def __call__(
+        self, h_BTD: jax.Array, tapped_BTM: jax.Array, cache: Cache | None, *, context: LayerContext
+    ) -> tuple[jax.Array, Cache | None]:
+        """h_l [B, T, D] from h_l-1 and x_l [B, T, M], and the block's cache. context: of the side network."""
+        dtype = jnp.dtype(self.config.dtype.value)
+        stream = h_BTD.dtype
+
+        def attend(query, key, value):
+            nonlocal cache
+            attended, cache = context.positions.attend(query, key, value, cache=cache, kernel=context.kernel)
+            return attended
+
+        share = jax.nn.sigmoid(self.gate[...] / TEMPERATURE)[None, None]
+        mapped = quantized.einsum("BTM,MD->BTD", tapped_BTM.astype(dtype), self.tap.get_value())
+        h = (share * h_BTD.astype(jnp.float32) + (1 - share) * mapped.astype(jnp.float32)).astype(stream)
+        with jax.named_scope("side_attention"):
+            out = self.attention(self.attention_norm(h, dtype=dtype), attend=attend, table=context.table)
+        h = h + out.astype(stream)
+        with jax.named_scope("side_mlp"):
+            return h + self.mlp(self.mlp_norm(h, dtype=dtype)).astype(stream), cache
+
+
+class SideEnds(Module):
+    """What the side network begins and ends with."""
+
+    def __init__(self, sizes: SideSizes):
+        self.down = declare("BD", sizes=sizes, init=_of_model(sizes))
+        self.norm = RMSNorm(sizes)
+        self.up = declare("DB", sizes=sizes, init=zeros)
+
+    def begin(self, x_BTM: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+        """h_0 [B, T, D] from the embedding x_0 [B, T, M], in its dtype."""
+        down = quantized.einsum("BTM,MD->BTD", x_BTM.astype(dtype), self.down.get_value())
+        return down.astype(x_BTM.dtype)
+
+    def end(self, h_BTD: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+        """What the stream [B, T, M] gets of h_L [B, T, D]."""
+        return quantized.einsum("BTD,DM->BTM", self.norm(h_BTD, dtype=dtype), self.up.get_value())
+
+
+class SidePass(ForwardPass):
+    """A forward pass with the side network beside it, whose stream is `extra`."""
+
+    definition: SideModel
+
+    def __init__(
+        self,
+        definition: SideModel,
+        shape: tuple[int, int],
+        *,
+        execution: Execution = SCANNED,
+        positions: Positions = FULL_SEQUENCE,
+    ):
+        frozen = dataclasses.replace(execution, remat=Remat.NONE)  # only the side network has a backward pass
+        super().__init__(definition, shape, execution=frozen, positions=positions)
+        self._dtype = jnp.dtype(definition.config.dtype.value)
+        self._context = LayerContext.of(
+            definition.network, shape[1], axes=(), kernel=definition.network_kernel, positions=positions
+        )
+        self._block = rematerialised(
+            self._compute, steps=(), remat=execution.remat, loop=execution.loop, axes=self.wire.axes
+        )
+
+    def embed(self, params: Params, tokens: jax.Array) -> tuple[State, jax.Array]:
+        """The state before the first layer, and h_0."""
+        state, _ = super().embed(params, tokens)
+        ends = self.definition.bind(SIDE, params[SIDE])
+        return state, ends.begin(lax.stop_gradient(state.residual), dtype=self._dtype)
+
+    def layer(
+        self, state: State, extra: jax.Array, params: Params, cache: SideCache | None, **settings: Any
+    ) -> tuple[State, jax.Array, SideCache | None]:
+        """What a layer gives without it, and beside it h_l and the cache of its block."""
+        of_layer, of_block = (None, None) if cache is None else (cache.layer, cache.block)
+        # An unrolled loop gives every array of a layer a gradient; here those of the layer itself are cut.
+        frozen = {name: lax.stop_gradient(group) for name, group in params.items() if name != SIDE}
+        state, _, of_layer = super().layer(state, None, {**frozen, SIDE: params[SIDE]}, of_layer, **settings)
+        # As the stream and the newest sum of a State: then the policies and barriers of the layers' loop apply.
+        mine = State(extra, (lax.stop_gradient(state.residual),))
+        mine, _, of_block = self._block(mine, None, params[SIDE], of_block)
+        return state, mine.residual, None if cache is None else SideCache(of_layer, of_block)
+
+    def finish(self, params: Params, state: State, extra: jax.Array) -> jax.Array:
+        """The final, normed stream of y, [B, T, M]."""
+        x = self.stream(state)
+        ends = self.definition.bind(SIDE, params[SIDE])
+        return self.normed(params, x + ends.end(extra, dtype=self._dtype).astype(x.dtype))
+
+    def _compute(
+        self, state: State, extra: None, params: Params, cache: Cache | None, steps: tuple
+    ) -> tuple[State, None, Cache | None]:
+        block: SideBlock = nnx.merge(self.definition.network_graph, params)
+        h, cache = block(state.residual, state.sums[0], cache, context=self._context)
+        return State(h), None, cache
+
+
+forward_pass.register(SideModel, SidePass)
+
+
+def _of_model(sizes: SideSizes) -> Normal:
+    """Of a projection of the model's stream, whose size is kept."""
+    return Normal(1 / math.sqrt(sizes.backbone))
