@@ -2,6 +2,7 @@
 there, and the arithmetic."""
 
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ from ladder_jax.bench.measure import Samples
 from ladder_jax.config import Loop
 from ladder_jax.decode import cache
 
+ROOT = pathlib.Path(wire.__file__).parent.parent.parent
 SMALL = "--batch 1 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1 --layers 1".split()
 
 
@@ -100,6 +102,32 @@ def test_the_command(tmp_path, capsys):
     kinds = [(row["wire"], row["residual"]) for row in found["rows"]]
     assert kinds == [("one-kernel", name) for name in ("standard", "ladder", "parallel")]
     assert found["hardware"] == "h100-nvlink" and all(one["seconds"] > 0 for one in found["copies"])
+
+
+def run(*words, out):
+    asked = "--dense tiny --split tiny --share 4".split()
+    command = [sys.executable, "-m", "experiments.one_gpu", *asked, *SMALL, *words, "--out", str(out)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def test_a_run_goes_on_where_it_stood(tmp_path):
+    out = tmp_path / "results.json"
+    first = run("--parts", "halves", "torch", "--torch-python", "false", out=out)
+    assert first.returncode == 1 and first.stderr.endswith("not measured, for the reasons above: torch\n")
+    kept = out.read_text()
+    second = run("--parts", "halves", "wire-no-graphs", "--wires", "one-kernel", out=out)
+    assert second.returncode == 0 and f"halves: stands in {out}" in second.stderr
+    found = json.loads(out.read_text())
+    assert found["halves"] == json.loads(kept)["halves"] and [row["interleave"] for row in found["halves"]["rows"]] == [
+        1,
+        2,
+    ]
+    wires = found["wire-no-graphs"]
+    assert wires["command"].startswith("XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m experiments.one_gpu.wire")
+    assert wires["xla_flags"].endswith("--xla_gpu_enable_command_buffer=")
+    other = run("--parts", "halves", "--repeats", "0", out=out)  # other settings are measured, here in vain
+    assert other.returncode == 1 and "--repeats must be positive" in other.stderr
+    assert json.loads(out.read_text()) == found and [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_experts(monkeypatch, tmp_path, capsys):
