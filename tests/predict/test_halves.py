@@ -166,6 +166,23 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
 
 
+def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):
+    rows = re.findall(
+        r"^\|[^|]+\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| `(--hardware [^`]+)` \|$", GUIDE.read_text(), re.M
+    )
+    assert len(rows) == 6
+    for *shown, words in rows:
+        found = {}
+        for parts in ("1", "2"):
+            asked = ("--model", "llama-3-70b", "--tensor", 8, *words.split(), "--interleave", parts)
+            status, out, _ = run(capsys, *asked, "--residual", "standard,ladder", "--json")
+            assert status == 0
+            for row in json.loads(out)["rows"]:
+                found[row["residual"], parts] = f"{row['tokens_per_second']:,.0f}"
+        assert [found["standard", "1"], found["standard", "2"], found["ladder", "1"]] == shown
+        assert found["ladder", "2"] == found["standard", "2"]
+
+
 def decided(kind, **settings):
     model = preset("llama-3-70b", residual=settings.pop("residual", "standard"))
     mesh = config.MeshConfig(tensor=settings.pop("tensor", 8))
