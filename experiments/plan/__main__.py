@@ -34,6 +34,9 @@ CASES += [
     EXCHANGED | dict(mesh=[1, 1, 8], residual="ladder", remat="full", accumulate=1),
     EXCHANGED | dict(mesh=[1, 2, 4], residual="standard", remat="full", accumulate=1),
 ]
+IN_TURN = dict(model="llama-3-70b", target="v5p:2x2x2", sequence=2048, tokens=32_768, layers=4, residual="standard")
+IN_TURN |= dict(mesh=[1, 1, 8], sequence_parallel=False, accumulate=4)
+CASES += [IN_TURN | dict(remat=remat, interleave=parts) for remat in ("none", "full") for parts in (1, 2)]
 HERE = pathlib.Path(__file__).parent
 ASKED = "model target tokens sequence layers residual capacity".split()  # of a case, what is the request's
 
@@ -64,17 +67,20 @@ def requested(case: dict) -> request.Request:
 def candidate(case: dict) -> Candidate:
     mesh = MeshConfig(*case["mesh"], experts=case.get("experts", "reduce"))
     rows = requested(case).sequences // (mesh.data * mesh.fsdp) // case["accumulate"]
-    return Candidate(mesh, Remat(case["remat"]), case["sequence_parallel"], rows, case["accumulate"])
+    form = dict(sequence_parallel=case["sequence_parallel"], interleave=case.get("interleave", 1))
+    return Candidate(mesh, Remat(case["remat"]), rows=rows, accumulate=case["accumulate"], **form)
 
 
 def tables(rows: list[dict]) -> dict[str, str]:
-    dense, experts = [], []
+    dense, experts, halves = [], [], []
     for row in rows:
         one = candidate(row)
         found, size = memory.estimate(one, request=requested(row)), row["bytes_per_device"]
         sizes = [gib(size), gib(found.device), f"{found.device / size - 1:+.0%}"]
         if "experts" in row:
             experts.append([" x ".join(map(str, row["mesh"])), row["residual"], row["remat"], one.rows, *sizes])
+        elif "interleave" in row:
+            halves.append([row["remat"], {1: "whole", 2: "two halves"}[row["interleave"]], *sizes])
         else:
             stream = "split" if row["sequence_parallel"] else "whole"
             on_host = [gib(row["host_bytes"], digits=2), gib(found.host, digits=2)]
@@ -82,6 +88,7 @@ def tables(rows: list[dict]) -> dict[str, str]:
     compared = "compiled, GiB | estimated | error"
     return {
         "memory": study.table(f"layers | remat | stream | parts | {compared} | on the host, GiB | estimated", dense),
+        "halves": study.table(f"remat | batch | {compared}", halves),
         "experts": study.table(f"mesh | residual | remat | sequences at a time | {compared}", experts),
     }
 
