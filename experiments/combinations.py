@@ -72,6 +72,7 @@ FEATURES = (
     feature("mesh.tensor=4"),
     feature(SPLIT, TENSOR),
     feature("train.collective_matmul=ring", SPLIT, TENSOR),
+    feature("train.interleave=2"),
     feature("train.loop=unrolled"),
     feature("train.remat=full"),
     feature("train.accumulate=2"),

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+from ladder_jax.config.execution import Interleave
 from ladder_jax.config.fields import check, check_positive, fit, shown
 
 
@@ -61,7 +62,8 @@ class SideConfig:
             check(not value, f"{name}={value} and model.side exclude each other: beside it nothing else trains")
         whole = "the side network reads whole streams"
         check(not train.sequence_parallel, f"train.sequence_parallel splits the stream, but {whole} (model.side)")
-        check(train.interleave == 1, f"train.interleave=2 takes halves in turn, but {whole} (model.side)")
+        whole_batch = train.interleave is not Interleave.HALVES
+        check(whole_batch, f"train.interleave=2 takes halves in turn, but {whole} (model.side)")
         hidden = config.distill.hidden_weight
         check(not hidden, f"distill.hidden_weight={hidden} compares the model's own streams, which model.side freezes")
 
