@@ -1,24 +1,19 @@
 """Checkpoints: any mesh reads any other's; nothing damaged or foreign is ever loaded."""
 
-import concurrent.futures
 import dataclasses
-import gc
 import json
-import logging
 import math
 import os
 import shutil
-import warnings
-from types import SimpleNamespace
+import threading
 
 import jax
 import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, quiet, retention, steps, verify
+from ladder_jax.checkpoint import Damaged, Store, arrays, manifest, open_checkpoint, steps, store, verify
 from ladder_jax.checkpoint.saved import reason
-from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
@@ -215,40 +210,43 @@ def test_what_is_being_written_does_not_count(three, tmp_path):
     copy = tmp_path / "checkpoints"
     shutil.copytree(three, copy)
     (copy / "30").rename(copy / "writing.30")
+    (copy / "writing.30" / "manifest.json").unlink()
     (copy / "10").rename(copy / "deleting.10")
     assert open_checkpoint(copy).step == 20
     Store(copy, config=RunConfig(train=RECIPE)).close()
     assert [p.name for p in copy.iterdir()] == ["20"]
 
 
-def test_a_write_is_waited_for_in_seconds(tmp_path):
-    waited = []
-    writing = Writing(tmp_path / "1", {})
-    writing._started = concurrent.futures.Future()
-    writing._started.set_result([SimpleNamespace(result=lambda timeout: waited.append(timeout))] * 2)
-    writing.wait(within=7.0)
-    assert waited == [7.0, 7.0]
+class Write:
+    """tensorstore's future of a write, and for how long it was awaited."""
+
+    def __init__(self, error=None):
+        self.error, self.waited = error, None
+
+    def result(self, timeout):
+        self.waited = timeout
+        if self.error:
+            raise self.error
 
 
-def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
-    """One that went on would make its folder again, after the failed save has removed it."""
-    ended = []
-
-    def fail(timeout):
-        raise OSError("full")
-
-    writing = Writing(tmp_path / "1", {})
-    writing._started = concurrent.futures.Future()
-    later = SimpleNamespace(result=lambda timeout: ended.append(timeout))
-    writing._started.set_result([SimpleNamespace(result=fail), later])
+def test_writes_are_waited_for():
+    """In seconds; a failed one is told when the others have ended: one that went on would make its folder again."""
+    writes = [Write(), Write()]
+    arrays.wait(writes, within=7.0)
+    assert [write.waited for write in writes] == [7.0, 7.0]
+    writes = [Write(OSError("full")), Write()]
     with pytest.raises(OSError, match="full"):
-        writing.wait(within=7.0)
-    assert ended == [7.0]
+        arrays.wait(writes, within=7.0)
+    assert writes[1].waited == 7.0
+    writes = [Write(TimeoutError("hangs")), Write()]
+    with pytest.raises(TimeoutError, match="hangs"):
+        arrays.wait(writes, within=7.0)
+    assert writes[1].waited is None
 
 
 def test_what_is_kept():
     losses = {step: loss for step, loss in zip(range(10, 80, 10), (3.0, 1.0, None, 1.0, 4.0, 2.0, None))}
-    removed = lambda **keep: retention.steps_to_remove(losses, keep=retention.Keep(**keep))
+    removed = lambda **keep: store.steps_to_remove(losses, keep=store.Keep(**keep))
     assert removed() == [10, 20, 30, 40, 50, 60]
     assert removed(last=2, every=30) == [10, 20, 40, 50]
     assert removed(best=1) == [10, 20, 30, 50, 60]  # of two equals the later
@@ -261,21 +259,56 @@ def test_what_is_kept():
         assert set(losses) - set(removed(best=1)) == {best, 40}
     losses = {10: math.nan, 20: math.nan}
     assert removed(best=1) == [10]
-    assert retention.parse("every=1000, best=2") == retention.Keep(last=1, every=1000, best=2)
+    assert store.parse_keep("every=1000, best=2") == store.Keep(last=1, every=1000, best=2)
     for words, message in (("lats=3", "did you mean 'last'"), ("last=0", "at least 1"), ("best=x", "whole number")):
         with pytest.raises(UserError, match=message):
-            retention.parse(words)
+            store.parse_keep(words)
+
+
+@pytest.mark.parametrize(
+    "moment", ["before the manifest", "before the old one is moved", "before the new one is named"]
+)
+def test_killed_while_a_step_is_saved_again(three, tmp_path, monkeypatch, moment):
+    """At each moment a whole checkpoint of that step is left: the old one, or the new one."""
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(three, copy)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    saving = Store(copy, config=RunConfig(train=RECIPE))
+    where = {
+        "before the manifest": (manifest, "write"),
+        "before the old one is moved": (store, "_set_aside"),
+        "before the new one is named": (type(copy), "rename"),
+    }[moment]
+    whole = getattr(*where)
+    if moment == "before the new one is named":
+        monkeypatch.setattr(*where, lambda path, to: kill() if path.name == "writing.30" else whole(path, to))
+    else:
+        monkeypatch.setattr(*where, kill)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    saving.save(30, params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    saving.close()
+    monkeypatch.undo()
+    Store(copy, config=RunConfig(train=RECIPE)).close()
+    assert sorted(path.name for path in copy.iterdir()) == ["10", "20", "30"] and verify(copy / "30") == []
+    new = moment == "before the new one is named"
+    assert arrays.stored(copy / "30" / "params")["a"].shape == ((3,) if new else (64, 8))
 
 
 def test_an_older_one_goes_only_after_the_new_one_is_whole(three, tmp_path, monkeypatch):
     copy = tmp_path / "checkpoints"
     shutil.copytree(three, copy)
-    store = Store(copy, config=RunConfig(train=dataclasses.replace(RECIPE, keep_checkpoints=1)))
+    saving = Store(copy, config=RunConfig(train=dataclasses.replace(RECIPE, keep_checkpoints=1)))
     seen = []
-    prune = store._prune
-    monkeypatch.setattr(store, "_prune", lambda: (seen.append(verify(copy / "40")), prune()))
-    store.save(40, params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
-    store.close()
+    prune = saving._prune
+    monkeypatch.setattr(saving, "_prune", lambda: (seen.append(verify(copy / "40")), prune()))
+    saving.save(40, params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    saving.close()
     assert seen == [[]] and [p.name for p in copy.iterdir()] == ["40"]
 
 
@@ -358,33 +391,3 @@ def test_the_reason_of_a_disk_is_the_systems(settings):
     """tensorstore writes what it tried before the system's error, and sometimes its settings behind it."""
     error = ValueError(f"OUT_OF_RANGE: Failed to write: {os.strerror(27)}{settings} [os_error_code='27']")
     assert reason(error) == os.strerror(27)
-
-
-def test_what_an_abandoned_write_never_began_is_not_told():
-    """Python warns of that when it collects the rest, which may be when the process ends."""
-
-    async def part():
-        pass
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        quiet.Quiet().close()
-        for name in ("async_serialize_from_host.<locals>.write_fragment", "another"):
-            part.__qualname__ = name
-            part()
-            gc.collect()
-    assert [str(one.message) for one in told] == ["coroutine 'another' was never awaited"]
-
-
-def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
-    """asyncio's message does not say which file; its error does."""
-    silent = quiet.Quiet()
-    try:
-        for path in ("run/checkpoints/writing.45.2/optimizer/array_metadatas/process_0", "run/elsewhere"):
-            error = FileNotFoundError(2, "No such file or directory", path)
-            logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error)
-    finally:
-        silent.close()
-    assert [str(record.exc_info[1]) for record in caplog.records] == [
-        "[Errno 2] No such file or directory: 'run/elsewhere'"
-    ]

@@ -6,8 +6,8 @@ import datetime
 import json
 
 from ladder_jax import remote, terminal
-from ladder_jax.checkpoint import retention, saved
-from ladder_jax.checkpoint.retention import Keep
+from ladder_jax.checkpoint import saved, store
+from ladder_jax.checkpoint.store import Keep
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import AnyPath, absolute, is_remote
 
@@ -30,7 +30,7 @@ class Row:
 
 def run(args: dict) -> None:
     """Print the list. Raises UserError if there is no checkpoint, and RunFailed, at the end, if one is damaged."""
-    keep = retention.parse(args["prune"]) if args["prune"] else None
+    keep = store.parse_keep(args["prune"]) if args["prune"] else None
     path = absolute(args["run"])
     folder = saved.folder_of(path)
     if not saved.steps(folder):
@@ -84,9 +84,9 @@ def _size(folder: AnyPath) -> int:
 def _prune(rows: list[Row], *, folder: AnyPath, keep: Keep) -> list[int]:
     """Remove checkpoints and return their steps. Damaged ones are neither counted nor removed: the user decides."""
     losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
-    removed = retention.steps_to_remove(losses, keep=keep) if losses else []
+    removed = store.steps_to_remove(losses, keep=keep) if losses else []
     for step in removed:
-        retention.remove(folder / str(step))
+        store.remove(folder / str(step))
     return removed
 
 
