@@ -4,15 +4,17 @@ import dataclasses
 import json
 import math
 import os
+import pathlib
 import shutil
 import threading
+import zipfile
 
 import jax
 import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Store, arrays, manifest, open_checkpoint, steps, store, verify
+from ladder_jax.checkpoint import Damaged, Pieces, Store, arrays, manifest, open_checkpoint, steps, store, verify
 from ladder_jax.checkpoint.saved import reason
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
@@ -144,6 +146,42 @@ def test_paths_that_lead_nowhere(tmp_path):
 def test_dataclass_of_the_config_round_trips(saved):
     config = open_checkpoint(saved[0]).config
     assert dataclasses.replace(config, model=config.model) == config and config.train == RECIPE
+
+
+def numbered(leaf, times):
+    """Values by position."""
+    return np.arange(math.prod(leaf.shape), dtype=np.float32).reshape(leaf.shape) % 97 * times
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(data=2, tensor=4)], ids=str)
+def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
+    """As a run wrote it through Orbax on a mesh of 2 x 4, and as a conversion did, which left out what is zero.
+
+    Recorded at the last commit that did so. To make another: a Store's `save`, and `Stream`, of `numbered` values.
+    """
+    with zipfile.ZipFile(pathlib.Path(__file__).with_name("checkpoint_1.zip")) as recorded:
+        recorded.extractall(tmp_path)
+    trained, converted = open_checkpoint(tmp_path).check(), open_checkpoint(tmp_path / "converted").check()
+    assert trained.verified and trained.step == 7 and trained.validation_loss == 2.5 and trained.data["skipped"] == [3]
+    config = trained.config.model
+    wrote = nn.define(config, mesh=make_mesh(data=2, tensor=4)).abstract
+    definition = nn.define(config, mesh=make_mesh(**mesh))
+    count = jax.ShapeDtypeStruct((), np.int32, sharding=definition.layout.sharding(""))
+    moments = trained.optimizer({"count": count, "mu": definition.abstract})
+    assert int(moments["count"]) == 7
+    names = arrays.named(definition.abstract)
+    layer = next(Pieces(trained, definition)([("layers/mlp/up", 1)]))
+    np.testing.assert_array_equal(np.asarray(layer), numbered(names["layers/mlp/up"], 1)[1])
+    for name, leaf in arrays.named(wrote).items():
+        rows = 200 if name.endswith("table") else len(numbered(leaf, 1))
+        for tree, times in (
+            (trained.params(definition), 1),
+            (moments["mu"], 2),
+            (converted.params(definition), name != "final_norm/scale"),
+        ):
+            found = arrays.named(tree)[name]
+            assert found.sharding == names[name].sharding
+            np.testing.assert_array_equal(np.asarray(found)[:rows], numbered(leaf, times)[:rows], err_msg=name)
 
 
 @pytest.fixture(scope="module")

@@ -102,8 +102,9 @@ def test_arrays(bucket, monkeypatch):
     }
     specs = {"layers/mlp/up": (None, None, "tensor"), "embedding/table": ("tensor",), "count": ()}
     tree = {name: sharded(value, *specs[name]) for name, value in values.items()}
-    arrays.wait(arrays.begin(folder, tree), within=60)
-    arrays.finish(folder, tree)
+    host = arrays.on_host(tree)
+    arrays.write(folder, host, within=60)
+    arrays.finish(folder, host)
     about = lambda some: {name: (one.shape, one.dtype) for name, one in some.items()}
     assert about(arrays.stored(folder)) == about(values)
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": kvstore(folder), "path": "layers.mlp.up/"}}
@@ -130,7 +131,7 @@ def test_arrays(bucket, monkeypatch):
     assert np.array_equal(layer, values["layers/mlp/up"][2])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="the arrays of process 1 are not there"):
-        arrays.finish(folder, tree)
+        arrays.finish(folder, host)
 
 
 def test_locks(bucket, monkeypatch):

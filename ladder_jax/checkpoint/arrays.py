@@ -9,6 +9,8 @@ none of the disk. Here no process waits for another; `store` does, and every pro
 """
 
 import collections
+import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,18 +43,44 @@ def named(tree: Any) -> dict[str, Any]:
     return {"/".join(str(getattr(key, "key", key)) for key in path): leaf for path, leaf in leaves}
 
 
-def begin(folder: AnyPath, tree: Params) -> list[tensorstore.Future]:
-    """Copies this process's shards to the host, and starts to write them. The arrays may change after that."""
+@dataclasses.dataclass(frozen=True)
+class HostArray:
+    """An array, and the copies on the host of what this process writes of it: indices and values.
+
+    chunk: the shape in which it is stored.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    shards: list[tuple[Any, np.ndarray]]
+
+
+def on_host(tree: Params) -> dict[str, HostArray]:
+    """Copies this process's shards to the host, by name. The arrays may be donated after that."""
+    found = named(tree)
+    shards = {name: _shards(array) for name, array in found.items()}
+    for _, values in itertools.chain.from_iterable(shards.values()):
+        if isinstance(values, jax.Array):
+            values.copy_to_host_async()
+    host = {}
+    for name, array in found.items():
+        # A jax.Array's buffer is not used again while NumPy sees it.
+        copies = [(index, np.array(part, copy=isinstance(part, np.ndarray) or None)) for index, part in shards[name]]
+        host[name] = HostArray(array.shape, array.dtype, _chunk(name, array), copies)
+    return host
+
+
+def write(folder: AnyPath, host: Mapping[str, HostArray], *, within: float) -> None:
+    """Writes this process's shards, and waits until they are written. As `wait`."""
     part = _part(folder, jax.process_index())
     context = tensorstore.Context()
-    arrays = named(tree)
-    opening = {name: create(part, name, array, _chunk(name, array), context) for name, array in arrays.items()}
+    opening = {name: create(part, name, array, array.chunk, context) for name, array in host.items()}
     writes = []
-    for name, array in arrays.items():
-        store = opening[name].result()
-        for index, values in _shards(array):
-            writes.append(store[index].write(np.array(values)).commit)
-    return writes
+    for name, array in host.items():
+        store = opening[name].result(timeout=within)
+        writes += [store[index].write(values).commit for index, values in array.shards]
+    wait(writes, within=within)
 
 
 def wait(writes: Sequence[tensorstore.Future], *, within: float) -> None:
@@ -73,7 +101,7 @@ def wait(writes: Sequence[tensorstore.Future], *, within: float) -> None:
         raise errors[0]
 
 
-def finish(folder: AnyPath, tree: Params) -> None:
+def finish(folder: AnyPath, arrays: Mapping[str, Any]) -> None:
     """Makes one database of all processes'. Called on one process, after all have written; it may be called again."""
     context = tensorstore.Context()
     transaction = tensorstore.Transaction(atomic=True)
@@ -84,7 +112,7 @@ def finish(folder: AnyPath, tree: Params) -> None:
             raise ValueError(f"the arrays of process {process} are not there")
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_sync()
-    describe(folder, named(tree))
+    describe(folder, arrays)
 
 
 def describe(folder: AnyPath, arrays: Mapping[str, Any]) -> None:
@@ -203,7 +231,7 @@ def _shards(array: jax.Array | np.ndarray) -> list[tuple[Any, Any]]:
     return [(shard.index, shard.data) for shard in array.addressable_shards if shard.replica_id == 0]
 
 
-def _chunk(name: str, array: jax.Array | np.ndarray) -> list[int]:
+def _chunk(name: str, array: jax.Array | np.ndarray) -> tuple[int, ...]:
     """The shape of a chunk: a shard, of a stack one layer of it, cut until it has LARGEST bytes at most.
 
     It divides the shard, since a chunk of two processes' shards would be written twice.
@@ -215,7 +243,7 @@ def _chunk(name: str, array: jax.Array | np.ndarray) -> list[int]:
         slice_bytes = array.dtype.itemsize * math.prod(chunk[axis + 1 :])
         fitting = [n for n in range(1, length + 1) if length % n == 0 and n * slice_bytes <= LARGEST]
         chunk[axis] = max(fitting, default=1)
-    return chunk
+    return tuple(chunk)
 
 
 def _span(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> tuple[slice, ...]:

@@ -8,6 +8,7 @@ sizes alone (s3://, whose ETag need not be a digest); one that was copied into a
 
 import base64
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -37,15 +38,16 @@ _DAMAGED = (
 def write(folder: AnyPath) -> None:
     """Write the manifest of all files in `folder`. On return, the files and the manifest are synced to the disk."""
     if is_remote(folder):
-        (folder / NAME).write_text(_text({name: _stated(info) for name, info in _found(folder).items()}))
+        entries = {name: _stated(info) for name, info in found(folder).items()}
+        (folder / NAME).write_text(json.dumps(_signed(entries), indent=0))
         return
     (folder / NAME).unlink(missing_ok=True)
-    names = sorted(_found(folder))
+    names = sorted(found(folder))
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         entries = dict(zip(names, pool.map(lambda name: _synced(folder / name), names)))
     partial = folder / f"{NAME}.tmp"
     with partial.open("w", encoding="utf-8") as file:
-        file.write(_text(entries))
+        file.write(json.dumps(_signed(entries), indent=0))
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, folder / NAME)
@@ -65,11 +67,11 @@ def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[
         return [f"{NAME} is missing"]
     except _DAMAGED:
         return [f"{NAME} is damaged"]
-    found = _found(folder)
+    there = found(folder)
     compared = [name for name in listed if name.startswith(f"{part}/" if part else "")]
 
     def difference(name: str) -> str | None:
-        return _difference(folder / name, found.get(name), listed[name], contents)
+        return _difference(folder / name, there.get(name), listed[name], contents)
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         differences = pool.map(difference, compared)
@@ -98,10 +100,6 @@ def sync_folder(folder: pathlib.Path) -> None:
         os.close(handle)
 
 
-def _text(entries: dict[str, File]) -> str:
-    return json.dumps(_signed(entries), indent=0) + "\n"
-
-
 def _signed(files: dict[str, File]) -> dict[str, Any]:
     """The manifest's JSON: the entries, and a digest of them."""
     return {"digest": DIGEST, "files": files, "own": _digest_of(files)}
@@ -119,14 +117,16 @@ def _read(folder: AnyPath) -> dict[str, File]:
     return stored["files"]
 
 
-def _found(folder: AnyPath) -> dict[str, dict[str, Any]]:
+def found(folder: AnyPath) -> dict[str, dict[str, Any]]:
     """The files below a folder, but for the manifest, with their `size` and what an object store says of them."""
     if is_remote(folder):
-        found = remote.listed(folder)
-    else:
-        paths = [path for path in folder.rglob("*") if path.is_file()]
-        found = {str(path.relative_to(folder)): {"size": path.stat().st_size} for path in paths}
-    return {name: info for name, info in found.items() if name != NAME}
+        return {name: info for name, info in remote.listed(folder).items() if name != NAME}
+    there = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it
+            if path.is_file() and path != folder / NAME:
+                there[str(path.relative_to(folder))] = {"size": path.stat().st_size}
+    return there
 
 
 def _difference(path: AnyPath, info: dict[str, Any] | None, file: File, contents: bool) -> str | None:

@@ -107,15 +107,9 @@ class Store:
         if outcome["reason"]:
             self._failed(step, outcome)
             return
-        writes = []
-
-        def begin() -> None:
-            for item, tree in items.items():
-                writes.extend(arrays.begin(self._unfinished(step) / item, tree))
-
-        error = _error_of(begin)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), items)
-        arguments = step, error, writes, shapes, texts
+        host: dict[str, dict[str, arrays.HostArray]] = {}
+        error = _error_of(lambda: host.update({item: arrays.on_host(tree) for item, tree in items.items()}))
+        arguments = step, error, host, texts
         self._thread = threading.Thread(target=self._finish, args=arguments, name=f"checkpoint {step}")
         self._thread.start()
 
@@ -146,12 +140,16 @@ class Store:
         for item in items:
             (self._unfinished(step) / item).mkdir(parents=True)
 
-    def _finish(self, step: int, error: str | None, writes: list, items: dict[str, Params], texts: dict) -> None:
-        # A shorter time-out than the other processes', so that a disk that hangs is reported to them in time.
-        error = error or _error_of(lambda: arrays.wait(writes, within=0.8 * self._patience))
+    def _finish(self, step: int, error: str | None, host: dict, texts: dict[str, Any]) -> None:
+        def write() -> None:
+            for item, of_item in host.items():
+                # A shorter time-out than the other processes', so that a disk that hangs is reported to them in time.
+                arrays.write(self._unfinished(step) / item, of_item, within=0.4 * self._patience)
+
+        error = error or _error_of(write)
 
         def publish() -> None:
-            remote.patiently(self.folder, lambda: self._publish(step, items, texts))
+            remote.patiently(self.folder, lambda: self._publish(step, host, texts))
 
         def conclude(errors: list[str | None]) -> dict[str, Any]:
             first, whose = first_of(errors)
@@ -165,10 +163,10 @@ class Store:
         if outcome["reason"]:
             self._failed(step, outcome)
 
-    def _publish(self, step: int, items: dict[str, Params], texts: dict[str, Any]) -> None:
+    def _publish(self, step: int, host: dict, texts: dict[str, Any]) -> None:
         folder, place = self._unfinished(step), self.folder / str(step)
-        for item, tree in items.items():
-            arrays.finish(folder / item, tree)
+        for item, of_item in host.items():
+            arrays.finish(folder / item, of_item)
         for item, value in texts.items():
             (folder / item).mkdir(exist_ok=True)
             (folder / item / "metadata").write_text(json.dumps(value))

@@ -60,10 +60,6 @@ class Stream:
             self._on_disk(lambda: target[start : start + len(piece)].write(piece).result())
             self._digests[name, layer, start] = _digest(piece)
 
-    def get(self, name: str, *, layer: int | None = None) -> np.ndarray:
-        """Read an array, or one layer of it, back from the disk."""
-        return self._on_disk(lambda: self._part(name, layer).read().result())
-
     @property
     def count(self) -> int:
         """The number of pieces written."""
