@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,8 +65,9 @@ def on_host(tree: Params) -> dict[str, HostArray]:
             values.copy_to_host_async()
     host = {}
     for name, array in found.items():
-        # A jax.Array's buffer is not used again while NumPy sees it.
-        copies = [(index, np.array(part, copy=isinstance(part, np.ndarray) or None)) for index, part in shards[name]]
+        # Where host and device share memory, jax does not use an array's again while NumPy sees it.
+        as_numpy = np.asarray if isinstance(array, jax.Array) else np.array
+        copies = [(index, as_numpy(values)) for index, values in shards[name]]
         host[name] = HostArray(array.shape, array.dtype, _chunk(name, array), copies)
     return host
 
@@ -76,15 +77,16 @@ def write(folder: AnyPath, host: Mapping[str, HostArray], *, within: float) -> N
     part = _part(folder, jax.process_index())
     context = tensorstore.Context()
     opening = {name: create(part, name, array, array.chunk, context) for name, array in host.items()}
+    wait(opening.values(), within=within)
     writes = []
     for name, array in host.items():
-        store = opening[name].result(timeout=within)
+        store = opening[name].result()
         writes += [store[index].write(values).commit for index, values in array.shards]
     wait(writes, within=within)
 
 
-def wait(writes: Sequence[tensorstore.Future], *, within: float) -> None:
-    """Waits until all are written. Raises tensorstore's errors, and TimeoutError.
+def wait(writes: Iterable[tensorstore.Future], *, within: float) -> None:
+    """Waits until all are opened or written. Raises tensorstore's errors, and TimeoutError.
 
     The first error is raised after the other writes have ended: one that went on would make its removed folder again.
     within: seconds.
@@ -108,7 +110,7 @@ def finish(folder: AnyPath, arrays: Mapping[str, Any]) -> None:
     merged = tensorstore.KvStore.open(_database(folder), context=context).result()
     for process in range(jax.process_count()):
         part = tensorstore.KvStore.open(_database(_part(folder, process)), context=context).result()
-        if not part.list().result():
+        if arrays and not part.list().result():
             raise ValueError(f"the arrays of process {process} are not there")
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_sync()

@@ -28,7 +28,7 @@ from ladder_jax import remote
 from ladder_jax.checkpoint import arrays, manifest, saved
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import RunFailed, UserError, unknown, wrong_type
+from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
@@ -78,7 +78,7 @@ class Store:
         self._thread: threading.Thread | None = None
         self._failure: Failure | None = None
         self._failures = 0
-        self._disagreement: RunFailed | None = None
+        self._disagreement: Exception | None = None
         self._start, self._end = (Agreement(name, patience=patience) for name in ("save", "saved"))
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,15 +100,18 @@ class Store:
         texts = {"data": {"step": step, **(data or {})}, "meta": meta}
         items = {"params": params, "optimizer": optimizer}
 
-        def prepare() -> dict[str, Any]:
-            return self._outcome(_error_of(lambda: remote.patiently(self.folder, lambda: self._prepare(step, items))))
-
-        outcome = self._start.decided(f"room for the checkpoint of step {step}", prepare)
+        room = f"room for the checkpoint of step {step}"
+        outcome = self._start.decided(room, lambda: self._outcome(_error_of(lambda: self._prepare(step, items))))
         if outcome["reason"]:
             self._failed(step, outcome)
             return
         host: dict[str, dict[str, arrays.HostArray]] = {}
-        error = _error_of(lambda: host.update({item: arrays.on_host(tree) for item, tree in items.items()}))
+
+        def copy() -> None:
+            for item, tree in items.items():
+                host[item] = arrays.on_host(tree)
+
+        error = _error_of(copy)
         arguments = step, error, host, texts
         self._thread = threading.Thread(target=self._finish, args=arguments, name=f"checkpoint {step}")
         self._thread.start()
@@ -131,14 +134,18 @@ class Store:
 
     def _prepare(self, step: int, items: dict[str, Params]) -> None:
         """Create empty folders to write into. The run's own folder may have been removed meanwhile."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._clear()
-        if is_remote(self.folder):  # exists if the run went back to an earlier step
-            remove(self._unfinished(step))
-        else:
+
+        def create() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._clear()
+            if is_remote(self.folder):  # exists if the run went back to an earlier step
+                remove(self._unfinished(step))
+            for item in items:
+                (self._unfinished(step) / item).mkdir(parents=True)
+
+        remote.patiently(self.folder, create)
+        if not is_remote(self.folder):
             _check_room(self.folder, items)
-        for item in items:
-            (self._unfinished(step) / item).mkdir(parents=True)
 
     def _finish(self, step: int, error: str | None, host: dict, texts: dict[str, Any]) -> None:
         def write() -> None:
@@ -157,7 +164,7 @@ class Store:
 
         try:
             outcome = self._end.concluded(f"the checkpoint of step {step}", error, conclude)
-        except RunFailed as failure:
+        except Exception as failure:  # `wait` raises it: a thread that just ends would look like a save
             self._disagreement = failure
             return
         if outcome["reason"]:
