@@ -7,7 +7,7 @@ import platform
 import sys
 
 OPTIONAL = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-REQUIRED = ("jax", "jaxlib", "flax", "optax", "tensorstore", "grain", "numpy")
+REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)

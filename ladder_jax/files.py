@@ -37,6 +37,11 @@ def is_remote(path: str | os.PathLike) -> bool:
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)))
 
 
+def by_orbax(folder: str | os.PathLike) -> bool:
+    """Whether Orbax writes and reads arrays there: in local folders and gs://."""
+    return not os.fspath(folder).startswith("s3://")
+
+
 def kvstore(folder: AnyPath) -> dict[str, Any]:
     """Tensorstore's specification of a folder."""
     if is_remote(folder):

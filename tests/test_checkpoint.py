@@ -1,21 +1,27 @@
 """Checkpoints: any mesh reads any other's; nothing damaged or foreign is ever loaded."""
 
+import concurrent.futures
 import dataclasses
+import gc
 import json
+import logging
 import math
 import os
 import pathlib
 import shutil
 import threading
+import warnings
 import zipfile
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Pieces, Store, arrays, manifest, open_checkpoint, steps, store, verify
-from ladder_jax.checkpoint.saved import reason
+from ladder_jax.checkpoint import Damaged, Pieces, Store, manifest, open_checkpoint, quiet, steps, store, verify
+from ladder_jax.checkpoint.saved import named, reason, stored
+from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import make_mesh
@@ -155,9 +161,10 @@ def numbered(leaf, times):
 
 @pytest.mark.parametrize("mesh", [dict(), dict(data=2, tensor=4)], ids=str)
 def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
-    """As a run wrote it through Orbax on a mesh of 2 x 4, and as a conversion did, which left out what is zero.
+    """As a run wrote it on a mesh of 2 x 4, and as a conversion did, which left out what is zero.
 
-    Recorded at the last commit that did so. To make another: a Store's `save`, and `Stream`, of `numbered` values.
+    Recorded once, and not made anew: it holds later versions to the format. It was made by a Store's `save`, and by
+    `Stream`, of `numbered` values.
     """
     with zipfile.ZipFile(pathlib.Path(__file__).with_name("checkpoint_1.zip")) as recorded:
         recorded.extractall(tmp_path)
@@ -169,17 +176,17 @@ def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
     count = jax.ShapeDtypeStruct((), np.int32, sharding=definition.layout.sharding(""))
     moments = trained.optimizer({"count": count, "mu": definition.abstract})
     assert int(moments["count"]) == 7
-    names = arrays.named(definition.abstract)
+    names = named(definition.abstract)
     layer = next(Pieces(trained, definition)([("layers/mlp/up", 1)]))
     np.testing.assert_array_equal(np.asarray(layer), numbered(names["layers/mlp/up"], 1)[1])
-    for name, leaf in arrays.named(wrote).items():
+    for name, leaf in named(wrote).items():
         rows = 200 if name.endswith("table") else len(numbered(leaf, 1))
         for tree, times in (
             (trained.params(definition), 1),
             (moments["mu"], 2),
             (converted.params(definition), name != "final_norm/scale"),
         ):
-            found = arrays.named(tree)[name]
+            found = named(tree)[name]
             assert found.sharding == names[name].sharding
             np.testing.assert_array_equal(np.asarray(found)[:rows], numbered(leaf, times)[:rows], err_msg=name)
 
@@ -255,31 +262,29 @@ def test_what_is_being_written_does_not_count(three, tmp_path):
     assert [p.name for p in copy.iterdir()] == ["20"]
 
 
-class Write:
-    """tensorstore's future of a write, and for how long it was awaited."""
-
-    def __init__(self, error=None):
-        self.error, self.waited = error, None
-
-    def result(self, timeout):
-        self.waited = timeout
-        if self.error:
-            raise self.error
+def test_a_write_is_waited_for_in_seconds(tmp_path):
+    waited = []
+    writing = Writing(tmp_path / "1", {})
+    writing._started = concurrent.futures.Future()
+    writing._started.set_result([SimpleNamespace(result=lambda timeout: waited.append(timeout))] * 2)
+    writing.wait(within=7.0)
+    assert waited == [7.0, 7.0]
 
 
-def test_writes_are_waited_for():
-    """In seconds; a failed one is told when the others have ended: one that went on would make its folder again."""
-    writes = [Write(), Write()]
-    arrays.wait(writes, within=7.0)
-    assert [write.waited for write in writes] == [7.0, 7.0]
-    writes = [Write(OSError("full")), Write()]
+def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
+    """One that went on would make its folder again, after the failed save has removed it."""
+    ended = []
+
+    def fail(timeout):
+        raise OSError("full")
+
+    writing = Writing(tmp_path / "1", {})
+    writing._started = concurrent.futures.Future()
+    later = SimpleNamespace(result=lambda timeout: ended.append(timeout))
+    writing._started.set_result([SimpleNamespace(result=fail), later])
     with pytest.raises(OSError, match="full"):
-        arrays.wait(writes, within=7.0)
-    assert writes[1].waited == 7.0
-    writes = [Write(TimeoutError("hangs")), Write()]
-    with pytest.raises(TimeoutError, match="hangs"):
-        arrays.wait(writes, within=7.0)
-    assert writes[1].waited is None
+        writing.wait(within=7.0)
+    assert ended == [7.0]
 
 
 def test_what_is_kept():
@@ -335,7 +340,7 @@ def test_killed_while_a_step_is_saved_again(three, tmp_path, monkeypatch, moment
     Store(copy, config=RunConfig(train=RECIPE)).close()
     assert sorted(path.name for path in copy.iterdir()) == ["10", "20", "30"] and verify(copy / "30") == []
     new = moment == "before the new one is named"
-    assert arrays.stored(copy / "30" / "params")["a"].shape == ((3,) if new else (64, 8))
+    assert tuple(stored(copy / "30" / "params")["a"].shape) == ((3,) if new else (64, 8))
 
 
 def test_an_older_one_goes_only_after_the_new_one_is_whole(three, tmp_path, monkeypatch):
@@ -429,3 +434,33 @@ def test_the_reason_of_a_disk_is_the_systems(settings):
     """tensorstore writes what it tried before the system's error, and sometimes its settings behind it."""
     error = ValueError(f"OUT_OF_RANGE: Failed to write: {os.strerror(27)}{settings} [os_error_code='27']")
     assert reason(error) == os.strerror(27)
+
+
+def test_what_an_abandoned_write_never_began_is_not_told():
+    """Python warns of that when it collects the rest, which may be when the process ends."""
+
+    async def part():
+        pass
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        quiet.Quiet().close()
+        for name in ("async_serialize_from_host.<locals>.write_fragment", "another"):
+            part.__qualname__ = name
+            part()
+            gc.collect()
+    assert [str(one.message) for one in told] == ["coroutine 'another' was never awaited"]
+
+
+def test_what_an_abandoned_write_raises_later_is_not_told(caplog):
+    """asyncio's message does not say which file; its error does."""
+    silent = quiet.Quiet()
+    try:
+        for path in ("run/checkpoints/writing.45.2/optimizer/array_metadatas/process_0", "run/elsewhere"):
+            error = FileNotFoundError(2, "No such file or directory", path)
+            logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=error)
+    finally:
+        silent.close()
+    assert [str(record.exc_info[1]) for record in caplog.records] == [
+        "[Errno 2] No such file or directory: 'run/elsewhere'"
+    ]

@@ -10,6 +10,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
@@ -309,7 +310,7 @@ def away_while_a_save_finishes(bucket, where, monkeypatch):
         whole(folder)
 
     monkeypatch.setattr(manifest, "write", write)
-    tree = dict(params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    tree = dict(params={"a": jnp.zeros(3)}, optimizer={"b": jnp.zeros(3)})
     saving = checkpoint.Store(f"{where}/checkpoints", config=RunConfig(train=TrainConfig(keep_checkpoints=9)))
     failures = []
     for step, outage.seconds, retried in ((1, 1.5, 60.0), (2, 3.0, 0.0), (3, 0.0, 60.0)):

@@ -231,7 +231,7 @@ def test_a_disk_that_refuses_in_the_middle(book, tmp_path, uninterrupted):
 def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
     """Also where the next one is due before it has failed, and fails as well, at once."""
 
-    def fail(*_):
+    def fail(self, texts):
         time.sleep(0.5)
         monkeypatch.setattr(store, "_check_room", refuse)
         raise OSError(errno.EIO, "it is broken")
@@ -239,7 +239,7 @@ def test_every_failed_save_is_told(book, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(store.arrays, "finish", fail)
+    monkeypatch.setattr(store.Writing, "finish", fail)
     asked = [*TINY, "train.steps=3", "train.checkpoint_every=1", f"data.path={book}", f"run.dir={tmp_path / 'run'}"]
     said = []
     with pytest.raises(RunFailed, match="the checkpoint of step 3 could not be written: no room"):

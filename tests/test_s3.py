@@ -1,4 +1,4 @@
-"""Runs in S3: a stand-in on this machine (tests/s3.py). And the arrays of checkpoints, of any store."""
+"""Runs in S3: a stand-in on this machine (tests/s3.py). Orbax does not write there; checkpoint/s3.py does."""
 
 import json
 
@@ -11,8 +11,9 @@ import tensorstore
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ladder_jax import cli
-from ladder_jax.checkpoint import arrays, open_checkpoint, verify
-from ladder_jax.checkpoint.arrays import named
+from ladder_jax.checkpoint import open_checkpoint, verify
+from ladder_jax.checkpoint import s3 as arrays
+from ladder_jax.checkpoint.saved import named
 from ladder_jax.errors import UserError
 from ladder_jax.files import absolute, kvstore
 from ladder_jax.train import lock
@@ -102,9 +103,9 @@ def test_arrays(bucket, monkeypatch):
     }
     specs = {"layers/mlp/up": (None, None, "tensor"), "embedding/table": ("tensor",), "count": ()}
     tree = {name: sharded(value, *specs[name]) for name, value in values.items()}
-    host = arrays.on_host(tree)
-    arrays.write(folder, host, within=60)
-    arrays.finish(folder, host)
+    for write in arrays.begin(folder, tree):
+        write.result()
+    arrays.finish(folder, {name: value.shape for name, value in values.items()})
     about = lambda some: {name: (one.shape, one.dtype) for name, one in some.items()}
     assert about(arrays.stored(folder)) == about(values)
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": kvstore(folder), "path": "layers.mlp.up/"}}
@@ -116,22 +117,15 @@ def test_arrays(bucket, monkeypatch):
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharded(np.zeros(shape), *dims, tensor=4).sharding)
 
     like = jax.tree.map(wanted, shapes, is_leaf=lambda node: isinstance(node, tuple))
-    wanted = named(like)
-    restored = dict(
-        zip(wanted, arrays.read(folder, [((name, None), one) for name, one in wanted.items()]), strict=True)
-    )
+    restored = named(arrays.read(folder, like))
     for name, value in values.items():
-        assert restored[name].sharding == wanted[name].sharding
-        padded = np.zeros(wanted[name].shape, np.float32)
+        assert restored[name].sharding == named(like)[name].sharding
+        padded = np.zeros(named(like)[name].shape, np.float32)
         padded[tuple(map(slice, value.shape))] = value
         assert np.array_equal(restored[name], padded), name
-    sharding = sharded(np.zeros((8, 6)), tensor=4).sharding
-    one = jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=sharding)
-    (layer,) = arrays.read(folder, [(("layers/mlp/up", 2), one)])
-    assert np.array_equal(layer, values["layers/mlp/up"][2])
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="the arrays of process 1 are not there"):
-        arrays.finish(folder, host)
+    tensorstore.KvStore.open(spec["kvstore"]).result().write("1.0.0", None).result()
+    with pytest.raises(ValueError, match="NOT_FOUND"):
+        arrays.read(folder, like)
 
 
 def test_locks(bucket, monkeypatch):

@@ -3,7 +3,6 @@
 import itertools
 import sys
 import weakref
-from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from ladder_jax import checkpoint, evaluate, nn
-from ladder_jax.checkpoint import Pieces, arrays
+from ladder_jax.checkpoint import Pieces, pieces, writing
 from ladder_jax.config import Biases, DecodeConfig, Loop, Quantize
 from ladder_jax.decode import weights
 from ladder_jax.decode.engine.compilations import Compilations
@@ -71,13 +70,13 @@ def test_the_values_are_those_of_all_at_once(case, chunk, tmp_path, monkeypatch)
     definition = cases.define(name, num_layers=3, **changes, **starts.BFLOAT16)
     writer = definition if name == "ladder-fresh" else nn.define(definition.config, mesh=cases.define(name).layout.mesh)
     if chunk == "stack":
-        monkeypatch.setattr(arrays, "STACKS", ())
+        monkeypatch.setattr(writing, "_chunks", lambda tree: jax.tree.map(lambda _: writing.ocp.SaveArgs(), tree))
     params = starts.save(tmp_path, writer)
     saved = checkpoint.open_checkpoint(tmp_path)
     for quantize in Quantize:
         wanted = expected(definition, params, quantize=quantize)
-        for ahead in (1, arrays.AHEAD):
-            monkeypatch.setattr(arrays, "AHEAD", ahead)
+        for ahead in (1, pieces.AHEAD):
+            monkeypatch.setattr(pieces, "AHEAD", ahead)
             form = dict(loop=Loop.UNROLLED, quantize=quantize)
             found = weights.prepare(definition, Pieces(saved, definition), **form)
             same(found, wanted)
@@ -92,7 +91,7 @@ def test_a_chunk_is_a_layer(wide):
     """Of what a run saves: else a layer could not be read without its stack."""
     folder = wide / "checkpoints" / "1" / "params"
     for name, layers in (("layers/mlp/up", 4), ("embedding/table", 0)):
-        opened = arrays.open_array(folder, name).result()
+        opened = pieces._open(folder, name, pieces.tensorstore.Context())
         assert opened.chunk_layout.read_chunk.shape == ((1, *opened.shape[1:]) if layers else opened.shape)
 
 
@@ -107,13 +106,13 @@ def test_a_process_reads_its_own_part(wide, monkeypatch):
         def addressable_devices_indices_map(self, shape):
             return dict(list(sharding.devices_indices_map(shape).items())[2:])
 
-    store = arrays.open_array(wide / "checkpoints" / "1" / "params", "layers/mlp/up").result()
-    block = arrays.Block(store[2], SimpleNamespace(shape=(128, 512), dtype=np.float32, sharding=Own()))
-    read, whole, shares = block.begin().result(), store[2].read().result(), []
-    assert read.shape == (128, 256) and read.nbytes == block.bytes
+    store = pieces._open(wide / "checkpoints" / "1" / "params", "layers/mlp/up", pieces.tensorstore.Context())
+    array = pieces._Array(store, (128, 512), Own(), pieces._span((128, 512), Own()), 1)
+    read, whole, shares = array.begin(2).result(), store[2].read().result(), []
+    assert read.shape == (1, 128, 256) and read.nbytes == array.size(2)
     own = Own().addressable_devices_indices_map((128, 512)).values()
-    monkeypatch.setattr(arrays.meshes, "place", lambda share, *_: shares.extend(map(share, own)))
-    block.place(read)
+    monkeypatch.setattr(pieces.meshes, "place", lambda share, *_: shares.extend(map(share, own)))
+    array.place(read[0])
     assert [np.array_equal(share, whole[:, at : at + 128]) for share, at in zip(shares, (256, 384))] == [True, True]
 
 

@@ -12,7 +12,6 @@ what has none is removed before the next save.
 import contextlib
 import dataclasses
 import errno
-import json
 import math
 import os
 import pathlib
@@ -25,15 +24,18 @@ from typing import Any
 import jax
 
 from ladder_jax import remote
-from ladder_jax.checkpoint import arrays, manifest, saved
+from ladder_jax.checkpoint import manifest, saved
+from ladder_jax.checkpoint.quiet import WRITING, Quiet
 from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
+from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, to_dict
 from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.parallel import PATIENCE, Agreement, first_of
 
-_WRITING = "writing."  # prefix of a folder being written
+ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
+
 _DELETING = "deleting."  # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
 
 
@@ -79,6 +81,7 @@ class Store:
         self._failure: Failure | None = None
         self._failures = 0
         self._disagreement: Exception | None = None
+        self._quiet: Quiet | None = None
         self._start, self._end = (Agreement(name, patience=patience) for name in ("save", "saved"))
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -95,6 +98,7 @@ class Store:
     ) -> None:
         """Copy the arrays to the host, then write them in the background. Waits first for the previous save."""
         self.wait()
+        self._quiet = self._quiet or Quiet()
         meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
         meta |= {"validation_loss": validation_loss, "config": to_dict(self._config)}
         texts = {"data": {"step": step, **(data or {})}, "meta": meta}
@@ -105,15 +109,8 @@ class Store:
         if outcome["reason"]:
             self._failed(step, outcome)
             return
-        host: dict[str, dict[str, arrays.HostArray]] = {}
-
-        def copy() -> None:
-            for item, tree in items.items():
-                host[item] = arrays.on_host(tree)
-
-        error = _error_of(copy)
-        arguments = step, error, host, texts
-        self._thread = threading.Thread(target=self._finish, args=arguments, name=f"checkpoint {step}")
+        writing = Writing(self._unfinished(step), items)
+        self._thread = threading.Thread(target=self._finish, args=(step, writing, texts), name=f"checkpoint {step}")
         self._thread.start()
 
     def failure(self) -> Failure | None:
@@ -123,11 +120,16 @@ class Store:
 
     def wait(self) -> None:
         """Wait until the last save has succeeded or failed. Raises RunFailed if other processes do not answer."""
-        self.close()
+        self._join()
         if self._disagreement is not None:
             raise self._disagreement
 
     def close(self) -> None:
+        self._join()
+        if self._quiet is not None:
+            self._quiet.close(after=ABANDONED if self._failures else 0)
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -147,16 +149,12 @@ class Store:
         if not is_remote(self.folder):
             _check_room(self.folder, items)
 
-    def _finish(self, step: int, error: str | None, host: dict, texts: dict[str, Any]) -> None:
-        def write() -> None:
-            for item, of_item in host.items():
-                # A shorter time-out than the other processes', so that a disk that hangs is reported to them in time.
-                arrays.write(self._unfinished(step) / item, of_item, within=0.4 * self._patience)
-
-        error = error or _error_of(write)
+    def _finish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
+        # A shorter time-out than the other processes', so that a disk that hangs is reported to them in time.
+        error = _error_of(lambda: writing.wait(within=0.8 * self._patience))
 
         def publish() -> None:
-            remote.patiently(self.folder, lambda: self._publish(step, host, texts))
+            remote.patiently(self.folder, lambda: self._publish(step, writing, texts))
 
         def conclude(errors: list[str | None]) -> dict[str, Any]:
             first, whose = first_of(errors)
@@ -170,14 +168,9 @@ class Store:
         if outcome["reason"]:
             self._failed(step, outcome)
 
-    def _publish(self, step: int, host: dict, texts: dict[str, Any]) -> None:
+    def _publish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
         folder, place = self._unfinished(step), self.folder / str(step)
-        for item, of_item in host.items():
-            arrays.finish(folder / item, of_item)
-        for item, value in texts.items():
-            (folder / item).mkdir(exist_ok=True)
-            (folder / item / "metadata").write_text(json.dumps(value))
-        manifest.write(folder)
+        writing.finish(texts)
         if folder != place:
             if place.exists():  # the run went back to an earlier step; after a kill, `complete` goes on from here
                 _set_aside(place)
@@ -215,22 +208,22 @@ class Store:
                 remove(self.folder / str(step))
             return
         complete(self.folder)
-        for leftover in (*self.folder.glob(f"{_WRITING}*"), *self.folder.glob(f"{_DELETING}*")):
+        for leftover in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{_DELETING}*")):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _unfinished(self, step: int) -> AnyPath:
         """The folder to write into. A new name after each failure: its abandoned writes may still be running."""
         if is_remote(self.folder):
             return self.folder / str(step)
-        return self.folder / f"{_WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
+        return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
 
 
 def complete(folder: AnyPath) -> None:
     """Give a checkpoint its name that was whole, but not renamed yet when the process was killed. On disks alone."""
     if is_remote(folder):
         return
-    for path in folder.glob(f"{_WRITING}*"):
-        place = folder / path.name.removeprefix(_WRITING).partition(".")[0]
+    for path in folder.glob(f"{WRITING}*"):
+        place = folder / path.name.removeprefix(WRITING).partition(".")[0]
         if (path / manifest.NAME).exists() and not place.exists():
             path.rename(place)
 
@@ -287,7 +280,7 @@ def _error_of(work: Callable[[], None]) -> str | None:
     """Calls `work`. Returns its error in one line, None if it succeeded."""
     try:
         work()
-    except Exception as error:  # the stores' libraries have no common error for a failed write
+    except Exception as error:  # Orbax, tensorstore and fsspec have no common error for a failed write
         return saved.reason(error)
     return None
 

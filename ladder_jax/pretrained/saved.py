@@ -8,9 +8,10 @@ import numpy as np
 import tensorstore
 
 from ladder_jax import checkpoint
-from ladder_jax.checkpoint import arrays, manifest
+from ladder_jax.checkpoint import manifest
 from ladder_jax.data import tokenizer
 from ladder_jax.errors import UserError
+from ladder_jax.files import kvstore
 from ladder_jax.pretrained import source, tokenizer_files
 from ladder_jax.pretrained.huggingface.read import read_object
 from ladder_jax.pretrained.source import Key, Source, Stored
@@ -28,7 +29,7 @@ def read(path: pathlib.Path) -> Source:
     opened = checkpoint.open_checkpoint(path)
     if opened.has_manifest and (problems := manifest.problems(opened.path, part="params")):
         raise checkpoint.Damaged(f"checkpoint {str(opened.path)!r} is damaged or incomplete: {problems[0]}")
-    model, found = opened.config.model, {}
+    model, arrays = opened.config.model, {}
     if model.side is not None:
         raise UserError(
             f"{str(path)!r} has a side network (model.side), which no other format has: generate, serve, evaluate and"
@@ -39,13 +40,13 @@ def read(path: pathlib.Path) -> Source:
     read_stack = functools.lru_cache(maxsize=1)(lambda name: store(name).read().result())
     for key, shape in source.expected_shapes(model).items():
         dtype = store(key.name).dtype.numpy_dtype
-        found[key] = Stored(shape, dtype, functools.partial(_values, store, read_stack, key, shape))
+        arrays[key] = Stored(shape, dtype, functools.partial(_values, store, read_stack, key, shape))
     folder = opened.path.parent.parent / tokenizer.FOLDER
     generation = read_object(folder / _GENERATION) if tokenizer_files.has_file(folder, _GENERATION) else {}
     return Source(
         str(path),
         model,
-        found,
+        arrays,
         opened.config.train.sequence,
         tokenizer_files.read(folder),
         generation,
@@ -54,8 +55,10 @@ def read(path: pathlib.Path) -> Source:
 
 
 def _open(folder: pathlib.Path, name: str) -> tensorstore.TensorStore:
+    """Open the array `name` in the item at `folder`, without reading its values."""
+    database = {"driver": "ocdbt", "base": kvstore(folder), "path": f"{name.replace('/', '.')}/"}
     try:
-        return arrays.open_array(folder, name).result()
+        return tensorstore.open({"driver": "zarr", "kvstore": database}, open=True, read=True).result()
     except ValueError as error:
         raise UserError(f"{str(folder)!r} holds no {name}: {str(error).splitlines()[0][:200]}") from None
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ladder_jax import nn
-from ladder_jax.checkpoint import arrays, manifest, saved
+from ladder_jax.checkpoint import manifest, saved
 from ladder_jax.checkpoint.stream import Stream
 from ladder_jax.config import DataConfig, FolderConfig, RunConfig, TrainConfig, to_dict
 from ladder_jax.data import tokenizer as tokenizers
@@ -59,7 +59,7 @@ def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, plac
             _compare(stream, place=place)
         _describe(checkpoint, config=_config(source, definition, place=place))
         manifest.write(checkpoint)
-        saved.check_shapes(arrays.stored(checkpoint / "params"), definition.abstract, folder=checkpoint)
+        saved.check_shapes(saved.stored(checkpoint / "params"), definition.abstract, folder=checkpoint)
         if problems := saved.verify(checkpoint):
             raise RunFailed(f"cannot write {str(place)!r}: {problems[0]}")
     except (OSError, ValueError) as error:  # tensorstore raises ValueErrors
