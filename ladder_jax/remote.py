@@ -1,11 +1,13 @@
 """Folders in an object store, gs:// and s3://, through the libraries that Orbax uses: etils.epath, fsspec, tensorstore.
 
 An object is written completely or not at all, and later reads and lists see it at once. There are no folders, locks or
-renames of folders: what needs those has another form there (checkpoint/store.py, train/lease.py).
+renames of folders: what needs those has another form there (checkpoint/store.py, train/lock.py).
 """
 
 import contextlib
 import os
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ladder_jax.errors import UserError, unknown
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}
 """The packages that implement the schemes for fsspec. They are not among our dependencies."""
+
+RETRIED = 60.0  # seconds of an outage that cost nothing
 
 CHECKSUMS = ("md5Hash", "crc32c", "ETag", "etag")  # of an object, computed by the store, the best first
 
@@ -96,3 +100,20 @@ def remove(folder: "epath.Path", *, first: str) -> None:
         (folder / first).unlink()
     with contextlib.suppress(FileNotFoundError):
         files_of(folder).rm(os.fspath(folder), recursive=True)
+
+
+def patiently[T](folder: str | os.PathLike, work: Callable[[], T]) -> T:
+    """`work()`. Where `folder` is in an object store it is called again after an error, for RETRIED seconds.
+
+    The stores' libraries have errors of their own, beside OSError, and give up after some seconds, or at once.
+    """
+    until = time.monotonic() + RETRIED
+    while True:
+        try:
+            return work()
+        except (FileNotFoundError, PermissionError, UserError):
+            raise
+        except Exception:
+            if "://" not in os.fspath(folder) or time.monotonic() > until:
+                raise
+        time.sleep(1.0)

@@ -1,7 +1,7 @@
 """A stand-in for Google Cloud Storage: its JSON API over HTTP, as far as tensorstore and gcsfs use it, in memory.
 
 Writes and deletions of objects are atomic, have generations and preconditions, and lists see them at once, as GCS's are
-documented. There are no permissions, no network that fails, and no time that a request takes.
+documented. There are no permissions, and no time that a request takes. It may be away for a while.
 """
 
 import base64
@@ -24,6 +24,7 @@ class Bucket:
         self.generation = 0
         self.uploads: dict[str, tuple[str, bytearray]] = {}
         self.requests: list[str] = []
+        self.away = False  # then every request is answered with 503
 
     def put(self, name: str, content: bytes, *, match: str | None) -> dict | None:
         """The object's resource; None where its generation is not `match` (0: there is none)."""
@@ -87,7 +88,8 @@ def listening(bucket: Bucket, answer):
             bucket.requests.append(f"{self.command} {self.path}")
             split = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(split.query, keep_blank_values=True))
-            status, content, headers = answer(self.command, split.path, query, self.headers, body, address)
+            asked = self.command, split.path, query, self.headers, body, address
+            status, content, headers = (503, b"", {}) if bucket.away else answer(*asked)
             content = json.dumps(content).encode() if isinstance(content, dict) else content
             self.send_response(status)
             kind = headers.pop("Content-Type", "application/json")

@@ -79,9 +79,11 @@ class _Upload(io.BytesIO):
         self._files, self._path = files, path
 
     def close(self):
-        if not self.closed:
-            self._files.pipe_file(self._path, self.getvalue())
+        if self.closed:
+            return
+        content = self.getvalue()
         super().close()
+        self._files.pipe_file(self._path, content)
 
 
 def _of(path: str) -> str:

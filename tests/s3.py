@@ -1,7 +1,7 @@
 """A stand-in for S3: its REST API over HTTP, as far as tensorstore, s3fs and tests/s3_files.py use it, in memory.
 
 Writes of objects are atomic, have ETags and conditions (If-Match, If-None-Match), and lists see them at once, as S3's
-are documented. Signatures are not checked; there are no permissions, and no network that fails.
+are documented. Signatures are not checked, and there are no permissions. It may be away for a while.
 """
 
 import contextlib

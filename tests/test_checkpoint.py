@@ -7,8 +7,11 @@ import json
 import logging
 import math
 import os
+import pathlib
 import shutil
+import threading
 import warnings
+import zipfile
 from types import SimpleNamespace
 
 import jax
@@ -16,8 +19,8 @@ import numpy as np
 import pytest
 
 from ladder_jax import cli, nn, train
-from ladder_jax.checkpoint import Damaged, Store, manifest, open_checkpoint, quiet, retention, steps, verify
-from ladder_jax.checkpoint.saved import reason
+from ladder_jax.checkpoint import Damaged, Pieces, Store, manifest, open_checkpoint, quiet, steps, store, verify
+from ladder_jax.checkpoint.saved import named, reason, stored
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, TrainConfig
 from ladder_jax.errors import UserError
@@ -151,6 +154,43 @@ def test_dataclass_of_the_config_round_trips(saved):
     assert dataclasses.replace(config, model=config.model) == config and config.train == RECIPE
 
 
+def numbered(leaf, times):
+    """Values by position."""
+    return np.arange(math.prod(leaf.shape), dtype=np.float32).reshape(leaf.shape) % 97 * times
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(data=2, tensor=4)], ids=str)
+def test_a_checkpoint_of_before_is_read(tmp_path, mesh):
+    """As a run wrote it on a mesh of 2 x 4, and as a conversion did, which left out what is zero.
+
+    Recorded once, and not made anew: it holds later versions to the format. It was made by a Store's `save`, and by
+    `Stream`, of `numbered` values.
+    """
+    with zipfile.ZipFile(pathlib.Path(__file__).with_name("checkpoint_1.zip")) as recorded:
+        recorded.extractall(tmp_path)
+    trained, converted = open_checkpoint(tmp_path).check(), open_checkpoint(tmp_path / "converted").check()
+    assert trained.verified and trained.step == 7 and trained.validation_loss == 2.5 and trained.data["skipped"] == [3]
+    config = trained.config.model
+    wrote = nn.define(config, mesh=make_mesh(data=2, tensor=4)).abstract
+    definition = nn.define(config, mesh=make_mesh(**mesh))
+    count = jax.ShapeDtypeStruct((), np.int32, sharding=definition.layout.sharding(""))
+    moments = trained.optimizer({"count": count, "mu": definition.abstract})
+    assert int(moments["count"]) == 7
+    names = named(definition.abstract)
+    layer = next(Pieces(trained, definition)([("layers/mlp/up", 1)]))
+    np.testing.assert_array_equal(np.asarray(layer), numbered(names["layers/mlp/up"], 1)[1])
+    for name, leaf in named(wrote).items():
+        rows = 200 if name.endswith("table") else len(numbered(leaf, 1))
+        for tree, times in (
+            (trained.params(definition), 1),
+            (moments["mu"], 2),
+            (converted.params(definition), name != "final_norm/scale"),
+        ):
+            found = named(tree)[name]
+            assert found.sharding == names[name].sharding
+            np.testing.assert_array_equal(np.asarray(found)[:rows], numbered(leaf, times)[:rows], err_msg=name)
+
+
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     """Three small checkpoints, of one array each beside the optimizer's."""
@@ -215,6 +255,7 @@ def test_what_is_being_written_does_not_count(three, tmp_path):
     copy = tmp_path / "checkpoints"
     shutil.copytree(three, copy)
     (copy / "30").rename(copy / "writing.30")
+    (copy / "writing.30" / "manifest.json").unlink()
     (copy / "10").rename(copy / "deleting.10")
     assert open_checkpoint(copy).step == 20
     Store(copy, config=RunConfig(train=RECIPE)).close()
@@ -248,7 +289,7 @@ def test_a_failed_write_is_told_when_the_others_have_ended(tmp_path):
 
 def test_what_is_kept():
     losses = {step: loss for step, loss in zip(range(10, 80, 10), (3.0, 1.0, None, 1.0, 4.0, 2.0, None))}
-    removed = lambda **keep: retention.steps_to_remove(losses, keep=retention.Keep(**keep))
+    removed = lambda **keep: store.steps_to_remove(losses, keep=store.Keep(**keep))
     assert removed() == [10, 20, 30, 40, 50, 60]
     assert removed(last=2, every=30) == [10, 20, 40, 50]
     assert removed(best=1) == [10, 20, 30, 50, 60]  # of two equals the later
@@ -261,21 +302,56 @@ def test_what_is_kept():
         assert set(losses) - set(removed(best=1)) == {best, 40}
     losses = {10: math.nan, 20: math.nan}
     assert removed(best=1) == [10]
-    assert retention.parse("every=1000, best=2") == retention.Keep(last=1, every=1000, best=2)
+    assert store.parse_keep("every=1000, best=2") == store.Keep(last=1, every=1000, best=2)
     for words, message in (("lats=3", "did you mean 'last'"), ("last=0", "at least 1"), ("best=x", "whole number")):
         with pytest.raises(UserError, match=message):
-            retention.parse(words)
+            store.parse_keep(words)
+
+
+@pytest.mark.parametrize(
+    "moment", ["before the manifest", "before the old one is moved", "before the new one is named"]
+)
+def test_killed_while_a_step_is_saved_again(three, tmp_path, monkeypatch, moment):
+    """At each moment a whole checkpoint of that step is left: the old one, or the new one."""
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(three, copy)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    saving = Store(copy, config=RunConfig(train=RECIPE))
+    where = {
+        "before the manifest": (manifest, "write"),
+        "before the old one is moved": (store, "_set_aside"),
+        "before the new one is named": (type(copy), "rename"),
+    }[moment]
+    whole = getattr(*where)
+    if moment == "before the new one is named":
+        monkeypatch.setattr(*where, lambda path, to: kill() if path.name == "writing.30" else whole(path, to))
+    else:
+        monkeypatch.setattr(*where, kill)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    saving.save(30, params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    saving.close()
+    monkeypatch.undo()
+    Store(copy, config=RunConfig(train=RECIPE)).close()
+    assert sorted(path.name for path in copy.iterdir()) == ["10", "20", "30"] and verify(copy / "30") == []
+    new = moment == "before the new one is named"
+    assert tuple(stored(copy / "30" / "params")["a"].shape) == ((3,) if new else (64, 8))
 
 
 def test_an_older_one_goes_only_after_the_new_one_is_whole(three, tmp_path, monkeypatch):
     copy = tmp_path / "checkpoints"
     shutil.copytree(three, copy)
-    store = Store(copy, config=RunConfig(train=dataclasses.replace(RECIPE, keep_checkpoints=1)))
+    saving = Store(copy, config=RunConfig(train=dataclasses.replace(RECIPE, keep_checkpoints=1)))
     seen = []
-    prune = store._prune
-    monkeypatch.setattr(store, "_prune", lambda: (seen.append(verify(copy / "40")), prune()))
-    store.save(40, params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
-    store.close()
+    prune = saving._prune
+    monkeypatch.setattr(saving, "_prune", lambda: (seen.append(verify(copy / "40")), prune()))
+    saving.save(40, params={"a": np.zeros(3, np.float32)}, optimizer={"b": np.zeros(3, np.float32)})
+    saving.close()
     assert seen == [[]] and [p.name for p in copy.iterdir()] == ["40"]
 
 

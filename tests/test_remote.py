@@ -1,6 +1,5 @@
 """Runs and token stores in an object store: a stand-in for Google Cloud Storage on this machine (tests/gcs.py)."""
 
-import itertools
 import json
 import os
 import signal
@@ -11,21 +10,22 @@ import threading
 import time
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
 from etils.epath import backend
 
-from ladder_jax import cli, nn, remote
-from ladder_jax.checkpoint import Pieces, open_checkpoint, steps, verify
-from ladder_jax.config import load
+from ladder_jax import checkpoint, cli, nn, remote
+from ladder_jax.checkpoint import Pieces, manifest, open_checkpoint, steps, verify
+from ladder_jax.config import RunConfig, TrainConfig, load
 from ladder_jax.data.store import Store
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.files import absolute, kvstore
 from ladder_jax.parallel import make_mesh
 from ladder_jax.pretrained.formats import open_model, open_source
+from ladder_jax.train import checkpoints, lock, metrics
 from ladder_jax.train import folder as runs
-from ladder_jax.train import lease, metrics
 from tests import gcs, gcs_files
 from tests.test_tokens import TEXTS, lines, make
 
@@ -76,7 +76,7 @@ def killed_and_resumed(bucket, where, module):
     assert "runs/one/.lock" in bucket.objects and "runs/one/result.json" not in bucket.objects
     bucket.put("runs/one/checkpoints/8/params/manifest.ocdbt", b"half", match=None)  # of a save that was killed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lease, "EXPIRES", 1.0)
+        patch.setattr(lock, "EXPIRES", 1.0)
         assert train(where) == 0
 
 
@@ -198,18 +198,19 @@ def copy(bucket, source, target):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(lease, "RENEWED", 0.1)
-    monkeypatch.setattr(lease, "EXPIRES", 3.0)
+    monkeypatch.setattr(lock, "RENEWED", 0.1)
+    monkeypatch.setattr(lock, "GIVES_UP", 2.0)
+    monkeypatch.setattr(lock, "EXPIRES", 3.0)
 
 
 def test_one_process_a_folder(bucket, quick):
     where = absolute("gs://bucket/leases/one")
-    with lease.held(where, say=print, lost=pytest.fail):
+    with lock.held(where, say=print, lost=pytest.fail):
         with pytest.raises(UserError, match="another process is training in 'gs://bucket/leases/one', on host "):
-            with lease.held(where, say=print, lost=pytest.fail):
+            with lock.held(where, say=print, lost=pytest.fail):
                 pass
     assert "leases/one/.lock" not in bucket.objects
-    with lease.held(where, say=pytest.fail, lost=pytest.fail):
+    with lock.held(where, say=pytest.fail, lost=pytest.fail):
         pass
 
 
@@ -222,8 +223,8 @@ def taken_over(bucket, name):
     where, said, lost = absolute(name), [], []
     bucket.put("leases/two/.lock", b'{"owner": "gone 1 2", "renewed": 3}', match=None)
     began = time.monotonic()
-    with lease.held(where, say=said.append, lost=lost.append):
-        assert time.monotonic() - began > lease.EXPIRES and "waiting 3 s, in case its owner has been killed" in said[0]
+    with lock.held(where, say=said.append, lost=lost.append):
+        assert time.monotonic() - began > lock.EXPIRES and "waiting 3 s, in case its owner has been killed" in said[0]
         bucket.put("leases/two/.lock", b'{"owner": "another 1 2", "renewed": 0}', match=None)
         while not lost and time.monotonic() - began < 30:
             time.sleep(0.01)
@@ -231,41 +232,133 @@ def taken_over(bucket, name):
     assert b"another" in bucket.objects["leases/two/.lock"][1]
 
 
-class Unreachable:
-    """A store that has taken the lock, and fails from then on; counts the attempts to renew it."""
+class Outage:
+    """A clock that only waiting moves, and a store that answers no request between two times."""
 
-    def __init__(self):
-        self.attempts = -1
+    def __init__(self, begins, ends):
+        self.begins, self.ends = begins, ends
+        self.now, self.renewed, self.done = 0.0, 0.0, False
+
+    def monotonic(self):
+        return self.now
+
+    def wait(self, seconds):
+        """Of the event that ends the lease."""
+        time.sleep(0.0001)
+        self.now += seconds
+        return self.done
+
+    def set(self):
+        self.done = True
 
     def read(self, name):
         return SimpleNamespace(result=lambda: SimpleNamespace(state="missing", stamp=SimpleNamespace(generation=b"")))
 
     def write(self, name, content, *, if_equal):
-        self.attempts += content is not None
-        if self.attempts:
-            raise ValueError("UNAVAILABLE")
-        return SimpleNamespace(result=lambda: SimpleNamespace(generation=b"1"))
+        def result(within=0.0):
+            if self.begins <= self.now < self.ends:
+                self.now += within
+                raise TimeoutError
+            self.renewed = self.now
+            return SimpleNamespace(generation=b"1")
+
+        return SimpleNamespace(result=result)
 
 
-def test_an_owner_that_cannot_renew_gives_up_in_time(tmp_path, monkeypatch):
-    """Half of the time after which another process takes over, however often it tries."""
-    store, lost, clock = Unreachable(), [], itertools.count(0, 7)
-    opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: store))
-    monkeypatch.setattr(lease, "tensorstore", SimpleNamespace(KvStore=opened))
-    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(lease, "RENEWED", 0.001)
-    with lease.held(tmp_path, say=pytest.fail, lost=lost.append):
+def renewed(outage, monkeypatch, tmp_path):
+    """What the owner of a lease tells in ten minutes of an outage's clock, and when: [(line, time)]."""
+    lost = []
+    opened = SimpleNamespace(open=lambda spec: SimpleNamespace(result=lambda: outage))
+    monkeypatch.setattr(lock, "is_remote", lambda folder: True)
+    monkeypatch.setattr(lock, "kvstore", lambda folder: None)
+    monkeypatch.setattr(lock, "tensorstore", SimpleNamespace(KvStore=opened))
+    monkeypatch.setattr(lock, "time", outage)
+    monkeypatch.setattr(lock, "threading", SimpleNamespace(Event=lambda: outage, Thread=threading.Thread))
+    with lock.held(tmp_path, say=pytest.fail, lost=lambda line: lost.append((line, outage.now))):
         began = time.monotonic()
-        while not lost and time.monotonic() - began < 30:
+        while not lost and outage.now < 600 and time.monotonic() - began < 30:
             time.sleep(0.001)
-    assert lost == [f"the lock of {str(tmp_path)!r} could not be renewed for 30 s"]
-    assert store.attempts == 5  # after 7, 14, 21 and 28 s it still tries, after 35 s no more
+    return lost
+
+
+@pytest.mark.parametrize("begins", [0.5, 4, 9.9, 10, 14, 20])
+@pytest.mark.parametrize("seconds", [1, 10, 60, 75])
+def test_an_outage_of_a_minute_ends_no_run(tmp_path, monkeypatch, begins, seconds):
+    """Wherever it begins, between two renewals or within one; one that is not answered is the least of it."""
+    outage = Outage(begins, begins + seconds)
+    assert renewed(outage, monkeypatch, tmp_path) == [] and outage.now >= 600
+
+
+@pytest.mark.parametrize("begins", [4, 10, 14])
+def test_an_owner_that_cannot_renew_gives_up_in_time(tmp_path, monkeypatch, begins):
+    """Before another process may take the folder over, however often it tries."""
+    outage = Outage(begins, 10_000)
+    (line, when), *_ = renewed(outage, monkeypatch, tmp_path)
+    assert line == f"the lock of {str(tmp_path)!r} could not be renewed for 100 s"
+    assert when - outage.renewed == lock.GIVES_UP < lock.EXPIRES - lock.RENEWED
+
+
+def away_while_a_save_finishes(bucket, where, monkeypatch):
+    """A short outage costs nothing; a long one is reported, whatever error the library raises; then it is as before."""
+    whole, outage = manifest.write, SimpleNamespace(seconds=0.0)
+
+    def write(folder):
+        if outage.seconds:
+            bucket.away = True
+            threading.Timer(outage.seconds, setattr, (bucket, "away", False)).start()
+            outage.seconds = 0.0
+        whole(folder)
+
+    monkeypatch.setattr(manifest, "write", write)
+    tree = dict(params={"a": jnp.zeros(3)}, optimizer={"b": jnp.zeros(3)})
+    saving = checkpoint.Store(f"{where}/checkpoints", config=RunConfig(train=TrainConfig(keep_checkpoints=9)))
+    failures = []
+    for step, outage.seconds, retried in ((1, 1.5, 60.0), (2, 3.0, 0.0), (3, 0.0, 60.0)):
+        monkeypatch.setattr(remote, "RETRIED", retried)
+        saving.save(step, **tree)
+        saving.wait()
+        failures.append(saving.failure())
+        while bucket.away:
+            time.sleep(0.01)
+    saving.close()
+    assert failures[0] is None and failures[2] is None
+    assert str(failures[1]).startswith("the checkpoint of step 2 could not be written: ")
+    assert "503" in failures[1].reason and "the others cannot be listed now" in failures[1].kept
+    folder = absolute(where) / "checkpoints"
+    assert steps(folder) == [1, 3] and verify(folder / "1") == verify(folder / "3") == []
+
+
+def test_a_store_that_is_away_while_a_save_finishes(bucket, monkeypatch):
+    away_while_a_save_finishes(bucket, "gs://bucket/away", monkeypatch)
+
+
+def test_a_store_that_is_away_when_a_checkpoint_is_due(bucket, run, monkeypatch, capsys):
+    """Training goes on, to the same end. After the last step the run says that it is not saved, and goes on later."""
+    saves, where = checkpoints.CheckpointSaver.save, "gs://bucket/runs/away"
+    monkeypatch.setattr(remote, "RETRIED", 0.0)
+
+    def save(self, step, *of, **more):
+        bucket.away = step in away
+        saves(self, step, *of, **more)
+        bucket.away = False
+
+    monkeypatch.setattr(checkpoints.CheckpointSaver, "save", save)
+    away = {3, 12}
+    assert train(where) == 1
+    said = capsys.readouterr().err
+    assert "step 3: the checkpoint of step 3 could not be written: " in said and "training goes on" in said
+    *_, last = said.splitlines()
+    assert last.startswith("ladder-jax: the checkpoint of step 12 could not be written: ") and "Traceback" not in said
+    assert steps(absolute(where) / "checkpoints") == [6, 9]
+    away = set()
+    assert train(where) == 0
+    assert json.loads(bucket.objects["runs/away/result.json"][1]) == json.loads((run / "result.json").read_text())
 
 
 def test_who_has_lost_the_folder_ends(monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    runs._end("another process has taken it over")
+    lock.end("another process has taken it over")
     assert ended == [RunFailed.status] and capfd.readouterr().err == "ladder-jax: another process has taken it over\n"
 
 
@@ -279,7 +372,7 @@ def one_of_several(bucket, name):
 
     def start():
         try:
-            with lease.held(where, say=lambda line: None, lost=pytest.fail):
+            with lock.held(where, say=lambda line: None, lost=pytest.fail):
                 winners.append(1)
                 done.wait(30)
         except UserError:

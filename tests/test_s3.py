@@ -16,7 +16,7 @@ from ladder_jax.checkpoint import s3 as arrays
 from ladder_jax.checkpoint.saved import named
 from ladder_jax.errors import UserError
 from ladder_jax.files import absolute, kvstore
-from ladder_jax.train import lease
+from ladder_jax.train import lock
 from tests import s3, s3_files, test_remote
 from tests.test_remote import train
 
@@ -130,12 +130,17 @@ def test_arrays(bucket, monkeypatch):
 
 def test_locks(bucket, monkeypatch):
     """Each change is one request with a condition, which the store checks."""
-    monkeypatch.setattr(lease, "RENEWED", 0.1)
-    monkeypatch.setattr(lease, "EXPIRES", 3.0)
+    monkeypatch.setattr(lock, "RENEWED", 0.1)
+    monkeypatch.setattr(lock, "GIVES_UP", 2.0)
+    monkeypatch.setattr(lock, "EXPIRES", 3.0)
     test_remote.one_of_several(bucket, "s3://bucket/leases/one")
     asked = len(bucket.requests)
     test_remote.taken_over(bucket, "s3://bucket/leases/two")
     assert sum(request.startswith("HEAD") for request in bucket.requests[asked:]) <= 1  # before the lock is removed
+
+
+def test_a_store_that_is_away(bucket, monkeypatch):
+    test_remote.away_while_a_save_finishes(bucket, "s3://bucket/away", monkeypatch)
 
 
 def test_mistakes(bucket, capsys):

@@ -1,15 +1,14 @@
 """The verb `checkpoints`: list, verify and prune the checkpoints of a run."""
 
-import contextlib
 import dataclasses
 import datetime
 import json
 
-from ladder_jax import remote, terminal
-from ladder_jax.checkpoint import retention, saved
-from ladder_jax.checkpoint.retention import Keep
+from ladder_jax import terminal
+from ladder_jax.checkpoint import manifest, saved, store
+from ladder_jax.checkpoint.store import Keep
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.files import AnyPath, absolute, is_remote
+from ladder_jax.files import AnyPath, absolute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Row:
 
 def run(args: dict) -> None:
     """Print the list. Raises UserError if there is no checkpoint, and RunFailed, at the end, if one is damaged."""
-    keep = retention.parse(args["prune"]) if args["prune"] else None
+    keep = store.parse_keep(args["prune"]) if args["prune"] else None
     path = absolute(args["run"])
     folder = saved.folder_of(path)
     if not saved.steps(folder):
@@ -53,40 +52,35 @@ def run(args: dict) -> None:
 
 
 def _row(folder: AnyPath, *, thorough: bool) -> Row:
-    about = dict(step=int(folder.name), path=str(folder), bytes=_size(folder))
+    problems, written, loss, state = [], None, None, "unchecked"
     try:
         checkpoint = saved.open_checkpoint(folder)
+        written, loss = checkpoint.time, checkpoint.validation_loss
+        if not checkpoint.has_manifest:
+            state = "no manifest"
+        elif thorough:
+            problems, state = saved.verify(folder), "whole"
+    except saved.Damaged:
+        problems = saved.verify(folder)
     except UserError as error:
-        problems = saved.verify(folder) if isinstance(error, saved.Damaged) else [str(error)]
-        return Row(**about, time=None, validation_loss=None, state="damaged", problems=tuple(problems))
-    problems = saved.verify(folder) if thorough else []
-    intact = "whole" if thorough else "unchecked"
-    state = "damaged" if problems else intact if checkpoint.has_manifest else "no manifest"
+        problems = [str(error)]
     return Row(
-        **about,
-        time=checkpoint.time,
-        validation_loss=checkpoint.validation_loss,
-        state=state,
+        step=int(folder.name),
+        path=str(folder),
+        bytes=sum(int(info["size"]) for info in manifest.found(folder).values()),
+        time=written,
+        validation_loss=loss,
+        state="damaged" if problems else state,
         problems=tuple(problems),
     )
-
-
-def _size(folder: AnyPath) -> int:
-    if is_remote(folder):
-        return sum(info["size"] for info in remote.listed(folder).values())
-    total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += file.stat().st_size if file.is_file() else 0
-    return total
 
 
 def _prune(rows: list[Row], *, folder: AnyPath, keep: Keep) -> list[int]:
     """Remove checkpoints and return their steps. Damaged ones are neither counted nor removed: the user decides."""
     losses = {row.step: row.validation_loss for row in rows if row.state != "damaged"}
-    removed = retention.steps_to_remove(losses, keep=keep) if losses else []
+    removed = store.steps_to_remove(losses, keep=keep) if losses else []
     for step in removed:
-        retention.remove(folder / str(step))
+        store.remove(folder / str(step))
     return removed
 
 

@@ -8,12 +8,11 @@ sizes alone (s3://, whose ETag need not be a digest); one that was copied into a
 
 import base64
 import concurrent.futures
-import dataclasses
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
-import stat
 from typing import Any
 
 from ladder_jax import remote
@@ -24,26 +23,31 @@ DAMAGED = "manifest.damaged.json"  # in an object store: the manifest of a check
 DIGEST = "blake2b-128"
 THREADS = 16
 
+type File = dict[str, Any]  # {"size": bytes, "digest": text}
 
-@dataclasses.dataclass(frozen=True)
-class File:
-    size: int
-    digest: str
+_DAMAGED = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)  # what reading a changed one raises
 
 
 def write(folder: AnyPath) -> None:
     """Write the manifest of all files in `folder`. On return, the files and the manifest are synced to the disk."""
     if is_remote(folder):
-        entries = {name: _stated(info) for name, info in sorted(remote.listed(folder).items()) if name != NAME}
-        (folder / NAME).write_text(_text(entries))
+        entries = {name: _stated(info) for name, info in found(folder).items()}
+        (folder / NAME).write_text(json.dumps(_signed(entries), indent=0))
         return
     (folder / NAME).unlink(missing_ok=True)
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = sorted(found(folder))
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        entries = dict(zip((str(path.relative_to(folder)) for path in files), pool.map(_digest_synced, files)))
+        entries = dict(zip(names, pool.map(lambda name: _synced(folder / name), names)))
     partial = folder / f"{NAME}.tmp"
     with partial.open("w", encoding="utf-8") as file:
-        file.write(_text(entries))
+        file.write(json.dumps(_signed(entries), indent=0))
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, folder / NAME)
@@ -58,34 +62,32 @@ def problems(folder: AnyPath, *, part: str = "", contents: bool = True) -> list[
     contents: compare digests, not only sizes; this reads all files.
     """
     try:
-        files = _read(folder)
+        listed = _read(folder)
     except FileNotFoundError:
         return [f"{NAME} is missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except _DAMAGED:
         return [f"{NAME} is damaged"]
-    compared = {name: file for name, file in files.items() if name.startswith(f"{part}/" if part else "")}
-    if is_remote(folder):
-        stored = remote.listed(folder)
-        compare = lambda name: _difference_stated(folder / name, stored.get(name), compared[name], contents)
-        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            differences = pool.map(compare, compared)
-            return [f"{name} {difference}" for name, difference in zip(compared, differences) if difference]
+    there = found(folder)
+    compared = [name for name in listed if name.startswith(f"{part}/" if part else "")]
+
+    def difference(name: str) -> str | None:
+        return _difference(folder / name, there.get(name), listed[name], contents)
+
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        differences = pool.map(lambda name: _difference(folder / name, compared[name], contents), compared)
+        differences = pool.map(difference, compared)
         return [f"{name} {difference}" for name, difference in zip(compared, differences) if difference]
 
 
 def digest(folder: AnyPath, *, part: str) -> str:
     """A digest of the manifest's entries for the subfolder `part`."""
-    files = {name: dataclasses.asdict(file) for name, file in _read(folder).items() if name.startswith(f"{part}/")}
-    return _digest_of(json.dumps(files, sort_keys=True).encode())
+    return _digest_of({name: file for name, file in _read(folder).items() if name.startswith(f"{part}/")})
 
 
 def lists(folder: AnyPath, *, part: str) -> bool:
     """Whether the manifest lists any file in the subfolder `part`. True for a damaged manifest: see `problems`."""
     try:
         return any(name.startswith(f"{part}/") for name in _read(folder))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except _DAMAGED:
         return True
 
 
@@ -98,73 +100,72 @@ def sync_folder(folder: pathlib.Path) -> None:
         os.close(handle)
 
 
-def _text(entries: dict[str, File]) -> str:
-    return json.dumps(_signed({name: dataclasses.asdict(file) for name, file in entries.items()}), indent=0) + "\n"
-
-
-def _signed(files: dict) -> dict:
+def _signed(files: dict[str, File]) -> dict[str, Any]:
     """The manifest's JSON: the entries, and a digest of them."""
-    return {"digest": DIGEST, "files": files, "own": _digest_of(json.dumps(files, sort_keys=True).encode())}
+    return {"digest": DIGEST, "files": files, "own": _digest_of(files)}
 
 
 def _read(folder: AnyPath) -> dict[str, File]:
     stored = json.loads((folder / NAME).read_text(encoding="utf-8"))
     if stored != _signed(stored["files"]):
         raise ValueError("the manifest is not what was written")
-    if outside := [name for name in stored["files"] if pathlib.PurePath(name).is_absolute() or ".." in name.split("/")]:
-        raise ValueError(f"{outside[0]} is not in the checkpoint")
-    return {name: File(**file) for name, file in stored["files"].items()}
+    for name, file in stored["files"].items():
+        if pathlib.PurePath(name).is_absolute() or ".." in name.split("/"):
+            raise ValueError(f"{name} is not in the checkpoint")
+        if file.keys() != {"size", "digest"} or not isinstance(file["digest"], str):
+            raise ValueError(f"the entry of {name} is not what was written")
+    return stored["files"]
 
 
-def _difference(path: pathlib.Path, file: File, contents: bool) -> str | None:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            return "is no file"
-        if status.st_size != file.size:
-            return f"has {status.st_size} bytes, not {file.size}"
-        if contents and not _has(path, file.digest):
-            return "has other contents than were written"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return None
+def found(folder: AnyPath) -> dict[str, dict[str, Any]]:
+    """The files below a folder, but for the manifest, with their `size` and what an object store says of them."""
+    if is_remote(folder):
+        return {name: info for name, info in remote.listed(folder).items() if name != NAME}
+    there = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it
+            if path.is_file() and path != folder / NAME:
+                there[str(path.relative_to(folder))] = {"size": path.stat().st_size}
+    return there
 
 
-def _stated(info: dict[str, Any]) -> File:
-    return File(int(info["size"]), next(iter(remote.checksums(info)), ""))
-
-
-def _difference_stated(path: AnyPath, info: dict[str, Any] | None, file: File, contents: bool) -> str | None:
-    """As `_difference`, of an object, by what its store says about it, or of one that was copied, by its content."""
+def _difference(path: AnyPath, info: dict[str, Any] | None, file: File, contents: bool) -> str | None:
     if info is None:
         return "is missing"
-    if int(info["size"]) != file.size:
-        return f"has {info['size']} bytes, not {file.size}"
-    of_store = not file.digest or ":" in file.digest
-    same = file.digest in (remote.checksums(info) or [""]) if of_store else not contents or _has(path, file.digest)
+    if int(info["size"]) != file["size"]:
+        return f"has {info['size']} bytes, not {file['size']}"
+    try:
+        same = _same(path, info, file["digest"], contents)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
     return None if same else "has other contents than were written"
 
 
-def _digest_synced(path: pathlib.Path) -> File:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return File(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, _hash).hexdigest())
-
-
-def _has(path: AnyPath, digest: str) -> bool:
-    """Whether the file has the digest. True for a store's checksum that cannot be computed from the content."""
+def _same(path: AnyPath, info: dict[str, Any], digest: str, contents: bool) -> bool:
+    """Whether the content has the digest: by the store's own checksum, or by reading the file, with `contents`."""
+    stated = remote.checksums(info)
+    if stated and (not digest or ":" in digest):
+        return digest in stated
     kind, _, value = digest.rpartition(":")
-    if not value or kind not in ("", "md5Hash"):
+    if not contents or not value or kind not in ("", "md5Hash"):  # another checksum cannot be computed from the content
         return True
     with path.open("rb") as file:
         content = hashlib.file_digest(file, "md5" if kind else _hash).digest()
     return value == (base64.b64encode(content).decode() if kind else content.hex())
 
 
-def _digest_of(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+def _stated(info: dict[str, Any]) -> File:
+    return {"size": int(info["size"]), "digest": next(iter(remote.checksums(info)), "")}
+
+
+def _synced(path: pathlib.Path) -> File:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return {"size": os.fstat(file.fileno()).st_size, "digest": hashlib.file_digest(file, _hash).hexdigest()}
+
+
+def _digest_of(files: dict[str, File]) -> str:
+    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _hash():

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -109,7 +110,7 @@ class Checkpoint:
         try:
             if not self.has_manifest:
                 _check_readable(folder, set(named(like)))
-            check_shapes(_stored(folder), like, folder=folder)
+            check_shapes(stored(folder), like, folder=folder)
         except UserError:
             raise
         except Exception as error:
@@ -124,16 +125,23 @@ def named(tree: Any) -> dict[str, Any]:
 
 def check_shapes(stored: Any, like: Any, *, folder: AnyPath) -> None:
     """Raises UserError if an array is missing, extra or of another shape but for padding (vocabulary, experts)."""
-    actual, expected = ({name: tuple(leaf.shape) for name, leaf in named(tree).items()} for tree in (stored, like))
+    actual, expected = named(stored), named(like)
     for name in sorted(actual.keys() | expected.keys()):
-        a, b = actual.get(name), expected.get(name)
-        where = 0 if name.endswith("table") else 1 if "mlp/experts/" in name else None  # the padded dimension
-        same_but_for = lambda shape: None if where is None or shape is None else shape[:where] + shape[where + 1 :]
-        if a != b and (same_but_for(a) is None or same_but_for(a) != same_but_for(b)):
+        a, b = (tuple(tree[name].shape) if name in tree else None for tree in (actual, expected))
+        if a is None or b is None or _unpadded(name, a) != _unpadded(name, b):
             raise UserError(f"checkpoint {str(folder)!r} does not fit its configuration: {name} is {a}, not {b}")
 
 
-def _stored(folder: AnyPath) -> Any:
+def _unpadded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without the dimension whose padding depends on the mesh."""
+    if name.endswith("table"):
+        return shape[1:]
+    if "mlp/experts/" in name:
+        return shape[:1] + shape[2:]
+    return shape
+
+
+def stored(folder: AnyPath) -> Any:
     """A tree of an item's arrays, of which only the shapes are read."""
     if by_orbax(folder):
         return ocp.PyTreeCheckpointHandler().metadata(folder).tree
@@ -177,19 +185,20 @@ def _check_listed(keys: list[str], names: set[str]) -> None:
 
 def steps(folder: AnyPath) -> list[int]:
     """The steps of the finished checkpoints in `folder`, in order. In an object store the manifest finishes one."""
-    if not folder.is_dir():
-        return []
-    finished = lambda path: (path / manifest.NAME).exists() if is_remote(path) else path.is_dir()
-    return sorted(int(path.name) for path in folder.iterdir() if _is_step(path.name) and finished(path))
+    if is_remote(folder):
+        return _named_steps(folder, lambda path: (path / manifest.NAME).exists())
+    return _named_steps(folder, lambda path: path.is_dir())
 
 
 def unfinished_steps(folder: AnyPath) -> list[int]:
     """In an object store: the steps whose checkpoints have no manifest, and were not put aside as damaged."""
-    if not folder.is_dir():
-        return []
-    names = [path.name for path in folder.iterdir() if _is_step(path.name)]
-    marked = lambda name: any((folder / name / marker).exists() for marker in (manifest.NAME, manifest.DAMAGED))
-    return [int(name) for name in names if not marked(name)]
+    marked = lambda path: (path / manifest.NAME).exists() or (path / manifest.DAMAGED).exists()
+    return _named_steps(folder, lambda path: not marked(path))
+
+
+def _named_steps(folder: AnyPath, wanted: Callable[[AnyPath], bool]) -> list[int]:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in paths if _is_step(path.name) and wanted(path))
 
 
 def _is_step(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Write checkpoints in the background, each completely or not at all.
+"""Write checkpoints in the background, each completely or not at all, and keep those that the rules say.
 
 A step is written into the folder `writing.<step>`. Then its manifest is written, all files are synced, the folder is
 renamed to `<step>`, and only then are older checkpoints removed. So a folder named `<step>` is complete, whenever the
@@ -12,40 +12,54 @@ what has none is removed before the next save.
 import contextlib
 import dataclasses
 import errno
+import math
 import os
 import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from ladder_jax.checkpoint import manifest, retention
+from ladder_jax import remote
+from ladder_jax.checkpoint import manifest, saved
 from ladder_jax.checkpoint.quiet import WRITING, Quiet
-from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, reason, steps, unfinished_steps
+from ladder_jax.checkpoint.saved import FORMAT, VERSION, open_checkpoint, steps, unfinished_steps
 from ladder_jax.checkpoint.writing import Writing
 from ladder_jax.config import RunConfig, to_dict
-from ladder_jax.errors import RunFailed, UserError, wrong_type
+from ladder_jax.errors import UserError, unknown, wrong_type
 from ladder_jax.files import AnyPath, absolute, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.processes.agreement import PATIENCE, Agreement, first_of
 
 ABANDONED = 10.0  # seconds within which the abandoned writes of a failed save end
 
+_DELETING = "deleting."  # prefix of a folder being removed: after a kill, its rest does not look like a checkpoint
+
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A checkpoint could not be written. Earlier checkpoints are unchanged. newest: the step of the last of them."""
+    """A checkpoint could not be written. Earlier checkpoints are unchanged. kept: which of them is the newest."""
 
     step: int
     reason: str
-    newest: int | None
+    kept: str
 
     def __str__(self) -> str:
-        kept = "there is none before it" if self.newest is None else f"the newest is that of step {self.newest}"
-        return f"the checkpoint of step {self.step} could not be written: {self.reason} ({kept})"
+        return f"the checkpoint of step {self.step} could not be written: {self.reason} ({self.kept})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """last: how many of the newest to keep. every: also keep the steps divisible by it. best: also keep that many with
+    the lowest held-out loss. 0 turns a rule off. The newest is always kept.
+    """
+
+    last: int = 1
+    every: int = 0
+    best: int = 0
 
 
 class Store:
@@ -61,18 +75,17 @@ class Store:
         if not isinstance(folder, str | os.PathLike):
             raise wrong_type("folder", folder, str, os.PathLike)
         self.folder, self._config, self._patience = absolute(folder), config, patience
-        self._remote = is_remote(folder)
         train = config.train
-        self._keep = retention.Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
+        self._keep = Keep(last=train.keep_checkpoints, every=train.keep_every, best=train.keep_best)
         self._thread: threading.Thread | None = None
         self._failure: Failure | None = None
-        self._disagreement: RunFailed | None = None
+        self._failures = 0
+        self._disagreement: Exception | None = None
+        self._quiet: Quiet | None = None
         self._start, self._end = (Agreement(name, patience=patience) for name in ("save", "saved"))
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear()
-        self._quiet: Quiet | None = None
-        self._failures = 0
 
     def save(
         self,
@@ -88,13 +101,15 @@ class Store:
         self._quiet = self._quiet or Quiet()
         meta = {"format": FORMAT, "version": VERSION, "manifest": manifest.NAME, "step": step, "time": time.time()}
         meta |= {"validation_loss": validation_loss, "config": to_dict(self._config)}
+        texts = {"data": {"step": step, **(data or {})}, "meta": meta}
         items = {"params": params, "optimizer": optimizer}
-        outcome = self._start.decided(f"room for the checkpoint of step {step}", lambda: self._prepare(step, items))
+
+        room = f"room for the checkpoint of step {step}"
+        outcome = self._start.decided(room, lambda: self._outcome(_error_of(lambda: self._prepare(step, items))))
         if outcome["reason"]:
             self._failed(step, outcome)
             return
         writing = Writing(self._unfinished(step), items)
-        texts = {"data": {"step": step, **(data or {})}, "meta": meta}
         self._thread = threading.Thread(target=self._finish, args=(step, writing, texts), name=f"checkpoint {step}")
         self._thread.start()
 
@@ -119,79 +134,106 @@ class Store:
             self._thread.join()
             self._thread = None
 
-    def _prepare(self, step: int, items: dict[str, Params]) -> dict[str, Any]:
+    def _prepare(self, step: int, items: dict[str, Params]) -> None:
         """Create empty folders to write into. The run's own folder may have been removed meanwhile."""
 
         def create() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not self._remote:
-                _check_room(self.folder, *items.values())
             self._clear()
-            if self._remote:  # exists if the run went back to an earlier step
-                retention.remove(self._unfinished(step))
+            if is_remote(self.folder):  # exists if the run went back to an earlier step
+                remove(self._unfinished(step))
             for item in items:
                 (self._unfinished(step) / item).mkdir(parents=True)
 
-        return self._outcome(_error_of(create))
+        remote.patiently(self.folder, create)
+        if not is_remote(self.folder):
+            _check_room(self.folder, items)
 
     def _finish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
         # A shorter time-out than the other processes', so that a disk that hangs is reported to them in time.
         error = _error_of(lambda: writing.wait(within=0.8 * self._patience))
 
+        def publish() -> None:
+            remote.patiently(self.folder, lambda: self._publish(step, writing, texts))
+
         def conclude(errors: list[str | None]) -> dict[str, Any]:
             first, whose = first_of(errors)
-            return self._outcome(first + whose if first else _error_of(lambda: self._publish(step, writing, texts)))
+            return self._outcome(first + whose if first else _error_of(publish))
 
         try:
             outcome = self._end.concluded(f"the checkpoint of step {step}", error, conclude)
-        except RunFailed as failure:
+        except Exception as failure:  # `wait` raises it: a thread that just ends would look like a save
             self._disagreement = failure
             return
         if outcome["reason"]:
             self._failed(step, outcome)
 
     def _publish(self, step: int, writing: Writing, texts: dict[str, Any]) -> None:
+        folder, place = self._unfinished(step), self.folder / str(step)
         writing.finish(texts)
-        if not self._remote:
-            retention.remove(self.folder / str(step))  # exists if the run went back to an earlier step
-            self._unfinished(step).rename(self.folder / str(step))
+        if folder != place:
+            if place.exists():  # the run went back to an earlier step; after a kill, `complete` goes on from here
+                _set_aside(place)
+            folder.rename(place)
             manifest.sync_folder(self.folder)
-        with contextlib.suppress(OSError):  # the new checkpoint is complete, and the next save prunes again
+        with contextlib.suppress(Exception):  # the new checkpoint is complete, and the next save prunes again
             self._prune()
 
     def _prune(self) -> None:
         losses = {step: loss_of(self.folder / str(step)) for step in steps(self.folder)}
-        for step in retention.steps_to_remove(losses, keep=self._keep):
-            retention.remove(self.folder / str(step))
+        for step in steps_to_remove(losses, keep=self._keep):
+            remove(self.folder / str(step))
 
     def _outcome(self, reason: str | None) -> dict[str, Any]:
         """The outcome that all processes get. After a failure, removes the unfinished files, to free the disk."""
         if reason is None:
-            return {"reason": None, "newest": None}
-        try:
+            return {"reason": None, "kept": None}
+        with contextlib.suppress(Exception):  # the disk or the store is as it was; the next save clears again
             self._clear()
-            return {"reason": reason, "newest": max(steps(self.folder), default=None)}
-        except OSError as error:  # the folder cannot even be listed
-            raise RunFailed(f"cannot read {str(self.folder)!r}: {error.strerror}") from None
+        try:
+            newest = max(steps(self.folder), default=None)
+        except Exception as error:
+            return {"reason": reason, "kept": f"the others cannot be listed now: {saved.reason(error)}"}
+        kept = "there is none before it" if newest is None else f"the newest is that of step {newest}"
+        return {"reason": reason, "kept": kept}
 
     def _failed(self, step: int, outcome: dict[str, Any]) -> None:
         self._failures += 1
-        self._failure = Failure(step, outcome["reason"], outcome["newest"])
+        self._failure = Failure(step, **outcome)
 
     def _clear(self) -> None:
         """Remove folders that a kill or a failure left half written or half removed."""
-        if self._remote:
+        if is_remote(self.folder):
             for step in unfinished_steps(self.folder):
-                retention.remove(self.folder / str(step))
+                remove(self.folder / str(step))
             return
-        for leftover in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{retention.DELETING}*")):
+        complete(self.folder)
+        for leftover in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{_DELETING}*")):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _unfinished(self, step: int) -> AnyPath:
         """The folder to write into. A new name after each failure: its abandoned writes may still be running."""
-        if self._remote:
+        if is_remote(self.folder):
             return self.folder / str(step)
         return self.folder / f"{WRITING}{step}{f'.{self._failures}' if self._failures else ''}"
+
+
+def complete(folder: AnyPath) -> None:
+    """Give a checkpoint its name that was whole, but not renamed yet when the process was killed. On disks alone."""
+    if is_remote(folder):
+        return
+    for path in folder.glob(f"{WRITING}*"):
+        place = folder / path.name.removeprefix(WRITING).partition(".")[0]
+        if (path / manifest.NAME).exists() and not place.exists():
+            path.rename(place)
+
+
+def remove(folder: AnyPath) -> None:
+    """Remove one step's folder. In an object store the manifest goes first, without which it does not count."""
+    if is_remote(folder):
+        return remote.remove(folder, first=manifest.NAME)
+    with contextlib.suppress(FileNotFoundError):  # another process removed it
+        shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
 def loss_of(folder: AnyPath) -> float | None:
@@ -202,18 +244,50 @@ def loss_of(folder: AnyPath) -> float | None:
         return None
 
 
+def parse_keep(words: str) -> Keep:
+    """Parse `last=3,every=1000,best=1`; each rule may be left out. Raises UserError for anything else."""
+    values = {}
+    for word in words.split(","):
+        name, _, value = word.strip().partition("=")
+        if name not in (names := [field.name for field in dataclasses.fields(Keep)]):
+            raise unknown("rule of --prune", name, names)
+        if not value.isdecimal() or (name == "last" and int(value) < 1):
+            raise UserError(f"--prune {name}={value}: {name} must be a whole number, at least {int(name == 'last')}")
+        values[name] = int(value)
+    return Keep(**values)
+
+
+def steps_to_remove(losses: Mapping[int, float | None], *, keep: Keep) -> list[int]:
+    """losses: the held-out loss of each step's checkpoint; None if it was not measured.
+
+    One of NaN is never the best.
+    """
+    steps = sorted(losses)
+    measured = {step: loss for step, loss in losses.items() if loss is not None and not math.isnan(loss)}
+    by_loss = sorted(measured, key=lambda step: (measured[step], -step))
+    kept = {*steps[-keep.last :], *by_loss[: keep.best]}
+    return [step for step in steps if step not in kept and not (keep.every and step % keep.every == 0)]
+
+
+def _set_aside(folder: pathlib.Path) -> pathlib.Path:
+    """Renames a folder, so that a kill leaves no half checkpoint under its name. Returns the new path."""
+    aside = folder.with_name(_DELETING + folder.name)
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
 def _error_of(work: Callable[[], None]) -> str | None:
     """Calls `work`. Returns its error in one line, None if it succeeded."""
     try:
         work()
-    except Exception as error:  # Orbax and tensorstore have no common error for a failed write
-        return reason(error)
+    except Exception as error:  # Orbax, tensorstore and fsspec have no common error for a failed write
+        return saved.reason(error)
     return None
 
 
-def _check_room(folder: pathlib.Path, *trees: Params) -> None:
+def _check_room(folder: pathlib.Path, items: dict[str, Params]) -> None:
     """Raises OSError if the disk has less free space than the arrays need: better now than half-way through."""
-    needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(trees)), shutil.disk_usage(folder).free
+    needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(items)), shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
             errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} free"

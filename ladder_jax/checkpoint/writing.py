@@ -54,7 +54,10 @@ class Writing:
             raise errors[0]
 
     def finish(self, texts: Mapping[str, Any]) -> None:
-        """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded on all processes."""
+        """Add the JSON items `texts` and the manifest. Called on process 0, after `wait` succeeded on all processes.
+
+        It may be called again after an error: the processes' databases stay, and one transaction merges them.
+        """
         for item, shapes in self._shapes.items():
             if by_orbax(self._folder):
                 self._handler.finalize(self._folder / item)

@@ -2,19 +2,20 @@
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
+from ladder_jax import remote
 from ladder_jax.checkpoint import Checkpoint, Damaged, Failure, Store, manifest, open_checkpoint, steps
-from ladder_jax.config import OnDamaged, RunConfig, from_dict, to_dict
+from ladder_jax.checkpoint.store import complete
+from ladder_jax.config import OnDamaged, to_dict
 from ladder_jax.errors import RunFailed, UserError
-from ladder_jax.files import AnyPath, absolute, is_remote
+from ladder_jax.files import AnyPath, explained, is_remote
 from ladder_jax.nn import Params
 from ladder_jax.train.folder import CONFIG, RunContext, write_json, writing
 from ladder_jax.train.gradients import TrainingTask
@@ -64,15 +65,16 @@ def newest(context: RunContext) -> Checkpoint | None:
     returns: the others may see an older state of a shared file system.
     """
     agreement, folder = context.agreement, context.folder / FOLDER
-    search = lambda: _as_json(_newest(folder, config=context.config, say=context.say))
-    fields = agreement.decided("which checkpoint is resumed", search)
-    if fields is None:
+    found = agreement.decided("which checkpoint is resumed", lambda: _newest(folder, context=context))
+    if found is None:
         return None
-    checkpoint = Checkpoint(**fields | {"path": absolute(fields["path"]), "config": from_dict(fields["config"])})
-    with agreement.together(f"whether all see checkpoint {str(checkpoint.path)!r}"):
-        if checkpoint.has_manifest and jax.process_index() > 0:
-            _await_files(checkpoint.path, within=min(VISIBLE_WITHIN, agreement.patience / 2))
-    return checkpoint
+    step, has_manifest = found
+    path = folder / str(step)
+    with agreement.together(f"whether all see checkpoint {str(path)!r}"):
+        if has_manifest and jax.process_index() > 0:
+            _await_files(path, within=min(VISIBLE_WITHIN, agreement.patience / 2))
+        checkpoint = open_checkpoint(path)
+    return dataclasses.replace(checkpoint, verified=has_manifest)  # by process 0, for all
 
 
 def check_data(checkpoint: Checkpoint, *, path: str, fingerprint: str) -> None:
@@ -121,9 +123,10 @@ class CheckpointSaver:
     ) -> None:
         """Start to save; a later `failure()` says if that went wrong."""
         with self.context.account.time("saving"):
-            if not (self.context.folder / CONFIG).exists():  # the user has removed the run's folder
-                with contextlib.suppress(OSError):  # the save meets the same disk, and reports it
-                    write_json(self.context.folder / CONFIG, to_dict(self.context.config))
+            config = self.context.folder / CONFIG
+            with contextlib.suppress(RunFailed), writing(config):  # the save meets the same disk, and reports it
+                if not config.exists():  # the user has removed the run's folder
+                    write_json(config, to_dict(self.context.config))
             position = Position(
                 step=step,
                 fingerprint=self.fingerprint,
@@ -148,7 +151,11 @@ class CheckpointSaver:
     def newest(self) -> int:
         """The step of the newest checkpoint, once all are written; 0 for none. All processes call it together."""
         self.wait()
-        latest = lambda: max(steps(self.store.folder), default=0)
+
+        def latest() -> int:
+            with explained(self.store.folder, "read"):
+                return max(remote.patiently(self.store.folder, lambda: steps(self.store.folder)), default=0)
+
         return self.context.agreement.decided("the newest checkpoint", latest)
 
     def wait(self) -> None:
@@ -162,45 +169,43 @@ class CheckpointSaver:
             raise RunFailed(f"{failure}; the same command goes on from there")
 
 
-def _newest(folder: AnyPath, *, config: RunConfig, say: Callable[[str], None]) -> Checkpoint | None:
-    saved = steps(folder)
+def _newest(folder: AnyPath, *, context: RunContext) -> tuple[int, bool] | None:
+    """The step of the newest whole checkpoint, and whether it has a manifest. Puts damaged ones aside, or raises."""
+    with explained(folder, "read"):
+        complete(folder)
+        saved = steps(folder)
     for step in reversed(saved):
         path = folder / str(step)
         try:
             checkpoint = open_checkpoint(path).check()
             if not checkpoint.has_manifest:
-                say(
+                context.say(
                     f"checkpoint {path} is of an older version and has no manifest: a changed bit in it would go unseen"
                 )
-            return checkpoint
+            return step, checkpoint.has_manifest
         except Damaged as damaged:
-            if config.run.on_damaged is OnDamaged.STOP:
+            if context.config.run.on_damaged is OnDamaged.STOP:
                 raise Damaged(f"{damaged} (run.on_damaged=previous puts it aside and goes on from there)") from None
             if step == saved[0]:
                 raise Damaged(f"{damaged}, and there is no whole one before it") from None
             with writing(folder):
-                if is_remote(path):  # a folder cannot be renamed; without a manifest it does not count
-                    aside = path / manifest.DAMAGED
-                    (path / manifest.NAME).rename(aside)
-                else:
-                    aside = _unused_name(path)
-                    path.rename(aside)
-            say(f"{damaged}: put aside as {aside.name}")
+                aside = _put_aside(path)
+            context.say(f"{damaged}: put aside as {aside.name}")
     return None
 
 
-def _unused_name(path: AnyPath) -> AnyPath:
-    """For a damaged checkpoint: `20.damaged`, or after other ones of the same step `20.damaged.2`."""
-    names = (f"{path.name}.damaged{f'.{n}' if n > 1 else ''}" for n in itertools.count(1))
-    return next(aside for name in names if not os.path.lexists(aside := path.with_name(name)))
+def _put_aside(path: AnyPath) -> AnyPath:
+    """Renames a damaged checkpoint to `20.damaged`, or after other ones of the same step `20.damaged.2`.
 
-
-def _as_json(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
-    """For the other processes."""
-    if checkpoint is None:
-        return None
-    fields = {field.name: getattr(checkpoint, field.name) for field in dataclasses.fields(checkpoint)}
-    return fields | {"path": str(checkpoint.path), "config": to_dict(checkpoint.config)}
+    In an object store no folder can be renamed. There its manifest is, without which it does not count.
+    """
+    if is_remote(path):
+        return (path / manifest.NAME).rename(path / manifest.DAMAGED)
+    aside, count = path.with_name(f"{path.name}.damaged"), 1
+    while os.path.lexists(aside):
+        count += 1
+        aside = path.with_name(f"{path.name}.damaged.{count}")
+    return path.rename(aside)
 
 
 def _await_files(folder: AnyPath, *, within: float) -> None:

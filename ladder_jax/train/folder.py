@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import pathlib
@@ -14,9 +12,10 @@ import jax
 
 from ladder_jax import remote
 from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
-from ladder_jax.errors import RunFailed, UserError, one_line
+from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, absolute, explained, is_remote
 from ladder_jax.processes.agreement import Agreement
+from ladder_jax.train import lock
 from ladder_jax.train.signals import StopRequest
 from ladder_jax.train.timing import TimeAccount
 
@@ -29,8 +28,7 @@ FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.accumula
 
 CONFIG, GOODPUT, RESULT = "config.json", "goodput.json", "result.json"
 _PARTIAL = ".tmp"  # the ending of a file that a kill left half written
-_LOCK = ".lock"
-_EARLIER = (_LOCK, GOODPUT)  # written before config.json: a run that failed or was killed early leaves only these
+_EARLIER = (lock.NAME, GOODPUT)  # written before config.json: a run that failed or was killed early leaves only these
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,46 +114,24 @@ def notices(config: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def owned(folder: AnyPath, *, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Makes the folder and locks it. Raises UserError where another process trains in it. After a UserError within,
-    before the run's first file, it leaves no folder that it has made.
+    """Makes the folder and locks it. Raises UserError where another process trains in it, RunFailed where it cannot be
+    written to. After a UserError within, before the run's first file, it leaves no folder that it has made.
 
-    The lock ends with the process, however that ends; its file stays. It is a regular file open for writing because
-    NFS enforces no other lock across hosts. In an object store it is a lease. Of a run's processes only the first takes
-    it. Raises RunFailed where the folder cannot be written to.
+    Of a run's processes only the first takes the lock.
     """
     if jax.process_index() > 0:
         yield
         return
-    if is_remote(folder):
-        from ladder_jax.train import lease
-
-        with contextlib.ExitStack() as stack:
-            with writing(folder):
-                stack.enter_context(lease.held(folder, say=say, lost=_end))
-            yield
-        return
-    with writing(folder):
-        made = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is training in {str(folder)!r}") from None
-        except OSError as error:  # on a file system without locks nobody is kept out
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
-                raise
-        if not os.fstat(handle).st_nlink:  # removed by the process that had it, just now
-            raise UserError(f"another process was about to train in {str(folder)!r}; try again")
+    made = not is_remote(folder) and not folder.exists()
+    with contextlib.ExitStack() as stack:
+        with writing(folder):
+            stack.enter_context(lock.held(folder, say=say))
         try:
             yield
         except UserError:
             if made and not (folder / CONFIG).exists():
                 _remove(folder)
             raise
-    finally:
-        os.close(handle)
 
 
 def _remove(folder: pathlib.Path) -> None:
@@ -164,12 +140,6 @@ def _remove(folder: pathlib.Path) -> None:
         for name in reversed(_EARLIER):  # the lock last
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
-
-
-def _end(line: str) -> None:
-    """Ends the process at once: another one may write into the folder from now on."""
-    os.write(2, f"ladder-jax: {one_line(line)}\n".encode())
-    os._exit(RunFailed.status)
 
 
 def writing(folder: AnyPath) -> contextlib.AbstractContextManager[None]:

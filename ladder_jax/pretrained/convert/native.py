@@ -59,8 +59,7 @@ def write(source: Source, folder: pathlib.Path, *, definition: nn.ModelDef, plac
             _compare(stream, place=place)
         _describe(checkpoint, config=_config(source, definition, place=place))
         manifest.write(checkpoint)
-        stored = saved.ocp.PyTreeCheckpointHandler().metadata(checkpoint / "params").tree
-        saved.check_shapes(stored, definition.abstract, folder=checkpoint)
+        saved.check_shapes(saved.stored(checkpoint / "params"), definition.abstract, folder=checkpoint)
         if problems := saved.verify(checkpoint):
             raise RunFailed(f"cannot write {str(place)!r}: {problems[0]}")
     except (OSError, ValueError) as error:  # tensorstore raises ValueErrors
