@@ -21,8 +21,6 @@ LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}
 
 RETRIED = 60.0  # seconds of an outage that cost nothing
 
-CHECKSUMS = ("md5Hash", "crc32c", "ETag", "etag")  # of an object, computed by the store, the best first
-
 
 _S3_SETTINGS = {
     "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
@@ -87,11 +85,6 @@ def listed(folder: "epath.Path") -> dict[str, dict[str, Any]]:
     prefix = os.fspath(folder).partition("://")[2].rstrip("/") + "/"
     found = files_of(folder).find(os.fspath(folder), detail=True)
     return {name.partition(prefix)[2]: info for name, info in found.items()}
-
-
-def checksums(info: dict[str, Any]) -> list[str]:
-    """The store's own checksums of an object, such as "md5Hash:...", the best first. info: as in `listed`."""
-    return [f"{name}:{info[name]}" for name in CHECKSUMS if info.get(name)]
 
 
 def remove(folder: "epath.Path", *, first: str) -> None:

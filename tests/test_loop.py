@@ -19,7 +19,7 @@ from ladder_jax.config import TrainConfig
 from ladder_jax.data import batches
 from ladder_jax.errors import UserError
 from ladder_jax.nn import attention_flops
-from ladder_jax.train import metrics, signals, timing
+from ladder_jax.train import folder, metrics, timing
 from ladder_jax.train import step as steps
 from tests import cases
 
@@ -273,13 +273,13 @@ def test_the_compilation_cache_is_on_unless_the_user_decides(tmp_path):
 
 def test_no_handler_stays_and_none_is_set_in_a_thread():
     before = signal.getsignal(signal.SIGTERM)
-    with signals.caught() as stop:
+    with folder.caught() as stop:
         assert signal.getsignal(signal.SIGTERM) is not before and not stop.after(3) and not stop.interrupts
     assert signal.getsignal(signal.SIGTERM) is before
     found = []
 
     def thread():
-        with signals.caught() as stop:
+        with folder.caught() as stop:
             found.append((signal.getsignal(signal.SIGTERM), stop.after(1)))
 
     worker = threading.Thread(target=thread)

@@ -143,7 +143,7 @@ def _difference(path: AnyPath, info: dict[str, Any] | None, file: File, contents
 
 def _same(path: AnyPath, info: dict[str, Any], digest: str, contents: bool) -> bool:
     """Whether the content has the digest: by the store's own checksum, or by reading the file, with `contents`."""
-    stated = remote.checksums(info)
+    stated = _checksums(info)
     if stated and (not digest or ":" in digest):
         return digest in stated
     kind, _, value = digest.rpartition(":")
@@ -154,8 +154,13 @@ def _same(path: AnyPath, info: dict[str, Any], digest: str, contents: bool) -> b
     return value == (base64.b64encode(content).decode() if kind else content.hex())
 
 
+def _checksums(info: dict[str, Any]) -> list[str]:
+    """The store's own checksums of an object, such as "md5Hash:...", the best first. info: as in `remote.listed`."""
+    return [f"{name}:{info[name]}" for name in ("md5Hash", "crc32c", "ETag", "etag") if info.get(name)]
+
+
 def _stated(info: dict[str, Any]) -> File:
-    return {"size": int(info["size"]), "digest": next(iter(remote.checksums(info)), "")}
+    return {"size": int(info["size"]), "digest": next(iter(_checksums(info)), "")}
 
 
 def _synced(path: pathlib.Path) -> File:

@@ -1,14 +1,18 @@
-"""A run's folder: which run owns it, its lock, its small files, and which settings may change when it is resumed."""
+"""A run's folder: which run owns it, its lock, its small files, and which settings may change when it is resumed; and
+what a run's parts share, the request to stop among it."""
 
 import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from ladder_jax import remote
 from ladder_jax.config import ModelConfig, MoEConfig, RunConfig, to_dict
@@ -16,19 +20,72 @@ from ladder_jax.errors import UserError
 from ladder_jax.files import AnyPath, absolute, explained, is_remote
 from ladder_jax.processes.agreement import Agreement
 from ladder_jax.train import lock
-from ladder_jax.train.signals import StopRequest
 from ladder_jax.train.timing import TimeAccount
 
 # The settings that may change when a run is resumed: where and how the same numbers are computed, which of them are
 # logged and saved, and what happens at bad steps.
 FREE = ("mesh.", "run.", "decode.", "train.loop", "train.remat", "train.accumulate", "train.sequence_parallel",
-        "train.collective_matmul", "train.loss_chunk", "train.log_every", "train.checkpoint_every", "train.keep_",
-        "train.evaluat", "train.on_bad_step", "train.spike_", "train.max_bad_steps", "train.rollback_batches",
-        "train.peak_tflops")  # fmt: skip
+        "train.interleave", "train.collective_matmul", "train.loss_chunk", "train.log_every", "train.checkpoint_every",
+        "train.keep_", "train.evaluat", "train.on_bad_step", "train.spike_", "train.max_bad_steps",
+        "train.rollback_batches", "train.peak_tflops")  # fmt: skip
 
+CAUGHT = (signal.SIGTERM, signal.SIGINT)
 CONFIG, GOODPUT, RESULT = "config.json", "goodput.json", "result.json"
 _PARTIAL = ".tmp"  # the ending of a file that a kill left half written
 _EARLIER = (lock.NAME, GOODPUT)  # written before config.json: a run that failed or was killed early leaves only these
+
+
+class StopRequest:
+    """The signal that asks this run to stop, if one came.
+
+    signum: the one that the run acts on; received: the one that this process received, of which the others of several
+    processes may not know yet.
+    """
+
+    signum: signal.Signals | None = None
+    received: signal.Signals | None = None
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether to break off work between two steps. With several processes never: all must stop at one step."""
+        return jax.process_count() == 1 and self.signum is not None
+
+    def after(self, step: int) -> bool:
+        """Whether to stop after `step`: the same answer on all processes."""
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            self.signum = self.received or signal.SIGTERM
+        return self.signum is not None
+
+
+@contextlib.contextmanager
+def caught() -> Iterator[StopRequest]:
+    """While it is open, the first signal only sets the request; outside of the main thread none is caught.
+
+    With several processes SIGTERM belongs to jax's own notifier, which informs all of them (see `StopRequest.after`),
+    and SIGINT is sent on as SIGTERM.
+    """
+    request, several = StopRequest(), jax.process_count() > 1
+
+    def handle(signum: int, _) -> None:
+        if request.received is not None:
+            os.write(2, f"ladder-jax: {signal.Signals(signum).name} again: ending at once\n".encode())
+            os._exit(128 + signum)
+        request.received = signal.Signals(signum)
+        os.write(2, f"{request.received.name}: saving, then ending (once more: at once)\n".encode())
+        if several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            request.signum = request.received
+
+    mine = (signal.SIGINT,) if several else CAUGHT
+    if threading.current_thread() is not threading.main_thread():
+        mine = ()
+    before = {signum: signal.signal(signum, handle) for signum in mine}
+    try:
+        yield request
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

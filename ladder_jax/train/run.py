@@ -20,7 +20,7 @@ from ladder_jax.nn import ModelDef
 from ladder_jax.nn.parameter import real_size
 from ladder_jax.parallel import check_compiler_makes, make_mesh, with_ranks
 from ladder_jax.processes.agreement import PATIENCE, Agreement
-from ladder_jax.train import checkpoints, folder, out_of_memory, signals, timing
+from ladder_jax.train import checkpoints, folder, out_of_memory, timing
 from ladder_jax.train.bad_steps import RESTORED, BadStepPolicy
 from ladder_jax.train.checkpoints import CheckpointSaver
 from ladder_jax.train.evaluation import Evaluation
@@ -85,7 +85,7 @@ def run(
             folder=where,
             agreement=agreement,
             account=account,
-            stop=stack.enter_context(signals.caught()),
+            stop=stack.enter_context(folder.caught()),
             say=say,
             beat=beat,
         )
