@@ -43,9 +43,10 @@ class Result:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """`config` with the fields filled in that follow from the mesh."""
+    """`config` with the fields filled in that follow from the mesh. Raises UserError for an undecided interleave."""
     model = with_ranks(config.model, tensor=config.mesh.tensor)
-    return dataclasses.replace(config, model=model)
+    train = dataclasses.replace(config.train, interleave=config.train.interleave.parts)
+    return dataclasses.replace(config, model=model, train=train)
 
 
 def run(

@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 
-from ladder_jax import config, residual
+from ladder_jax import config, residual, train
 from ladder_jax.config import preset
 from ladder_jax.errors import UserError
 from ladder_jax.predict import halves, layers, machine, phases, request, result, work
@@ -234,3 +234,14 @@ class Devices:
 def test_only_commands_decide(verb):
     with pytest.raises(UserError, match="interleave=auto is decided by the commands train, generate and serve"):
         assert (config.TrainConfig if verb == "train" else config.DecodeConfig)(interleave="auto").interleave.parts
+
+
+def test_a_run_that_is_not_decided_writes_nothing(tmp_path):
+    asked = config.RunConfig(
+        model=preset("tiny"),
+        train=config.TrainConfig(interleave="auto", steps=2, warmup_steps=1),
+        run=config.FolderConfig(dir=str(tmp_path / "out")),
+    )
+    with pytest.raises(UserError, match="interleave=auto is decided by the commands"):
+        train.run(asked)
+    assert not list(tmp_path.iterdir())
