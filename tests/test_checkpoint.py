@@ -251,11 +251,16 @@ def test_an_item_is_compared_before_it_is_read(saved, tmp_path):
                 checkpoint.params(definition)
 
 
-def test_what_is_being_written_does_not_count(three, tmp_path):
+@pytest.mark.parametrize("written", ["no manifest", "half a manifest"])
+def test_what_is_being_written_does_not_count(three, tmp_path, written):
     copy = tmp_path / "checkpoints"
     shutil.copytree(three, copy)
     (copy / "30").rename(copy / "writing.30")
-    (copy / "writing.30" / "manifest.json").unlink()
+    listing = copy / "writing.30" / "manifest.json"
+    if written == "half a manifest":
+        listing.write_text(listing.read_text()[:200])
+    else:
+        listing.unlink()
     (copy / "10").rename(copy / "deleting.10")
     assert open_checkpoint(copy).step == 20
     Store(copy, config=RunConfig(train=RECIPE)).close()

@@ -25,14 +25,8 @@ THREADS = 16
 
 type File = dict[str, Any]  # {"size": bytes, "digest": text}
 
-_DAMAGED = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-)  # what reading a changed one raises
+# What reading a changed manifest raises.
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def write(folder: AnyPath) -> None:

@@ -219,12 +219,15 @@ class Store:
 
 
 def complete(folder: AnyPath) -> None:
-    """Give a checkpoint its name that was whole, but not renamed yet when the process was killed. On disks alone."""
+    """Give a checkpoint its name that was whole, but not renamed yet when the process was killed. On disks alone.
+
+    The kill may also have left half a manifest: that one is not whole.
+    """
     if is_remote(folder):
         return
     for path in folder.glob(f"{WRITING}*"):
         place = folder / path.name.removeprefix(WRITING).partition(".")[0]
-        if (path / manifest.NAME).exists() and not place.exists():
+        if not place.exists() and not manifest.problems(path, contents=False):
             path.rename(place)
 
 
