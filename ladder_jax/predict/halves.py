@@ -13,13 +13,9 @@ from ladder_jax.predict.implementation import OURS
 from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import Form, Opponents
 from ladder_jax.predict.work import Model
+from ladder_jax.train.out_of_memory import KINDS as TPUS
 
-MACHINES = {  # by the beginning of a `jax.Device.device_kind`, the longer first
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v6": "v6e",
-    "TPU7x": "tpu7x",
+MACHINES = TPUS | {  # by the beginning of a `jax.Device.device_kind`, the longer first
     "NVIDIA H100 PCIe": "h100-no-nvlink",
     "NVIDIA H100": "h100-nvlink",
     "NVIDIA H200": "h200-nvlink",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ladder_jax.data.tokenizer import Tokenizer
     from ladder_jax.decode import Engine, Request
     from ladder_jax.decode.request import Piece
-    from ladder_jax.nn import ModelDef
     from ladder_jax.pretrained import OpenedModel
 
 SUMMARY = "Continue prompts with a model: a checkpoint, or one of Hugging Face or llama.cpp."
@@ -125,7 +124,7 @@ def _settings(args: argparse.Namespace, defaults: DecodeConfig) -> DecodeConfig:
     return dataclasses.replace(defaults, **changes)
 
 
-def _decided(settings: DecodeConfig, *, definition: ModelDef, tokens: int) -> DecodeConfig:
+def _decided(args: argparse.Namespace, saved: OpenedModel, settings: DecodeConfig, *, tokens: int) -> DecodeConfig:
     """`settings` with interleave=auto decided, for prompts of up to `tokens` tokens."""
     from ladder_jax.config import Interleave
 
@@ -133,7 +132,7 @@ def _decided(settings: DecodeConfig, *, definition: ModelDef, tokens: int) -> De
         return settings
     from ladder_jax.predict import halves
 
-    return halves.of_reading(settings, definition=definition, tokens=tokens, say=_say)
+    return halves.of_reading(settings, definition=saved.define(tensor=args.tensor), tokens=tokens, say=_say)
 
 
 def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, settings: DecodeConfig) -> None:
@@ -141,7 +140,7 @@ def _one(args: argparse.Namespace, saved: OpenedModel, tokenizer: Tokenizer, set
 
     (request,) = _requests(args, saved, tokenizer, settings)
     definition = saved.define(tensor=args.tensor)
-    settings = _decided(settings, definition=definition, tokens=len(request.prompt))
+    settings = _decided(args, saved, settings, tokens=len(request.prompt))
     form, capacity = dict(loop=settings.loop, quantize=settings.quantize), len(request.prompt) + request.max_new_tokens
     memory.check_slots(definition, slots=1, capacity=capacity, chunk=steps.CHUNK, **form)
     generator = Generator(definition, saved.reader(definition), **form)
@@ -295,5 +294,5 @@ def _engine(
     capacity: int,
 ) -> Engine:
     sizes = dict(slots=slots, capacity=capacity, max_queue=max(len(args.prompt or ()), SLOTS))
-    settings = _decided(settings, definition=saved.define(tensor=args.tensor), tokens=capacity)
+    settings = _decided(args, saved, settings, tokens=capacity)
     return saved.engine(settings=settings, tensor=args.tensor, **sizes, decoder=tokenizer.to_bytes)
