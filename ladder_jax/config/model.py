@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from ladder_jax.config.execution import CollectiveMatmul, Dtype, QKNorm, check_interleave
-from ladder_jax.config.experts import EXPERT_SHAPES, ExpertParallelism, MoEConfig
+from ladder_jax.config.experts import EXPERT_SHAPES, MoEConfig
 from ladder_jax.config.fields import build, check, check_positive, fit, shown
 from ladder_jax.config.side import SideConfig
 from ladder_jax.errors import UserError, unknown, wrong_type
@@ -76,7 +76,6 @@ def check_halves(
     names: tuple[str, str],
     sequence_parallel: bool = False,
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE,
-    experts: ExpertParallelism = ExpertParallelism.REDUCE,
 ) -> None:
     """Raises UserError where two halves of `rows` rows in turn, or of an odd number's sequences, are no program.
 
@@ -96,8 +95,6 @@ def check_halves(
     form = collective_matmul.value
     whole = collective_matmul is CollectiveMatmul.NONE
     check(whole, f"{setting} 2 hides gathers and scatters, of which collective_matmul {form} leaves none")
-    reduced = experts is ExpertParallelism.REDUCE
-    check(reduced, f"{setting} 2 is for experts whose sums are reduced, not for rows that are exchanged")
 
 
 def check_collective_matmul(

@@ -313,7 +313,6 @@ class RunConfig:
             rows=self.train.batch // rows // self.train.accumulate,
             sequence_parallel=split and self.mesh.tensor > 1,
             collective_matmul=form,
-            experts=self.mesh.experts,
             names=("train.interleave", "train.batch over data x fsdp x train.accumulate"),
         )
         check(

@@ -89,7 +89,6 @@ class ModelDef:
             rows=rows,
             sequence_parallel=self.splits(execution),
             collective_matmul=execution.collective_matmul,
-            experts=self.experts if self.splits(execution) else ExpertParallelism.REDUCE,
             names=("interleave", "the batch"),
         )
 

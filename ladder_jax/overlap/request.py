@@ -193,7 +193,6 @@ def check_in_turn(request: Request) -> None:
         rows=request.batch,
         sequence_parallel=request.sequence_parallel and request.tensor > 1,
         collective_matmul=request.collective_matmul,
-        experts=request.experts,
         names=("--interleave", "--batch"),
     )
 

@@ -156,9 +156,10 @@ def _allows_sequence_parallel(request: Request, mesh: MeshConfig) -> bool:
 
 def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
     """Whether halves of the rows, in turn, have something to hide. (Of an odd number, `train` halves the sequence.)"""
-    if candidate.mesh.tensor == 1 or candidate.rows % 2:
+    exchanges = candidate.mesh.experts is ExpertParallelism.EXCHANGE  # of which `predict` has no halves
+    if candidate.mesh.tensor == 1 or candidate.rows % 2 or exchanges:
         return False
-    form = dict(sequence_parallel=candidate.sequence_parallel, experts=candidate.mesh.experts)
+    form = dict(sequence_parallel=candidate.sequence_parallel)
     try:
         check_halves(2, model=config, rows=candidate.rows, names=("train.interleave", "rows"), **form)
     except UserError:

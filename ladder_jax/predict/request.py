@@ -159,9 +159,11 @@ def make(
         request.config(name)
     if form is ExpertParallelism.EXCHANGE:
         _check_exchange(request)
+        if interleave == "2":
+            raise UserError("--interleave 2: predict has no halves of exchanged experts (overlap compiles them)")
     if interleave == "2" and residual is not None:
         for name in request.residuals:
-            one = dict(model=request.config(name), rows=2, names=("--interleave", "--batch"), experts=form)
+            one = dict(model=request.config(name), rows=2, names=("--interleave", "--batch"))
             check_halves(2, **one)
     if ladder_layers is not None and not any(parse_residual(name).is_ladder for name in request.residuals):
         raise UserError(f"--ladder-layers needs a ladder kind of residual, not {', '.join(request.residuals)}")

@@ -21,13 +21,13 @@ and in prefill; in decoding a Ladder is what remains.
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ladder_jax.config import check_interleave
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import PREVIOUS
 from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, add
 
 
@@ -57,6 +57,26 @@ class Turn(Step):
     """A step, and the one that follows it."""
 
     after: Step | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherHalf:
+    """The half whose output crosses the ranks while this half's sublayer computes.
+
+    launched: its newest output, on its way. after: its next step, for which it becomes ready, with its own `sublayers`.
+    """
+
+    state: State
+    launched: Any
+    after: Step
+    sublayers: Sequence[Sublayer]
+
+    def settled(self, residual: jax.Array, summed: jax.Array | None) -> State:
+        """Once `summed` has arrived: `residual` holds all outputs but those that stay pending before `after`."""
+        sums = (*self.state.sums, summed)
+        added = len(sums) - self.after.pending_before
+        own = self.state.partial if self.after.fresh else None
+        return State(add(residual, sums[:added]), sums[added:], own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,32 +110,23 @@ class Interleaved:
     def advance(self, pair: Pair, step: Turn, sublayers: Sequence[Sequence[Sublayer]]) -> Pair:
         """Both halves after `step`. sublayers: of each half."""
         of_first, of_second = sublayers
-        first, second = self._turn(step, pair, step, of_first)
-        second, first = self._turn(step, Pair(second, first), step.after, of_second)
+        first, second = self._turn(step, pair, step, of_first, of_second)
+        second, first = self._turn(step, Pair(second, first), step.after, of_second, of_first)
         return Pair(first, second)
 
-    def _turn(self, step: Step, pair: Pair, after: Step, sublayers: Sequence[Sublayer]) -> tuple[State, State]:
+    def _turn(
+        self, step: Turn, pair: Pair, after: Step, sublayers: Sequence[Sublayer], of_other: Sequence[Sublayer]
+    ) -> tuple[State, State]:
         """(the ready half, whose `step` is computed; the other one, ready for `after`)."""
         mine = pair.ready
-        other = pair.computed
+        state = pair.computed
         wire = self.wire.beside(step, sublayers)
-        summed = wire.launch(step, other.partial, other.residual)
+        launched = wire.launch(step, state.partial, state.residual)
         entered = mine.carried
         if entered is None:
             entered = wire.enter(step, add(mine.residual, step.read(mine.sums)), sublayers)
-        entered, sublayers, (residual, summed) = wire.hold(step, entered, sublayers, (other.residual, summed))
-        if step.fresh:
-            entered = wire.with_own(entered, mine.partial)
-
-        def settled(summed):
-            """The other half, with all outputs but those that stay pending before `after`."""
-            launched = (*other.sums, summed)
-            added = len(launched) - after.pending_before
-            own = other.partial if after.fresh else None
-            return State(add(residual, launched[:added]), launched[added:], own)
-
-        partial = wire.partial(step.sublayers, entered, sublayers)
-        partial, arrived = wire.arrive(partial, summed, settled, after)
+        other = OtherHalf(state, launched, after, of_other)
+        partial, arrived = wire.turn(step, entered, sublayers, own=mine.partial, other=other)
         return State(mine.residual, mine.sums, partial), arrived
 
     def fill(self, pair: Pair, steps: Sequence[Step], *, dtype: jnp.dtype) -> Pair:
@@ -141,9 +152,8 @@ class Interleaved:
         """The final stream of both halves: everything still pending is reduced and added."""
         ready = pair.ready
         computed = pair.computed
-        newest = self.wire.reduce(computed.partial, PREVIOUS)
         first = add(ready.residual, ready.sums)
-        return jnp.concatenate([first, add(computed.residual, (*computed.sums, newest))], axis=self.axis)
+        return jnp.concatenate([first, self.wire.flush(computed)], axis=self.axis)
 
 
 def interleaved(wire: AllReduce, interleave: int, *, rows: int) -> AllReduce | Interleaved:

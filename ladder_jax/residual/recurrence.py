@@ -252,6 +252,20 @@ class AllReduce:
         """The wire for a sum that is in flight while the step's sublayers compute."""
         return self
 
+    def turn(
+        self, step: Step, entered: Any, sublayers: Sequence[Sublayer], *, own: Any, other: Any
+    ) -> tuple[Any, State]:
+        """(this half's output after `step`, the other half ready for its next step), one beside the other.
+
+        own: this half's newest output, which a fresh ladder reads. other: `interleave.OtherHalf`.
+        """
+        launched = other.state.residual, other.launched
+        entered, sublayers, (residual, launched) = self.hold(step, entered, sublayers, launched)
+        if step.fresh:
+            entered = self.with_own(entered, own)
+        partial = self.partial(step.sublayers, entered, sublayers)
+        return self.arrive(partial, launched, functools.partial(other.settled, residual), other.after)
+
     def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], launched: tuple[Any, Any]) -> tuple:
         """The step's input and sublayers, tied to `launched`, beside which they are to stand.
 

@@ -33,6 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ladder_jax.config import MoEConfig
 from ladder_jax.parallel import exchange
 from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, pvary, ranks, varying
+from ladder_jax.residual.interleave import OtherHalf, Turn
 from ladder_jax.residual.loop import EXCHANGED
 from ladder_jax.residual.recurrence import (
     REDUCED,
@@ -98,9 +99,43 @@ class ExchangeStep(SplitStep):
 
     shared_before: bool = False
 
-    @property
-    def is_attention(self) -> bool:
-        return self.sublayers == (ATTENTION,)
+
+class Beside:
+    """The two messages beside one sublayer: an output that arrives, and the input that it makes ready.
+
+    newest: the output on its way, or None. settle: from that, arrived, to a state. make: from the state to what is
+    sent. send: from that to the input.
+    """
+
+    def __init__(
+        self,
+        newest: Any,
+        *,
+        settle: Callable[[Any], State],
+        make: Callable[[State], Any],
+        send: Callable[[Any], Any],
+    ):
+        self.newest = newest
+        self.settle = settle
+        self.make = make
+        self.send = send
+
+    def between(self, products: Any) -> Any:
+        """The sublayer's first products: the first message is awaited after them, and the second one sent."""
+        newest = self.newest
+        if newest is not None:
+            products, newest = barrier_forward((products, newest))
+        self.state = self.settle(newest)
+        self.made = self.make(self.state)
+        if self.made is not None:
+            products, self.made = barrier_backward((products, self.made))
+        return products
+
+    def after(self, output: Any) -> tuple[Any, State]:
+        """The sublayer's output, and the state with the input that has arrived beside it."""
+        following = None if self.made is None else self.send(self.made)
+        output, following, stream = barrier_both((output, following, self.state.residual))
+        return output, dataclasses.replace(self.state, residual=stream, carried=following)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +161,15 @@ class Exchange(AllReduce):
             shared_before = leaves
         return tuple(result)
 
-    def launch(self, step: ExchangeStep, pending: Any, residual: jax.Array) -> Any:
-        if not step.is_attention:
+    def launch(self, step: Step, pending: Any, residual: jax.Array) -> Any:
+        if not isinstance(pending, Routed):
             return scatter(pending, self.axes, PREVIOUS)
         arriving = combine(pending, self.axes)
-        return arriving if step.delay else collect(arriving, like=residual)
+        return arriving if is_hidden(step) else collect(arriving, like=residual)
 
-    def enter(self, step: ExchangeStep, stream: jax.Array, sublayers: Sequence[Any]) -> Any:
-        if step.is_attention:
-            return gather(self.normalise(stream), self.axes, "")
-        return self._dispatch(step, self._fill(stream, sublayers))
+    def enter(self, step: Step, stream: jax.Array, sublayers: Sequence[Any]) -> Any:
+        made = self._made(step.sublayers, stream, sublayers)
+        return self._sent(made, "", beside_shared=not is_hidden(step))
 
     def partial(self, which: tuple[int, ...], entered: "Routed", sublayers: Sequence[Any]) -> jax.Array:
         """Of the one sublayer that runs early, the shared expert."""
@@ -144,107 +178,120 @@ class Exchange(AllReduce):
     def compute(
         self, step: ExchangeStep, state: State, entered: Any, launched: Sums, sublayers: Sequence[Any]
     ) -> State:
-        of_kind = self._attention if step.is_attention else self._experts
-        return of_kind(step, state.residual, entered, launched, sublayers)
+        stream = state.residual
+        newest = launched[-1] if launched and is_hidden(step) else None
+        following = (EXPERTS,) if step.sublayers == (ATTENTION,) else (ATTENTION,)
 
-    def _attention(
-        self, step: ExchangeStep, stream: jax.Array, entered: jax.Array, launched: Sums, sublayers: Sequence[Any]
-    ) -> State:
-        sums = ()
-        following = None
+        def settle(newest):
+            sums = launched if newest is None else (*launched[:-1], collect(newest, like=stream))
+            return State(*step.settle(stream, sums)) if step.pending_after else State(stream, sums)
 
-        def between(product, x, weights):  # the two all-to-alls
-            nonlocal stream, launched, sums, following
-            products = product(x, weights)
-            if launched and isinstance(launched[-1], Routed):
-                products, arrived = barrier_forward((products, launched[-1]))
-                launched = (*launched[:-1], collect(arrived, like=stream))
-            if step.pending_after:
-                stream, sums = step.settle(stream, launched)
-                if step.prepares is not Prepared.NOTHING:
-                    following = self._fill(stream, sublayers)
-                products, following = barrier_backward((products, following))
-            return products
+        def make(state):
+            if step.prepares is Prepared.NOTHING:
+                return None
+            return self._made(following, state.residual, sublayers)
 
-        partial = of_normalised(sublayers[ATTENTION])(entered, projections=Projections(project(between)))
+        def send(made):
+            return self._sent(made, FOLLOWING, beside_shared=not is_hidden(step))
+
+        beside = Beside(newest, settle=settle, make=make, send=send)
+        output = self._output(step, entered, sublayers, beside)
         if step.pending_after == 0:
-            return State(add(stream, (*launched, scatter(partial, self.axes))))
-        following = following and self._dispatch(step, following, FOLLOWING)
-        partial, following, stream = barrier_both((partial, following, stream))
-        return State(stream, sums, partial, following)
+            state = beside.state
+            return State(add(state.residual, (*state.sums, self._whole(output, like=stream))))
+        output, state = beside.after(output)
+        return dataclasses.replace(state, partial=output)
 
-    def _experts(
-        self, step: ExchangeStep, stream: jax.Array, entered: "Routed", launched: Sums, sublayers: Sequence[Any]
-    ) -> State:
+    def turn(
+        self, step: Turn, entered: Any, sublayers: Sequence[Any], *, own: Any, other: OtherHalf
+    ) -> tuple[Any, State]:
+        stream = other.state.residual
+        after = other.after
+
+        def settle(newest):
+            return other.settled(stream, collect(newest, like=stream))
+
+        def make(state):
+            return self._made(after.sublayers, add(state.residual, after.read(state.sums)), other.sublayers)
+
+        def send(made):
+            return self._sent(made, FOLLOWING)
+
+        beside = Beside(other.launched, settle=settle, make=make, send=send)
+        return beside.after(self._output(step, entered, sublayers, beside))
+
+    def prepare(self, after: Step, state: State) -> State:
+        stream = add(state.residual, after.read(state.sums))
+        return dataclasses.replace(state, carried=gather(self.normalise(stream), self.axes, FOLLOWING))
+
+    def _output(self, step: Step, entered: Any, sublayers: Sequence[Any], beside: Beside) -> Any:
+        """Attention's partial sum, or the `Routed` rows of the experts and of the shared one."""
+        if step.sublayers == (ATTENTION,):
+
+            def between(product, x, weights):
+                return beside.between(product(x, weights))
+
+            return of_normalised(sublayers[ATTENTION])(entered, projections=Projections(project(between)))
         parts = sublayers[EXPERTS]
-        sums = ()
-        following = None
+        rows = entered.rows
+        shared = None
 
-        def between(products):  # the reduce-scatter and the all-gather
-            nonlocal stream, launched, sums, following
-            if step.pending_after == 0:
-                return products
-            if launched:
-                products, newest = barrier_forward((products, launched[-1]))
-                launched = (*launched[:-1], newest)
-            stream, sums = step.settle(stream, launched)
-            if step.prepares is not Prepared.NOTHING:
-                following = self.normalise(stream)
-            products, following = barrier_backward((products, following))
+        def with_rows(products):
+            nonlocal rows
+            if not is_hidden(step):
+                products, rows = barrier_forward((products, rows))
             return products
 
-        shared = None
-        rows = entered.rows
         if entered.shared is not None and not step.early:
-
-            def with_rows(products):
-                nonlocal rows
-                products, rows = barrier_forward((products, rows)) if step.delay == 0 else (products, rows)
-                return products
-
             shared = parts.shared(entered.shared, with_rows)
-        rows = parts.compute(rows, between)
-        fresh = dataclasses.replace(entered, rows=rows, shared=shared)
-        if step.pending_after == 0:
-            arrived = combine(fresh, self.axes, "", shared_last=True)
-            return State(add(stream, (*launched, collect(arrived, like=stream))))
-        if following is not None:
-            following = gather(following, self.axes, FOLLOWING)
-        fresh, following, stream = barrier_both((fresh, following, stream))
-        return State(stream, sums, fresh, following)
+        return dataclasses.replace(entered, rows=parts.compute(rows, beside.between), shared=shared)
+
+    def _whole(self, output: Any, *, like: jax.Array) -> jax.Array:
+        """What is awaited at once, as this rank's positions of the sum."""
+        if not isinstance(output, Routed):
+            return scatter(output, self.axes)
+        return collect(combine(output, self.axes, "", shared_last=True), like=like)
 
     def fill(self, state: State, steps: Sequence[ExchangeStep], *, dtype: jnp.dtype) -> State:
         first = steps[0]
         if first.pending_before == 0:
             return state
-        stream = state.residual
         carried = state.carried
-        partial = state.partial
         if first.reads_added and carried is None:
-            carried = gather(self.normalise(stream), self.axes, "")
+            carried = gather(self.normalise(state.residual), self.axes, "")
+        sums, partial = self.filled(state.residual, state.sums, state.partial, dtype)
+        if not first.shared_before:
+            partial = dataclasses.replace(partial, shared=None)
+        return State(state.residual, sums, partial, carried)
+
+    def filled(self, stream: jax.Array, sums: Sums, partial: Routed | None, dtype: jnp.dtype) -> tuple[Sums, Routed]:
+        rows, length, width = stream.shape
+        count = ranks(self.axes)
 
         def zero(shape, dtype):
             return pvary(jnp.zeros(shape, dtype), varying(stream) | frozenset(self.axes))
 
-        sums = tuple(zero(stream.shape, dtype) if one is None else one for one in state.sums)
+        sums = tuple(zero(stream.shape, dtype) if one is None else one for one in sums)
         if partial is None:
-            tokens = stream.shape[0] * stream.shape[1]
-            count = ranks(self.axes)
-            experts = self.moe.padded(count)
-            size = self.moe.slots(tokens)
+            tokens = rows * length
             choices = zero((tokens, self.moe.top_k), jnp.float32)
-            rows = zero((count * size, experts // count, stream.shape[2]), dtype)
-            whole = stream.shape[0], stream.shape[1] * count, stream.shape[2]
-            partial = Routed(rows, choices, choices, zero(whole, dtype) if first.shared_before else None)
-        return State(stream, sums, partial, carried)
+            of_experts = zero((count * self.moe.slots(tokens), self.moe.padded(count) // count, width), dtype)
+            shared = zero((rows, length * count, width), dtype) if self.moe.shared_width else None
+            partial = Routed(of_experts, choices, choices, shared)
+        return sums, partial
 
     def flush(self, state: State) -> jax.Array:
         newest = collect(combine(state.partial, self.axes), like=state.residual)
         return add(state.residual, (*state.sums, newest))
 
-    def _fill(self, stream: jax.Array, sublayers: Sequence[Any]) -> "Routed":
-        """Of the experts' input: this rank's tokens in buffers [E, S, D], and for the shared expert [B, T/ranks, D]."""
+    def _made(self, which: tuple[int, ...], stream: jax.Array, sublayers: Sequence[Any]) -> Any:
+        """This rank's positions of the input of `which` sublayer.
+
+        Of experts its tokens' rows in buffers [E, S, D], and for the shared expert [B, T/ranks, D].
+        """
         x = self.normalise(stream)
+        if which == (ATTENTION,):
+            return x
         count = ranks(self.axes)
         tokens, slots, weights = sublayers[EXPERTS].route(x)
         experts = self.moe.padded(count)
@@ -253,16 +300,21 @@ class Exchange(AllReduce):
         buffers = exchange.fill(tokens, slots, experts=experts, size=size)
         return Routed(buffers, places, weights, x if self.moe.shared_width else None)
 
-    def _dispatch(self, step: ExchangeStep, filled: "Routed", scope: str = "") -> "Routed":
-        """The rows of all ranks' tokens for this rank's experts, and the shared expert's whole input."""
-        buffers = filled.rows
-        shared = filled.shared
+    def _sent(self, made: Any, scope: str, *, beside_shared: bool = False) -> Any:
+        """The input of a sublayer, from all ranks: positions, or the rows of all tokens for this rank's experts.
+
+        beside_shared: the shared expert's input comes first, since nothing but that expert hides the rows.
+        """
+        if not isinstance(made, Routed):
+            return gather(made, self.axes, scope)
+        buffers = made.rows
+        shared = made.shared
         shared = None if shared is None else gather(shared, self.axes, scope)
-        if step.delay == 0 and shared is not None:
-            buffers, shared = barrier_forward((buffers, shared))  # first what the shared expert waits for
+        if beside_shared and shared is not None:
+            buffers, shared = barrier_forward((buffers, shared))
         with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
             rows = exchange.dispatch(buffers, axes=self.axes)
-        return dataclasses.replace(filled, rows=checkpoint_name(rows, EXCHANGED), shared=shared)
+        return dataclasses.replace(made, rows=checkpoint_name(rows, EXCHANGED), shared=shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,12 +359,17 @@ def combine(
     return dataclasses.replace(partial, rows=rows, shared=scatter(shared, axes, scope))
 
 
-def collect(arrived: Routed | None, *, like: jax.Array) -> jax.Array | None:
-    """[B, T/ranks, D], the shape of `like`: the experts' output for this rank's positions, whole."""
-    if arrived is None:
-        return None
+def collect(arrived: Routed | jax.Array | None, *, like: jax.Array) -> jax.Array | None:
+    """[B, T/ranks, D], the shape of `like`: what has arrived, of experts its rows' weighted sums."""
+    if not isinstance(arrived, Routed):
+        return arrived
     out = exchange.collect(arrived.rows, arrived.places, arrived.weights).reshape(like.shape)
     return checkpoint_name(out if arrived.shared is None else out + arrived.shared, REDUCED)
+
+
+def is_hidden(step: Step) -> bool:
+    """Whether messages of this step stand beside a sublayer that does not wait for them."""
+    return step.delay > 0 or isinstance(step, Turn)
 
 
 def barrier_both(arrays: Any) -> Any:
