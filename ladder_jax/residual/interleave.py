@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from ladder_jax.config import check_interleave
 from ladder_jax.errors import UserError
+from ladder_jax.parallel.collectives import FOLLOWING, PREVIOUS
 from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, add
 
 
@@ -64,19 +65,26 @@ class OtherHalf:
     """The half whose output crosses the ranks while this half's sublayer computes.
 
     launched: its newest output, on its way. after: its next step, for which it becomes ready, with its own `sublayers`.
+    out, into: the name scopes of that output and of that step's input, relative to the sublayer that computes.
     """
 
     state: State
     launched: Any
     after: Step
     sublayers: Sequence[Sublayer]
+    out: str
+    into: str
 
-    def settled(self, residual: jax.Array, summed: jax.Array | None) -> State:
-        """Once `summed` has arrived: `residual` holds all outputs but those that stay pending before `after`."""
+    def held(self, residual: jax.Array, launched: Any) -> "OtherHalf":
+        """With these in place of its own, once a barrier has tied them to the sublayer."""
+        return dataclasses.replace(self, state=dataclasses.replace(self.state, residual=residual), launched=launched)
+
+    def settled(self, summed: jax.Array | None) -> State:
+        """Once `summed` has arrived: the residual holds all outputs but those that stay pending before `after`."""
         sums = (*self.state.sums, summed)
         added = len(sums) - self.after.pending_before
         own = self.state.partial if self.after.fresh else None
-        return State(add(residual, sums[:added]), sums[added:], own)
+        return State(add(self.state.residual, sums[:added]), sums[added:], own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,22 +118,22 @@ class Interleaved:
     def advance(self, pair: Pair, step: Turn, sublayers: Sequence[Sequence[Sublayer]]) -> Pair:
         """Both halves after `step`. sublayers: of each half."""
         of_first, of_second = sublayers
-        first, second = self._turn(step, pair, step, of_first, of_second)
-        second, first = self._turn(step, Pair(second, first), step.after, of_second, of_first)
+        one_behind = dict(after=step, sublayers=of_second, out=PREVIOUS, into="")
+        first, second = self._turn(step, pair, of_first, one_behind)
+        ahead = dict(after=step.after, sublayers=of_first, out="", into=FOLLOWING)
+        second, first = self._turn(step, Pair(second, first), of_second, ahead)
         return Pair(first, second)
 
-    def _turn(
-        self, step: Turn, pair: Pair, after: Step, sublayers: Sequence[Sublayer], of_other: Sequence[Sublayer]
-    ) -> tuple[State, State]:
-        """(the ready half, whose `step` is computed; the other one, ready for `after`)."""
+    def _turn(self, step: Turn, pair: Pair, sublayers: Sequence[Sublayer], of_other: dict) -> tuple[State, State]:
+        """(the ready half, whose `step` is computed; the other one, ready for its next step)."""
         mine = pair.ready
         state = pair.computed
         wire = self.wire.beside(step, sublayers)
-        launched = wire.launch(step, state.partial, state.residual)
+        launched = wire.launch(step, state.partial, state.residual, of_other["out"])
         entered = mine.carried
         if entered is None:
             entered = wire.enter(step, add(mine.residual, step.read(mine.sums)), sublayers)
-        other = OtherHalf(state, launched, after, of_other)
+        other = OtherHalf(state, launched, **of_other)
         partial, arrived = wire.turn(step, entered, sublayers, own=mine.partial, other=other)
         return State(mine.residual, mine.sums, partial), arrived
 
@@ -138,7 +146,7 @@ class Interleaved:
         computed = pair.computed
         sums, own = wire.filled(ready.residual, ready.sums, ready.partial, dtype)
         ready = State(ready.residual, sums, own if first.fresh else None, ready.carried)
-        ready = wire.prepare(first, ready) if ready.carried is None else ready
+        ready = wire.prepare(first, ready, "") if ready.carried is None else ready
         residual = computed.residual
         sums = computed.sums
         more = len(sums) - last.pending_before

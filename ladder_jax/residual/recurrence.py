@@ -173,9 +173,9 @@ class AllReduce:
             entered = self.enter(step, add(state.residual, step.read(launched)), sublayers)
         return self.compute(step, state, entered, launched, sublayers)
 
-    def launch(self, step: Step, pending: Any, residual: jax.Array) -> Any:
+    def launch(self, step: Step, pending: Any, residual: jax.Array, scope: str = PREVIOUS) -> Any:
         """The sum over the ranks of the newest output, of the step before."""
-        return self.reduce(opaque_copy(pending, self.axes) if step.fresh else pending, PREVIOUS)
+        return self.reduce(opaque_copy(pending, self.axes) if step.fresh else pending, scope)
 
     def enter(self, step: Step, stream: jax.Array, sublayers: Sequence[Sublayer]) -> Any:
         """`stream` as the step's input. Its transpose is the all-reduce of the input's gradient."""
@@ -259,31 +259,27 @@ class AllReduce:
 
         own: this half's newest output, which a fresh ladder reads. other: `interleave.OtherHalf`.
         """
-        launched = other.state.residual, other.launched
-        entered, sublayers, (residual, launched) = self.hold(step, entered, sublayers, launched)
+        entered, sublayers, other = self.hold(step, entered, sublayers, other)
         if step.fresh:
             entered = self.with_own(entered, own)
-        partial = self.partial(step.sublayers, entered, sublayers)
-        return self.arrive(partial, launched, functools.partial(other.settled, residual), other.after)
+        return self.arrive(self.partial(step.sublayers, entered, sublayers), other)
 
-    def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], launched: tuple[Any, Any]) -> tuple:
-        """The step's input and sublayers, tied to `launched`, beside which they are to stand.
+    def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], other: Any) -> tuple:
+        """The step's input and sublayers, tied to what the other half has launched, beside which they are to stand.
 
-        launched: the other half's residual and newest sum, or None. In the backward pass the gradient of its residual
-        holds the sum of its later input's gradient: so sums come one after another, and none is merged.
+        In the backward pass the gradient of its residual holds the sum of its later input's gradient: so sums come one
+        after another, and none is merged.
         """
-        residual, summed = launched
-        entered, residual, (summed,) = tie_backward(entered, residual, (summed,), self.axes)
-        return entered, sublayers, (residual, summed)
+        tied = tie_backward(entered, other.state.residual, (other.launched,), self.axes)
+        entered, residual, (launched,) = tied
+        return entered, sublayers, other.held(residual, launched)
 
-    def arrive(
-        self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step
-    ) -> tuple[jax.Array, State]:
-        """The step's output, and the other half with its sum, ready for its step `after`."""
-        partial, (summed,) = tie_forward(partial, (summed,), self.axes)
-        return partial, settled(summed)
+    def arrive(self, partial: jax.Array, other: Any) -> tuple[jax.Array, State]:
+        """The step's output, and the other half with its sum, ready for its next step."""
+        partial, (summed,) = tie_forward(partial, (other.launched,), self.axes)
+        return partial, other.settled(summed)
 
-    def prepare(self, after: Step, state: State) -> State:
+    def prepare(self, after: Step, state: State, scope: str) -> State:
         """`state`, with the input of its step `after` where that crosses the ranks, too."""
         return state
 

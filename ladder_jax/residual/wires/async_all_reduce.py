@@ -5,7 +5,7 @@ transfer demands. Started collectives have no gradient, so training has `AllRedu
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,11 +31,11 @@ class AsyncAllReduce(AllReduce):
         communicates = any(getattr(sublayers[index], "communicates", False) for index in step.sublayers)
         return AllReduce(self.axes) if communicates else self
 
-    def launch(self, step: Step, pending: jax.Array | None, residual: jax.Array) -> Any:
+    def launch(self, step: Step, pending: jax.Array | None, residual: jax.Array, scope: str = PREVIOUS) -> Any:
         if pending is None:
             return None
         pending = opaque_copy(pending, self.axes) if step.fresh else pending
-        with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):
+        with _launch_scope(scope):
             return start_all_reduce(pending, self.axes)
 
     def compute(
@@ -48,24 +48,27 @@ class AsyncAllReduce(AllReduce):
         partial, summed = _awaited(self.partial(step.sublayers, entered, sublayers), started)
         return self.settled(step, state.residual, (*older, summed), partial)
 
-    def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], launched: tuple[Any, Any]) -> tuple:
-        residual, started = launched
-        if started is not None:
-            entered, sublayers, started = _after(started, step, entered, sublayers)
-        return entered, sublayers, (residual, started)
+    def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], other: Any) -> tuple:
+        if other.launched is None:
+            return entered, sublayers, other
+        entered, sublayers, started = _after(other.launched, step, entered, sublayers)
+        return entered, sublayers, other.held(other.state.residual, started)
 
-    def arrive(
-        self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step
-    ) -> tuple[jax.Array, State]:
-        if summed is not None:
-            partial, summed = _awaited(partial, summed)
-        return partial, settled(summed)
+    def arrive(self, partial: jax.Array, other: Any) -> tuple[jax.Array, State]:
+        if other.launched is None:
+            return partial, other.settled(None)
+        partial, summed = _awaited(partial, other.launched, other.out)
+        return partial, other.settled(summed)
 
 
-def _awaited(partial: jax.Array, started: Any) -> tuple[jax.Array, jax.Array]:
+def _launch_scope(scope: str) -> Any:
+    return jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH)
+
+
+def _awaited(partial: jax.Array, started: Any, scope: str = PREVIOUS) -> tuple[jax.Array, jax.Array]:
     """`partial`, and the sum of what was started, awaited after it. The next one starts later: one is in flight."""
     partial, started = lax.optimization_barrier((partial, started))
-    with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):  # a TPU's compiler keeps this name for both halves
+    with _launch_scope(scope):  # a TPU's compiler keeps this name for both halves
         summed = started.done()
     return lax.optimization_barrier((partial, summed))
 

@@ -161,10 +161,10 @@ class Exchange(AllReduce):
             shared_before = leaves
         return tuple(result)
 
-    def launch(self, step: Step, pending: Any, residual: jax.Array) -> Any:
+    def launch(self, step: Step, pending: Any, residual: jax.Array, scope: str = PREVIOUS) -> Any:
         if not isinstance(pending, Routed):
-            return scatter(pending, self.axes, PREVIOUS)
-        arriving = combine(pending, self.axes)
+            return scatter(pending, self.axes, scope)
+        arriving = combine(pending, self.axes, scope)
         return arriving if is_hidden(step) else collect(arriving, like=residual)
 
     def enter(self, step: Step, stream: jax.Array, sublayers: Sequence[Any]) -> Any:
@@ -209,20 +209,20 @@ class Exchange(AllReduce):
         after = other.after
 
         def settle(newest):
-            return other.settled(stream, collect(newest, like=stream))
+            return other.settled(collect(newest, like=stream))
 
         def make(state):
             return self._made(after.sublayers, add(state.residual, after.read(state.sums)), other.sublayers)
 
         def send(made):
-            return self._sent(made, FOLLOWING)
+            return self._sent(made, other.into)
 
         beside = Beside(other.launched, settle=settle, make=make, send=send)
         return beside.after(self._output(step, entered, sublayers, beside))
 
-    def prepare(self, after: Step, state: State) -> State:
+    def prepare(self, after: Step, state: State, scope: str) -> State:
         stream = add(state.residual, after.read(state.sums))
-        return dataclasses.replace(state, carried=gather(self.normalise(stream), self.axes, FOLLOWING))
+        return dataclasses.replace(state, carried=gather(self.normalise(stream), self.axes, scope))
 
     def _output(self, step: Step, entered: Any, sublayers: Sequence[Any], beside: Beside) -> Any:
         """Attention's partial sum, or the `Routed` rows of the experts and of the shared one."""

@@ -105,8 +105,10 @@ class SequenceParallel(AllReduce):
         prepared = prepared_by(layers)
         return tuple(tuple(SplitStep(**vars(step), prepares=next(prepared)) for step in steps) for steps in layers)
 
-    def launch(self, step: SplitStep, pending: jax.Array | None, residual: jax.Array) -> jax.Array | None:
-        return self.reduce(pending, PREVIOUS)
+    def launch(
+        self, step: Step, pending: jax.Array | None, residual: jax.Array, scope: str = PREVIOUS
+    ) -> jax.Array | None:
+        return self.reduce(pending, scope)
 
     def reduce(self, partial: jax.Array | None, scope: str = "") -> jax.Array | None:
         return scatter(partial, self.axes, scope)
@@ -156,15 +158,13 @@ class SequenceParallel(AllReduce):
         zero = pvary(zero, varying(stream) | frozenset(self.axes))
         return tuple(self.reduce(zero) if one is None else one for one in sums), zero if partial is None else partial
 
-    def arrive(
-        self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step
-    ) -> tuple[jax.Array, State]:
-        arrived = self.prepare(after, settled(summed))
+    def arrive(self, partial: jax.Array, other: Any) -> tuple[jax.Array, State]:
+        arrived = self.prepare(other.after, other.settled(other.launched), other.into)
         if ranks(self.axes) > 1:
             partial, arrived = barrier_forward((partial, arrived))
         return partial, arrived
 
-    def prepare(self, after: Step, state: State, scope: str = FOLLOWING) -> State:
+    def prepare(self, after: Step, state: State, scope: str) -> State:
         stream = add(state.residual, after.read(state.sums))
         entered = self.gather(stream if after.fresh else self.normalise(stream), scope)
         return dataclasses.replace(state, carried=entered)
