@@ -320,7 +320,7 @@ def in_halves(dice: Dice, case: Case) -> Case:
     names = [case.settings["model.residual"], *(case.teacher.get(n) for n in ("model.residual",))]
     names.append(case.settings.get("distill.residual"))
     fits = all(reduces(name) and not name.startswith("farskip") for name in names if name)
-    fits = fits and not case.drops and case.settings.get("mesh.experts") != "exchange"
+    fits = fits and not case.drops
     programs = []
     for settings in (case.settings, case.other):
         shards = settings["mesh.data"] * settings["mesh.fsdp"] * settings["train.accumulate"]

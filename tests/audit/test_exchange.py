@@ -49,6 +49,15 @@ def test_all_to_alls(name, target):
 
 
 @pytest.mark.parametrize("target", ["v5p:2x2x2", *(pytest.param(t, marks=pytest.mark.full) for t in TARGETS[1:])])
+def test_standard_in_halves_hides_all_but_the_last(target):
+    """The same model, whose batch goes in two halves: of 16 all-to-alls all but the last layer's combine of the later
+    half, and of 17 gathers and scatters all but the first and the last."""
+    found = compiled("standard", target, batch=2, prompt_length=4096, interleave=2).as_dict()
+    assert (found["all_to_alls"], found["merged"]) == (4 * LAYERS, 0)
+    assert found["all_to_alls_hidden"] >= 4 * LAYERS - 1 and found["hidden"] >= 4 * LAYERS - 1
+
+
+@pytest.mark.parametrize("target", ["v5p:2x2x2", *(pytest.param(t, marks=pytest.mark.full) for t in TARGETS[1:])])
 def test_training_hides_all_of_the_body(target):
     """In both directions, gathers and scatters too. Around the loop are the first input's gather, the last combine, the
     gather of the head's input, and their transposes; the first turn exchanges zeros."""
