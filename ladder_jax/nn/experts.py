@@ -104,6 +104,7 @@ class NormedExperts(Normed):
     axes: tuple[str, ...]
     on_routing: Callable[[Routing], None] | None
     ends_B: jax.Array | None
+    projects: bool = False
 
     def route(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         with jax.named_scope("mlp"):  # though it is part of attention's step

@@ -129,6 +129,7 @@ class Normed:
     norm: of an input, with scale=gain. gain_of: likewise, of an input that is normalised but for the gain.
     gain: the norm's, [D]: a small array, which can wait where the whole sublayer has to.
     communicates: over the ranks, for a norm of its own. While it does, no wire can have a reduction in flight.
+    projects: whether `function` takes `projections`.
     """
 
     function: Callable[..., jax.Array]
@@ -136,6 +137,7 @@ class Normed:
     gain_of: Callable[..., jax.Array]
     gain: jax.Array
     communicates: bool = False
+    projects: bool = True
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.function(self.norm(x, scale=self.gain))

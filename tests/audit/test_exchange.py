@@ -70,6 +70,15 @@ def test_training_hides_all_of_the_body(target):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("target", ["v5p:2x2x2", "h100:8"])
+def test_standard_in_halves_hides_all_of_a_training_step_s_body(target):
+    found = compiled("standard", target, phase=Phase.TRAIN, batch=2, prompt_length=2048, interleave=2).report
+    assert (found.all_to_alls, found.all_reduces, found.merged) == (8 * LAYERS + 2, 8 * LAYERS + 4, 0)
+    body = [r for r in found.reductions if r.collective.executions > 1]
+    assert sum(r.count for r in body) == 16 * LAYERS and all(r.status is Status.HIDDEN for r in body), found.verdict
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
 def test_standard_hides_nothing_forward(target):
     """The control. Backward, gradients of weights stand beside some: they wait for no message."""

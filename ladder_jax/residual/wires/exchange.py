@@ -43,11 +43,11 @@ from ladder_jax.residual.recurrence import (
     Step,
     Sums,
     add,
-    barrier_backward,
     barrier_forward,
     project,
 )
 from ladder_jax.residual.wires.sequence import (
+    Beside,
     Normalise,
     Prepared,
     SplitStep,
@@ -98,44 +98,6 @@ class ExchangeStep(SplitStep):
     """shared_before: of attention, whether the experts before it leave the shared expert's partial sum, too."""
 
     shared_before: bool = False
-
-
-class Beside:
-    """The two messages beside one sublayer: an output that arrives, and the input that it makes ready.
-
-    newest: the output on its way, or None. settle: from that, arrived, to a state. make: from the state to what is
-    sent. send: from that to the input.
-    """
-
-    def __init__(
-        self,
-        newest: Any,
-        *,
-        settle: Callable[[Any], State],
-        make: Callable[[State], Any],
-        send: Callable[[Any], Any],
-    ):
-        self.newest = newest
-        self.settle = settle
-        self.make = make
-        self.send = send
-
-    def between(self, products: Any) -> Any:
-        """The sublayer's first products: the first message is awaited after them, and the second one sent."""
-        newest = self.newest
-        if newest is not None:
-            products, newest = barrier_forward((products, newest))
-        self.state = self.settle(newest)
-        self.made = self.make(self.state)
-        if self.made is not None:
-            products, self.made = barrier_backward((products, self.made))
-        return products
-
-    def after(self, output: Any) -> tuple[Any, State]:
-        """The sublayer's output, and the state with the input that has arrived beside it."""
-        following = None if self.made is None else self.send(self.made)
-        output, following, stream = barrier_both((output, following, self.state.residual))
-        return output, dataclasses.replace(self.state, residual=stream, carried=following)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,8 +332,3 @@ def collect(arrived: Routed | jax.Array | None, *, like: jax.Array) -> jax.Array
 def is_hidden(step: Step) -> bool:
     """Whether messages of this step stand beside a sublayer that does not wait for them."""
     return step.delay > 0 or isinstance(step, Turn)
-
-
-def barrier_both(arrays: Any) -> Any:
-    """`optimization_barrier` in both directions."""
-    return barrier_backward(barrier_forward(arrays))

@@ -52,6 +52,7 @@ from ladder_jax.residual.recurrence import (
     Sublayer,
     Sums,
     add,
+    barrier_backward,
     barrier_forward,
     local,
     project,
@@ -81,6 +82,44 @@ class SplitStep(Step):
     """A step that knows what the step after it reads."""
 
     prepares: Prepared = Prepared.NOTHING
+
+
+class Beside:
+    """The two messages beside one sublayer: an output that arrives, and the input that it makes ready.
+
+    newest: the output on its way, or None. settle: from that, arrived, to a state. make: from the state to what is
+    sent. send: from that to the input.
+    """
+
+    def __init__(
+        self,
+        newest: Any,
+        *,
+        settle: Callable[[Any], State],
+        make: Callable[[State], Any],
+        send: Callable[[Any], Any],
+    ):
+        self.newest = newest
+        self.settle = settle
+        self.make = make
+        self.send = send
+
+    def between(self, products: Any) -> Any:
+        """The sublayer's first products: the first message is awaited after them, and the second one sent."""
+        newest = self.newest
+        if newest is not None:
+            products, newest = barrier_forward((products, newest))
+        self.state = self.settle(newest)
+        self.made = self.make(self.state)
+        if self.made is not None:
+            products, self.made = barrier_backward((products, self.made))
+        return products
+
+    def after(self, output: Any) -> tuple[Any, State]:
+        """The sublayer's output, and the state with the input that has arrived beside it."""
+        following = None if self.made is None else self.send(self.made)
+        output, following, stream = barrier_both((output, following, self.state.residual))
+        return output, dataclasses.replace(self.state, residual=stream, carried=following)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +196,29 @@ class SequenceParallel(AllReduce):
         zero = jnp.zeros((rows, length * ranks(self.axes), width), dtype)
         zero = pvary(zero, varying(stream) | frozenset(self.axes))
         return tuple(self.reduce(zero) if one is None else one for one in sums), zero if partial is None else partial
+
+    def turn(
+        self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], *, own: jax.Array | None, other: Any
+    ) -> tuple[jax.Array, State]:
+        """The scatter beside a sublayer's first products, the gather beside the rest; of two sublayers beside both."""
+        if len(step.sublayers) > 1 or ranks(self.axes) == 1 or not sublayers[step.sublayers[0]].projects:
+            return super().turn(step, entered, sublayers, own=own, other=other)
+        if step.fresh:
+            entered = self.with_own(entered, own)
+
+        def make(state):
+            stream = add(state.residual, other.after.read(state.sums))
+            return stream if other.after.fresh else self.normalise(stream)
+
+        def between(product, x, weights):
+            return beside.between(product(x, weights))
+
+        def send(made):
+            return self.gather(made, other.into)
+
+        beside = Beside(other.launched, settle=other.settled, make=make, send=send)
+        (which,) = step.sublayers
+        return beside.after(of_normalised(sublayers[which])(entered, projections=Projections(project(between))))
 
     def arrive(self, partial: jax.Array, other: Any) -> tuple[jax.Array, State]:
         arrived = self.prepare(other.after, other.settled(other.launched), other.into)
@@ -257,3 +319,8 @@ def _ring_out(axes: tuple[str, ...], product: Product, x: jax.Array, weights: An
 
     with jax.named_scope(LAUNCH):
         return checkpoint_name(ring.scatter_product(product, x, weights, axes), REDUCED)
+
+
+def barrier_both(arrays: Any) -> Any:
+    """`optimization_barrier` in both directions."""
+    return barrier_backward(barrier_forward(arrays))
