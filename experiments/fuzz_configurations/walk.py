@@ -17,7 +17,7 @@ from experiments.fuzz_configurations.draw import Case, Outcome, draw
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 EACH = 100  # cases of a process, whose memory grows
-STUCK = 600.0  # seconds of one case, after which its process is ended
+STUCK = 3600.0  # seconds of one case, after which its process is ended: for one that hangs, not for a busy machine
 FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_backend_optimization_level=0"
 
 
