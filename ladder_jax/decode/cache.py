@@ -6,7 +6,6 @@ its dimensions in memory is the attention kernel's: `ModelDef.kernel.cache_dims`
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,14 +67,14 @@ def abstract(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> t
     return _caches(definition, place, loop=loop)
 
 
-def _caches(definition: ModelDef, leaf: Callable[[ModelConfig, Kernel, str], Any], *, loop: Loop) -> Any:
+def _caches(definition, leaf, *, loop):
     """A cache a layer, or one for all, of what `leaf` makes of a model, its kernel and a cache's dimensions."""
     if loop is Loop.SCAN:
         return definition.cache(lambda config, kernel, dims: leaf(config, kernel, "L" + dims))
     return tuple(definition.cache(leaf) for _ in range(definition.config.num_layers))
 
 
-def _shape(config: ModelConfig, kernel: Kernel, dims: str, *, rows: int, capacity: int, heads: int) -> tuple[int, ...]:
+def _shape(config, kernel, dims, *, rows, capacity, heads):
     heads = config.num_kv_heads if "n" in dims else heads  # a small letter is whole on every rank
     sizes = dict(L=config.num_layers, B=rows, S=-(-capacity // kernel.page) * kernel.page, N=heads, H=config.head_dim)
     return tuple(sizes[dim.upper()] for dim in dims)

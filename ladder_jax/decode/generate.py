@@ -1,8 +1,8 @@
 """Text from a model: prefill, then the token loop, a chunk of tokens at a time."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as GeneratorOf
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -101,15 +101,15 @@ class Generator:
 
     def _chunks(
         self,
-        prompts: Sequence[Sequence[int]],
-        settings: Settings,
+        prompts,
+        settings,
         *,
-        new: int,
-        choice: Choice,
-        launch: Launch,
-        prefill_chunk: int,
-        interleave: int,
-    ) -> Iterator[Chunk]:
+        new,
+        choice,
+        launch,
+        prefill_chunk,
+        interleave,
+    ):
         """The first token of each prompt, then CHUNK tokens at a time until there are at least `new`.
 
         The first token does not wait until the decode program is compiled. Each later chunk is sent to the devices
@@ -157,7 +157,7 @@ def parts_of(
 
 
 @functools.cache
-def _advance(definition: ModelDef) -> Callable:
+def _advance(definition):
     """A compiled (new tokens [B, n], lengths [B]) -> (last tokens [B], lengths [B]), laid out for `decode_many`."""
     layout, out_dims = definition.layout, ("B", "B")
     local = lambda new, lengths: (new[:, -1], lengths + new.shape[1])
@@ -165,7 +165,7 @@ def _advance(definition: ModelDef) -> Callable:
     return apart(jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims)))
 
 
-def _row_keys(seed: int, *, rows: int) -> jax.Array:
+def _row_keys(seed, *, rows):
     """One key a row, [rows]: row 0 of a batch has the noise of a prompt alone."""
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
 

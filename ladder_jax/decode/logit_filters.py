@@ -69,14 +69,14 @@ def filtered(scores_BV: jax.Array, *, filters: Filters, axes: tuple[str, ...], c
     return lax.cond(any_below, search, keep, scores_BV)
 
 
-def _search(scores_BV: jax.Array, *, filters: Filters, axes: tuple[str, ...]) -> jax.Array:
+def _search(scores_BV, *, filters, axes):
     kept = scores_BV
     kept = lax.cond(filters.any_top_k, lambda x: top_k(x, filters.top_k, axes=axes), lambda x: x, kept)
     kept = lax.cond(filters.any_top_p, lambda x: top_p(x, filters.top_p, axes=axes), lambda x: x, kept)
     return min_p(kept, filters.min_p, axes=axes)
 
 
-def _gather(scores_BV: jax.Array, *, axes: tuple[str, ...], count: int) -> _Largest:
+def _gather(scores_BV, *, axes, count):
     size = scores_BV.shape[-1]
     # What follows takes slices of two widths of these. Without the barrier XLA moves them into its top-k, which then
     # sorts the vocabulary, where its kernel would not.
@@ -94,7 +94,7 @@ def _gather(scores_BV: jax.Array, *, axes: tuple[str, ...], count: int) -> _Larg
     )
 
 
-def _threshold(gathered: _Largest, filters: Filters) -> tuple[jax.Array, jax.Array]:
+def _threshold(gathered, filters):
     """The lowest score that each row keeps, [B], and whether it lies below the gathered scores, [B] bool.
 
     The second is False for a row of NaN, in which there is nothing to search.
@@ -155,13 +155,11 @@ def min_p(scores_BV: jax.Array, p_B: jax.Array, *, axes: tuple[str, ...]) -> jax
     return jnp.where(scores_BV >= threshold[:, None], scores_BV, -jnp.inf)
 
 
-def _largest(scores_BV: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def _largest(scores_BV, *, axes):
     return all_max(jnp.max(scores_BV, axis=-1), axes)
 
 
-def _keep_until(
-    scores_BV: jax.Array, weights_BV: jax.Array, needed_B: jax.Array, *, axes: tuple[str, ...]
-) -> jax.Array:
+def _keep_until(scores_BV, weights_BV, needed_B, *, axes):
     """The largest scores of each row, until their weights sum to `needed`; all of them where they never do.
 
     The threshold is the largest score at or above which there is enough weight. It is searched as an unsigned integer,
@@ -184,7 +182,7 @@ def _keep_until(
     return jnp.where(order_BV >= lowest_B[:, None], scores_BV, -jnp.inf)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
+def _ordered(x):
     """Float32 values as uint32 in the same order.
 
     Positive floats are ordered as their bits are, negative ones the other way round and below them.

@@ -90,7 +90,7 @@ def explained(what: str, *, instead: str = LOWER) -> Iterator[None]:
         raise UserError(f"out of memory {what} ({reason}): {instead}") from error
 
 
-def _exhausted(error: BaseException | None) -> str | None:
+def _exhausted(error):
     """The line of an out-of-memory error, or of one among its causes; None for other errors."""
     while error is not None:
         if isinstance(error, MemoryError):
@@ -101,7 +101,7 @@ def _exhausted(error: BaseException | None) -> str | None:
     return None
 
 
-def _less(quantize: Quantize | None) -> str:
+def _less(quantize):
     smaller = "int8 weights (--quantize int8) or " if quantize is Quantize.NONE else ""
     return f"{smaller}more tensor ranks (--tensor) need less a device"
 
@@ -125,7 +125,7 @@ def shard_size(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
-def _available() -> int | None:
+def _available():
     """Linux's estimate of the bytes available without swapping; elsewhere all of the machine's memory."""
     file = pathlib.Path("/proc/meminfo")
     if file.exists() and (line := re.search(r"MemAvailable:\s+(\d+) kB", file.read_text())):

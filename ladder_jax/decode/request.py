@@ -133,14 +133,14 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
             raise UserError(f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}")
 
 
-def _whole(name: str, value: object) -> int:
+def _whole(name, value):
     try:
         return operator.index(value)
     except TypeError:
         raise UserError(f"{name} must be a whole number, not {value!r}") from None
 
 
-def _real(name: str, value: object) -> float:
+def _real(name, value):
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise UserError(f"{name} must be a finite number, not {value!r}")
     return float(value)
@@ -218,7 +218,7 @@ class TokenSequence:
         text = "".join(self._shown) if self._decoder else None
         return Result(tuple(self._tokens), text, logprobs, reason, len(self.request.prompt))
 
-    def _read(self, token: int) -> Finish | None:
+    def _read(self, token):
         if token in self.request.stop_ids:
             return Finish.STOP
         if self._decoder:
@@ -251,7 +251,7 @@ class StopText:
         rest, self._held = self._held, ""
         return shown + rest
 
-    def _release(self, new: str) -> str:
+    def _release(self, new):
         if self.stopped:
             return ""
         text = self._held + new
@@ -262,7 +262,7 @@ class StopText:
         shown, self._held = text[: len(text) - keep], text[len(text) - keep :]
         return shown
 
-    def _search(self, text: str) -> int | None:
+    def _search(self, text):
         """Where the stop string begins that ends `text`, of which the held part was searched before."""
         if not self._matches:
             return None
@@ -295,7 +295,7 @@ class _Match:
         if self.length == len(self._shorter):
             self._shorter.append(self._longer(self._shorter[-1], char) if self.length > 1 else 0)
 
-    def _longer(self, length: int, char: str) -> int:
+    def _longer(self, length, char):
         while length and self.stop[length] != char:
             length = self._shorter[length]
         return length + (self.stop[length] == char)

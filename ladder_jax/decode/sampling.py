@@ -199,19 +199,19 @@ def argmax_with(
     return _of_rank(tokens, first), others, first
 
 
-def _of_rank(x_RB: jax.Array, rank_B: jax.Array) -> jax.Array:
+def _of_rank(x_RB, rank_B):
     """For each row the entry of one rank, [B]."""
     return jnp.take_along_axis(x_RB, rank_B[None], axis=0)[0]
 
 
-def _penalize(logits_BV: jax.Array, seen_BV: jax.Array | None, settings: Settings) -> jax.Array:
+def _penalize(logits_BV, seen_BV, settings):
     if seen_BV is None:
         return logits_BV
     penalty = settings.repetition_penalty[:, None]
     return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
-def _noise(keys: jax.Array, positions: jax.Array, *, size: int, vocab_size: int, axes: tuple[str, ...]) -> jax.Array:
+def _noise(keys, positions, *, size, vocab_size, axes):
     """Gumbel noise for this rank's share, [B, V/ranks].
 
     The argmax of scores plus it is a draw from their softmax (the Gumbel-max trick).
@@ -226,7 +226,7 @@ def _noise(keys: jax.Array, positions: jax.Array, *, size: int, vocab_size: int,
     return jax.vmap(row)(keys, positions)
 
 
-def _checked(tokens_B: jax.Array, largest_B: jax.Array) -> jax.Array:
+def _checked(tokens_B, largest_B):
     return jnp.where(jnp.isfinite(largest_B), tokens_B, NO_NUMBER)
 
 

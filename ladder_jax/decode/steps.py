@@ -21,7 +21,7 @@ from ladder_jax.decode import cache, sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.parallel import Compiled, Overlap, Traits, apart, on_mesh, over_ranks, resolve_launch
+from ladder_jax.parallel import Compiled, Overlap, apart, on_mesh, over_ranks, resolve_launch
 from ladder_jax.parallel.collectives import TOKEN_LOOP
 
 CHUNK = 16  # tokens that a call of `decode_many` makes by default, without a round trip to the host between them
@@ -153,7 +153,7 @@ def chunk_starts(length: int, *, chunk: int) -> list[int]:
 
 
 @functools.cache
-def _replace_rows(definition: ModelDef) -> Callable:
+def _replace_rows(definition):
     """A compiled (new [B, V], old [B, V], replaced [B] bool) -> [B, V]."""
     local = lambda new, old, replaced: jnp.where(replaced[:, None], new, old)
     return _jit(definition, local, in_dims=("BV", "BV", "B"), out_dims="BV")
@@ -264,12 +264,12 @@ def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:
     return one
 
 
-def _sampler(definition: ModelDef) -> Callable:
+def _sampler(definition):
     """`sampling.sample` for this model, on one rank."""
     return functools.partial(sampling.sample, vocab_size=definition.config.vocab_size, axes=definition.layout.tensor)
 
 
-def _launch(definition: ModelDef, launch: Launch, *, interleave: int = 1) -> Launch:
+def _launch(definition, launch, *, interleave=1):
     """CHAINED or EXPLICIT; where no all-reduce can be hidden, CHAINED."""
     layout = definition.layout
     hides = interleave == 2 or definition.topology.overlap is Overlap.HIDES
@@ -277,7 +277,7 @@ def _launch(definition: ModelDef, launch: Launch, *, interleave: int = 1) -> Lau
     return resolve_launch(launch, mesh=layout.mesh) if hides else Launch.CHAINED
 
 
-def _jit(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any) -> Callable:
+def _jit(definition, local, *, in_dims, out_dims):
     """For programs without parameters or large reductions, which need no compiler options."""
     layout = definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
@@ -286,15 +286,15 @@ def _jit(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any
 
 
 def _compile(
-    definition: ModelDef,
-    local: Callable,
-    quantize: Quantize,
+    definition,
+    local,
+    quantize,
     *,
-    traits: Traits,
-    in_dims: tuple,
-    out_dims: Any,
-    donate: tuple = (),
-) -> Compiled:
+    traits,
+    in_dims,
+    out_dims,
+    donate=(),
+):
     in_dims, layout = (weights.dims(definition, loop=traits.loop, quantize=quantize), *in_dims), definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)

@@ -21,7 +21,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, quantized
 from ladder_jax.nn.parameter import stacks
 from ladder_jax.nn.quantized import Int8
-from ladder_jax.parallel import Layout, apart, mesh, on_own_mesh
+from ladder_jax.parallel import apart, mesh, on_own_mesh
 
 if TYPE_CHECKING:
     from ladder_jax.checkpoint import Key
@@ -77,13 +77,13 @@ def stacked_bytes(definition: ModelDef) -> tuple[int, int]:
     return _bytes(definition, loop=Loop.SCAN, quantize=Quantize.NONE)
 
 
-def _check(definition: ModelDef) -> None:
+def _check(definition):
     """Raises UserError for a mesh that splits parameters for training."""
     if definition.layout.fsdp > 1:
         raise UserError(f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)")
 
 
-def _each(definition: ModelDef, loop: Loop, fn: Callable, *trees: Params) -> Params:
+def _each(definition, loop, fn, *trees):
     """fn(leaf, ..., layer) for every leaf: unrolled, once a layer for a leaf that stacks layers; else layer is None."""
     whole = functools.partial(fn, layer=None)
     if loop is Loop.SCAN:
@@ -96,18 +96,18 @@ def _each(definition: ModelDef, loop: Loop, fn: Callable, *trees: Params) -> Par
     return done
 
 
-def _stored_dims(quantize: Quantize, dims: str) -> str | Int8:
+def _stored_dims(quantize, dims):
     """The dimensions in which an array of these dimensions is stored."""
     return Int8.dims(dims) if quantize is Quantize.INT8 and quantized.is_matrix(dims) else dims
 
 
-def _stored(quantize: Quantize, dtype: str, array: jax.Array, dims: str) -> jax.Array | Int8:
+def _stored(quantize, dtype, array, dims):
     if quantize is Quantize.INT8 and quantized.is_matrix(dims):
         return Int8.of(array, dims)
     return array.astype(_dtype(dtype, dims))
 
 
-def _dtype(dtype: str, dims: str) -> Any:
+def _dtype(dtype, dims):
     """Norm gains and routers stay float32: they multiply in it."""
     return dtype if len(dims.removeprefix("L")) > 1 and dims != mesh.ROUTER else jnp.float32
 
@@ -151,7 +151,7 @@ class _Target:
             del value
         return stack
 
-    def _make(self, pieces: Iterator) -> jax.Array | Int8:
+    def _make(self, pieces):
         """The next piece as it is to be stored. The piece that was read is freed on return."""
         piece, dtype, layout = next(pieces), self.definition.config.dtype.value, self.definition.layout
         array, layer = piece if isinstance(piece, tuple) else (piece, None)
@@ -159,20 +159,20 @@ class _Target:
             return array
         return jax.block_until_ready(_convert(layout, self.quantize, dtype, array, self.dims, layer))
 
-    def _empty(self, value: jax.Array | Int8) -> jax.Array | Int8:
+    def _empty(self, value):
         sharding, count = self.definition.layout.sharding, self.layers
         zeros = lambda a, d: mesh.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
         return jax.tree.map(zeros, value, _stored_dims(self.quantize, self.dims))
 
 
-def _targets(definition: ModelDef, *, loop: Loop, quantize: Quantize) -> list[_Target]:
+def _targets(definition, *, loop, quantize):
     """The largest arrays first: then the least is held beside them."""
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     targets = [_Target(definition, name, of.removeprefix("L"), loop, quantize) for name, of in dims.items()]
     return sorted(targets, key=lambda target: -math.prod(target.share))
 
 
-def _bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize) -> tuple[int, int]:
+def _bytes(definition, *, loop, quantize):
     """A device's share of `_build`'s arrays, and the most that it holds meanwhile, from arrays stored in float32."""
     done, most = 0, 0
     for target in _targets(definition, loop=loop, quantize=quantize):
@@ -186,7 +186,7 @@ def _bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize) -> tuple[int
     return done, most
 
 
-def _build(definition: ModelDef, params: Params | Reader, *, loop: Loop, quantize: Quantize) -> Params:
+def _build(definition, params, *, loop, quantize):
     """The arrays, unrolled or stacked as `loop` has them."""
     read = params if callable(params) else _in_memory(params)
     targets = _targets(definition, loop=loop, quantize=quantize)
@@ -200,26 +200,24 @@ def _build(definition: ModelDef, params: Params | Reader, *, loop: Loop, quantiz
     return done
 
 
-def _in_memory(params: Params) -> Callable:
+def _in_memory(params):
     """A reader of parameters in memory. It yields whole stacks, each with the index of the layer to take from it."""
     flat = traverse_util.flatten_dict(params, sep="/")
     return lambda keys: ((flat[name], layer) for name, layer in keys)
 
 
-def _is_stored(quantize: Quantize, dtype: str, array: jax.Array, dims: str, layout: Layout) -> bool:
+def _is_stored(quantize, dtype, array, dims, layout):
     as_is = isinstance(_stored_dims(quantize, dims), str) and array.dtype == _dtype(dtype, dims)
     return as_is and isinstance(array, jax.Array) and array.sharding == layout.sharding(dims)
 
 
-def _convert(
-    layout: Layout, quantize: Quantize, dtype: str, array: jax.Array, dims: str, layer: int | None
-) -> jax.Array | Int8:
+def _convert(layout, quantize, dtype, array, dims, layer):
     """An array, or a layer of a stack, as the compiled steps take it. One program for all layers of a stack."""
     return _converter(layout, quantize, dtype, dims)(array, layer)
 
 
 @functools.cache
-def _converter(layout: Layout, quantize: Quantize, dtype: str, dims: str) -> Callable:
+def _converter(layout, quantize, dtype, dims):
     """A compiled (array or stack, layer or None) -> the array as it is stored."""
     out_dims = _stored_dims(quantize, dims)
     convert = lambda array, layer: _stored(quantize, dtype, array if layer is None else array[layer], dims)

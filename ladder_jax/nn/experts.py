@@ -254,7 +254,7 @@ class MoE(Module):
     def route(self, logits_NC: jax.Array) -> Route:
         return route(logits_NC, moe=self.moe, bias_C=self.router_bias[...] if self.moe.router_bias else None)
 
-    def _within_capacity(self, routed: Route) -> tuple[Route, jax.Array]:
+    def _within_capacity(self, routed):
         """`routed`, where rows beyond their experts' capacity choose no expert, and bool [N, K]: which do not."""
         experts = self.moe.experts
         size = self.moe.slots(len(routed.choice))
@@ -263,13 +263,13 @@ class MoE(Module):
         return Route(jnp.where(kept, routed.choice, NO_EXPERT), routed.weights), kept
 
 
-def _groups(choice_NK: jax.Array, *, first: jax.Array, count: int) -> Groups:
+def _groups(choice_NK, *, first, count):
     local = choice_NK.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < count), local, count)
     return Groups(*exchange.by_expert(local, experts=count))
 
 
-def _in_chunks(compute: Callable, x_ND: jax.Array, routed: Route) -> jax.Array:
+def _in_chunks(compute, x_ND, routed):
     """`compute` of CHUNK tokens at a time, whose rows are computed again backward. Padding chooses no expert."""
     count = -(-len(x_ND) // CHUNK)
     missing = count * CHUNK - len(x_ND)
@@ -284,12 +284,12 @@ def _in_chunks(compute: Callable, x_ND: jax.Array, routed: Route) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sorted_rows(x_ND: jax.Array, groups: Groups, choices: int) -> jax.Array:
+def _sorted_rows(x_ND, groups, choices):
     """[R, D]: for each sorted row its token. Backward a token's rows are added in float32."""
     return jnp.take(x_ND, groups.order // choices, axis=0, mode="clip")
 
 
-def _sorted_rows_backward(choices: int, residuals: tuple[Groups, Any], gradient: jax.Array) -> tuple:
+def _sorted_rows_backward(choices, residuals, gradient):
     groups, like = residuals
     gradient = jnp.take(gradient, groups.place, axis=0, mode="clip")
     summed = jnp.sum(gradient.reshape(-1, choices, gradient.shape[1]), axis=1, dtype=jnp.float32)
@@ -303,7 +303,7 @@ _sorted_rows.defvjp(
 
 
 @jax.custom_vjp
-def _in_token_order(rows_RD: jax.Array, groups: Groups) -> jax.Array:
+def _in_token_order(rows_RD, groups):
     """The sorted rows, back in the order of tokens and choices."""
     return jnp.take(rows_RD, groups.place, axis=0, mode="clip")
 
@@ -314,7 +314,7 @@ _in_token_order.defvjp(
 )
 
 
-def _batched_matmul(rows_ERI: jax.Array, weight_EIO: jax.Array | Int8) -> jax.Array:
+def _batched_matmul(rows_ERI, weight_EIO):
     """[E, R, O]: the rows of each expert times its matrix, as `grouped_matmul`."""
     if isinstance(weight_EIO, Int8):
         weight = weight_EIO.values.astype(rows_ERI.dtype)

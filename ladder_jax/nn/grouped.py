@@ -40,7 +40,7 @@ def choose(dtype: jnp.dtype) -> Kernel:
     return Kernel.TRITON if capability >= 80 else Kernel.XLA
 
 
-def _device_kind() -> str:
+def _device_kind():
     """Of the mesh around the caller, not of this machine: a program may be compiled ahead of time. "" without one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.device_kind if device else ""
@@ -83,7 +83,7 @@ def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Gro
     return checkpoint_name(_grouped(pvary(rows_RI, axes), pvary(weight_EIO, axes), groups), MATMUL)
 
 
-def _quantized(rows: jax.Array, weight: Int8, groups: Groups) -> jax.Array:
+def _quantized(rows, weight, groups):
     if choose(rows.dtype) is Kernel.TRITON:
         from ladder_jax.nn import grouped_gpu
 
@@ -95,7 +95,7 @@ def _quantized(rows: jax.Array, weight: Int8, groups: Groups) -> jax.Array:
 
 
 @jax.custom_vjp
-def _grouped(rows: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
+def _grouped(rows, weight, groups):
     if choose(rows.dtype) is Kernel.TRITON:
         from ladder_jax.nn import grouped_gpu  # Pallas is slow to import
 
@@ -103,7 +103,7 @@ def _grouped(rows: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
     return lax.ragged_dot(rows, weight.astype(rows.dtype), groups.sizes)
 
 
-def _grouped_forward(rows: jax.Array, weight: jax.Array, groups: Groups) -> tuple:
+def _grouped_forward(rows, weight, groups):
     used = weight.astype(rows.dtype)
     return _grouped(rows, used, groups), (rows, used, groups, jnp.zeros((), weight.dtype))
 
@@ -114,7 +114,7 @@ OVER_ROWS = lax.RaggedDotDimensionNumbers(
 )
 
 
-def _grouped_backward(residuals: tuple, gradient: jax.Array) -> tuple:
+def _grouped_backward(residuals, gradient):
     rows, weight, groups, like = residuals
     if choose(rows.dtype) is Kernel.TRITON:
         from ladder_jax.nn import grouped_gpu

@@ -47,7 +47,7 @@ def over_rows(rows_RI: jax.Array, gradient_RO: jax.Array, sizes_E: jax.Array, *,
     return unchecked(functools.partial(_over_rows, interpret=interpret))(rows_RI, gradient_RO, ends - sizes_E, ends)
 
 
-def _tiles(sizes: jax.Array, *, rows: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _tiles(sizes, *, rows, height):
     """(group, first row, end of the group) of each tile of at most `height` rows; the same row twice: an unused tile.
 
     There are as many as the sizes may ever need: each group that has rows may end in a tile that is not full.
@@ -146,6 +146,6 @@ def _load(ref, row, rows, column, columns, *, mask, lead=()):
     return triton.load(ref.at[*lead, pl.ds(row, rows), pl.ds(column, columns)], mask=mask, other=0)
 
 
-def _dot(a, b, of_a: int, of_b: int):
+def _dot(a, b, of_a, of_b):
     """The product over dimension `of_a` of a and `of_b` of b, in float32."""
     return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)

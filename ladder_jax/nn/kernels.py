@@ -93,7 +93,7 @@ def extend(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array,
     return _blockwise(query, key, value, start)
 
 
-def _blockwise(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array) -> jax.Array:
+def _blockwise(query, key, value, start):
     """`extend` by an online softmax (arXiv 1805.02867): scores of BLOCK positions at a time, [B, K, N/K, T, BLOCK]."""
     rows, length, heads, head_dim = query.shape
     _, capacity, kv_heads, _ = key.shape

@@ -95,15 +95,15 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, axes: tuple[s
 
 
 def _cross_entropy(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    of_positions: tuple[jax.Array, jax.Array],
-    constants: tuple,
+    x_BTD,
+    table_VD,
+    of_positions,
+    constants,
     *,
-    gradient: bool,
-    vocab_size: int,
-    axes: tuple[str, ...],
-    z_loss: float,
+    gradient,
+    vocab_size,
+    axes,
+    z_loss,
 ):
     """A `Chunk`. of_positions: targets and weights [B, T]."""
     targets_BT, weights_BT = of_positions
@@ -125,16 +125,16 @@ def _cross_entropy(
 
 
 def _divergence(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    of_positions: tuple[jax.Array, jax.Array, jax.Array],
-    constants: tuple[jax.Array],
+    x_BTD,
+    table_VD,
+    of_positions,
+    constants,
     *,
-    gradient: bool,
-    vocab_size: int,
-    axes: tuple[str, ...],
-    alpha: float,
-    temperature: float,
+    gradient,
+    vocab_size,
+    axes,
+    alpha,
+    temperature,
 ):
     """A `Chunk`. of_positions: targets and weights [B, T], and the teacher's stream; constants: its table."""
     targets_BT, weights_BT, teacher_BTD = of_positions
@@ -169,24 +169,24 @@ def _divergence(
     return sums, *_gradients(slope, weights_BT, x_BTD, table_VD)
 
 
-def _is_token(size: int, first: jax.Array, vocab_size: int) -> jax.Array:
+def _is_token(size, first, vocab_size):
     """[1, 1, V/ranks]: which of this rank's rows are no padding."""
     return (first + jnp.arange(size) < vocab_size)[None, None, :]
 
 
-def _scores(x_BTD: jax.Array, table_VD: jax.Array, real: jax.Array) -> jax.Array:
+def _scores(x_BTD, table_VD, real):
     logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
     return jnp.where(real, logits, -jnp.inf)
 
 
-def _powers(logits_BTV: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _powers(logits_BTV, axes):
     """(exp(logits - largest), their sum over the vocabulary, the largest logit): the latter two [B, T]."""
     largest = all_max(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes)
     powers = jnp.exp(logits_BTV - largest[:, :, None])
     return powers, all_reduce(jnp.sum(powers, axis=-1), axes), largest
 
 
-def _picked(logits_BTV: jax.Array, local_BT: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _picked(logits_BTV, local_BT, axes):
     """The targets' logits [B, T]. local_BT: the targets, counted from this rank's first row."""
     size = logits_BTV.shape[-1]
     mine = (local_BT >= 0) & (local_BT < size)
@@ -194,9 +194,7 @@ def _picked(logits_BTV: jax.Array, local_BT: jax.Array, axes: tuple[str, ...]) -
     return all_reduce(jnp.where(mine, picked, 0.0), axes)
 
 
-def _gradients(
-    slope_BTV: jax.Array, weights_BT: jax.Array, x_BTD: jax.Array, table_VD: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _gradients(slope_BTV, weights_BT, x_BTD, table_VD):
     """Of x and the table. slope: of the loss by the logits, without the positions' weights."""
     slope = (slope_BTV * weights_BT[:, :, None]).astype(x_BTD.dtype)
     dx = jnp.einsum("BTV,VD->BTD", slope, table_VD)
@@ -204,15 +202,15 @@ def _gradients(
 
 
 def _sums(
-    chunk: Chunk,
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    of_positions: tuple,
-    constants: tuple,
+    chunk,
+    x_BTD,
+    table_VD,
+    of_positions,
+    constants,
     *,
-    size: int,
-    axes: tuple,
-) -> Any:
+    size,
+    axes,
+):
     """The chunks' sums, over at most `size` positions B x T at once, equal on all ranks of `axes`.
 
     of_positions: further arrays [B, T, ...]; padding is zeros, which must contribute nothing. constants: arrays that
@@ -244,16 +242,16 @@ _differentiable.defvjp(_forward, _backward)
 
 
 def _over_chunks(
-    chunk: Chunk,
-    size: int,
-    axes: tuple[str, ...],
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    of_positions: tuple,
-    constants: tuple,
+    chunk,
+    size,
+    axes,
+    x_BTD,
+    table_VD,
+    of_positions,
+    constants,
     *,
-    gradient: bool = False,
-) -> tuple[Any, ...]:
+    gradient=False,
+):
     """(the sums, and the first one's gradients of x and the table if asked for)."""
     rows, length, _ = x_BTD.shape
     size = max(1, min(length, size // rows))

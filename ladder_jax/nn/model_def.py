@@ -146,7 +146,7 @@ class ModelDef:
         return Cache(one(), one())
 
     @functools.cached_property
-    def _graphs(self) -> dict[str, nnx.GraphDef]:
+    def _graphs(self):
         return {name: nnx.split(module)[0] for name, module in self.modules.items()}
 
     def bind(self, name: str, params: Params) -> Any:
@@ -172,7 +172,7 @@ def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
 
 
-def _without_experts(config: ModelConfig) -> ModelConfig:
+def _without_experts(config):
     """Of a layer without experts in a model with them; `farskip` is a residual of experts only."""
     return dataclasses.replace(config, moe=None, residual="ladder" if config.residual == "farskip" else config.residual)
 

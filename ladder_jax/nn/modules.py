@@ -117,9 +117,7 @@ class Attention(Module):
         bias = jnp.where(first_rank, self.out_bias[...], 0) if hasattr(self, "out_bias") else None
         return projections.out(_OUT)(attended, (self.out.get_value(), bias))
 
-    def _normed(
-        self, query: jax.Array, key: jax.Array, *, dtype: jnp.dtype, axes: tuple[str, ...]
-    ) -> tuple[jax.Array, jax.Array]:
+    def _normed(self, query, key, *, dtype, axes):
         norm = self.config.qk_norm
         if norm is QKNorm.NONE:
             return query, key
@@ -296,7 +294,7 @@ class Layer(Module):
         return [attention, *self.mlp.sublayers(second, context=context, on_routing=on_routing)]
 
 
-def _behind(norm: RMSNorm, function: Callable, *, dtype: jnp.dtype, of: type[Normed] = Normed, **more: Any) -> Normed:
+def _behind(norm, function, *, dtype, of=Normed, **more):
     """`function` behind `norm`."""
     parts = functools.partial(norm, dtype=dtype), functools.partial(norm.gain, dtype=dtype)
     return of(function, *parts, norm.scale[...], **more)

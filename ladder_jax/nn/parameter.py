@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx, traverse_util
 from jax.sharding import PartitionSpec
 
-from ladder_jax.config import ModelConfig, MoEConfig
+from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
 from ladder_jax.parallel.mesh import SHARDED
@@ -47,7 +47,7 @@ class Normal:
 
 
 @functools.cache
-def _quantiles() -> np.ndarray:
+def _quantiles():
     inverse = statistics.NormalDist().inv_cdf
     count = 2**16
     return np.array([inverse((index + 0.5) / count) for index in range(count)])
@@ -109,7 +109,7 @@ class Sizes:
         return "L" * self.stacked + dims
 
 
-def _expert_sizes(moe: MoEConfig, ranks: int) -> dict[str, int]:
+def _expert_sizes(moe, ranks):
     return {
         "E": moe.padded(ranks),
         "C": moe.experts,
@@ -179,7 +179,7 @@ def next_key(rngs: nnx.Rngs) -> jax.Array:
         raise UserError("rngs has no stream `params`: nnx.Rngs(seed) has every one") from None
 
 
-def _draw(init: Initializer, key: jax.Array, *, dims: str, shape: tuple[int, ...], config: ModelConfig) -> jax.Array:
+def _draw(init, key, *, dims, shape, config):
     """Values of one array: each layer of a stack by a key of its own, and zeros in what pads vocabulary or experts."""
     if dims.startswith("L"):
         keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
@@ -256,5 +256,5 @@ def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: jax.Ar
     return jax.jit(make, out_shardings=shardings)()
 
 
-def _is_param(leaf: object) -> bool:
+def _is_param(leaf):
     return isinstance(leaf, nnx.Variable)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ladder_jax.config import ModelConfig, RopeScaling
+from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError
 from ladder_jax.nn import kernels
 
@@ -210,9 +210,7 @@ class DecodeStep:
         return kernels.decode(query, cache.key, cache.value, self.lengths + 1, kernel=kernel), cache
 
 
-def _write(
-    cache: Cache, key: jax.Array, value: jax.Array, *, row: int, start: int | jax.Array, kernel: kernels.Kernel
-) -> Cache:
+def _write(cache, key, value, *, row, start, kernel):
     place = tuple({"B": row, "S": start}.get(dim, 0) for dim in kernel.cache_dims)
 
     def write(into, block):
@@ -228,7 +226,7 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
     return plain if config.rope_scaling is None else _llama3(plain, config.rope_scaling)
 
 
-def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+def _llama3(plain, scaling):
     """Llama 3's stretch (arXiv 2407.21783): slow rotations by `factor`, fast ones not, a ramp between."""
     turns = scaling.original_context * plain / (2 * math.pi)
     low = scaling.low_freq_factor

@@ -123,16 +123,16 @@ def rows(table: jax.Array | Int8, indices: jax.Array, *, dtype: jnp.dtype) -> ja
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _product(x: jax.Array, weight: jax.Array, spec: str, dtype: Any) -> jax.Array:
+def _product(x, weight, spec, dtype):
     return jnp.einsum(spec, x, weight.astype(x.dtype), preferred_element_type=dtype)
 
 
-def _product_forward(x: jax.Array, weight: jax.Array, spec: str, dtype: Any) -> tuple:
+def _product_forward(x, weight, spec, dtype):
     used = weight.astype(x.dtype)
     return _product(x, used, spec, dtype), (x, used, jnp.zeros((), weight.dtype))
 
 
-def _product_backward(spec: str, dtype: Any, residuals: tuple, gradient: jax.Array) -> tuple:
+def _product_backward(spec, dtype, residuals, gradient):
     of_x, of_weight = spec.split("->")[0].split(",")
     out = spec.split("->")[1]
     x, weight, like = residuals
@@ -148,11 +148,11 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _looked_up(table: jax.Array, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _looked_up(table, indices, dtype):
     return jnp.take(table, indices, axis=0).astype(dtype)
 
 
-def _looked_up_backward(dtype: jnp.dtype, residuals: tuple, gradient: jax.Array) -> tuple:
+def _looked_up_backward(dtype, residuals, gradient):
     table, indices = residuals  # of the table only the type is used
     zeros = pvary(jnp.zeros(table.shape, jnp.float32), varying(table))
     return zeros.at[indices].add(gradient.astype(jnp.float32)).astype(table.dtype), None

@@ -7,7 +7,6 @@ other, and each (row, key/value head) is a sequence of the kernel's, so that any
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,7 @@ def causal(
     return attended[:, :, :length].swapaxes(1, 2)
 
 
-def _kernel(shape: tuple[int, ...], interpret: bool) -> Callable:
+def _kernel(shape, interpret):
     """Attention for a query of this shape, [B, N, T, H], T a multiple of LANES; a fourth argument is the segments."""
     _, heads, length, _ = shape
     mask = _mask(heads, length)
@@ -78,7 +77,7 @@ def _kernel(shape: tuple[int, ...], interpret: bool) -> Callable:
 
 
 @functools.cache
-def _mask(heads: int, length: int) -> splash_attention.MultiHeadMask:
+def _mask(heads, length):
     """Cached because jax traces the kernel once for every mask object."""
     return splash_attention.MultiHeadMask([splash_attention.CausalMask((length, length))] * heads)
 
@@ -128,14 +127,14 @@ def extend(
     return unchecked(attend)(query, key, value, start)[:, :, :length].swapaxes(1, 2)
 
 
-def _in_blocks(x: jax.Array) -> tuple[jax.Array, int]:
+def _in_blocks(x):
     """x [B, heads, T, H], T padded to a multiple of the block, which is returned too."""
     length = x.shape[2]
     block = min(MAX_BLOCK, length + -length % LANES)
     return jnp.pad(x, ((0, 0), (0, 0), (0, -length % block), (0, 0))), block
 
 
-def _not_after(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
+def _not_after(query_positions, key_positions):
     return query_positions >= key_positions
 
 

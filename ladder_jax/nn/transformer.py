@@ -18,7 +18,7 @@ from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
 from ladder_jax.nn import arguments, loss
 from ladder_jax.nn.model_def import ModelDef, Params, define, initialize, matrix_elements
-from ladder_jax.nn.modules import Embedding, LayerContext
+from ladder_jax.nn.modules import LayerContext
 from ladder_jax.nn.parameter import LAYERS, Module, next_key, stacks
 from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import (
@@ -276,7 +276,7 @@ def output_table(definition: ModelDef, params: Params) -> jax.Array:
     return table.astype(definition.config.dtype.value)
 
 
-def _head(definition: ModelDef, params: Params) -> Embedding:
+def _head(definition, params):
     """What scores tokens."""
     name = "embedding" if definition.config.tie_embeddings else "head"
     return definition.bind(name, unshard(definition, name, params[name]))
@@ -341,7 +341,7 @@ class Transformer(Module):
         """The plain nested dict of arrays that compiled functions take."""
         return nnx.to_pure_dict(nnx.state(self))
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         first, *parameters = super().__repr__().splitlines()
         return "\n".join([f"{first}, {self.definition.layout}", f"  {self.config}", *parameters])
 

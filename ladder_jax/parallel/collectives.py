@@ -87,7 +87,7 @@ def start_all_reduce(x: jax.Array, axes: tuple[str, ...]) -> Any:
     return _psum_start()(x, axes)
 
 
-def _psum_start() -> Callable | None:
+def _psum_start():
     """jax 0.12's, which is not public."""
     try:
         from jax._src.lax.parallel import psum_start

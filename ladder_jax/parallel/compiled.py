@@ -58,7 +58,7 @@ def check_compiler_makes(form: CollectiveMatmul, *, mesh: Mesh) -> None:
 
 
 @functools.cache
-def _known(name: str, value: bool | int | float | str, device: jax.Device) -> bool:
+def _known(name, value, device):
     """Compiles the smallest program with the option: the compiler raises an error for one that it does not know."""
     here = jax.sharding.SingleDeviceSharding(device)
     probe = jax.jit(lambda x: x, compiler_options={name: value})
@@ -158,22 +158,22 @@ class Compiled:
             return self._jitted.lower(*args)
 
     @functools.cached_property
-    def _plain(self) -> Callable:
+    def _plain(self):
         return self._placed()
 
     @functools.cached_property
-    def _moved(self) -> Callable:
+    def _moved(self):
         """`_plain` where another mesh is set."""
         return jax.jit(self.__wrapped__)
 
-    def _is_at_home(self) -> bool:
+    def _is_at_home(self):
         around = jax.sharding.get_abstract_mesh()
         return around.empty or all(s.mesh.abstract_mesh == around for s in jax.tree.leaves(self._out_shardings)[:1])
 
-    def _context(self) -> contextlib.AbstractContextManager:
+    def _context(self):
         return without_mesh() if self._is_apart else contextlib.nullcontext()
 
-    def _fall_back(self, error: jax.errors.JaxRuntimeError) -> None:
+    def _fall_back(self, error):
         """Take the next options. Raises `error` if it has another cause, or no options are left."""
         if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
             raise error

@@ -72,7 +72,7 @@ class Option:
             and self._serves_split(traits)
         )
 
-    def _serves_split(self, traits: Traits) -> bool:
+    def _serves_split(self, traits):
         if not {*traits.split, traits.collective_matmul}.isdisjoint(self.unless):
             return False
         if not self.split and self.collective_matmul is None:
@@ -154,7 +154,7 @@ _SEVERAL_SIDES = Option(
 )
 
 
-def _stream(kib: int, fewer: str) -> Option:
+def _stream(kib, fewer):
     return Option(
         "xla_tpu_scoped_vmem_limit_kib",
         kib,

@@ -84,25 +84,25 @@ def collect(rows_RED: jax.Array, places_NK: jax.Array, weights_NK: jax.Array) ->
     return jnp.sum(rows.astype(jnp.float32) * weights[:, :, None], axis=1).astype(rows.dtype)
 
 
-def _sources(slots_NK: jax.Array, total: int) -> jax.Array:
+def _sources(slots_NK, total):
     """int32 [E S]: the row, n K + k, in each slot; N K in a free one."""
     count = slots_NK.size
     free = pvary(jnp.full((total,), count, jnp.int32), varying(slots_NK))
     return free.at[slots_NK.reshape(-1)].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
 
 
-def _rows(rows_RD: jax.Array, places: jax.Array) -> jax.Array:
+def _rows(rows_RD, places):
     """`rows_RD` at `places`; zeros at places beyond them."""
     return jnp.take(rows_RD, places, axis=0, mode="fill", fill_value=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _into_slots(x_ND: jax.Array, slots_NK: jax.Array, total: int) -> jax.Array:
+def _into_slots(x_ND, slots_NK, total):
     """[E S, D]: each slot's token. Backward a token's rows are added in float32."""
     return _rows(x_ND, _sources(slots_NK, total) // slots_NK.shape[1])
 
 
-def _into_slots_backward(total: int, slots_NK: jax.Array, gradient: jax.Array) -> tuple:
+def _into_slots_backward(total, slots_NK, gradient):
     rows = _rows(gradient, slots_NK.reshape(-1)).reshape(*slots_NK.shape, -1)
     return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(gradient.dtype), None
 
@@ -111,12 +111,12 @@ _into_slots.defvjp(lambda x, slots, total: (_into_slots(x, slots, total), slots)
 
 
 @jax.custom_vjp
-def _from_slots(rows_SD: jax.Array, slots_NK: jax.Array) -> jax.Array:
+def _from_slots(rows_SD, slots_NK):
     """[N K, D]: each row from its slot; zeros for a dropped one."""
     return _rows(rows_SD, slots_NK.reshape(-1))
 
 
-def _from_slots_backward(residuals: tuple, gradient: jax.Array) -> tuple:
+def _from_slots_backward(residuals, gradient):
     slots_NK, total = residuals
     return _rows(gradient, _sources(slots_NK, total)), None
 

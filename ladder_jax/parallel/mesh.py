@@ -219,19 +219,19 @@ class Layout:
     def batch_ranks(self) -> int:
         return _ranks(self.mesh, self.batch)
 
-    def _names(self, mesh: Mesh | AbstractMesh) -> dict[str, str]:
+    def _names(self, mesh):
         """What `mesh` calls those of our axes that have several ranks: as the caller's mesh does, or as we do."""
         pairs = [(axis, name) for axis, given in zip(AXES, self.given.names) for name in (axis, given)]
         sizes = self.given.shape
         return {axis: name for axis, name in pairs if 1 < sizes[axis] == mesh.shape.get(name)}
 
-    def _spec_by(self, names: dict[str, str], dims: str) -> PartitionSpec:
+    def _spec_by(self, names, dims):
         batch = tuple(names[axis] for axis in (DATA, FSDP) if axis in names)
         tensor = names.get(TENSOR)
         kv = tensor if self.kv == self.tensor else None  # ranks that share a head are no axis of the caller's mesh
         return self._split(dims, batch=batch or None, fsdp=names.get(FSDP), tensor=tensor, kv=kv)
 
-    def _split(self, dims: str, *, batch: Any, fsdp: Any, tensor: Any, kv: Any) -> PartitionSpec:
+    def _split(self, dims, *, batch, fsdp, tensor, kv):
         axes = {"B": batch, "D": fsdp}
         if not self.emulated:
             axes |= {**dict.fromkeys(SHARDED, tensor), "K": kv}
@@ -256,7 +256,7 @@ def layout(config: ModelConfig, *, mesh: Mesh | NamedMesh) -> Layout:
     )
 
 
-def _with_groups(mesh: Mesh, *, kv: int) -> Mesh:
+def _with_groups(mesh, *, kv):
     """`mesh` with its tensor axis split in two, (kv, group)."""
     at = mesh.axis_names.index(TENSOR)
     sizes = *mesh.axis_sizes[:at], kv, mesh.shape[TENSOR] // kv, *mesh.axis_sizes[at + 1 :]
@@ -384,7 +384,7 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shardi
 
 
 @functools.cache
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> Callable[[], jax.Array]:
+def _zeros(shape, dtype, sharding):
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
@@ -395,17 +395,17 @@ def put(stack: Any, layer: Any, index: int) -> Any:
     return jax.tree.map(lambda s, a: jax.lax.dynamic_update_index_in_dim(s, a, index, 0), stack, layer)
 
 
-def _example(left: list[str], names: Mapping[str, str]) -> dict[str, str]:
+def _example(left, names):
     """A way to name the axes `left`: the last is tensor, the first data."""
     order = AXES if len(left) > 2 else (DATA, TENSOR)[-len(left) :]
     return {**{axis: name for axis, name in names.items() if axis != name}, **dict(zip(order, left))}
 
 
-def _changed(array: Any, sharding: NamedSharding) -> Any:
+def _changed(array, sharding):
     return array if jax.typeof(array).sharding.mesh == sharding.mesh else jax.sharding.reshard(array, sharding)
 
 
-def _given_back(array: jax.Array, around: AbstractMesh, split: Callable[..., NamedSharding]) -> jax.Array:
+def _given_back(array, around, split):
     """By its type along Explicit axes; along Auto ones by a constraint, as the compiler may choose what they cannot."""
     array = _changed(array, split(axes=around.explicit_axes))
     if not around.auto_axes:
@@ -413,21 +413,21 @@ def _given_back(array: jax.Array, around: AbstractMesh, split: Callable[..., Nam
     return jax.lax.with_sharding_constraint(array, split(axes=around.auto_axes))
 
 
-def _ranks(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> int:
+def _ranks(mesh, axes):
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
-def _map(fn: Callable, dims: Dims, tree: Any) -> Any:
+def _map(fn, dims, tree):
     """`fn(array, its dims)` of every array of `tree`, of which `dims` is a prefix."""
     return jax.tree.map(lambda of, below: jax.tree.map(functools.partial(fn, dims=of), below), dims, tree)
 
 
-def _position(dims: str) -> int | None:
+def _position(dims):
     found = [index for index, dim in enumerate(dims) if dim in SHARDED]
     return found[0] if found else None
 
 
-def _split(array: jax.Array, *, dims: str, ranks: int) -> jax.Array:
+def _split(array, *, dims, ranks):
     position = _position(dims)
     if position is None:
         return array
@@ -438,7 +438,7 @@ def _split(array: jax.Array, *, dims: str, ranks: int) -> jax.Array:
     return jnp.moveaxis(array, position, 0)
 
 
-def _join(array: jax.Array, *, dims: str) -> jax.Array:
+def _join(array, *, dims):
     position = _position(dims)
     if position is None:
         return array

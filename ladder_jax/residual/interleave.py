@@ -94,7 +94,7 @@ class Interleaved:
         second, first = self._turn(step, Pair(second, first), step.after, of_second)
         return Pair(first, second)
 
-    def _turn(self, step: Step, pair: Pair, after: Step, sublayers: Sequence[Sublayer]) -> tuple[State, State]:
+    def _turn(self, step, pair, after, sublayers):
         """(the ready half, whose `step` is computed; the other one, ready for `after`)."""
         mine = pair.ready
         other = pair.computed

@@ -157,7 +157,7 @@ def rematerialised(
     return body if loop is Loop.SCAN else _prevent_cse(body)
 
 
-def _with_named_input(body: Callable) -> Callable:
+def _with_named_input(body):
     """`body` with a name on what enters it: a policy offloads by name, and leaves the rest on the device."""
 
     def named(state, extra, params, cache):
@@ -167,7 +167,7 @@ def _with_named_input(body: Callable) -> Callable:
     return named
 
 
-def _prevent_cse(body: Callable) -> Callable:
+def _prevent_cse(body):
     """`body`, whose recomputation the compiler cannot merge with the forward pass: see jax's `prevent_cse`.
 
     jax's barrier waits for all cotangents, including the one being all-reduced. Ours waits for `partial`'s only, so
@@ -196,14 +196,14 @@ def unstacked(tree: Any) -> Any:
 
 
 @jax.custom_vjp
-def _unstack(tree: Any) -> tuple:
+def _unstack(tree):
     """Backward writes each layer's gradient into one stack, in place. The transpose of indexing would sum as many
     arrays as there are layers, each as large as the stack."""
     count = jax.tree.leaves(tree)[0].shape[0]
     return tuple(jax.tree.map(lambda a: a[i], tree) for i in range(count))
 
 
-def _restack(_, gradients: tuple) -> tuple:
+def _restack(_, gradients):
     def write(*layers):
         axes = frozenset.union(*map(varying, layers))
         stack = pvary(jnp.zeros((len(layers), *layers[0].shape), layers[0].dtype), axes)
@@ -217,9 +217,9 @@ def _restack(_, gradients: tuple) -> tuple:
 _unstack.defvjp(lambda tree: (_unstack(tree), None), _restack)
 
 
-def _layer(tree: Any, index: int) -> Any:
+def _layer(tree, index):
     return tree[index] if isinstance(tree, tuple) else jax.tree.map(lambda a: a[index], tree)
 
 
-def _stack(trees: list) -> Any:
+def _stack(trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -82,7 +82,7 @@ def html(layers: Layers) -> str:
     return f"<pre>{words(layers)}</pre><table>{table}</table><table><tr>{legend}</tr></table>"
 
 
-def _layer_words(layer: Sequence[Step]) -> str:
+def _layer_words(layer):
     first, *second = map(_step_words, layer)
     if not second:
         return f"attention and MLP read {first}; one all-reduce for both"
@@ -90,7 +90,7 @@ def _layer_words(layer: Sequence[Step]) -> str:
     return both if [first] == second else f"attention reads {first}; MLP reads {second[0]}"
 
 
-def _step_words(step: Step) -> str:
+def _step_words(step):
     if isinstance(step, Desynced):
         return "their rank's own stream, which each all-reduce makes equal on all ranks"
     if isinstance(step, Silent):
@@ -105,7 +105,7 @@ def _step_words(step: Step) -> str:
     return f"all but {late}, all-reduced meanwhile"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _ranges(numbers):
     """0-3, 6, 8-9; shortened after a few."""
     runs: list[list[int]] = []
     for number in numbers:

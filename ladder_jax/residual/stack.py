@@ -151,5 +151,5 @@ def on_one_rank(bias: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jnp.where(rank(axes) == 0, bias, 0)
 
 
-def _listed(counts: set) -> str:
+def _listed(counts):
     return ", ".join(sorted("an array without layers" if count is None else str(count) for count in counts)) or "none"

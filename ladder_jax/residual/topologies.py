@@ -76,7 +76,7 @@ class Topology:
         shared = "\n  attention and MLP of a layer read one norm's output" if self.shared_norm else ""
         return reading.words(self.layers) + shared
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self):
         """For notebooks: which sublayer reads what."""
         return reading.html(self.layers)
 
@@ -201,7 +201,7 @@ def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
     return AllReduce(axes).flush(state)
 
 
-def _delayed_layers(topology: Topology) -> tuple[tuple[Step, ...], ...]:
+def _delayed_layers(topology):
     """Steps with their numbers of pending outputs, from delays counted in sublayers."""
     delays = list(itertools.batched(topology.delays, 2))
     # Plan extra layers, so that the last real layers have the same counts as the others and one scan body serves
@@ -234,7 +234,7 @@ def _delayed_layers(topology: Topology) -> tuple[tuple[Step, ...], ...]:
     )
 
 
-def _farskip_layers(layers: Sequence[Sequence[Step]], *, dense: int = 0) -> tuple[tuple[Step, ...], ...]:
+def _farskip_layers(layers, *, dense=0):
     """A ladder's layers as FarSkip's; those of its layers that are standard add both kinds of experts up.
 
     dense: how many of the first have no experts, and stay as they are.
@@ -248,7 +248,7 @@ def _farskip_layers(layers: Sequence[Sequence[Step]], *, dense: int = 0) -> tupl
     return (*layers[:dense], *((attention, experts(mlp)) for attention, mlp in layers[dense:]))
 
 
-def _with_dense(topology: Topology, *, layers: int) -> Topology:
+def _with_dense(topology, *, layers):
     """`topology`, of farskip, whose first `layers` have no experts: nothing is pending after them."""
     delays = list(topology.delays)
     joint = list(topology.joint)

@@ -17,8 +17,7 @@ model's width, i one number.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,6 @@ from ladder_jax.nn import (
     Cache,
     ForwardPass,
     ModelDef,
-    Params,
     RMSNorm,
     forward_pass,
     kernels,
@@ -87,18 +85,18 @@ class SideModel(ModelDef):
         """The model alone."""
         return ModelDef(dataclasses.replace(self.config, side=None), self.layout, self.experts)
 
-    def declare(self) -> dict[str, nnx.Module]:
+    def declare(self):
         modules = super().declare()
         modules[SIDE] = SideEnds(SideSizes.beside(self.config))
         setattr(modules[LAYERS], SIDE, SideBlock(SideSizes.beside(self.config, stacked=True)))
         return modules
 
-    def cache(self, array: Callable[[ModelConfig, kernels.Kernel, str], Any]) -> "SideCache":
+    def cache(self, array):
         dims = self.network_kernel.cache_dims.replace("N", "n")
         of_block = functools.partial(array, self.network, self.network_kernel, dims)
         return SideCache(super().cache(array), Cache(of_block(), of_block()))
 
-    def check(self, execution: Execution, *, rows: int) -> None:
+    def check(self, execution, *, rows):
         whole = "a side network (model.side), which reads whole streams"
         check(not self.splits(execution), f"sequence_parallel is not for a model with {whole}")
         check(execution.interleave == 1, f"interleave 2 is not for a model with {whole}")
@@ -124,11 +122,11 @@ class SideSizes(Sizes):
     def beside(cls, config: ModelConfig, *, stacked: bool = False) -> "SideSizes":
         return cls(config.side.network(config), stacked=stacked, backbone=config.d_model)
 
-    def __getitem__(self, dim: str) -> int:
+    def __getitem__(self, dim):
         own = {"B": self.backbone, "I": 1}
         return own[dim] if dim in own else super().__getitem__(dim)
 
-    def stored(self, dims: str) -> str:
+    def stored(self, dims):
         return super().stored(dims.lower())
 
 
@@ -207,15 +205,13 @@ class SidePass(ForwardPass):
             self._compute, steps=(), remat=execution.remat, loop=execution.loop, axes=self.wire.axes
         )
 
-    def embed(self, params: Params, tokens: jax.Array) -> tuple[State, jax.Array]:
+    def embed(self, params, tokens):
         """The state before the first layer, and h_0."""
         state, _ = super().embed(params, tokens)
         ends = self.definition.bind(SIDE, params[SIDE])
         return state, ends.begin(lax.stop_gradient(state.residual), dtype=self._dtype)
 
-    def layer(
-        self, state: State, extra: jax.Array, params: Params, cache: SideCache | None, **settings: Any
-    ) -> tuple[State, jax.Array, SideCache | None]:
+    def layer(self, state, extra, params, cache, **settings):
         """What a layer gives without it, and beside it h_l and the cache of its block."""
         of_layer, of_block = (None, None) if cache is None else (cache.layer, cache.block)
         # An unrolled loop gives every array of a layer a gradient; here those of the layer itself are cut.
@@ -226,15 +222,13 @@ class SidePass(ForwardPass):
         mine, _, of_block = self._block(mine, None, params[SIDE], of_block)
         return state, mine.residual, None if cache is None else SideCache(of_layer, of_block)
 
-    def finish(self, params: Params, state: State, extra: jax.Array) -> jax.Array:
+    def finish(self, params, state, extra):
         """The final, normed stream of y, [B, T, M]."""
         x = self.stream(state)
         ends = self.definition.bind(SIDE, params[SIDE])
         return self.normed(params, x + ends.end(extra, dtype=self._dtype).astype(x.dtype))
 
-    def _compute(
-        self, state: State, extra: None, params: Params, cache: Cache | None, steps: tuple
-    ) -> tuple[State, None, Cache | None]:
+    def _compute(self, state, extra, params, cache, steps):
         block: SideBlock = nnx.merge(self.definition.network_graph, params)
         h, cache = block(state.residual, state.sums[0], cache, context=self._context)
         return State(h), None, cache
@@ -243,6 +237,6 @@ class SidePass(ForwardPass):
 forward_pass.register(SideModel, SidePass)
 
 
-def _of_model(sizes: SideSizes) -> Normal:
+def _of_model(sizes):
     """Of a projection of the model's stream, whose size is kept."""
     return Normal(1 / math.sqrt(sizes.backbone))

@@ -24,13 +24,13 @@ class Compilations:
         _active.counter = None
 
 
-def _count(event: str, seconds: float, **_) -> None:
+def _count(event, seconds, **_):
     counter = getattr(_active, "counter", None)
     if event == _EVENT and counter is not None:
         counter.count += 1
 
 
 @functools.cache
-def _listen() -> None:
+def _listen():
     """Once a process: jax calls a listener at every event."""
     jax.monitoring.register_event_duration_secs_listener(_count)

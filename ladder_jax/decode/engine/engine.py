@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Generator, Sequence
 
-import jax
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, check_interleave
@@ -107,7 +106,7 @@ class Engine:
         self._scheduler.put(handles)
         return handles
 
-    def _handle(self, request: Request) -> Handle:
+    def _handle(self, request):
         request.check(vocab_size=self._vocab_size, decoder=self._decoder)
         length, new = len(request.prompt), request.max_new_tokens
         if length + new > self.capacity:
@@ -198,7 +197,7 @@ class Engine:
     def stats(self) -> Stats:
         return self._scheduler.stats()
 
-    def _serve(self) -> None:
+    def _serve(self):
         while True:
             with self._scheduler.changed:
                 self._scheduler.changed.wait_for(lambda: self._stopping or self.busy)
@@ -249,7 +248,7 @@ class EngineRound:
                 self._device.advance(new, active=np.zeros(len(new), bool))
         new.block_until_ready()
 
-    def _read(self) -> list[tuple[int, Handle, jax.Array, jax.Array]]:
+    def _read(self):
         """Reads the next chunk of prompts. Of those it completes: slot, handle, first token and its log-probability."""
         running, complete = dict(self._scheduler.running()), []
         for slot, (handle, chunks) in list(self._reading.items()):
@@ -263,13 +262,13 @@ class EngineRound:
                 complete.append((slot, handle, *end.value))
         return complete
 
-    def _decoding(self) -> list[tuple[int, Handle]]:
+    def _decoding(self):
         return [(slot, handle) for slot, handle in self._scheduler.running() if slot not in self._reading]
 
-    def _choice(self) -> Choice:
+    def _choice(self):
         return Choice.GREEDY if all(handle.request.is_greedy for _, handle in self._decoding()) else Choice.SAMPLED
 
-    def _take(self, slot: int, handle: Handle, tokens: np.ndarray, logprobs: np.ndarray | None) -> None:
+    def _take(self, slot, handle, tokens, logprobs):
         try:
             reason = handle.take(tokens, logprobs)
         except NoNumbers as error:  # this request's own: the others go on

@@ -101,29 +101,29 @@ class Handle:
         """For the engine: the request ends with an error."""
         self._end(error)
 
-    def _give(self) -> None:
+    def _give(self):
         if piece := self._sequence.piece():
             with self._changed:
                 self._pieces.append(piece)
                 self._notify(piece)
 
-    def _end(self, outcome: Result | BaseException) -> None:
+    def _end(self, outcome):
         with self._changed:
             self._outcome = outcome
             self._notify(outcome)
             self._listeners.clear()
 
-    def _notify(self, event: Piece | Result | BaseException) -> None:
+    def _notify(self, event):
         self._changed.notify_all()
         for listener in self._listeners:
             listener(event)
 
-    def _finished(self) -> Result:
+    def _finished(self):
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
 
-    def _wait(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
+    def _wait(self, ready, timeout=None):
         deadline = None if timeout is None else time.monotonic() + timeout
         while not ready():
             left = None if deadline is None else deadline - time.monotonic()

@@ -49,7 +49,7 @@ class Job:
     def failed(self, error: Exception) -> bytes:
         return self._line({"text": None, "finish_reason": "error", "error": str(error)})
 
-    def _line(self, answer: dict) -> bytes:
+    def _line(self, answer):
         named = {} if self.id is None else {"id": self.id}
         answer = {"index": self.index, **named, **answer, "request": self.digest}
         # An id may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's escape stands for it.
@@ -112,9 +112,7 @@ def is_batch(file: str) -> bool:
     return False  # `read` says what is wrong
 
 
-def _request(
-    line: str, *, defaults: DecodeConfig, stop: Sequence[str], stop_ids: Sequence[int], encode: Callable
-) -> tuple[Request, object]:
+def _request(line, *, defaults, stop, stop_ids, encode):
     try:
         fields = json.loads(line)
     except ValueError as error:
@@ -235,7 +233,7 @@ def answer(engine: Engine, jobs: Iterable[AnyJob], *, file: str, advance: Callab
         raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
 
 
-def _result(handle: Handle) -> Result | NoNumbers:
+def _result(handle):
     try:
         return handle.result()
     except NoNumbers as error:

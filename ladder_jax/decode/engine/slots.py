@@ -6,7 +6,7 @@ place. Decoding computes all slots at once, unused ones too, whose tokens are ig
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -128,17 +128,17 @@ def buckets(*, longest: int, positions: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _settings(request: Request) -> Settings:
+def _settings(request):
     """[1] each. The key is that of a Generator's first row, so that both draw the same noise."""
     return Settings.like(request, keys=jax.random.fold_in(jax.random.key(request.seed), 0)[None])
 
 
-def _dims(definition: ModelDef, *, loop: Loop) -> State:
+def _dims(definition, *, loop):
     return State(cache.dims(definition, loop=loop), "BV", "B", "B", sampling.DIMS)
 
 
 @functools.cache
-def _empty(definition: ModelDef, *, slots: int, positions: int, loop: Loop) -> Callable[[], State]:
+def _empty(definition, *, slots, positions, loop):
     """A compiled () -> unused slots."""
     layout = definition.layout
     caches = cache.abstract(definition, rows=slots, capacity=positions, loop=loop)
@@ -159,7 +159,7 @@ def _empty(definition: ModelDef, *, slots: int, positions: int, loop: Loop) -> C
 
 
 @functools.cache
-def _insert(definition: ModelDef, *, loop: Loop) -> Callable:
+def _insert(definition, *, loop):
     """A compiled (state, one row's state, slot) -> state with that row in the slot. The first is donated."""
     dims = _dims(definition, loop=loop)
 
@@ -174,7 +174,7 @@ def _insert(definition: ModelDef, *, loop: Loop) -> Callable:
 
 
 @functools.cache
-def _clear(definition: ModelDef, *, loop: Loop) -> Callable:
+def _clear(definition, *, loop):
     """A compiled (caches, slot) -> caches with zeros in that row. The first are donated."""
     dims = cache.dims(definition, loop=loop)
 
@@ -190,7 +190,7 @@ def _clear(definition: ModelDef, *, loop: Loop) -> Callable:
 
 
 @functools.cache
-def _advance(definition: ModelDef) -> Callable:
+def _advance(definition):
     """A compiled (new tokens [B, count], lengths, temperature, active: [B] each) -> (tokens, lengths, temperature)."""
 
     def local(new, lengths, temperature, active):
@@ -200,7 +200,7 @@ def _advance(definition: ModelDef) -> Callable:
     return _jit(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))
 
 
-def _jit(definition: ModelDef, local: Callable, *, in_dims: Any, out_dims: Any, donate: tuple = ()) -> Callable:
+def _jit(definition, local, *, in_dims, out_dims, donate=()):
     """Results are laid out as the programs in `steps` take them."""
     layout = definition.layout
     meshed = on_mesh(local, layout=layout, in_dims=in_dims, out_dims=out_dims)

@@ -5,42 +5,38 @@ transfer demands. Started collectives have no gradient, so training has `AllRedu
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax import lax
 
 from ladder_jax.parallel import start_all_reduce
 from ladder_jax.parallel.collectives import LAUNCH, PREVIOUS, opaque_copy
-from ladder_jax.residual.recurrence import AllReduce, Normed, State, Step, Sublayer, Sums
+from ladder_jax.residual.recurrence import AllReduce, Normed
 
 
 @dataclasses.dataclass(frozen=True)
 class AsyncAllReduce(AllReduce):
     """A step whose input leaves the newest output out starts its all-reduce, computes, and awaits it."""
 
-    def advance(self, state: State, step: Step, sublayers: Sequence[Sublayer]) -> State:
+    def advance(self, state, step, sublayers):
         wire = self.beside(step, sublayers)
         if not step.delay or state.partial is None or wire is not self:
             return AllReduce(self.axes).advance(state, step, sublayers)
         return super().advance(state, step, sublayers)
 
-    def beside(self, step: Step, sublayers: Sequence[Sublayer]) -> AllReduce:
+    def beside(self, step, sublayers):
         """Compilers fail where a sublayer communicates while a started all-reduce is awaited after it."""
         communicates = any(getattr(sublayers[index], "communicates", False) for index in step.sublayers)
         return AllReduce(self.axes) if communicates else self
 
-    def launch(self, step: Step, pending: jax.Array | None, residual: jax.Array) -> Any:
+    def launch(self, step, pending, residual):
         if pending is None:
             return None
         pending = opaque_copy(pending, self.axes) if step.fresh else pending
         with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):
             return start_all_reduce(pending, self.axes)
 
-    def compute(
-        self, step: Step, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
-    ) -> State:
+    def compute(self, step, state, entered, launched, sublayers):
         *older, started = launched
         if step.fresh:
             entered = self.with_own(entered, state.partial)
@@ -48,21 +44,19 @@ class AsyncAllReduce(AllReduce):
         partial, summed = _awaited(self.partial(step.sublayers, entered, sublayers), started)
         return self.settled(step, state.residual, (*older, summed), partial)
 
-    def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], launched: tuple[Any, Any]) -> tuple:
+    def hold(self, step, entered, sublayers, launched):
         residual, started = launched
         if started is not None:
             entered, sublayers, started = _after(started, step, entered, sublayers)
         return entered, sublayers, (residual, started)
 
-    def arrive(
-        self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step
-    ) -> tuple[jax.Array, State]:
+    def arrive(self, partial, summed, settled, after):
         if summed is not None:
             partial, summed = _awaited(partial, summed)
         return partial, settled(summed)
 
 
-def _awaited(partial: jax.Array, started: Any) -> tuple[jax.Array, jax.Array]:
+def _awaited(partial, started):
     """`partial`, and the sum of what was started, awaited after it. The next one starts later: one is in flight."""
     partial, started = lax.optimization_barrier((partial, started))
     with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):  # a TPU's compiler keeps this name for both halves
@@ -70,7 +64,7 @@ def _awaited(partial: jax.Array, started: Any) -> tuple[jax.Array, jax.Array]:
     return lax.optimization_barrier((partial, summed))
 
 
-def _after(started: Any, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer]) -> tuple:
+def _after(started, step, entered, sublayers):
     """(the input, the sublayers, what was started), of which the sublayers are computed after the start.
 
     They wait by their gains, which are small; plain functions by their input, which then cannot be fused with what

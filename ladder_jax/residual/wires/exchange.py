@@ -23,7 +23,7 @@ A shared expert stays tensor-parallel: its input is gathered, and its partial su
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -39,8 +39,6 @@ from ladder_jax.residual.recurrence import (
     AllReduce,
     Projections,
     State,
-    Step,
-    Sums,
     add,
     barrier_backward,
     barrier_forward,
@@ -113,7 +111,7 @@ class Exchange(AllReduce):
     normalise: Normalise
     moe: MoEConfig
 
-    def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[ExchangeStep, ...], ...]:
+    def layers(self, layers):
         check_reduces(layers)
         result = []
         shared_before = None
@@ -126,30 +124,26 @@ class Exchange(AllReduce):
             shared_before = leaves
         return tuple(result)
 
-    def launch(self, step: ExchangeStep, pending: Any, residual: jax.Array) -> Any:
+    def launch(self, step, pending, residual):
         if not step.is_attention:
             return scatter(pending, self.axes, PREVIOUS)
         arriving = combine(pending, self.axes)
         return arriving if step.delay else collect(arriving, like=residual)
 
-    def enter(self, step: ExchangeStep, stream: jax.Array, sublayers: Sequence[Any]) -> Any:
+    def enter(self, step, stream, sublayers):
         if step.is_attention:
             return gather(self.normalise(stream), self.axes, "")
         return self._dispatch(step, self._fill(stream, sublayers))
 
-    def partial(self, which: tuple[int, ...], entered: "Routed", sublayers: Sequence[Any]) -> jax.Array:
+    def partial(self, which, entered, sublayers):
         """Of the one sublayer that runs early, the shared expert."""
         return sublayers[EXPERTS].shared(entered.shared)
 
-    def compute(
-        self, step: ExchangeStep, state: State, entered: Any, launched: Sums, sublayers: Sequence[Any]
-    ) -> State:
+    def compute(self, step, state, entered, launched, sublayers):
         of_kind = self._attention if step.is_attention else self._experts
         return of_kind(step, state.residual, entered, launched, sublayers)
 
-    def _attention(
-        self, step: ExchangeStep, stream: jax.Array, entered: jax.Array, launched: Sums, sublayers: Sequence[Any]
-    ) -> State:
+    def _attention(self, step, stream, entered, launched, sublayers):
         sums = ()
         following = None
 
@@ -173,9 +167,7 @@ class Exchange(AllReduce):
         partial, following, stream = barrier_both((partial, following, stream))
         return State(stream, sums, partial, following)
 
-    def _experts(
-        self, step: ExchangeStep, stream: jax.Array, entered: "Routed", launched: Sums, sublayers: Sequence[Any]
-    ) -> State:
+    def _experts(self, step, stream, entered, launched, sublayers):
         parts = sublayers[EXPERTS]
         sums = ()
         following = None
@@ -213,7 +205,7 @@ class Exchange(AllReduce):
         fresh, following, stream = barrier_both((fresh, following, stream))
         return State(stream, sums, fresh, following)
 
-    def fill(self, state: State, steps: Sequence[ExchangeStep], *, dtype: jnp.dtype) -> State:
+    def fill(self, state, steps, *, dtype):
         first = steps[0]
         if first.pending_before == 0:
             return state
@@ -238,11 +230,11 @@ class Exchange(AllReduce):
             partial = Routed(rows, choices, choices, zero(whole, dtype) if first.shared_before else None)
         return State(stream, sums, partial, carried)
 
-    def flush(self, state: State) -> jax.Array:
+    def flush(self, state):
         newest = collect(combine(state.partial, self.axes), like=state.residual)
         return add(state.residual, (*state.sums, newest))
 
-    def _fill(self, stream: jax.Array, sublayers: Sequence[Any]) -> "Routed":
+    def _fill(self, stream, sublayers):
         """Of the experts' input: this rank's tokens in buffers [E, S, D], and for the shared expert [B, T/ranks, D]."""
         x = self.normalise(stream)
         count = ranks(self.axes)
@@ -253,7 +245,7 @@ class Exchange(AllReduce):
         buffers = exchange.fill(tokens, slots, experts=experts, size=size)
         return Routed(buffers, places, weights, x if self.moe.shared_width else None)
 
-    def _dispatch(self, step: ExchangeStep, filled: "Routed", scope: str = "") -> "Routed":
+    def _dispatch(self, step, filled, scope=""):
         """The rows of all ranks' tokens for this rank's experts, and the shared expert's whole input."""
         buffers = filled.rows
         shared = filled.shared
@@ -269,10 +261,10 @@ class Exchange(AllReduce):
 class SilentExchange(Exchange):
     """Of "no-communication": a standard step that computes as much and sends nothing. Only its time means something."""
 
-    def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[Step, ...], ...]:
+    def layers(self, layers):
         return tuple(layers)
 
-    def advance(self, state: State, step: Step, sublayers: Sequence[Any]) -> State:
+    def advance(self, state, step, sublayers):
         stream = state.residual
         count = ranks(self.axes)
         own = slice(stream.shape[1])

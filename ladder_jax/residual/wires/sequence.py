@@ -21,7 +21,6 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,12 +44,10 @@ from ladder_jax.residual.recurrence import (
     REDUCED,
     AllReduce,
     Normed,
-    Product,
     Projections,
     State,
     Step,
     Sublayer,
-    Sums,
     add,
     barrier_forward,
     local,
@@ -93,7 +90,7 @@ class SequenceParallel(AllReduce):
     normalise: Normalise
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
 
-    def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[SplitStep, ...], ...]:
+    def layers(self, layers):
         """Raises UserError for topologies that do not reduce every output.
 
         With collective matmuls the last step awaits its own output, which has no later sublayer to hide under.
@@ -105,27 +102,25 @@ class SequenceParallel(AllReduce):
         prepared = prepared_by(layers)
         return tuple(tuple(SplitStep(**vars(step), prepares=next(prepared)) for step in steps) for steps in layers)
 
-    def launch(self, step: SplitStep, pending: jax.Array | None, residual: jax.Array) -> jax.Array | None:
+    def launch(self, step, pending, residual):
         return self.reduce(pending, PREVIOUS)
 
-    def reduce(self, partial: jax.Array | None, scope: str = "") -> jax.Array | None:
+    def reduce(self, partial, scope=""):
         return scatter(partial, self.axes, scope)
 
-    def enter(self, step: SplitStep, stream: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+    def enter(self, step, stream, sublayers):
         """The step's input, gathered, or left to its projection; of a fresh ladder not normalised yet."""
         if self._gathers_in_matmul(step):
             return self.normalise(stream)
         return self.gather(stream if step.fresh else self.normalise(stream), "")
 
-    def with_own(self, entered: jax.Array, partial: jax.Array | None) -> jax.Array:
+    def with_own(self, entered, partial):
         return self.normalise(add(entered, (partial,)))
 
-    def partial(self, which: tuple[int, ...], entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+    def partial(self, which, entered, sublayers):
         return super().partial(which, entered, list(map(of_normalised, sublayers)))
 
-    def compute(
-        self, step: SplitStep, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
-    ) -> State:
+    def compute(self, step, state, entered, launched, sublayers):
         if step.fresh:
             entered = self.with_own(entered, state.partial)
         projections = self._projections(step, gathers=state.carried is None)
@@ -143,28 +138,24 @@ class SequenceParallel(AllReduce):
             partial, following, stream = barrier_forward((partial, following, stream))
         return State(stream, sums, partial, following)
 
-    def fill(self, state: State, steps: Sequence[SplitStep], *, dtype: jnp.dtype) -> State:
+    def fill(self, state, steps, *, dtype):
         if steps[0].reads_added and state.carried is None:
             state = self.prepare(steps[0], state, "")
         return super().fill(state, steps, dtype=dtype)
 
-    def filled(
-        self, stream: jax.Array, sums: Sums, partial: jax.Array | None, dtype: jnp.dtype
-    ) -> tuple[Sums, jax.Array]:
+    def filled(self, stream, sums, partial, dtype):
         rows, length, width = stream.shape
         zero = jnp.zeros((rows, length * ranks(self.axes), width), dtype)
         zero = pvary(zero, varying(stream) | frozenset(self.axes))
         return tuple(self.reduce(zero) if one is None else one for one in sums), zero if partial is None else partial
 
-    def arrive(
-        self, partial: jax.Array, summed: Any, settled: Callable[[Any], State], after: Step
-    ) -> tuple[jax.Array, State]:
+    def arrive(self, partial, summed, settled, after):
         arrived = self.prepare(after, settled(summed))
         if ranks(self.axes) > 1:
             partial, arrived = barrier_forward((partial, arrived))
         return partial, arrived
 
-    def prepare(self, after: Step, state: State, scope: str = FOLLOWING) -> State:
+    def prepare(self, after, state, scope=FOLLOWING):
         stream = add(state.residual, after.read(state.sums))
         entered = self.gather(stream if after.fresh else self.normalise(stream), scope)
         return dataclasses.replace(state, carried=entered)
@@ -172,16 +163,16 @@ class SequenceParallel(AllReduce):
     def gather(self, stream: jax.Array, scope: str = FOLLOWING) -> jax.Array:
         return gather(stream, self.axes, scope)
 
-    def _prepare(self, step: SplitStep, stream: jax.Array) -> jax.Array | None:
+    def _prepare(self, step, stream):
         """The next step's input [B, T, D], gathered."""
         if step.prepares is Prepared.NOTHING:
             return None
         return self.gather(stream if step.prepares is Prepared.STREAM else self.normalise(stream))
 
-    def _gathers_in_matmul(self, step: SplitStep) -> bool:
+    def _gathers_in_matmul(self, step):
         return self.collective_matmul is not CollectiveMatmul.NONE and not step.fresh and not step.early
 
-    def _projections(self, step: SplitStep, *, gathers: bool) -> Projections:
+    def _projections(self, step, *, gathers):
         """With collective matmuls: of an input that is gathered here, and of an output that is awaited here."""
         if self.collective_matmul is CollectiveMatmul.NONE:
             return LOCAL
@@ -237,22 +228,22 @@ def of_normalised(sublayer: Sublayer) -> Callable[..., jax.Array]:
     return sublayer.of_normalised if isinstance(sublayer, Normed) else sublayer
 
 
-def _gathered_product(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> Any:
+def _gathered_product(axes, product, x, weights):
     return product(gather(x, axes, ""), weights)
 
 
-def _scattered_product(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> jax.Array:
+def _scattered_product(axes, product, x, weights):
     return scatter(product(x, weights), axes)
 
 
-def _ring_in(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> Any:
+def _ring_in(axes, product, x, weights):
     from ladder_jax.parallel import ring
 
     with jax.named_scope(ENTER):
         return ring.gather_product(product, x, weights, axes)
 
 
-def _ring_out(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> jax.Array:
+def _ring_out(axes, product, x, weights):
     from ladder_jax.parallel import ring
 
     with jax.named_scope(LAUNCH):
