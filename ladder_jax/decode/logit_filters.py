@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax.parallel import all_max, all_ranks, all_reduce, anywhere
-from ladder_jax.parallel.collectives import CHOICE
+from ladder_jax.parallel.collectives import CHOICE, Axes
 
 COUNT = 128  # scores that each rank sends: 64 KiB for 16 rows over 8 ranks
 BITS = 32  # of a float32
@@ -55,7 +55,7 @@ class _Largest:
 
 
 @jax.named_scope(CHOICE)
-def filtered(scores_BV: jax.Array, *, filters: Filters, axes: tuple[str, ...], count: int = COUNT) -> jax.Array:
+def filtered(scores_BV: jax.Array, *, filters: Filters, axes: Axes, count: int = COUNT) -> jax.Array:
     """This rank's share of the scores, [B, V/ranks] float32, with -inf for every token that a filter removes.
 
     The same as `top_k`, `top_p` and `min_p` one after another. One collective, and one more where rows are split over
@@ -124,7 +124,7 @@ def _threshold(gathered, filters):
     return jnp.maximum(jnp.maximum(kth, nucleus), probable), k_below | p_below
 
 
-def top_k(scores_BV: jax.Array, k_B: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def top_k(scores_BV: jax.Array, k_B: jax.Array, *, axes: Axes) -> jax.Array:
     """This rank's share of the scores, [B, V/ranks]: each row's k largest and all that equal the k-th, the others -inf.
 
     k: [B] int32; 0 keeps all.
@@ -133,7 +133,7 @@ def top_k(scores_BV: jax.Array, k_B: jax.Array, *, axes: tuple[str, ...]) -> jax
     return _keep_until(scores_BV, jnp.ones_like(scores_BV, jnp.int32), needed, axes=axes)
 
 
-def top_p(scores_BV: jax.Array, p_B: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def top_p(scores_BV: jax.Array, p_B: jax.Array, *, axes: Axes) -> jax.Array:
     """As `top_k`, with each row's smallest set of largest scores whose softmax reaches p, and at least the largest.
 
     p: [B] float32; 1 keeps all. The softmax is over the scores given; one of -inf has no mass. Masses are float32 sums:
@@ -146,7 +146,7 @@ def top_p(scores_BV: jax.Array, p_B: jax.Array, *, axes: tuple[str, ...]) -> jax
     return _keep_until(scores_BV, mass, jnp.where(p_B < 1, needed, jnp.inf), axes=axes)
 
 
-def min_p(scores_BV: jax.Array, p_B: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def min_p(scores_BV: jax.Array, p_B: jax.Array, *, axes: Axes) -> jax.Array:
     """As `top_k`, with each row's tokens that are at least p times as probable as its most probable one.
 
     p: [B] float32; 0 keeps all.

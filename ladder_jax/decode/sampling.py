@@ -19,7 +19,7 @@ from ladder_jax.decode import logit_filters
 from ladder_jax.decode.logit_filters import Filters
 from ladder_jax.decode.request import Request
 from ladder_jax.parallel import all_ranks, anywhere, rank
-from ladder_jax.parallel.collectives import CHOICE
+from ladder_jax.parallel.collectives import CHOICE, Axes
 
 DIMS = "B"
 """The dimensions of every field of `Settings`: split as the rows are, the same on all tensor-parallel ranks."""
@@ -113,7 +113,7 @@ class AnyRow:
         return cls(*anywhere(sampled, top_k, top_p, top_k | top_p | sampled & (settings.min_p > 0)))
 
 
-def greedy(logits_BV: jax.Array, *, settings: Settings, seen_BV: jax.Array | None, axes: tuple[str, ...]) -> jax.Array:
+def greedy(logits_BV: jax.Array, *, settings: Settings, seen_BV: jax.Array | None, axes: Axes) -> jax.Array:
     """Each row's token of the largest logit after the penalty, [B] int32, or NO_NUMBER; equal on all ranks of `axes`.
 
     One collective. Arguments as in `sample`.
@@ -131,7 +131,7 @@ def sample(
     positions: jax.Array,
     seen_BV: jax.Array | None,
     vocab_size: int,
-    axes: tuple[str, ...],
+    axes: Axes,
 ) -> tuple[jax.Array, jax.Array]:
     """Each row's next token, [B] int32, and its log-probability, [B] float32; equal on all ranks of `axes`.
 
@@ -178,14 +178,14 @@ def filters(settings: Settings, any_row: AnyRow) -> Filters:
     )
 
 
-def argmax(scores_BV: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def argmax(scores_BV: jax.Array, *, axes: Axes) -> jax.Array:
     """The first index of each row's largest score over all ranks, [B] int32. `scores_BV` is this rank's share."""
     return argmax_with(scores_BV, [], axes=axes)[0]
 
 
 @jax.named_scope(CHOICE)
 def argmax_with(
-    scores_BV: jax.Array, extra: Sequence[jax.Array], *, axes: tuple[str, ...]
+    scores_BV: jax.Array, extra: Sequence[jax.Array], *, axes: Axes
 ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
     """`argmax`; every rank's `extra` values, [ranks, B] float32 for each [B] given; and the rank of each maximum, [B].
 
@@ -230,7 +230,7 @@ def _checked(tokens_B, largest_B):
     return jnp.where(jnp.isfinite(largest_B), tokens_B, NO_NUMBER)
 
 
-def seen_of(tokens_BT: jax.Array, lengths_B: jax.Array, *, size: int, axes: tuple[str, ...]) -> jax.Array:
+def seen_of(tokens_BT: jax.Array, lengths_B: jax.Array, *, size: int, axes: Axes) -> jax.Array:
     """Which tokens each right-padded row [B, T] holds, this rank's share [B, V/ranks] bool; `size` is V/ranks."""
     rows, length = tokens_BT.shape
     local = tokens_BT - rank(axes) * size
@@ -239,7 +239,7 @@ def seen_of(tokens_BT: jax.Array, lengths_B: jax.Array, *, size: int, axes: tupl
     return nowhere.at[jnp.arange(rows)[:, None], jnp.where(mine, local, size)].set(True)[:, :size]
 
 
-def mark(seen_BV: jax.Array, tokens_B: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def mark(seen_BV: jax.Array, tokens_B: jax.Array, *, axes: Axes) -> jax.Array:
     """This rank's share of `seen`, [B, V/ranks], with each row's next token [B] added."""
     size = seen_BV.shape[-1]
     return seen_BV | (tokens_B[:, None] == (rank(axes) * size + jnp.arange(size))[None])

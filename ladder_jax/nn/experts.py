@@ -31,6 +31,7 @@ from ladder_jax.nn.grouped import Groups, grouped_matmul
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of, zeros
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import exchange, pvary, rank, ranks, varying
+from ladder_jax.parallel.collectives import Axes
 from ladder_jax.residual import EXPERTS, Normed
 
 CHUNK = 8192  # tokens whose rows are in memory at once
@@ -101,7 +102,7 @@ class NormedExperts(Normed):
     """
 
     moe: "MoE"
-    axes: tuple[str, ...]
+    axes: Axes
     on_routing: Callable[[Routing], None] | None
     ends_B: jax.Array | None
 
@@ -145,7 +146,7 @@ class ExpertMLPs(Module):
         self.up = new("EDM", init=Normal(0.02))
         self.down = new("EMD", init=residual_writer(sizes.config))
 
-    def __call__(self, x_ND: jax.Array, routed: Route, *, axes: tuple[str, ...]) -> jax.Array:
+    def __call__(self, x_ND: jax.Array, routed: Route, *, axes: Axes) -> jax.Array:
         """This rank's partial sum [N, D] of the chosen experts' weighted outputs."""
         first = rank(axes) * self.count
         groups = _groups(routed.choice, first=first, count=self.count)
@@ -204,15 +205,13 @@ class MoE(Module):
             self.shared = SharedExpert(sizes, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, *, axes: tuple[str, ...] = (), on_routing: Callable[[Routing], None] | None = None
+        self, x_BTD: jax.Array, *, axes: Axes = (), on_routing: Callable[[Routing], None] | None = None
     ) -> jax.Array:
         """A rank's partial sum [B, T, D] of routed and shared experts. on_routing: as in `routed`."""
         out = self.routed(x_BTD, axes=axes, on_routing=on_routing)
         return out + self.shared(x_BTD) if hasattr(self, "shared") else out
 
-    def routed(
-        self, x_BTD: jax.Array, *, axes: tuple[str, ...], on_routing: Callable[[Routing], None] | None = None
-    ) -> jax.Array:
+    def routed(self, x_BTD: jax.Array, *, axes: Axes, on_routing: Callable[[Routing], None] | None = None) -> jax.Array:
         """A rank's partial sum [B, T, D] of routed experts. on_routing: called with the statistics of all tokens."""
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         logits = self.logits(x_ND)

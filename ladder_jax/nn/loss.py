@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
-from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED, LOSS
+from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED, LOSS, Axes
 
 Chunk = Callable[..., tuple[Any, jax.Array | None, jax.Array | None]]
 """(x, table, of_positions, constants, gradient=) -> (sums, dx or None, dtable or None) of some positions.
@@ -44,7 +44,7 @@ def cross_entropy_sum(
     weights_BT: jax.Array,
     *,
     vocab_size: int,
-    axes: tuple[str, ...],
+    axes: Axes,
     z_loss: float = 0.0,
     chunk: int = 2048,
 ) -> jax.Array:
@@ -68,7 +68,7 @@ def divergence_sum(
     *,
     teacher: tuple[jax.Array, jax.Array],
     vocab_size: int,
-    axes: tuple[str, ...],
+    axes: Axes,
     alpha: float = 1.0,
     temperature: float = 1.0,
     chunk: int = 2048,
@@ -84,7 +84,7 @@ def divergence_sum(
 
 
 @jax.named_scope(LOSS)
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, axes: Axes) -> jax.Array:
     """Negative log-likelihood of each target in nats, [B, T] float32, equal on all ranks of `axes`.
 
     `logits_BTV` is this rank's share [B, T, V/ranks]; three small all-reduces of [B, T] join them.

@@ -16,7 +16,7 @@ from ladder_jax.nn import kernels, quantized
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
 from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables, rotate
 from ladder_jax.parallel import all_reduce, rank, ranks
-from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM, all_gather
+from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM, Axes, all_gather
 from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
 from ladder_jax.residual.recurrence import LOCAL, Projections
 
@@ -28,7 +28,7 @@ _GATE_UP = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
 _OUT = functools.partial(quantized.biased, "BTNH,NHD->BTD")
 _DOWN = functools.partial(quantized.biased, "BTF,FD->BTD")
 
-Reduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+Reduce = Callable[[jax.Array, Axes], jax.Array]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key, value -> what is attended to
 
 
@@ -94,7 +94,7 @@ class Attention(Module):
         table: tuple[jax.Array, jax.Array] | None = None,
         first_rank: jax.Array | bool = True,
         projections: Projections = LOCAL,
-        axes: tuple[str, ...] = (),
+        axes: Axes = (),
     ) -> jax.Array:
         """A rank's partial sum [B, T, D].
 
@@ -179,7 +179,7 @@ class Embedding(Module):
         self.table = declare("VD", sizes=sizes, init=Normal(0.02), rngs=rngs)
 
     @jax.named_scope(EMBEDDING)
-    def __call__(self, tokens_BT: jax.Array, *, axes: tuple[str, ...] = (), reduce: Reduce = all_reduce) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, *, axes: Axes = (), reduce: Reduce = all_reduce) -> jax.Array:
         """Embeddings [B, T, D] in the compute dtype, equal on all ranks of `axes`.
 
         reduce: adds what each rank's rows give.
@@ -190,7 +190,7 @@ class Embedding(Module):
         rows = quantized.rows(table, jnp.clip(local, 0, table.shape[0] - 1), dtype=jnp.dtype(self.dtype))
         return reduce(jnp.where(mine[:, :, None], rows, 0), axes)
 
-    def logits(self, x_BTD: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
+    def logits(self, x_BTD: jax.Array, *, axes: Axes = ()) -> jax.Array:
         """Float32 scores of this rank's share of the vocabulary, [B, T, V/ranks]; padding is -inf."""
         table = self.table.get_value()
         logits = quantized.einsum("BTD,VD->BTV", x_BTD, table, dtype=jnp.float32)
@@ -206,7 +206,7 @@ class LayerContext:
     it sees, by `kernel`.
     """
 
-    axes: tuple[str, ...]
+    axes: Axes
     dtype: jnp.dtype
     kernel: kernels.Kernel
     table: tuple[jax.Array, jax.Array]
@@ -219,7 +219,7 @@ class LayerContext:
         config: ModelConfig,
         length: int,
         *,
-        axes: tuple[str, ...],
+        axes: Axes,
         kernel: kernels.Kernel = kernels.Kernel.XLA,
         positions: Positions = FULL_SEQUENCE,
     ) -> "LayerContext":
@@ -306,7 +306,7 @@ def normalise(x: jax.Array, *, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
 
 
-def normalise_heads(arrays: Sequence[jax.Array], *, eps: float, axes: tuple[str, ...]) -> list[jax.Array]:
+def normalise_heads(arrays: Sequence[jax.Array], *, eps: float, axes: Axes) -> list[jax.Array]:
     """Each [B, T, heads, H], a rank's heads, by the rms of all ranks' heads, in float32: one all-gather of [n, B, T].
 
     Heads that several ranks hold are counted once a rank, all alike, which does not change the mean. A compiler could

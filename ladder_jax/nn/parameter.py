@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
+from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.mesh import SHARDED
 
 DENSE, LAYERS = STACKS = ("dense", "layers")
@@ -204,7 +205,7 @@ def dims_of(module: nnx.Module) -> dict:
     return jax.tree.map(lambda param: param.dims, declared(module), is_leaf=_is_param)
 
 
-def partition_specs(module: nnx.Module, *, axes: tuple[str, ...] = ("tensor",)) -> nnx.State:
+def partition_specs(module: nnx.Module, *, axes: Axes = ("tensor",)) -> nnx.State:
     """How `nnx.state(module)` is split over tensor-parallel ranks: `in_specs` for a `jax.shard_map` of your own.
 
     Heads, feed-forward and vocabulary are split over `axes`, the rest is whole on every rank. Where there are fewer

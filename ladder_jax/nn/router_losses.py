@@ -17,7 +17,7 @@ from ladder_jax.nn.experts import Routing
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.parallel import all_reduce, pvary, rank, varying
-from ladder_jax.parallel.collectives import LOSS
+from ladder_jax.parallel.collectives import LOSS, Axes
 
 PREDICTED, COUNTS = "predicted", "expert_counts"
 """What a step's loss is given of the whole batch: its predicted positions, [], and the experts' load, [L, C]."""
@@ -124,7 +124,7 @@ class RouterLosses:
             return mean * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))
 
 
-def of_group(routing: Routing, *, axes: tuple[str, ...], own: bool) -> Routing:
+def of_group(routing: Routing, *, axes: Axes, own: bool) -> Routing:
     """Of all tokens of the tensor ranks `axes`, and typed as equal on them.
 
     own: each rank has measured its own tokens. Otherwise all have measured the same: only the first rank's count, and

@@ -13,6 +13,8 @@ from ladder_jax.config import Launch
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.parallel.compiled import kind_of
 
+Axes = tuple[str, ...]  # of a mesh: the ranks along all of them
+
 EMULATED = "emulated_rank"
 """The axis of emulated ranks, all on one device: a `vmap`'s, not the mesh's (see `over_ranks`)."""
 
@@ -52,7 +54,7 @@ def pvary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
     """The sum of every rank's `x`, on every rank."""
     return lax.psum(x, axes)
 
@@ -82,7 +84,7 @@ def resolve_launch(launch: Launch, *, mesh: Mesh) -> Launch:
     return launch
 
 
-def start_all_reduce(x: jax.Array, axes: tuple[str, ...]) -> Any:
+def start_all_reduce(x: jax.Array, axes: Axes) -> Any:
     """The first half of `all_reduce`; its `.done()` is the second. No gradient: for prefill and decode."""
     return _psum_start()(x, axes)
 
@@ -96,28 +98,28 @@ def _psum_start():
     return psum_start
 
 
-def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Array:
+def reduce_scatter(x: jax.Array, axes: Axes, *, dimension: int) -> jax.Array:
     """The sum of every rank's `x`, of which each rank gets its share of `dimension`."""
     return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
 
 
-def all_gather(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Array:
+def all_gather(x: jax.Array, axes: Axes, *, dimension: int) -> jax.Array:
     """Every rank's `x`, joined along `dimension`. Its transpose is `reduce_scatter`."""
     return lax.all_gather(x, axes, axis=dimension, tiled=True)
 
 
-def permute(x: jax.Array, axes: tuple[str, ...], *, step: int) -> jax.Array:
+def permute(x: jax.Array, axes: Axes, *, step: int) -> jax.Array:
     """The `x` of the rank that is `step` before this one, around the ring of ranks."""
     count = ranks(axes)
     return lax.ppermute(x, axes, [(source, (source + step) % count) for source in range(count)])
 
 
-def all_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def all_ranks(x: jax.Array, axes: Axes) -> jax.Array:
     """Every rank's `x`, stacked [ranks, ...], as a value that is the same on all of them."""
     return lax.all_gather(pvary(x, axes), axes, axis=0, to="invarying")
 
 
-def opaque_copy(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
+def opaque_copy(partial: jax.Array | None, axes: Axes) -> jax.Array | None:
     """A copy of `partial` that the compiler cannot identify with it: the all-reduce's operand, where a sublayer reads
     `partial` too.
 
@@ -129,7 +131,7 @@ def opaque_copy(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array |
     return jnp.where(lax.axis_index(axes) >= 0, partial, 0)
 
 
-def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def all_max(x: jax.Array, axes: Axes) -> jax.Array:
     """The largest of every rank's `x`, elementwise, on every rank. Not differentiable."""
     return lax.pmax(x, axes)
 
@@ -145,16 +147,16 @@ def anywhere(*flags: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(all_max(found.astype(jnp.int32), others) > 0 if others else found)
 
 
-def rank(axes: tuple[str, ...]) -> jax.Array:
+def rank(axes: Axes) -> jax.Array:
     """This rank's index along `axes`, a scalar."""
     return lax.axis_index(axes)
 
 
-def ranks(axes: tuple[str, ...]) -> int:
+def ranks(axes: Axes) -> int:
     return lax.axis_size(axes)
 
 
-def check_axes(axes: tuple[str, ...]) -> None:
+def check_axes(axes: Axes) -> None:
     """Raises UserError for a name in place of a tuple, and for axes that the enclosing shard_map does not have."""
     if isinstance(axes, str):
         raise UserError(f"axes must be a tuple of the mesh's axes, as in ({axes!r},), not {axes!r}")

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import pvary, varying
+from ladder_jax.parallel.collectives import Axes, pvary, varying
 
 
 def by_expert(choice_R: jax.Array, *, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -52,7 +52,7 @@ def fill(x_ND: jax.Array, slots_NK: jax.Array, *, experts: int, size: int) -> ja
     return _into_slots(x_ND, slots_NK.astype(jnp.int32), experts * size).reshape(experts, size, -1)
 
 
-def dispatch(buffers_ESD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def dispatch(buffers_ESD: jax.Array, *, axes: Axes) -> jax.Array:
     """[E/ranks, ranks S, D]: all ranks' buffers of this rank's experts."""
     return lax.all_to_all(pvary(buffers_ESD, axes), axes, split_axis=0, concat_axis=1, tiled=True)
 
@@ -71,7 +71,7 @@ def places(slots_NK: jax.Array, *, experts: int, size: int, count: int) -> jax.A
     return ((expert // own * size + slot) * own + expert % own).astype(jnp.float32)
 
 
-def combine(rows_RED: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def combine(rows_RED: jax.Array, *, axes: Axes) -> jax.Array:
     """[ranks S, E/ranks, D], of other experts: the outputs of the rows of this rank's tokens."""
     return lax.all_to_all(rows_RED, axes, split_axis=0, concat_axis=0, tiled=True)
 

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
 from ladder_jax.errors import UserError, unknown, wrong_type
-from ladder_jax.parallel.collectives import EMULATED
+from ladder_jax.parallel.collectives import EMULATED, Axes
 from ladder_jax.parallel.compiled import apart
 
 logger = logging.getLogger("ladder_jax")
@@ -166,9 +166,9 @@ class Layout:
 
     given: NamedMesh
     mesh: Mesh
-    batch: tuple[str, ...]
-    tensor: tuple[str, ...]
-    kv: tuple[str, ...]
+    batch: Axes
+    tensor: Axes
+    kv: Axes
     ranks: int
     emulated: bool
 
@@ -187,9 +187,7 @@ class Layout:
             return NamedSharding(self.mesh, self.spec(dims))
         return NamedSharding(self.given.mesh, self._spec_by(self._names(self.given.mesh), dims))
 
-    def sharding_on(
-        self, mesh: AbstractMesh, shape: tuple[int, ...], *, dims: str, axes: tuple[str, ...]
-    ) -> NamedSharding:
+    def sharding_on(self, mesh: AbstractMesh, shape: tuple[int, ...], *, dims: str, axes: Axes) -> NamedSharding:
         """Of an array on any mesh over the same devices: split along those of its `axes` that correspond to ours, where
         they divide `shape`."""
         names = {axis: name for axis, name in self._names(mesh).items() if name in axes}
@@ -199,7 +197,7 @@ class Layout:
 
         return NamedSharding(mesh, PartitionSpec(*map(whole, self._spec_by(names, dims), shape)))
 
-    def own_axes(self, dims: str) -> tuple[str, ...]:
+    def own_axes(self, dims: str) -> Axes:
         """The axes each of whose ranks computes its own results with an array of these dimensions.
 
         All of them, but with small letters those of the batch: all tensor ranks compute the same.
@@ -207,7 +205,7 @@ class Layout:
         return self.batch if any(map(str.islower, dims)) else self.all_axes
 
     @property
-    def all_axes(self) -> tuple[str, ...]:
+    def all_axes(self) -> Axes:
         return self.batch + self.tensor
 
     @property

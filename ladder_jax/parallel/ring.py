@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ladder_jax.parallel.collectives import RING_GATHER, RING_SCATTER, permute, pvary, rank, ranks, varying
+from ladder_jax.parallel.collectives import RING_GATHER, RING_SCATTER, Axes, permute, pvary, rank, ranks, varying
 
 LENGTH = 1  # the dimension of positions
 
@@ -37,13 +37,13 @@ Product = Callable[[jax.Array, Any], Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def gather_product(product: Product, x: jax.Array, weights: Any, axes: tuple[str, ...]) -> Any:
+def gather_product(product: Product, x: jax.Array, weights: Any, axes: Axes) -> Any:
     """`product` of all ranks' positions: x [B, T/ranks, ...] to arrays [B, T, ...]."""
     return _gathered(lambda chunk: product(chunk, weights), x, axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def scatter_product(product: Product, x: jax.Array, weights: Any, axes: tuple[str, ...]) -> jax.Array:
+def scatter_product(product: Product, x: jax.Array, weights: Any, axes: Axes) -> jax.Array:
     """This rank's positions of the sum of every rank's `product`: x [B, T, ...] to [B, T/ranks, ...]."""
     return _scattered(lambda owner: product(_chunk(x, owner, axes), weights), axes)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import Execution, Loop, Remat
-from ladder_jax.parallel.collectives import EMULATED, pvary, varying
+from ladder_jax.parallel.collectives import EMULATED, Axes, pvary, varying
 from ladder_jax.residual.recurrence import REDUCED, AllReduce, State, Step
 
 LAYER_INPUT = "entered"
@@ -125,7 +125,7 @@ def rematerialised(
     steps: tuple[Step, ...],
     remat: Remat,
     loop: Loop,
-    axes: tuple[str, ...],
+    axes: Axes,
     keeps: Callable[..., bool] | None = None,
 ) -> Callable:
     """`body(..., steps)` as a function of (state, extra, parameters, cache) whose backward pass recomputes what `remat`

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import all_reduce, pvary, ranks, varying
-from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, check_axes, opaque_copy
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, Axes, check_axes, opaque_copy
 
 Sublayer = Callable[[jax.Array], jax.Array]
 Sums = tuple[jax.Array | None, ...]  # oldest first; None is zero
@@ -62,11 +62,11 @@ class Step:
     fresh: bool = False
     early: tuple[int, ...] = ()
 
-    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> State:
+    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: Axes) -> State:
         """The state after this step, over plain all-reduces."""
         return self.wire(axes).advance(state, self, sublayers)
 
-    def wire(self, axes: tuple[str, ...]) -> "AllReduce":
+    def wire(self, axes: Axes) -> "AllReduce":
         return AllReduce(axes)
 
     @property
@@ -148,7 +148,7 @@ class Normed:
 class AllReduce:
     """The plain wire. axes: the mesh axes of the ranks, of the `jax.shard_map` that it stands in, or UserError."""
 
-    axes: tuple[str, ...]
+    axes: Axes
 
     def __post_init__(self):
         check_axes(self.axes)
@@ -286,7 +286,7 @@ def add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:
     return stream
 
 
-def tie_forward(partial: jax.Array, launched: Sums, axes: tuple[str, ...]) -> tuple[jax.Array, Sums]:
+def tie_forward(partial: jax.Array, launched: Sums, axes: Axes) -> tuple[jax.Array, Sums]:
     """Barrier between a step's output and the newest all-reduce, so that the next one cannot be merged with it.
 
     Without effect on one rank, and in the first step, where no all-reduce is in flight.
@@ -299,7 +299,7 @@ def tie_forward(partial: jax.Array, launched: Sums, axes: tuple[str, ...]) -> tu
 
 
 def tie_backward(
-    entered: jax.Array, residual: jax.Array, launched: Sums, axes: tuple[str, ...]
+    entered: jax.Array, residual: jax.Array, launched: Sums, axes: Axes
 ) -> tuple[jax.Array, jax.Array, Sums]:
     """The same barrier for the backward pass, where the gradient of a step's input is all-reduced.
 

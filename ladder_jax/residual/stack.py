@@ -9,7 +9,7 @@ from flax import nnx
 
 from ladder_jax.config import Execution, Loop, Remat, check_interleave
 from ladder_jax.errors import UserError, member, wrong_type
-from ladder_jax.parallel.collectives import pvary, rank
+from ladder_jax.parallel.collectives import Axes, pvary, rank
 from ladder_jax.residual.interleave import interleaved
 from ladder_jax.residual.loop import run_layers
 from ladder_jax.residual.recurrence import Sublayer
@@ -24,7 +24,7 @@ def run(
     x: jax.Array,
     *,
     params: Any,
-    axes: tuple[str, ...] = ("tensor",),
+    axes: Axes = ("tensor",),
     loop: Loop | str = Loop.SCAN,
     remat: Remat | str = Remat.NONE,
     interleave: int = 1,
@@ -100,7 +100,7 @@ class Stack(nnx.Module):
         topology: Topology,
         rngs: nnx.Rngs,
         sublayers: Callable[[Any], Sequence[Sublayer]] = lambda layer: (layer.attention, layer.mlp),
-        axes: tuple[str, ...] = ("tensor",),
+        axes: Axes = ("tensor",),
         loop: Loop | str = Loop.SCAN,
         remat: Remat | str = Remat.NONE,
         interleave: int = 1,
@@ -146,7 +146,7 @@ class Stack(nnx.Module):
         )
 
 
-def on_one_rank(bias: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def on_one_rank(bias: jax.Array, axes: Axes) -> jax.Array:
     """`bias` on the first rank of `axes` and zeros on the others, so that a sum over the ranks holds it once."""
     return jnp.where(rank(axes) == 0, bias, 0)
 

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, layer_indices, parse_residual
 from ladder_jax.errors import UserError, described, member, wrong_type
+from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.compiler_options import Overlap, Split, Traits
 from ladder_jax.residual import reading
@@ -121,7 +122,7 @@ class Topology:
             return _farskip_layers(_delayed_layers(self), dense=self.dense)
         return _delayed_layers(self)
 
-    def wire(self, axes: tuple[str, ...], *, launch: Launch = Launch.CHAINED) -> AllReduce:
+    def wire(self, axes: Axes, *, launch: Launch = Launch.CHAINED) -> AllReduce:
         """How its outputs cross the ranks of `axes` on streams that are whole on each of them."""
         plain = self.layers[0][0].wire(axes)
         if launch is Launch.EXPLICIT and type(plain) is AllReduce:
@@ -176,7 +177,7 @@ def of_model(config: ModelConfig) -> Topology:
     return found
 
 
-def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
+def begin(x: jax.Array, *, topology: Topology, axes: Axes) -> State:
     """The state before the first sublayer; `x` [B, T, D] is the embedding, equal on all ranks.
 
     axes: the mesh axes of the ranks, of the `jax.shard_map` that this stands in. Raises UserError for others. Nothing
@@ -187,7 +188,7 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
     return topology.wire(axes).begin(x, topology.layers[0][0])
 
 
-def fill(state: State, steps: Sequence[Step], *, axes: tuple[str, ...], dtype: Any = None) -> State:
+def fill(state: State, steps: Sequence[Step], *, axes: Axes, dtype: Any = None) -> State:
     """`state` for a `lax.scan` over layers of equal `steps`: zeros where nothing is pending yet.
 
     A carry has one structure in all turns, so the first turn reduces zeros, which an unrolled loop does not.
@@ -196,7 +197,7 @@ def fill(state: State, steps: Sequence[Step], *, axes: tuple[str, ...], dtype: A
     return steps[0].wire(axes).fill(state, steps, dtype=state.residual.dtype if dtype is None else dtype)
 
 
-def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
+def flush(state: State, *, axes: Axes) -> jax.Array:
     """The final residual stream [B, T, D]: everything still pending is reduced and added."""
     return AllReduce(axes).flush(state)
 

@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import MoEConfig
 from ladder_jax.parallel import exchange
-from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, pvary, ranks, varying
+from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, Axes, pvary, ranks, varying
 from ladder_jax.residual.loop import EXCHANGED
 from ladder_jax.residual.recurrence import (
     REDUCED,
@@ -282,9 +282,7 @@ class SilentExchange(Exchange):
         return State(add(stream, (collect(arrived, like=stream),)))
 
 
-def combine(
-    partial: Routed | None, axes: tuple[str, ...], scope: str = PREVIOUS, *, shared_last: bool = False
-) -> Routed | None:
+def combine(partial: Routed | None, axes: Axes, scope: str = PREVIOUS, *, shared_last: bool = False) -> Routed | None:
     """Computed rows on the ranks of their tokens, and this rank's positions of the shared expert's sum.
 
     shared_last: it is reduce-scattered after the rows have arrived, beside which its last product can be.

@@ -33,6 +33,7 @@ from ladder_jax.parallel.collectives import (
     FOLLOWING,
     LAUNCH,
     PREVIOUS,
+    Axes,
     all_gather,
     pvary,
     ranks,
@@ -204,7 +205,7 @@ def prepared_by(layers: Sequence[Sequence[Step]]) -> Iterator[Prepared]:
         yield Prepared.for_step(after) if step.pending_after else Prepared.NOTHING
 
 
-def scatter(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
+def scatter(partial: jax.Array | None, axes: Axes, scope: str = "") -> jax.Array | None:
     """The sum of every rank's [B, T, D], of which this rank gets its T/ranks positions."""
     if partial is None:
         return None
@@ -212,13 +213,13 @@ def scatter(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -
         return checkpoint_name(reduce_scatter(partial, axes, dimension=LENGTH), REDUCED)
 
 
-def gather(stream: jax.Array, axes: tuple[str, ...], scope: str = FOLLOWING) -> jax.Array:
+def gather(stream: jax.Array, axes: Axes, scope: str = FOLLOWING) -> jax.Array:
     """All ranks' positions [B, T, D]. Its transpose is the reduce-scatter of the gradient."""
     with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
         return all_gather(stream, axes, dimension=LENGTH)
 
 
-def scatter_sequence(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def scatter_sequence(x: jax.Array, axes: Axes) -> jax.Array:
     """This rank's positions of the sum of every rank's [B, T, D]: where a split stream begins."""
     return reduce_scatter(x, axes, dimension=LENGTH)
 
