@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import decode, parallel
 from ladder_jax.config import DecodeConfig, Loop
 from ladder_jax.decode import cache, steps, weights
-from ladder_jax.nn import kernels, tpu_attention
+from ladder_jax.nn import attention, tpu_attention
 from tests import cases, covering
 
 CAPACITY = 1100  # positions, no multiple of the kernels' blocks
 
 
-def attention(query, key, value, *, start):
+def exact(query, key, value, *, start):
     """In float64 NumPy: query [B, T, N, H] at positions from `start` on, key and value [B, S, K, H]."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     length, group = query.shape[1], query.shape[2] // key.shape[2]
@@ -31,11 +31,11 @@ def attention(query, key, value, *, start):
 
 
 KERNELS = {
-    "xla": functools.partial(kernels.extend, kernel=kernels.Kernel.XLA),
+    "xla": functools.partial(attention.extend, kernel=attention.Kernel.XLA),
     "splash": lambda query, key, value, start: tpu_attention.extend(
         query, key.swapaxes(1, 2), value.swapaxes(1, 2), start, interpret=True
     ),
-    "splash on a TPU": functools.partial(kernels.extend, kernel=kernels.Kernel.SPLASH),
+    "splash on a TPU": functools.partial(attention.extend, kernel=attention.Kernel.SPLASH),
 }
 
 
@@ -60,7 +60,7 @@ def test_a_block_attends_to_the_cache_before_it(start, length, kernel):
     value[:, start + length :] = 1e4
     ours = on_mesh(kernel)(query, key, value, np.int32(start))
     limit = 16 * np.sqrt(CAPACITY) * cases.UNIT_ROUNDOFF  # a softmax and two sums of as many terms
-    assert cases.error(ours, attention(query, key, value, start=start)) < limit
+    assert cases.error(ours, exact(query, key, value, start=start)) < limit
 
 
 def test_the_splash_kernel_of_a_traced_start_lowers_for_tpus():

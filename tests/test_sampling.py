@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax import decode, nn
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import logit_filters, sampling, steps, weights
+from ladder_jax.decode import sampling, steps, weights
 from ladder_jax.parallel import on_mesh, over_ranks
 from tests import cases
 from tests.test_decode import PROMPTS, generator
@@ -59,18 +59,18 @@ def logits(rows, *, seed=0):
 
 
 @functools.cache
-def compiled(mesh, kind="sample", count=logit_filters.COUNT):
+def compiled(mesh, kind="sample", count=sampling.COUNT):
     """(logits [B, VOCAB], settings, positions, seen) -> (tokens, log-probabilities), or scores cut: all on `mesh`."""
     layout = cases.define(**MESHES[mesh]).layout
     in_dims, out_dims = ("BV", "B", "B", "BV"), {"sample": ("B", "B"), "greedy": "B"}.get(kind, "BV")
 
     def local(logits, settings, positions, seen):
         if kind in ("top_k", "top_p", "min_p"):
-            return getattr(logit_filters, kind)(logits, getattr(settings, kind), axes=layout.tensor)
+            return getattr(sampling, kind)(logits, getattr(settings, kind), axes=layout.tensor)
         any_row = sampling.AnyRow.of(settings)
         if kind == "filtered":
-            filters = sampling.filters(settings, any_row)
-            return logit_filters.filtered(logits, filters=filters, axes=layout.tensor, count=count)
+            ask = dict(settings=settings, any_row=any_row, count=count)
+            return sampling.filtered(logits, **ask, axes=layout.tensor)
         if kind == "greedy":
             return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=layout.tensor)
         ask = dict(settings=settings, any_row=any_row, positions=positions, seen_BV=seen)
@@ -129,7 +129,7 @@ CUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [1, 4, logit_filters.COUNT])
+@pytest.mark.parametrize("count", [1, 4, sampling.COUNT])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_candidates_cut_where_the_definitions_do(mesh, count):
     """All three at once. With few candidates a row, cuts lie deeper than these, and are found digit by digit."""
@@ -153,7 +153,7 @@ def test_no_filter_sorts_the_vocabulary(mesh):
     rest = settings([{**OFF, "top_k": 50}] * 2), np.zeros(2, np.int32), np.zeros(scores.shape, bool)
     program = compiled(mesh, "filtered").jitted.lower(scores, *rest).compile().as_text()
     sorts = re.findall(r"(\w+\[[\d,]*\])\S* sort\(", program)
-    assert 'custom_call_target="TopK"' in program and sorts == [f"f32[2,{ranks * logit_filters.COUNT}]"]
+    assert 'custom_call_target="TopK"' in program and sorts == [f"f32[2,{ranks * sampling.COUNT}]"]
 
 
 def test_draws_have_the_distribution_that_was_asked_for():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ladder_jax.config import Loop, ModelConfig
 from ladder_jax.nn import Cache, ModelDef
-from ladder_jax.nn.kernels import Kernel
+from ladder_jax.nn.attention import Kernel
 from ladder_jax.parallel import pvary
 
 UNIT = 32  # the shortest padded prompt, and the unit of a cache's length, in tokens

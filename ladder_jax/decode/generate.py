@@ -15,8 +15,7 @@ from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import RunFailed, UserError, described, member
 from ladder_jax.nn import ModelDef, Params, Transformer
-from ladder_jax.nn.arguments import check_model
-from ladder_jax.parallel import apart, on_mesh
+from ladder_jax.nn.model_def import check_model
 
 type Chunk = tuple[jax.Array, jax.Array | None]
 """New tokens of all rows, [B] or [B, n], and their log-probabilities, if the program gives them."""
@@ -159,10 +158,8 @@ def parts_of(
 @functools.cache
 def _advance(definition):
     """A compiled (new tokens [B, n], lengths [B]) -> (last tokens [B], lengths [B]), laid out for `decode_many`."""
-    layout, out_dims = definition.layout, ("B", "B")
     local = lambda new, lengths: (new[:, -1], lengths + new.shape[1])
-    meshed = on_mesh(local, layout=layout, in_dims=("BT", "B"), out_dims=out_dims)
-    return apart(jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims)))
+    return steps.placed(definition, local, in_dims=("BT", "B"), out_dims=("B", "B"))
 
 
 def _row_keys(seed, *, rows):

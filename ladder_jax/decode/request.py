@@ -236,7 +236,7 @@ class StopText:
     """
 
     def __init__(self, stop: Sequence[str] = ()):
-        self._matches = [_Match(one) for one in stop]
+        self._stop = stop
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self.stopped = False
@@ -255,47 +255,18 @@ class StopText:
         if self.stopped:
             return ""
         text = self._held + new
-        if (stop := self._search(text)) is not None:
-            shown, self._held, self.stopped = text[:stop], "", True
-            return shown
-        keep = max((match.length for match in self._matches), default=0)
-        shown, self._held = text[: len(text) - keep], text[len(text) - keep :]
-        return shown
-
-    def _search(self, text):
-        """Where the stop string begins that ends `text`, of which the held part was searched before."""
-        if not self._matches:
-            return None
-        for end in range(len(self._held), len(text)):
-            for match in self._matches:
-                match.push(text[end])
-            if longest := max(len(match.stop) * match.complete for match in self._matches):
-                return end + 1 - longest
-        return None
+        for end in range(len(self._held) + 1, len(text) + 1):
+            complete = [len(stop) for stop in self._stop if text.endswith(stop, 0, end)]
+            if complete:
+                self._held = ""
+                self.stopped = True
+                return text[: end - max(complete)]
+        safe = len(text) - max((_begun(stop, text) for stop in self._stop), default=0)
+        self._held = text[safe:]
+        return text[:safe]
 
 
-class _Match:
-    """How much of one stop string a growing text ends with: the search of Knuth, Morris and Pratt.
-
-    Its work grows with the text alone: the table of a long stop string is made as far as the text has followed it.
-    """
-
-    def __init__(self, stop: str):
-        self.stop = stop
-        self.length = 0  # characters of `stop`, from its first, at the text's end
-        self._shorter = [0]  # by length: the next shorter one that the text then also ends with
-
-    @property
-    def complete(self) -> bool:
-        return self.length == len(self.stop)
-
-    def push(self, char: str) -> None:
-        """`char` is the text's next. Not to be called once `complete`."""
-        self.length = self._longer(self.length, char)
-        if self.length == len(self._shorter):
-            self._shorter.append(self._longer(self._shorter[-1], char) if self.length > 1 else 0)
-
-    def _longer(self, length, char):
-        while length and self.stop[length] != char:
-            length = self._shorter[length]
-        return length + (self.stop[length] == char)
+def _begun(stop, text):
+    """How much of `stop`, from its first character, `text` ends with."""
+    lengths = range(min(len(stop), len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

@@ -156,7 +156,7 @@ def chunk_starts(length: int, *, chunk: int) -> list[int]:
 def _replace_rows(definition):
     """A compiled (new [B, V], old [B, V], replaced [B] bool) -> [B, V]."""
     local = lambda new, old, replaced: jnp.where(replaced[:, None], new, old)
-    return _jit(definition, local, in_dims=("BV", "BV", "B"), out_dims="BV")
+    return placed(definition, local, in_dims=("BV", "BV", "B"), out_dims="BV")
 
 
 @functools.cache
@@ -164,7 +164,7 @@ def seen_in(definition: ModelDef) -> Callable:
     """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens that right-padded rows hold."""
     size = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks) // definition.layout.ranks
     local = functools.partial(sampling.seen_of, size=size, axes=definition.layout.tensor)
-    return _jit(definition, local, in_dims=("BT", "B"), out_dims="BV")
+    return placed(definition, local, in_dims=("BT", "B"), out_dims="BV")
 
 
 @functools.cache
@@ -173,16 +173,12 @@ def sample_first(definition: ModelDef, *, choice: Choice = Choice.SAMPLED) -> Ca
 
     With Choice.GREEDY as in `decode_many`: no log-probabilities, and of the settings only the penalty counts.
     """
-    axes, sample = definition.layout.tensor, _sampler(definition)
 
     def local(logits, settings, positions, seen):
-        if choice is Choice.GREEDY:
-            return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=axes), None
-        any_row = sampling.AnyRow.of(settings)
-        return sample(logits, settings=settings, any_row=any_row, positions=positions, seen_BV=seen)
+        return _chooser(definition, choice, settings)(logits, positions, seen)
 
     out_dims = ("B", None if choice is Choice.GREEDY else "B")
-    return _jit(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=out_dims)
+    return placed(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=out_dims)
 
 
 @functools.cache
@@ -202,19 +198,14 @@ def decode_many(
     Row b's token is written at position lengths[b]. The caches and `seen` hold what comes before `tokens`; both are
     donated. With Choice.GREEDY there are no log-probabilities (None), and of the settings only the penalty counts: a
     token takes the layers' collectives, the embedding's and one to choose. With SAMPLED, a token for which a row uses
-    a filter takes one more (see `logit_filters`).
+    a filter takes one more (see sampling.py).
 
     Raises UserError where `launch` is explicit and is not supported.
     """
     axes, execution = definition.layout.tensor, Execution(loop=loop, launch=_launch(definition, launch))
 
     def local(params, caches, seen, tokens, lengths, settings):
-        any_row = None if choice is Choice.GREEDY else sampling.AnyRow.of(settings)
-
-        def choose(logits, positions, seen):
-            if choice is Choice.GREEDY:
-                return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=axes), None
-            return sample(logits, settings=settings, any_row=any_row, positions=positions, seen_BV=seen)
+        choose = _chooser(definition, choice, settings)
 
         def turn(carry, _):
             caches, seen, tokens, lengths = carry
@@ -231,7 +222,6 @@ def decode_many(
         return *jax.tree.map(jnp.transpose, new), caches, seen
 
     one, dims = step(definition, execution=execution), cache.dims(definition, loop=loop)
-    sample = _sampler(definition)
     in_dims = (dims, "BV", "B", "B", sampling.DIMS)
     out_dims = ("BT", None if choice is Choice.GREEDY else "BT", dims, "BV")
     traits = definition.traits(execution, phase=Phase.DECODE)
@@ -264,9 +254,17 @@ def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:
     return one
 
 
-def _sampler(definition):
-    """`sampling.sample` for this model, on one rank."""
-    return functools.partial(sampling.sample, vocab_size=definition.config.vocab_size, axes=definition.layout.tensor)
+def _chooser(definition, choice, settings):
+    """(logits, positions, seen) -> (tokens, log-probabilities or None), on one rank."""
+    common = dict(settings=settings, axes=definition.layout.tensor)
+    if choice is Choice.GREEDY:
+
+        def choose(logits, positions, seen):
+            return sampling.greedy(logits, seen_BV=seen, **common), None
+
+        return choose
+    common |= dict(any_row=sampling.AnyRow.of(settings), vocab_size=definition.config.vocab_size)
+    return lambda logits, positions, seen: sampling.sample(logits, positions=positions, seen_BV=seen, **common)
 
 
 def _launch(definition, launch, *, interleave=1):
@@ -277,27 +275,28 @@ def _launch(definition, launch, *, interleave=1):
     return resolve_launch(launch, mesh=layout.mesh) if hides else Launch.CHAINED
 
 
-def _jit(definition, local, *, in_dims, out_dims):
-    """For programs without parameters or large reductions, which need no compiler options."""
+def placed(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any, donate: Any = ()) -> Callable:
+    """A compiled function without parameters or large reductions, which needs no compiler options.
+
+    local: on one rank. Results are laid out as the programs here take them.
+    """
+    whole, out_shardings = _whole(definition, local, in_dims=in_dims, out_dims=out_dims)
+    return apart(jax.jit(whole, donate_argnums=donate, out_shardings=out_shardings))
+
+
+def _compile(definition, local, quantize, *, traits, in_dims, out_dims, donate=()):
+    params = weights.dims(definition, loop=traits.loop, quantize=quantize)
+    whole, out_shardings = _whole(definition, local, in_dims=(params, *in_dims), out_dims=out_dims)
+    mesh = definition.layout.mesh
+    return Compiled(whole, mesh=mesh, traits=traits, donate_argnums=donate, out_shardings=out_shardings)
+
+
+def _whole(definition, local, *, in_dims, out_dims):
+    """`local` of one rank as a function of global arrays, and where its results lie.
+
+    Explicitly, as jax omits axes of one device from the shardings that it infers, and the next call would recompile.
+    """
     layout = definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return apart(jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims)))
-
-
-def _compile(
-    definition,
-    local,
-    quantize,
-    *,
-    traits,
-    in_dims,
-    out_dims,
-    donate=(),
-):
-    in_dims, layout = (weights.dims(definition, loop=traits.loop, quantize=quantize), *in_dims), definition.layout
-    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    # Explicit, as jax omits axes of one device from the shardings that it infers, and the next call would recompile.
-    out_shardings = jax.tree.map(layout.sharding, out_dims)
-    return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate, out_shardings=out_shardings)
+    return meshed, jax.tree.map(layout.sharding, out_dims)

@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from ladder_jax import residual
 from ladder_jax.config import (
@@ -21,11 +23,11 @@ from ladder_jax.config import (
     check_halves,
 )
 from ladder_jax.config.fields import check
-from ladder_jax.errors import member, wrong_type
-from ladder_jax.nn import kernels, parameter
+from ladder_jax.errors import UserError, member, unknown, wrong_type
+from ladder_jax.nn import attention, parameter
+from ladder_jax.nn.attention import Cache, Kernel
 from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise
 from ladder_jax.nn.parameter import DENSE, stacks
-from ladder_jax.nn.positions import Cache
 from ladder_jax.parallel import Layout, NamedMesh, Overlap, Split, Traits, layout
 from ladder_jax.residual.wires.sequence import SequenceParallel
 
@@ -63,9 +65,9 @@ class ModelDef:
         return residual.of_model(self.config)
 
     @functools.cached_property
-    def kernel(self) -> kernels.Kernel:
+    def kernel(self) -> Kernel:
         """The attention kernel for this mesh's devices, which also decides the order of a cache's dimensions."""
-        return kernels.choose(self.config, mesh=self.layout.mesh)
+        return attention.choose(self.config, mesh=self.layout.mesh)
 
     def splits(self, execution: Execution) -> bool:
         """Whether the stream is split along the sequence over the tensor ranks."""
@@ -140,7 +142,7 @@ class ModelDef:
         """The model's modules, their parameters declared and without values."""
         return declare(self.config, ranks=self.layout.ranks)
 
-    def cache(self, array: Callable[[ModelConfig, kernels.Kernel, str], Any]) -> Any:
+    def cache(self, array: Callable[[ModelConfig, Kernel, str], Any]) -> Any:
         """One layer's cache, each array by its model, its kernel and its dimensions in the kernel's order."""
         one = functools.partial(array, self.config, self.kernel, self.kernel.cache_dims)
         return Cache(one(), one())
@@ -205,3 +207,51 @@ def matrix_elements(definition: ModelDef) -> int:
     leaves = list(zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True))
     layers = sum(active(leaf, dims) for leaf, dims in leaves if parameter.is_matrix(dims) and not dims.startswith("V"))
     return layers + config.vocab_size * config.d_model
+
+
+def check_params(params: Any, *, expected: Mapping[str, Any], path: str = "params") -> None:
+    """Raises UserError, naming the parameter, where names or shapes are not those of `expected`, a nested dict."""
+    if not isinstance(params, Mapping):
+        raise UserError(f"{path} must be a dict with {', '.join(expected)}, not a {type(params).__name__}")
+    for name in params:
+        if name not in expected:
+            raise unknown("parameter", f"{path}.{name}", [f"{path}.{one}" for one in expected])
+    for name, wanted in expected.items():
+        where = f"{path}.{name}"
+        if name not in params:
+            raise UserError(f"{where} is missing: this model has {', '.join(expected)}")
+        if isinstance(wanted, Mapping):
+            check_params(params[name], expected=wanted, path=where)
+        elif (shape := getattr(params[name], "shape", None)) != wanted.shape:
+            raise UserError(f"{where} has the shape {shape}, and this model needs {wanted.shape}")
+
+
+def check_model(definition: Any, params: Any) -> None:
+    """Raises UserError for what is no ModelDef, or neither its parameters nor a function that reads them."""
+    if not isinstance(definition, ModelDef):
+        raise wrong_type("definition", definition, ModelDef)
+    if not callable(params):
+        check_params(params, expected=definition.abstract)
+
+
+def checked_tokens(tokens: ArrayLike, *, batch_ranks: int, vocab_size: int) -> jax.Array | np.ndarray:
+    """`tokens` [B, T] as int32; raises UserError for another shape or type, and for ids outside the vocabulary.
+
+    Ids are checked on the host, or in an array of this process, for which the check waits; traced tokens have no values
+    yet and are not checked.
+    """
+    if not isinstance(tokens, jax.Array):
+        try:
+            tokens = np.asarray(tokens)
+        except ValueError:
+            raise UserError("tokens must be [B, T]: these rows have different lengths") from None
+    if tokens.ndim != 2 or tokens.shape[0] % batch_ranks:
+        raise UserError(f"tokens must be [B, T] with B divisible by {batch_ranks}, not {tokens.shape}")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise UserError(f"tokens must be integers, not {tokens.dtype}")
+    if tokens.size and not isinstance(tokens, jax.core.Tracer) and getattr(tokens, "is_fully_addressable", True):
+        ids = np.asarray(tokens)
+        for extreme in (ids.min(), ids.max()):
+            if not 0 <= extreme < vocab_size:
+                raise UserError(f"token {extreme} is not in the vocabulary of {vocab_size} (0 to {vocab_size - 1})")
+    return tokens if tokens.dtype == jnp.int32 else tokens.astype(jnp.int32)

@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax import residual
 from ladder_jax.config import Biases, ModelConfig, QKNorm
-from ladder_jax.nn import kernels, quantized
+from ladder_jax.nn import attention, quantized
+from ladder_jax.nn.attention import FULL_SEQUENCE, Cache, Kernel, Positions, rotary_tables, rotate
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
-from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables, rotate
 from ladder_jax.parallel import all_reduce, rank, ranks
 from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM, Axes, all_gather
 from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
@@ -34,7 +34,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key, v
 
 def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Attention of a whole sequence to itself, in plain jax."""
-    return kernels.causal(query, key, value, kernel=kernels.Kernel.XLA)
+    return attention.causal(query, key, value, kernel=Kernel.XLA)
 
 
 class RMSNorm(Module):
@@ -208,7 +208,7 @@ class LayerContext:
 
     axes: Axes
     dtype: jnp.dtype
-    kernel: kernels.Kernel
+    kernel: Kernel
     table: tuple[jax.Array, jax.Array]
     first_rank: jax.Array
     positions: Positions
@@ -220,7 +220,7 @@ class LayerContext:
         length: int,
         *,
         axes: Axes,
-        kernel: kernels.Kernel = kernels.Kernel.XLA,
+        kernel: Kernel = Kernel.XLA,
         positions: Positions = FULL_SEQUENCE,
     ) -> "LayerContext":
         """For blocks of `length` tokens."""

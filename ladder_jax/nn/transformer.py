@@ -16,11 +16,19 @@ from jax.sharding import Mesh
 from ladder_jax.config import SCANNED, Execution, Loop, ModelConfig, Phase
 from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
-from ladder_jax.nn import arguments, loss
-from ladder_jax.nn.model_def import ModelDef, Params, define, initialize, matrix_elements
+from ladder_jax.nn import loss
+from ladder_jax.nn.attention import FULL_SEQUENCE, Positions
+from ladder_jax.nn.model_def import (
+    ModelDef,
+    Params,
+    check_params,
+    checked_tokens,
+    define,
+    initialize,
+    matrix_elements,
+)
 from ladder_jax.nn.modules import LayerContext
 from ladder_jax.nn.parameter import LAYERS, Module, next_key, stacks
-from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import (
     Compiled,
     NamedMesh,
@@ -317,7 +325,7 @@ class Transformer(Module):
         if params is None:
             params = initialize(self.definition, key=next_key(rngs))
         else:
-            arguments.check_params(params, expected=self.definition.abstract)
+            check_params(params, expected=self.definition.abstract)
             if not mesh.is_own:  # the caller's code has them by their types
                 params = jax.device_put(params, jax.tree.map(lambda a: a.sharding, self.definition.abstract))
         nnx.update(self, params)
@@ -354,7 +362,7 @@ class Transformer(Module):
         is read for that, so the call waits until it is there.
         """
         batch_ranks = self.definition.layout.batch_ranks
-        tokens = arguments.checked_tokens(tokens, batch_ranks=batch_ranks, vocab_size=self.config.vocab_size)
+        tokens = checked_tokens(tokens, batch_ranks=batch_ranks, vocab_size=self.config.vocab_size)
         return compiled_logits(self.definition)(self.params, tokens)
 
 
@@ -377,7 +385,7 @@ def compiled_logits(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Compiled
     meshed = over_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
 
     def stripped(params, tokens):
-        arguments.check_params(params, expected=definition.abstract)  # once a shape, while it is traced
+        check_params(params, expected=definition.abstract)  # once a shape, while it is traced
         return meshed(params, tokens)[..., : definition.config.vocab_size]
 
     traits = definition.traits(execution, phase=Phase.PREFILL)

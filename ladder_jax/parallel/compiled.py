@@ -122,11 +122,10 @@ class Compiled:
         best = compile_options(mesh, traits=traits)
         rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
         self.__wrapped__ = fn
-        self._out_shardings = out_shardings
+        self._traced = jax.jit(fn)
+        self._jit = functools.partial(jax.jit, fn, donate_argnums=donate_argnums, out_shardings=out_shardings)
         self._is_apart = bool(out_shardings) or donate_argnums != ()
-        self._placed = functools.partial(jax.jit, fn, out_shardings=out_shardings)
-        self._jit = functools.partial(self._placed, donate_argnums=donate_argnums)
-        self._left = [*([{**best, **rescue}] if rescue else []), *([{}] if best else [])]
+        self._left = [options for options in ({**best, **rescue}, {}) if options != best]
         self.options = best
         self.traits = traits
         self._jitted = self._jit(compiler_options=best)
@@ -137,7 +136,7 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         if tracing():
-            return self._plain(*args) if self._is_at_home() else self._moved(*args)
+            return self._traced(*args)
         try:
             with self._context():
                 return self._jitted(*args)
@@ -156,19 +155,6 @@ class Compiled:
     def lower(self, *args: Any) -> jax.stages.Lowered:
         with self._context():
             return self._jitted.lower(*args)
-
-    @functools.cached_property
-    def _plain(self):
-        return self._placed()
-
-    @functools.cached_property
-    def _moved(self):
-        """`_plain` where another mesh is set."""
-        return jax.jit(self.__wrapped__)
-
-    def _is_at_home(self):
-        around = jax.sharding.get_abstract_mesh()
-        return around.empty or all(s.mesh.abstract_mesh == around for s in jax.tree.leaves(self._out_shardings)[:1])
 
     def _context(self):
         return without_mesh() if self._is_apart else contextlib.nullcontext()

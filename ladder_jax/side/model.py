@@ -34,14 +34,14 @@ from ladder_jax.nn import (
     ForwardPass,
     ModelDef,
     RMSNorm,
+    attention,
     forward_pass,
-    kernels,
     quantized,
 )
 from ladder_jax.nn import define as define_plain
+from ladder_jax.nn.attention import FULL_SEQUENCE, Positions
 from ladder_jax.nn.modules import LayerContext
 from ladder_jax.nn.parameter import LAYERS, Module, Normal, Sizes, declare, zeros
-from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.residual import State
 from ladder_jax.residual.loop import rematerialised
@@ -73,8 +73,8 @@ class SideModel(ModelDef):
         return self.config.side.network(self.config)
 
     @functools.cached_property
-    def network_kernel(self) -> kernels.Kernel:
-        return kernels.choose(self.network, mesh=self.layout.mesh)
+    def network_kernel(self) -> attention.Kernel:
+        return attention.choose(self.network, mesh=self.layout.mesh)
 
     @functools.cached_property
     def network_graph(self) -> nnx.GraphDef:

@@ -1,13 +1,14 @@
 """The engine: rounds that move all requests on, driven by its user or by a thread of its own."""
 
+import functools
 import threading
 from collections.abc import Generator, Sequence
 
+import jax
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, check_interleave
 from ladder_jax.decode import memory, weights
-from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.decode.engine.handle import Handle
 from ladder_jax.decode.engine.scheduler import Scheduler, Stats
 from ladder_jax.decode.engine.slots import Slots
@@ -17,6 +18,9 @@ from ladder_jax.decode.sampling import NO_NUMBER, Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
 from ladder_jax.errors import UserError, described, member, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, once a program: compiled or read from its cache
+_active = threading.local()
 
 
 class Engine:
@@ -277,3 +281,30 @@ class EngineRound:
             return
         if reason:
             self._scheduler.release(slot, reason)
+
+
+class Compilations:
+    """Counts the programs that this thread compiles within `with`; `count` adds up over several."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __enter__(self) -> "Compilations":
+        _listen()
+        _active.counter = self
+        return self
+
+    def __exit__(self, *_) -> None:
+        _active.counter = None
+
+
+def _count(event, seconds, **_):
+    counter = getattr(_active, "counter", None)
+    if event == _COMPILED and counter is not None:
+        counter.count += 1
+
+
+@functools.cache
+def _listen():
+    """Once a process: jax calls a listener at every event."""
+    jax.monitoring.register_event_duration_secs_listener(_count)

@@ -20,7 +20,6 @@ from ladder_jax.decode import cache, sampling, steps
 from ladder_jax.decode.request import Request
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.parallel import apart, on_mesh
 
 
 @jax.tree_util.register_dataclass
@@ -170,7 +169,7 @@ def _insert(definition, *, loop):
 
         return jax.tree.map(put, dims, state, row)
 
-    return _jit(definition, local, in_dims=(dims, dims, ""), out_dims=dims, donate=(0,))
+    return steps.placed(definition, local, in_dims=(dims, dims, ""), out_dims=dims, donate=(0,))
 
 
 @functools.cache
@@ -186,7 +185,7 @@ def _clear(definition, *, loop):
 
         return jax.tree.map(zero, dims, caches)
 
-    return _jit(definition, local, in_dims=(dims, ""), out_dims=dims, donate=(0,))
+    return steps.placed(definition, local, in_dims=(dims, ""), out_dims=dims, donate=(0,))
 
 
 @functools.cache
@@ -197,12 +196,4 @@ def _advance(definition):
         # An idle slot goes back to position 0, to stay within the cache, and becomes greedy, to draw no noise.
         return new[:, -1], jnp.where(active, lengths + new.shape[1], 0), jnp.where(active, temperature, 0)
 
-    return _jit(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))
-
-
-def _jit(definition, local, *, in_dims, out_dims, donate=()):
-    """Results are laid out as the programs in `steps` take them."""
-    layout = definition.layout
-    meshed = on_mesh(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    out_shardings = jax.tree.map(layout.sharding, out_dims)
-    return apart(jax.jit(meshed, donate_argnums=donate, out_shardings=out_shardings))
+    return steps.placed(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))
