@@ -28,7 +28,6 @@ from ladder_jax.errors import UserError, described, member, wrong_type
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.compiler_options import Overlap, Split, Traits
-from ladder_jax.residual import reading
 from ladder_jax.residual.recurrence import AllReduce, State, Step
 from ladder_jax.residual.wires.desync import Desynced, Silent
 
@@ -75,11 +74,7 @@ class Topology:
 
     def __repr__(self) -> str:
         shared = "\n  attention and MLP of a layer read one norm's output" if self.shared_norm else ""
-        return reading.words(self.layers) + shared
-
-    def _repr_html_(self):
-        """For notebooks: which sublayer reads what."""
-        return reading.html(self.layers)
+        return _words(self.layers) + shared
 
     @property
     def num_layers(self) -> int:
@@ -204,34 +199,32 @@ def flush(state: State, *, axes: Axes) -> jax.Array:
 
 def _delayed_layers(topology):
     """Steps with their numbers of pending outputs, from delays counted in sublayers."""
-    delays = list(itertools.batched(topology.delays, 2))
     # Plan extra layers, so that the last real layers have the same counts as the others and one scan body serves
     # all; `flush` adds what the last layer leaves pending.
     extra = 1 + max(topology.delays)
-    kinds = list(zip(delays, topology.joint, topology.fresh, strict=True))
+    kinds = list(zip(itertools.batched(topology.delays, 2), topology.joint, topology.fresh))
     kinds += kinds[-1:] * extra
-    groups = [((0, 1),) if joint else ((0,), (1,)) for _, joint, _ in kinds]
+    layers = [((0, 1),) if joint else ((0,), (1,)) for _, joint, _ in kinds]
 
-    delays_in_steps, done = [], [0]  # done[s]: how many steps complete the first s sublayers
-    for (delay, joint, _), layer in zip(kinds, groups, strict=True):
-        first = len(done) - 1
-        for group in layer:
-            sublayer = first + group[0]
-            read = sublayer - delay[group[0]]
-            # A read before the first sublayer counts layers of the first one's kind, whose outputs are zero.
-            steps_read = done[read] if read >= 0 else -(-read // (2 if topology.joint[0] else 1))
-            if steps_read is None:
-                raise ValueError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
-            delays_in_steps.append(done[sublayer] - steps_read)
-            done += [None, done[sublayer] + 1] if joint else [done[sublayer] + 1]
+    planned = [(layer, group) for layer, groups in enumerate(layers) for group in groups]
+    step_at = {2 * layer + group[0]: index for index, (layer, group) in enumerate(planned)}  # by its first sublayer
+    in_steps = []
+    for index, (layer, group) in enumerate(planned):
+        delay = kinds[layer][0][group[0]]
+        read = 2 * layer + group[0] - delay
+        # A read before the first sublayer counts layers of the first one's kind, whose outputs are zero.
+        step = step_at.get(read) if read >= 0 else -(-read // len(planned[0][1]))
+        if step is None:
+            raise ValueError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
+        in_steps.append(index - step)
 
-    pending = [0] * (len(delays_in_steps) + 1)
-    for index in reversed(range(len(delays_in_steps))):
-        pending[index] = max(delays_in_steps[index], pending[index + 1] - 1)
-    counts = iter(zip(pending, delays_in_steps, pending[1:]))
+    pending = [0] * (len(planned) + 1)
+    for index in reversed(range(len(planned))):
+        pending[index] = max(in_steps[index], pending[index + 1] - 1)
+    counts = iter(zip(pending, in_steps, pending[1:]))
+    real = layers[: topology.num_layers]
     return tuple(
-        tuple(Step(group, *of_step, fresh) for group, of_step in zip(layer, counts))
-        for layer, (_, _, fresh) in zip(groups[: topology.num_layers], kinds)
+        tuple(Step(group, *next(counts), fresh) for group in groups) for groups, fresh in zip(real, topology.fresh)
     )
 
 
@@ -259,3 +252,50 @@ def _with_dense(topology, *, layers):
     if layers < len(joint):
         delays[2 * layers] = 0
     return dataclasses.replace(topology, delays=tuple(delays), joint=tuple(joint), dense=layers)
+
+
+def _words(layers):
+    """A few lines: the number of all-reduces, and what the layers of each kind read."""
+    steps = [step for layer in layers for step in layer]
+    count = sum(step.reduces for step in steps)
+    kinds: dict[str, list[int]] = {}
+    for number, layer in enumerate(layers):
+        kinds.setdefault(_layer_words(layer), []).append(number)
+    lines = [f"  layer{'s'[: len(numbers) > 1]} {_ranges(numbers)}: {text}" for text, numbers in kinds.items()]
+    head = f"Topology of {len(layers)} layers, {2 * len(layers)} sublayers, {count} all-reduces"
+    return "\n".join([head, *lines])
+
+
+def _layer_words(layer):
+    first, *second = map(_step_words, layer)
+    if not second:
+        return f"attention and MLP read {first}; one all-reduce for both"
+    both = f"attention and MLP read {first}"
+    return both if [first] == second else f"attention reads {first}; MLP reads {second[0]}"
+
+
+def _step_words(step):
+    if isinstance(step, Desynced):
+        return "their rank's own stream, which each all-reduce makes equal on all ranks"
+    if isinstance(step, Silent):
+        return "their rank's own stream: no rank sees the others'"
+    if step.delay == 0:
+        return "every output before them"
+    late = "the newest output" if step.delay == 1 else f"the {step.delay} newest outputs"
+    if step.early:
+        return f"all but {late}, all-reduced meanwhile with the shared expert's"
+    if step.fresh:
+        return f"all but the other ranks' part of {late}, all-reduced meanwhile"
+    return f"all but {late}, all-reduced meanwhile"
+
+
+def _ranges(numbers):
+    """0-3, 6, 8-9; shortened after a few."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(shown[:8]) + (f", ... ({len(numbers)} in all)" if len(shown) > 8 else "")
