@@ -33,6 +33,7 @@ from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import exchange, pvary, rank, ranks, varying
 from ladder_jax.parallel.collectives import Axes
 from ladder_jax.residual import EXPERTS, Normed
+from ladder_jax.residual.recurrence import local
 
 CHUNK = 8192  # tokens whose rows are in memory at once
 NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
@@ -63,7 +64,11 @@ class Routing:
 
     def with_layer(self, layer: "Routing") -> "Routing":
         """Of all layers, with the newest layer's in the place of the oldest's."""
-        return jax.tree.map(lambda all_layers, one: jnp.concatenate([all_layers[1:], one[None]]), self, layer)
+
+        def append(of_all, newest):
+            return jnp.concatenate([of_all[1:], newest[None]])
+
+        return jax.tree.map(append, self, layer)
 
 
 def route(logits_NC: jax.Array, *, moe: MoEConfig, bias_C: jax.Array | None = None) -> Route:
@@ -125,7 +130,7 @@ class NormedExperts(Normed):
                 self.on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
             return x_ND, slots, weights
 
-    def compute(self, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
+    def compute(self, rows_ERD: jax.Array, tied: Callable = local) -> jax.Array:
         """[R, E, D]: so the matmul writes what is sent in the order of sending, and no copy follows."""
         experts = self.moe.experts
         gate = _batched_matmul(rows_ERD, experts.gate.get_value())
@@ -133,7 +138,7 @@ class NormedExperts(Normed):
         gate, up = tied((gate, up))
         return quantized.einsum("ERM,EMD->RED", jax.nn.silu(gate) * up, experts.down.get_value())
 
-    def shared(self, x_BTD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
+    def shared(self, x_BTD: jax.Array, tied: Callable = local) -> jax.Array:
         return self.moe.shared(self.gain_of(x_BTD, scale=self.gain), tied)
 
 
@@ -153,7 +158,8 @@ class ExpertMLPs(Module):
         rows = _sorted_rows(pvary(x_ND, varying(groups.order)), groups, routed.choice.shape[1])
         gate = grouped_matmul(rows, self.gate.get_value(), groups)
         up = grouped_matmul(rows, self.up.get_value(), groups)
-        out = _in_token_order(grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), groups), groups)
+        down = grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), groups)
+        out = _in_token_order(down, groups)
         mine = (routed.choice >= first) & (routed.choice < first + self.count)  # the other rows are undefined
         of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, -1), 0).astype(jnp.float32)
         return jnp.sum(of_tokens * routed.weights[:, :, None], axis=1).astype(x_ND.dtype)
@@ -175,7 +181,7 @@ class SharedExpert(Module):
         if sizes.config.moe.shared_gate:
             self.share = new("D", init=Normal(0.02))
 
-    def __call__(self, x_BTD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, tied: Callable = local) -> jax.Array:
         """A rank's partial sum [B, T, D]. tied: applied to the first products, whose await may be tied to others'."""
 
         def of(matrix):
@@ -185,7 +191,8 @@ class SharedExpert(Module):
         out = quantized.einsum("BTW,WD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
         if not hasattr(self, "share"):
             return out
-        share = jnp.sum(x_BTD.astype(jnp.float32) * self.share[...][None, None], axis=-1, keepdims=True)
+        weighed = x_BTD.astype(jnp.float32) * self.share[...][None, None]
+        share = jnp.sum(weighed, axis=-1, keepdims=True)
         return (out.astype(jnp.float32) * jax.nn.sigmoid(share)).astype(out.dtype)
 
 
@@ -273,13 +280,17 @@ def _in_chunks(compute, x_ND, routed):
     count = -(-len(x_ND) // CHUNK)
     missing = count * CHUNK - len(x_ND)
 
-    def chunks(array, fill):
+    def chunks(array, fill=0):
         padding = jnp.full((missing, array.shape[1]), fill, array.dtype)
         return jnp.concatenate([array, padding]).reshape(count, CHUNK, array.shape[1])
 
-    parts = chunks(x_ND, 0), chunks(routed.choice, NO_EXPERT), chunks(routed.weights, 0)
-    body = jax.checkpoint(lambda part: compute(part[0], Route(*part[1:])), prevent_cse=False)
-    return lax.map(body, parts).reshape(count * CHUNK, -1)[: len(x_ND)]
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def of_chunk(part):
+        x, *route = part
+        return compute(x, Route(*route))
+
+    parts = chunks(x_ND), chunks(routed.choice, NO_EXPERT), chunks(routed.weights)
+    return lax.map(of_chunk, parts).reshape(count * CHUNK, -1)[: len(x_ND)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ladder_jax.nn.parameter import pad_end
 from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED, LOSS, Axes
 
@@ -147,7 +148,8 @@ def _divergence(
     softened = logits / temperature
     # The softmaxes of: the model, the model at the temperature, the teacher at it. One message for each reduction.
     three = (logits, softened, wanted)
-    largest = all_max(lax.stop_gradient(jnp.stack([jnp.max(scores, axis=-1) for scores in three])), axes)
+    own = jnp.stack([jnp.max(scores, axis=-1) for scores in three])
+    largest = all_max(lax.stop_gradient(own), axes)
     powers = [jnp.exp(scores - most[:, :, None]) for scores, most in zip(three, largest)]
     totals = all_reduce(jnp.stack([jnp.sum(p, axis=-1) for p in powers]), axes)
     log_totals = jnp.log(totals) + largest
@@ -265,21 +267,24 @@ def _over_chunks(
         return (sums, dx, dtable.astype(table_VD.dtype)) if gradient else (sums,)
 
     def chunks(array):  # [B, T, ...] as [chunks, B, size, ...]
-        padded = jnp.pad(array, ((0, 0), (0, count * size - length)) + ((0, 0),) * (array.ndim - 2))
+        padded = pad_end(array, axis=1, by=count * size - length)
         return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
 
     def turn(carry, part):
         sums, dx, dtable = of_part(*part)
-        return jax.tree.map(jnp.add, carry, (sums, dtable) if gradient else (sums,)), dx
+        new = [sums, dtable] if gradient else [sums]
+        return jax.tree.map(jnp.add, carry, new), dx
 
     parts = jax.tree.map(chunks, (x_BTD, of_positions))
-    shapes = jax.eval_shape(lambda part: of_part(*part)[0], jax.tree.map(lambda a: a[0], parts))
-    over = frozenset().union(*map(varying, jax.tree.leaves((x_BTD, of_positions)))) - set(axes)
-    zeros = jax.tree.map(lambda a: pvary(jnp.zeros(a.shape), over), shapes)
-    # Summed in float32, and rounded to the table's dtype once.
-    start = (zeros, pvary(jnp.zeros(table_VD.shape), varying(table_VD))) if gradient else (zeros,)
-    done, dx = lax.scan(turn, start, parts)
+    first = jax.tree.map(lambda a: a[0], parts)
+    shapes, *_ = jax.eval_shape(of_part, *first)
+    of_rows = map(varying, jax.tree.leaves((x_BTD, of_positions)))
+    over = frozenset().union(*of_rows) - set(axes)
+    start = [jax.tree.map(lambda a: pvary(jnp.zeros(a.shape), over), shapes)]
+    if gradient:  # summed in float32, and rounded to the table's dtype once
+        start.append(pvary(jnp.zeros(table_VD.shape), varying(table_VD)))
+    (sums, *of_table), dx = lax.scan(turn, start, parts)
     if not gradient:
-        return done
-    whole = dx.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :length]
-    return done[0], whole, done[1].astype(table_VD.dtype)
+        return (sums,)
+    dx = dx.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :length]
+    return sums, dx, of_table[0].astype(table_VD.dtype)

@@ -93,9 +93,7 @@ class Sizes:
 
     def __getitem__(self, dim: str) -> int:
         config = self.config
-        if config.moe is not None and dim in "ECMW":
-            return _expert_sizes(config.moe, self.ranks)[dim]
-        return {
+        sizes = {
             "V": padded_vocabulary(config.vocab_size, ranks=self.ranks),
             "D": config.d_model,
             "N": config.num_heads,
@@ -103,20 +101,14 @@ class Sizes:
             "H": config.head_dim,
             "F": config.d_ff,
             "L": config.num_layers if self.layers is None else self.layers,
-        }[dim]
+        }
+        if (moe := config.moe) is not None:
+            sizes |= {"E": moe.padded(self.ranks), "C": moe.experts, "M": moe.expert_width, "W": moe.shared_width}
+        return sizes[dim]
 
     def stored(self, dims: str) -> str:
         """The dimensions of a parameter that is declared with `dims`."""
         return "L" * self.stacked + dims
-
-
-def _expert_sizes(moe, ranks):
-    return {
-        "E": moe.padded(ranks),
-        "C": moe.experts,
-        "M": moe.expert_width,
-        "W": moe.shared_width,
-    }
 
 
 def padded_vocabulary(size: int, *, ranks: int) -> int:
@@ -134,8 +126,9 @@ class Parameter(nnx.Param):
     @property
     def form(self) -> str:
         """Such as "DNH 128 x 8 x 16 float32"."""
-        arrays = (f"{' x '.join(map(str, array.shape))} {array.dtype}" for array in jax.tree.leaves(self))
-        return f"{self.dims:<4} {', '.join(arrays)}"
+        arrays = jax.tree.leaves(self)
+        shapes = [f"{' x '.join(map(str, array.shape))} {array.dtype}" for array in arrays]
+        return f"{self.dims:<4} {', '.join(shapes)}"
 
 
 class Module(nnx.Module):
@@ -182,12 +175,22 @@ def next_key(rngs: nnx.Rngs) -> jax.Array:
 
 def _draw(init, key, *, dims, shape, config):
     """Values of one array: each layer of a stack by a key of its own, and zeros in what pads vocabulary or experts."""
+    first, *rest = shape
     if dims.startswith("L"):
-        keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
-        return jax.vmap(lambda k: _draw(init, k, dims=dims[1:], shape=shape[1:], config=config))(keys)
-    if (real := real_size(dims, config)) is not None:
-        return jnp.pad(init(key, (real, *shape[1:])), ((0, shape[0] - real), *((0, 0),) * (len(shape) - 1)))
-    return init(key, shape)
+        keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(first))
+        draw = functools.partial(_draw, init, dims=dims[1:], shape=rest, config=config)
+        return jax.vmap(draw)(keys)
+    real = real_size(dims, config)
+    if real is None:
+        return init(key, shape)
+    return pad_end(init(key, (real, *rest)), axis=0, by=first - real)
+
+
+def pad_end(x: jax.Array, *, axis: int, by: int) -> jax.Array:
+    """`x` with `by` zeros behind its last element along `axis`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, by)
+    return jnp.pad(x, widths)
 
 
 def real_size(dims: str, config: ModelConfig) -> int | None:
@@ -195,14 +198,9 @@ def real_size(dims: str, config: ModelConfig) -> int | None:
     return config.vocab_size if dims.startswith("V") else config.moe.experts if dims.startswith("E") else None
 
 
-def declared(module: nnx.Module) -> dict:
-    """The module's parameters as a nested dict, by the names that checkpoints store."""
-    return traverse_util.unflatten_dict(dict(nnx.to_flat_state(nnx.state(module))))
-
-
 def dims_of(module: nnx.Module) -> dict:
     """The nested dict of the parameters' dimensions, such as {"embedding": {"table": "VD"}, ...}."""
-    return jax.tree.map(lambda param: param.dims, declared(module), is_leaf=_is_param)
+    return nnx.to_pure_dict(nnx.state(module), lambda param: param.dims)
 
 
 def partition_specs(module: nnx.Module, *, axes: Axes = ("tensor",)) -> nnx.State:
@@ -215,7 +213,7 @@ def partition_specs(module: nnx.Module, *, axes: Axes = ("tensor",)) -> nnx.Stat
     def split(param):
         return PartitionSpec(*(axes if dim in SHARDED else None for dim in param.dims))
 
-    return jax.tree.map(split, nnx.state(module), is_leaf=_is_param)
+    return jax.tree.map(split, nnx.state(module), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def is_matrix(dims: str) -> bool:
@@ -230,7 +228,7 @@ def abstract(module: nnx.Module, *, layout: Layout) -> dict:
         shape = param.get_raw_value()
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=layout.sharding(param.dims))
 
-    return jax.tree.map(place, declared(module), is_leaf=_is_param)
+    return nnx.to_pure_dict(nnx.state(module), place)
 
 
 def root_key(seed: int) -> jax.Array:
@@ -245,17 +243,14 @@ def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: jax.Ar
     changes a value. What pads the vocabulary or the experts is zero, and stays zero.
     """
     shardings = jax.tree.map(lambda a: a.sharding, abstract(module, layout=layout))
+    params = dict(nnx.to_flat_state(nnx.state(module)))
 
     def value(path, param):
-        stored = "/".join((name, *(step.key for step in path)))
+        stored = "/".join((name, *path))
         own = jax.random.fold_in(key, zlib.crc32(stored.encode()))
         return _draw(param.init, own, dims=param.dims, shape=param.get_raw_value().shape, config=config)
 
     def make():
-        return jax.tree_util.tree_map_with_path(value, declared(module), is_leaf=_is_param)
+        return traverse_util.unflatten_dict({path: value(path, param) for path, param in params.items()})
 
     return jax.jit(make, out_shardings=shardings)()
-
-
-def _is_param(leaf):
-    return isinstance(leaf, nnx.Variable)

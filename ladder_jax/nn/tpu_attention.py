@@ -18,6 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
+from ladder_jax.nn.parameter import pad_end
 from ladder_jax.parallel.collectives import differentiable, unchecked
 
 LANES = 128  # the kernel's blocks of positions are multiples of it
@@ -40,14 +41,14 @@ def causal(
     """
     length = query.shape[1]
     head_dim = query.shape[3]
-    # Padding is on the right, where causal attention does not look.
-    padding = ((0, 0), (0, 0), (0, -length % LANES), (0, 0))
-    args = [jnp.pad(x.swapaxes(1, 2), padding) for x in (query * head_dim**-0.5, key, value)]
+    padding = -length % LANES  # on the right, where causal attention does not look
+    scaled = query * head_dim**-0.5
+    args = [pad_end(x.swapaxes(1, 2), axis=2, by=padding) for x in (scaled, key, value)]
     kernel = _kernel(args[0].shape, interpret)
     if segments is None:
         attended = differentiable(kernel)(*args)
     else:
-        numbers = jnp.pad(segments.astype(jnp.int32), ((0, 0), (0, -length % LANES)))
+        numbers = pad_end(segments.astype(jnp.int32), axis=1, by=padding)
         attended = differentiable(kernel, fixed=1)(*args, numbers)
     return attended[:, :, :length].swapaxes(1, 2)
 
@@ -131,7 +132,7 @@ def _in_blocks(x):
     """x [B, heads, T, H], T padded to a multiple of the block, which is returned too."""
     length = x.shape[2]
     block = min(MAX_BLOCK, length + -length % LANES)
-    return jnp.pad(x, ((0, 0), (0, 0), (0, -length % block), (0, 0))), block
+    return pad_end(x, axis=2, by=-length % block), block
 
 
 def _not_after(query_positions, key_positions):

@@ -122,7 +122,6 @@ class Compiled:
         best = compile_options(mesh, traits=traits)
         rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
         self.__wrapped__ = fn
-        self._traced = jax.jit(fn)
         self._jit = functools.partial(jax.jit, fn, donate_argnums=donate_argnums, out_shardings=out_shardings)
         self._is_apart = bool(out_shardings) or donate_argnums != ()
         self._left = [options for options in ({**best, **rescue}, {}) if options != best]
@@ -155,6 +154,10 @@ class Compiled:
     def lower(self, *args: Any) -> jax.stages.Lowered:
         with self._context():
             return self._jitted.lower(*args)
+
+    @functools.cached_property
+    def _traced(self):
+        return jax.jit(self.__wrapped__)
 
     def _context(self):
         return without_mesh() if self._is_apart else contextlib.nullcontext()
