@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from ladder_jax.config import DecodeConfig
 from ladder_jax.decode.request import Request
@@ -65,15 +65,15 @@ class Settings:
     keys: typed PRNG keys, from which each row's noise is drawn.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition_penalty: jax.Array
-    keys: jax.Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    repetition_penalty: Array
+    keys: Array
 
     @classmethod
-    def of(cls, keys: jax.Array, **settings: Numbers) -> "Settings":
+    def of(cls, keys: Array, **settings: Numbers) -> "Settings":
         """From Python values, for as many rows as `keys` [B] has; a setting that is left out is off."""
 
         def rows(name, value):
@@ -82,7 +82,7 @@ class Settings:
         return cls(keys=keys, **{name: rows(name, value) for name, value in {**OFF, **settings}.items()})
 
     @classmethod
-    def like(cls, config: DecodeConfig | Request, *, keys: jax.Array) -> "Settings":
+    def like(cls, config: DecodeConfig | Request, *, keys: Array) -> "Settings":
         """`config`'s settings for every row."""
         return cls.of(keys, **{name: getattr(config, name) for name in OFF})
 
@@ -91,10 +91,10 @@ class Settings:
 class AnyRow:
     """Whether any row on any rank of the mesh is sampled, uses top-k, top-p, or any filter: scalars, for branches."""
 
-    sampled: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    filtered: jax.Array
+    sampled: Array
+    top_k: Array
+    top_p: Array
+    filtered: Array
 
     @classmethod
     def of(cls, settings: Settings) -> "AnyRow":
@@ -104,7 +104,7 @@ class AnyRow:
         return cls(*anywhere(sampled, top_k, top_p, top_k | top_p | sampled & (settings.min_p > 0)))
 
 
-def greedy(logits_BV: jax.Array, *, settings: Settings, seen_BV: jax.Array | None, axes: Axes) -> jax.Array:
+def greedy(logits_BV: Array, *, settings: Settings, seen_BV: Array | None, axes: Axes) -> Array:
     """Each row's token of the largest logit after the penalty, [B] int32, or NO_NUMBER; equal on all ranks of `axes`.
 
     One collective. Arguments as in `sample`.
@@ -115,15 +115,15 @@ def greedy(logits_BV: jax.Array, *, settings: Settings, seen_BV: jax.Array | Non
 
 
 def sample(
-    logits_BV: jax.Array,
+    logits_BV: Array,
     *,
     settings: Settings,
     any_row: AnyRow,
-    positions: jax.Array,
-    seen_BV: jax.Array | None,
+    positions: Array,
+    seen_BV: Array | None,
     vocab_size: int,
     axes: Axes,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Each row's next token, [B] int32, and its log-probability, [B] float32; equal on all ranks of `axes`.
 
     In the order of Hugging Face's logits processors: repetition penalty, temperature, top-k, top-p, min-p, each applied
@@ -158,15 +158,13 @@ def sample(
     return _checked(tokens, whole), logprobs
 
 
-def argmax(scores_BV: jax.Array, *, axes: Axes) -> jax.Array:
+def argmax(scores_BV: Array, *, axes: Axes) -> Array:
     """The first index of each row's largest score over all ranks, [B] int32. `scores_BV` is this rank's share."""
     return argmax_with(scores_BV, [], axes=axes)[0]
 
 
 @jax.named_scope(CHOICE)
-def argmax_with(
-    scores_BV: jax.Array, extra: Sequence[jax.Array], *, axes: Axes
-) -> tuple[jax.Array, list[jax.Array], jax.Array]:
+def argmax_with(scores_BV: Array, extra: Sequence[Array], *, axes: Axes) -> tuple[Array, list[Array], Array]:
     """`argmax`; every rank's `extra` values, [ranks, B] float32 for each [B] given; and the rank of each maximum, [B].
 
     One all-gather of integers carries all of it: with so few bytes its time is latency.
@@ -210,7 +208,7 @@ def _checked(tokens_B, largest_B):
     return jnp.where(jnp.isfinite(largest_B), tokens_B, NO_NUMBER)
 
 
-def seen_of(tokens_BT: jax.Array, lengths_B: jax.Array, *, size: int, axes: Axes) -> jax.Array:
+def seen_of(tokens_BT: Array, lengths_B: Array, *, size: int, axes: Axes) -> Array:
     """Which tokens each right-padded row [B, T] holds, this rank's share [B, V/ranks] bool; `size` is V/ranks."""
     rows, length = tokens_BT.shape
     local = tokens_BT - rank(axes) * size
@@ -219,13 +217,13 @@ def seen_of(tokens_BT: jax.Array, lengths_B: jax.Array, *, size: int, axes: Axes
     return nowhere.at[jnp.arange(rows)[:, None], jnp.where(mine, local, size)].set(True)[:, :size]
 
 
-def mark(seen_BV: jax.Array, tokens_B: jax.Array, *, axes: Axes) -> jax.Array:
+def mark(seen_BV: Array, tokens_B: Array, *, axes: Axes) -> Array:
     """This rank's share of `seen`, [B, V/ranks], with each row's next token [B] added."""
     size = seen_BV.shape[-1]
     return seen_BV | (tokens_B[:, None] == (rank(axes) * size + jnp.arange(size))[None])
 
 
-def pick_last(x_BTD: jax.Array, lengths: jax.Array) -> jax.Array:
+def pick_last(x_BTD: Array, lengths: Array) -> Array:
     """The stream at each row's last position, [B, 1, D]."""
     return jnp.take_along_axis(x_BTD, (lengths - 1)[:, None, None], axis=1)
 
@@ -238,13 +236,13 @@ class _Largest:
     mass: [B], the sum of exp(score - largest) over the whole vocabulary.
     """
 
-    values: jax.Array
-    floor: jax.Array
-    mass: jax.Array
+    values: Array
+    floor: Array
+    mass: Array
 
 
 @jax.named_scope(CHOICE)
-def filtered(scores_BV: jax.Array, *, settings: Settings, any_row: AnyRow, axes: Axes, count: int = COUNT) -> jax.Array:
+def filtered(scores_BV: Array, *, settings: Settings, any_row: AnyRow, axes: Axes, count: int = COUNT) -> Array:
     """This rank's share of the scores, [B, V/ranks] float32, with -inf for every token that a filter removes.
 
     The same as `top_k`, `top_p` and `min_p` one after another. One collective, and one more where rows are split over
@@ -313,7 +311,7 @@ def _threshold(gathered, settings):
     return jnp.maximum(jnp.maximum(kth, nucleus), probable), k_below | p_below
 
 
-def top_k(scores_BV: jax.Array, k_B: jax.Array, *, axes: Axes) -> jax.Array:
+def top_k(scores_BV: Array, k_B: Array, *, axes: Axes) -> Array:
     """This rank's share of the scores, [B, V/ranks]: each row's k largest and all that equal the k-th, the others -inf.
 
     k: [B] int32; 0 keeps all.
@@ -322,7 +320,7 @@ def top_k(scores_BV: jax.Array, k_B: jax.Array, *, axes: Axes) -> jax.Array:
     return _keep_until(scores_BV, jnp.ones_like(scores_BV, jnp.int32), needed, axes=axes)
 
 
-def top_p(scores_BV: jax.Array, p_B: jax.Array, *, axes: Axes) -> jax.Array:
+def top_p(scores_BV: Array, p_B: Array, *, axes: Axes) -> Array:
     """As `top_k`, with each row's smallest set of largest scores whose softmax reaches p, and at least the largest.
 
     p: [B] float32; 1 keeps all. The softmax is over the scores given; one of -inf has no mass. Masses are float32 sums:
@@ -335,7 +333,7 @@ def top_p(scores_BV: jax.Array, p_B: jax.Array, *, axes: Axes) -> jax.Array:
     return _keep_until(scores_BV, mass, jnp.where(p_B < 1, needed, jnp.inf), axes=axes)
 
 
-def min_p(scores_BV: jax.Array, p_B: jax.Array, *, axes: Axes) -> jax.Array:
+def min_p(scores_BV: Array, p_B: Array, *, axes: Axes) -> Array:
     """As `top_k`, with each row's tokens that are at least p times as probable as its most probable one.
 
     p: [B] float32; 0 keeps all.

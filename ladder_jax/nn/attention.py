@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from ladder_jax.config import Dtype, ModelConfig
@@ -53,9 +54,7 @@ def choose(config: ModelConfig, *, mesh: Mesh) -> Kernel:
     return Kernel.XLA
 
 
-def causal(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, kernel: Kernel, segments: jax.Array | None = None
-) -> jax.Array:
+def causal(query: Array, key: Array, value: Array, *, kernel: Kernel, segments: Array | None = None) -> Array:
     """Attention of a block to itself, each position to those before it and itself.
 
     query [B, T, N, H], key and value [B, T, K, H] with K dividing N; the result is as query.
@@ -81,7 +80,7 @@ def causal(
     return differentiable(masked, fixed=1)(query, key, value, same)
 
 
-def extend(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array, *, kernel: Kernel) -> jax.Array:
+def extend(query: Array, key: Array, value: Array, start: Array, *, kernel: Kernel) -> Array:
     """Attention of a block at positions start..start+T-1 to a cache that holds it and all before it.
 
     query [B, T, N, H], the cache's key and value [B, S, K, H] (in the kernel's order) with K dividing N, start an
@@ -138,7 +137,7 @@ def _blockwise(query, key, value, start):
     return jnp.moveaxis(attended, 3, 1).reshape(query.shape)
 
 
-def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, *, kernel: Kernel) -> jax.Array:
+def decode(query: Array, key: Array, value: Array, lengths: Array, *, kernel: Kernel) -> Array:
     """Attention of one position a row (query [B, 1, N, H]) to the first `lengths` [B] of the cache.
 
     Its key and value are [B, S, K, H], in the kernel's order.
@@ -166,8 +165,8 @@ class Cache:
     Row b is filled up to its length.
     """
 
-    key: jax.Array
-    value: jax.Array
+    key: Array
+    value: Array
 
 
 class Positions(Protocol):
@@ -176,7 +175,7 @@ class Positions(Protocol):
     ends: int32 [B], where each row's tokens end and padding begins; None: nowhere, or where it does not matter.
     """
 
-    ends: jax.Array | None
+    ends: Array | None
 
     def halves(self, rows: int) -> tuple["Positions", "Positions"]:
         """Those of the first `rows` rows and of the others, whose cache is one."""
@@ -184,12 +183,12 @@ class Positions(Protocol):
     def parts(self, at: int) -> tuple["Positions", "Positions"]:
         """Those of every row's first `at` positions and of the later ones, which attend to the first, too."""
 
-    def indices(self, length: int) -> jax.Array:
+    def indices(self, length: int) -> Array:
         """Those of a block of `length` tokens, [B, length] or, the same for all rows, [1, length]."""
 
     def attend(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, *, cache: Cache | None, kernel: Kernel
-    ) -> tuple[jax.Array, Cache | None]:
+        self, query: Array, key: Array, value: Array, *, cache: Cache | None, kernel: Kernel
+    ) -> tuple[Array, Cache | None]:
         """(attention's output, shaped as the query; the cache with the block's keys and values).
 
         A rank's query [B, T, N, H], key and value [B, T, K, H].
@@ -203,7 +202,7 @@ class FullSequence:
     row: the first one's place in the cache.
     """
 
-    ends: jax.Array | None = None
+    ends: Array | None = None
     row: int = 0
 
     def indices(self, length):
@@ -232,8 +231,8 @@ class Packed:
     begins: [B, T] int32, where in the row each position's document begins, which tells it from all others.
     """
 
-    segments: jax.Array
-    begins: jax.Array = dataclasses.field(init=False)
+    segments: Array
+    begins: Array = dataclasses.field(init=False)
     ends: ClassVar[None] = None
 
     def __post_init__(self):
@@ -261,7 +260,7 @@ class ChunkedPrefill:
     start: an int32 scalar. row: the first one's place in the cache.
     """
 
-    start: jax.Array
+    start: Array
     row: int = 0
     ends: ClassVar[None] = None
 
@@ -283,8 +282,8 @@ class ChunkedPrefill:
 class Left(NamedTuple):
     """A first part's keys and values, in the place of a cache where there is none: the later part reads them."""
 
-    key: jax.Array
-    value: jax.Array
+    key: Array
+    value: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +310,7 @@ class LaterPart:
     """
 
     start: int
-    begins: jax.Array | None = None
+    begins: Array | None = None
     row: int = 0
     ends: ClassVar[None] = None
 
@@ -336,7 +335,7 @@ class LaterPart:
 class DecodeStep:
     """One token a row (T is 1), at row b's position `lengths[b]`: [B] int32, how many positions the cache holds."""
 
-    lengths: jax.Array
+    lengths: Array
     ends: ClassVar[None] = None
 
     def indices(self, length):
@@ -380,14 +379,14 @@ def _llama3(plain, scaling):
     return kept * plain + (1 - kept) * plain / scaling.factor
 
 
-def rotary_tables(positions: jax.Array, *, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+def rotary_tables(positions: Array, *, config: ModelConfig) -> tuple[Array, Array]:
     """Cosines and sines [B, T, H/2], float32, for `positions` [B, T]; made once for all layers."""
     frequencies = jnp.asarray(rotary_frequencies(config)[None, None, :], jnp.float32)
     angles = positions[:, :, None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: Array, table: tuple[Array, Array]) -> Array:
     """x [B, T, heads, H] turned by its positions' angles: dimension i pairs with i + H/2."""
     cos, sin = (part[:, :, None, :] for part in table)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax import residual
@@ -42,8 +42,8 @@ NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
 class Route(NamedTuple):
     """choice: int32 [N, K], the experts of each token; weights: float32 [N, K], what their outputs count."""
 
-    choice: jax.Array
-    weights: jax.Array
+    choice: Array
+    weights: Array
 
 
 @jax.tree_util.register_dataclass
@@ -56,11 +56,11 @@ class Routing:
     dropped: [], how many choices were beyond their experts' capacity.
     """
 
-    counts: jax.Array
-    probabilities: jax.Array
-    log_squares: jax.Array
-    entropies: jax.Array
-    dropped: jax.Array
+    counts: Array
+    probabilities: Array
+    log_squares: Array
+    entropies: Array
+    dropped: Array
 
     def with_layer(self, layer: "Routing") -> "Routing":
         """Of all layers, with the newest layer's in the place of the oldest's."""
@@ -71,7 +71,7 @@ class Routing:
         return jax.tree.map(append, self, layer)
 
 
-def route(logits_NC: jax.Array, *, moe: MoEConfig, bias_C: jax.Array | None = None) -> Route:
+def route(logits_NC: Array, *, moe: MoEConfig, bias_C: Array | None = None) -> Route:
     """The experts with the largest logits, or sums of probability and bias; of equal ones that with the lowest index.
 
     A bias has no gradient: `toward_balance` moves it.
@@ -83,7 +83,7 @@ def route(logits_NC: jax.Array, *, moe: MoEConfig, bias_C: jax.Array | None = No
     return Route(choice, jnp.exp(chosen - jax.nn.logsumexp(over, axis=1, keepdims=True)))
 
 
-def measured(logits_NC: jax.Array, choice_NK: jax.Array) -> Routing:
+def measured(logits_NC: Array, choice_NK: Array) -> Routing:
     """One layer's statistics of these tokens."""
     log_total = jax.nn.logsumexp(logits_NC, axis=1, keepdims=True)
     probabilities = jnp.exp(logits_NC - log_total)
@@ -109,9 +109,9 @@ class NormedExperts(Normed):
     moe: "MoE"
     axes: Axes
     on_routing: Callable[[Routing], None] | None
-    ends_B: jax.Array | None
+    ends_B: Array | None
 
-    def route(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def route(self, x_BTD: Array) -> tuple[Array, Array, Array]:
         with jax.named_scope("mlp"):  # though it is part of attention's step
             x_ND = self.gain_of(x_BTD, scale=self.gain).reshape(-1, x_BTD.shape[-1])
             logits = self.moe.logits(x_ND)
@@ -130,7 +130,7 @@ class NormedExperts(Normed):
                 self.on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
             return x_ND, slots, weights
 
-    def compute(self, rows_ERD: jax.Array, tied: Callable = local) -> jax.Array:
+    def compute(self, rows_ERD: Array, tied: Callable = local) -> Array:
         """[R, E, D]: so the matmul writes what is sent in the order of sending, and no copy follows."""
         experts = self.moe.experts
         gate = _batched_matmul(rows_ERD, experts.gate.get_value())
@@ -138,7 +138,7 @@ class NormedExperts(Normed):
         gate, up = tied((gate, up))
         return quantized.einsum("ERM,EMD->RED", jax.nn.silu(gate) * up, experts.down.get_value())
 
-    def shared(self, x_BTD: jax.Array, tied: Callable = local) -> jax.Array:
+    def shared(self, x_BTD: Array, tied: Callable = local) -> Array:
         return self.moe.shared(self.gain_of(x_BTD, scale=self.gain), tied)
 
 
@@ -151,7 +151,7 @@ class ExpertMLPs(Module):
         self.up = new("EDM", init=Normal(0.02))
         self.down = new("EMD", init=residual_writer(sizes.config))
 
-    def __call__(self, x_ND: jax.Array, routed: Route, *, axes: Axes) -> jax.Array:
+    def __call__(self, x_ND: Array, routed: Route, *, axes: Axes) -> Array:
         """This rank's partial sum [N, D] of the chosen experts' weighted outputs."""
         first = rank(axes) * self.count
         groups = _groups(routed.choice, first=first, count=self.count)
@@ -181,7 +181,7 @@ class SharedExpert(Module):
         if sizes.config.moe.shared_gate:
             self.share = new("D", init=Normal(0.02))
 
-    def __call__(self, x_BTD: jax.Array, tied: Callable = local) -> jax.Array:
+    def __call__(self, x_BTD: Array, tied: Callable = local) -> Array:
         """A rank's partial sum [B, T, D]. tied: applied to the first products, whose await may be tied to others'."""
 
         def of(matrix):
@@ -211,14 +211,12 @@ class MoE(Module):
         if self.moe.shared_width:
             self.shared = SharedExpert(sizes, rngs=rngs)
 
-    def __call__(
-        self, x_BTD: jax.Array, *, axes: Axes = (), on_routing: Callable[[Routing], None] | None = None
-    ) -> jax.Array:
+    def __call__(self, x_BTD: Array, *, axes: Axes = (), on_routing: Callable[[Routing], None] | None = None) -> Array:
         """A rank's partial sum [B, T, D] of routed and shared experts. on_routing: as in `routed`."""
         out = self.routed(x_BTD, axes=axes, on_routing=on_routing)
         return out + self.shared(x_BTD) if hasattr(self, "shared") else out
 
-    def routed(self, x_BTD: jax.Array, *, axes: Axes, on_routing: Callable[[Routing], None] | None = None) -> jax.Array:
+    def routed(self, x_BTD: Array, *, axes: Axes, on_routing: Callable[[Routing], None] | None = None) -> Array:
         """A rank's partial sum [B, T, D] of routed experts. on_routing: called with the statistics of all tokens."""
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         logits = self.logits(x_ND)
@@ -252,12 +250,12 @@ class MoE(Module):
             return [experts(functools.partial(self.routed, **settings)), behind_norm(self.shared)]
         return [experts(functools.partial(self, **settings))]
 
-    def logits(self, x_ND: jax.Array) -> jax.Array:
+    def logits(self, x_ND: Array) -> Array:
         """Float32 [N, C], of float32 products: a TPU would round their operands to bfloat16."""
         wide = x_ND.astype(jnp.float32)
         return jnp.einsum("ND,DC->NC", wide, self.router[...], precision=lax.Precision.HIGHEST)
 
-    def route(self, logits_NC: jax.Array) -> Route:
+    def route(self, logits_NC: Array) -> Route:
         return route(logits_NC, moe=self.moe, bias_C=self.router_bias[...] if self.moe.router_bias else None)
 
     def _within_capacity(self, routed):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.errors import unknown
@@ -52,24 +52,24 @@ class Groups(NamedTuple):
     order: [R], the row that stands in each sorted place; place: [R], its inverse; sizes: [E], of each expert's group.
     """
 
-    order: jax.Array
-    place: jax.Array
-    sizes: jax.Array
+    order: Array
+    place: Array
+    sizes: Array
 
     @property
-    def mine(self) -> jax.Array:
+    def mine(self) -> Array:
         """[R, 1]: which sorted rows are of this rank's experts. What a kernel leaves in the others is undefined."""
         return (jnp.arange(len(self.order)) < jnp.sum(self.sizes))[:, None]
 
     @property
-    def experts(self) -> jax.Array:
+    def experts(self) -> Array:
         """[R]: the expert of each sorted row; of the other ranks' rows any."""
         ends = jnp.cumsum(self.sizes)
         found = jnp.searchsorted(ends, jnp.arange(len(self.order)), side="right")
         return jnp.minimum(found, len(self.sizes) - 1)
 
 
-def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Groups) -> jax.Array:
+def grouped_matmul(rows_RI: Array, weight_EIO: Array | Int8, groups: Groups) -> Array:
     """[R, O]: each row times its expert's matrix, in its dtype; undefined in the rows of other ranks' experts.
 
     As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once, and an object may have

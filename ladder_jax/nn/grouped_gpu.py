@@ -11,7 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -22,14 +22,14 @@ FEW_ROWS = dict(columns=64, depth=128, num_warps=4, num_stages=4)  # as wide rea
 
 
 def product(
-    rows_RI: jax.Array,
-    weight_EIO: jax.Array,
-    sizes_E: jax.Array,
+    rows_RI: Array,
+    weight_EIO: Array,
+    sizes_E: Array,
     *,
-    scale_EO: jax.Array | None = None,
+    scale_EO: Array | None = None,
     transposed: bool = False,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """[R, O]: each row times its group's matrix; undefined in the rows behind the last group.
 
     Sums are float32, multiplied by the columns' `scale` (of int8 matrices) and rounded to the rows' dtype once.
@@ -41,7 +41,7 @@ def product(
     return unchecked(call)(rows_RI, weight_EIO, _tiles(sizes_E, rows=len(rows_RI), height=height), scale_EO)
 
 
-def over_rows(rows_RI: jax.Array, gradient_RO: jax.Array, sizes_E: jax.Array, *, interpret: bool = False) -> jax.Array:
+def over_rows(rows_RI: Array, gradient_RO: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
     """[E, I, O]: sums over each group's rows, in float32 and rounded to the rows' dtype once; zero of empty groups."""
     ends = jnp.cumsum(sizes_E)
     return unchecked(functools.partial(_over_rows, interpret=interpret))(rows_RI, gradient_RO, ends - sizes_E, ends)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from ladder_jax.nn.parameter import pad_end
 from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED, LOSS, Axes
 
-Chunk = Callable[..., tuple[Any, jax.Array | None, jax.Array | None]]
+Chunk = Callable[..., tuple[Any, Array | None, Array | None]]
 """(x, table, of_positions, constants, gradient=) -> (sums, dx or None, dtable or None) of some positions.
 
 The sums are a tree of float32 scalars, of which the first has a gradient. dx is in x's dtype, dtable in float32, and
@@ -32,23 +32,23 @@ both are this rank's own.
 class Sums(NamedTuple):
     """In nats, each times its positions' weights: `total` is the loss, and has a gradient."""
 
-    total: jax.Array
-    cross_entropy: jax.Array
-    divergence: jax.Array
+    total: Array
+    cross_entropy: Array
+    divergence: Array
 
 
 @jax.named_scope(LOSS)
 def cross_entropy_sum(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    targets_BT: jax.Array,
-    weights_BT: jax.Array,
+    x_BTD: Array,
+    table_VD: Array,
+    targets_BT: Array,
+    weights_BT: Array,
     *,
     vocab_size: int,
     axes: Axes,
     z_loss: float = 0.0,
     chunk: int = 2048,
-) -> jax.Array:
+) -> Array:
     """The sum of weight x (negative log-likelihood + z_loss x log(Z)^2), in nats, equal on all ranks of `axes`.
 
     x_BTD: the normed stream, equal on all ranks of `axes` but for its type. table_VD: this rank's V/ranks rows of the
@@ -62,12 +62,12 @@ def cross_entropy_sum(
 
 @jax.named_scope(DIVERGENCE)
 def divergence_sum(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    targets_BT: jax.Array,
-    weights_BT: jax.Array,
+    x_BTD: Array,
+    table_VD: Array,
+    targets_BT: Array,
+    weights_BT: Array,
     *,
-    teacher: tuple[jax.Array, jax.Array],
+    teacher: tuple[Array, Array],
     vocab_size: int,
     axes: Axes,
     alpha: float = 1.0,
@@ -85,7 +85,7 @@ def divergence_sum(
 
 
 @jax.named_scope(LOSS)
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, axes: Axes) -> jax.Array:
+def cross_entropy(logits_BTV: Array, targets_BT: Array, *, axes: Axes) -> Array:
     """Negative log-likelihood of each target in nats, [B, T] float32, equal on all ranks of `axes`.
 
     `logits_BTV` is this rank's share [B, T, V/ranks]; three small all-reduces of [B, T] join them.

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax import residual
@@ -28,11 +29,11 @@ _GATE_UP = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
 _OUT = functools.partial(quantized.biased, "BTNH,NHD->BTD")
 _DOWN = functools.partial(quantized.biased, "BTF,FD->BTD")
 
-Reduce = Callable[[jax.Array, Axes], jax.Array]
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key, value -> what is attended to
+Reduce = Callable[[Array, Axes], Array]
+Attend = Callable[[Array, Array, Array], Array]  # query, key, value -> what is attended to
 
 
-def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def causal(query: Array, key: Array, value: Array) -> Array:
     """Attention of a whole sequence to itself, in plain jax."""
     return attention.causal(query, key, value, kernel=Kernel.XLA)
 
@@ -48,12 +49,12 @@ class RMSNorm(Module):
         self.eps = sizes.config.norm_eps
         self.scale = declare(dim, sizes=sizes, init=ones, rngs=rngs)
 
-    def __call__(self, x: jax.Array, *, dtype: jnp.dtype | None = None, scale: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: Array, *, dtype: jnp.dtype | None = None, scale: Array | None = None) -> Array:
         """x [..., D] in any dtype to [..., D] in `dtype`, by default x's. scale: [D], by default the norm's own."""
         dtype = x.dtype if dtype is None else dtype
         return self.gain(normalise(x, eps=self.eps), dtype=dtype, scale=scale)
 
-    def gain(self, x: jax.Array, *, dtype: jnp.dtype, scale: jax.Array | None = None) -> jax.Array:
+    def gain(self, x: Array, *, dtype: jnp.dtype, scale: Array | None = None) -> Array:
         """`x`, normalised before, times the gain."""
         scale = self.scale[...] if scale is None else scale
         return (x.astype(jnp.float32) * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(dtype)
@@ -88,14 +89,14 @@ class Attention(Module):
 
     def __call__(
         self,
-        x_BTD: jax.Array,
+        x_BTD: Array,
         *,
         attend: Attend = causal,
-        table: tuple[jax.Array, jax.Array] | None = None,
-        first_rank: jax.Array | bool = True,
+        table: tuple[Array, Array] | None = None,
+        first_rank: Array | bool = True,
         projections: Projections = LOCAL,
         axes: Axes = (),
-    ) -> jax.Array:
+    ) -> Array:
         """A rank's partial sum [B, T, D].
 
         attend: of a rank's query [B, T, N, H], key and value [B, T, K, H]; it may write them to a cache.
@@ -151,9 +152,7 @@ class MLP(Module):
             self.up_bias = new("F", init=zeros)
             self.down_bias = new("D", init=zeros)
 
-    def __call__(
-        self, x_BTD: jax.Array, *, first_rank: jax.Array | bool = True, projections: Projections = LOCAL
-    ) -> jax.Array:
+    def __call__(self, x_BTD: Array, *, first_rank: Array | bool = True, projections: Projections = LOCAL) -> Array:
         """A rank's partial sum [B, T, D]. first_rank: True on the one rank that adds the output bias.
 
         projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
@@ -179,7 +178,7 @@ class Embedding(Module):
         self.table = declare("VD", sizes=sizes, init=Normal(0.02), rngs=rngs)
 
     @jax.named_scope(EMBEDDING)
-    def __call__(self, tokens_BT: jax.Array, *, axes: Axes = (), reduce: Reduce = all_reduce) -> jax.Array:
+    def __call__(self, tokens_BT: Array, *, axes: Axes = (), reduce: Reduce = all_reduce) -> Array:
         """Embeddings [B, T, D] in the compute dtype, equal on all ranks of `axes`.
 
         reduce: adds what each rank's rows give.
@@ -190,7 +189,7 @@ class Embedding(Module):
         rows = quantized.rows(table, jnp.clip(local, 0, table.shape[0] - 1), dtype=jnp.dtype(self.dtype))
         return reduce(jnp.where(mine[:, :, None], rows, 0), axes)
 
-    def logits(self, x_BTD: jax.Array, *, axes: Axes = ()) -> jax.Array:
+    def logits(self, x_BTD: Array, *, axes: Axes = ()) -> Array:
         """Float32 scores of this rank's share of the vocabulary, [B, T, V/ranks]; padding is -inf."""
         table = self.table.get_value()
         logits = quantized.einsum("BTD,VD->BTV", x_BTD, table, dtype=jnp.float32)
@@ -209,8 +208,8 @@ class LayerContext:
     axes: Axes
     dtype: jnp.dtype
     kernel: Kernel
-    table: tuple[jax.Array, jax.Array]
-    first_rank: jax.Array
+    table: tuple[Array, Array]
+    first_rank: Array
     positions: Positions
 
     @classmethod
@@ -300,13 +299,13 @@ def _behind(norm, function, *, dtype, of=Normed, **more):
     return of(function, *parts, norm.scale[...], **more)
 
 
-def normalise(x: jax.Array, *, eps: float) -> jax.Array:
+def normalise(x: Array, *, eps: float) -> Array:
     """x / rms(x) over the last dimension, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
 
 
-def normalise_heads(arrays: Sequence[jax.Array], *, eps: float, axes: Axes) -> list[jax.Array]:
+def normalise_heads(arrays: Sequence[Array], *, eps: float, axes: Axes) -> list[Array]:
     """Each [B, T, heads, H], a rank's heads, by the rms of all ranks' heads, in float32: one all-gather of [n, B, T].
 
     Heads that several ranks hold are counted once a rank, all alike, which does not change the mean. A compiler could

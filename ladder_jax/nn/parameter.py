@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from ladder_jax.config import ModelConfig
@@ -29,7 +30,7 @@ from ladder_jax.parallel.mesh import SHARDED
 
 DENSE, LAYERS = STACKS = ("dense", "layers")
 """The names under which stacks of layers with equal parameters are stored: the first is of `moe.dense_layers`."""
-Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32 values
+Initializer = Callable[[Array, tuple[int, ...]], Array]  # (key, shape) -> float32 values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Normal:
 
     stddev: float
 
-    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def __call__(self, key: Array, shape: tuple[int, ...]) -> Array:
         table = jnp.asarray(self.stddev * _quantiles(), jnp.float32)
         return jnp.take(table, jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32))
 
@@ -70,11 +71,11 @@ def residual_writer(config: ModelConfig) -> Normal:
     return Normal(0.02 / math.sqrt(2 * config.num_layers))
 
 
-def ones(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def ones(key: Array, shape: tuple[int, ...]) -> Array:
     return jnp.ones(shape, jnp.float32)
 
 
-def zeros(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def zeros(key: Array, shape: tuple[int, ...]) -> Array:
     return jnp.zeros(shape, jnp.float32)
 
 
@@ -163,7 +164,7 @@ def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None
     return Parameter(value, dims=dims, init=init)
 
 
-def next_key(rngs: nnx.Rngs) -> jax.Array:
+def next_key(rngs: nnx.Rngs) -> Array:
     """The next key of the stream `params`, or the default one. Raises UserError where there is neither."""
     if not isinstance(rngs, nnx.Rngs):
         raise wrong_type("rngs", rngs, nnx.Rngs)
@@ -186,7 +187,7 @@ def _draw(init, key, *, dims, shape, config):
     return pad_end(init(key, (real, *rest)), axis=0, by=first - real)
 
 
-def pad_end(x: jax.Array, *, axis: int, by: int) -> jax.Array:
+def pad_end(x: Array, *, axis: int, by: int) -> Array:
     """`x` with `by` zeros behind its last element along `axis`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, by)
@@ -231,12 +232,12 @@ def abstract(module: nnx.Module, *, layout: Layout) -> dict:
     return nnx.to_pure_dict(nnx.state(module), place)
 
 
-def root_key(seed: int) -> jax.Array:
+def root_key(seed: int) -> Array:
     """The key from which all initial values of a run are folded, by the same generator on every backend."""
     return jax.random.key(seed, impl="threefry2x32")
 
 
-def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: jax.Array, config: ModelConfig) -> dict:
+def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: Array, config: ModelConfig) -> dict:
     """Initial parameters of the module called `name`, made in place on their devices.
 
     Each array's key is folded from `key`, its name and its layer: neither the mesh nor the storage of the layers

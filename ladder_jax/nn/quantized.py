@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.parallel import pvary, varying
@@ -37,7 +38,7 @@ class Int8:
     scale: Any
 
     @classmethod
-    def of(cls, array: jax.Array, dims: str) -> "Int8":
+    def of(cls, array: Array, dims: str) -> "Int8":
         """The nearest multiples of each channel's largest magnitude / 127, from all of an `array` with these dims.
 
         The largest of a contraction that is split over ranks is taken over all of them, and a maximum
@@ -68,7 +69,7 @@ def is_matrix(dims: str) -> bool:
     return dims.removeprefix("L") in CONTRACTED
 
 
-def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = None) -> jax.Array:
+def einsum(spec: str, x: Array, weight: Array | Int8, *, dtype: Any = None) -> Array:
     """`jnp.einsum` in x's dtype, such as ("BTD,DNH->BTNH", x, weight); the result in `dtype`, by default x's.
 
     The gradient of a weight, a sum over all positions, is added in float32 whatever x is: a matmul whose result is
@@ -90,19 +91,19 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
     return (sums * scale).astype(dtype or x.dtype)
 
 
-def products(specs: tuple[str, ...], x: jax.Array, weights: tuple) -> tuple[jax.Array, ...]:
+def products(specs: tuple[str, ...], x: Array, weights: tuple) -> tuple[Array, ...]:
     """`einsum` of one input and several matrices."""
     return tuple([einsum(spec, x, weight) for spec, weight in zip(specs, weights, strict=True)])
 
 
-def biased(spec: str, x: jax.Array, weights: tuple) -> jax.Array:
+def biased(spec: str, x: Array, weights: tuple) -> Array:
     """`einsum` of x and a matrix, plus a bias. weights: (the matrix, the bias or None)."""
     weight, bias = weights
     out = einsum(spec, x, weight)
     return out if bias is None else add_bias(out, bias)
 
 
-def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+def add_bias(x: Array, bias: Array) -> Array:
     """x [B, T, ...] plus a float32 bias [...], in x's dtype.
 
     Added in float32, for the gradient's sake: the bias's is a sum over all positions, in the dtype of the addition.
@@ -110,7 +111,7 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) + bias[None, None]).astype(x.dtype)
 
 
-def rows(table: jax.Array | Int8, indices: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+def rows(table: Array | Int8, indices: Array, *, dtype: jnp.dtype) -> Array:
     """Rows [..., D] of a table [V, D], in `dtype`; no more is read and converted than what is looked up.
 
     The gradient of an array, a sum over all positions that hold a token, is made in float32 and rounded to the table's

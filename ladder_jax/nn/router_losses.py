@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from ladder_jax.config import TrainConfig
 from ladder_jax.nn.experts import Routing
@@ -40,7 +40,7 @@ class RouterLosses:
             counts=of_expert, probabilities=of_expert, log_squares=of_layer, entropies=of_layer, dropped=of_layer
         )
 
-    def metrics(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def metrics(self, terms: dict[str, Array]) -> dict[str, Array]:
         """Of all tokens' sums, up to a factor, in all layers.
 
         expert_load: the largest load of an expert over the mean of its layer, of the worst layer. dead_experts: how
@@ -62,7 +62,7 @@ class RouterLosses:
             "router_entropy": jnp.mean(routing.entropies / tokens),
         }
 
-    def balanced(self, params: Params, terms: dict[str, jax.Array], *, config: TrainConfig) -> Params:
+    def balanced(self, params: Params, terms: dict[str, Array], *, config: TrainConfig) -> Params:
         """`params` after a step, with the biases of the routers that train moved against the batch's load."""
         moe, layers = self.definition.config.moe, params.get("layers")  # low-rank factors train without them
         if not (moe.router_bias and config.router_bias_rate and layers):
@@ -73,13 +73,13 @@ class RouterLosses:
         mlp = {**layers["mlp"], "router_bias": bias + config.router_bias_rate * signs}
         return {**params, "layers": {**layers, "mlp": mlp}}
 
-    def measures(self, scheduled: dict[str, jax.Array]) -> bool:
+    def measures(self, scheduled: dict[str, Array]) -> bool:
         """Whether the step counts the routers' losses; a held-out loss does not."""
         return PREDICTED in scheduled
 
     def scheduled(
-        self, terms: Callable[[Any, dict], dict], batch: Any, *, predicted: int | jax.Array, config: TrainConfig
-    ) -> dict[str, jax.Array]:
+        self, terms: Callable[[Any, dict], dict], batch: Any, *, predicted: int | Array, config: TrainConfig
+    ) -> dict[str, Array]:
         """What a step's loss is given of the whole batch. terms: those of a part, from it and what this returns."""
         given = {PREDICTED: jnp.asarray(predicted, jnp.float32)}
         if config.accumulate == 1 or not config.load_balance:
@@ -100,8 +100,8 @@ class RouterLosses:
         return Routing(**{name: pvary(jnp.zeros(shape), axes) for name, shape in self.terms.items()})
 
     def penalty(
-        self, chosen: Routing, batch: Any, *, scheduled: dict[str, jax.Array], config: TrainConfig
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, chosen: Routing, batch: Any, *, scheduled: dict[str, Array], config: TrainConfig
+    ) -> tuple[Array, dict[str, Array]]:
         """(the routers' losses, the `terms`) of a forward pass's `extra`: this part's share of the batch's losses
 
             load_balance C sum_i f_i P_i  +  router_z_loss mean(log(Z)^2)
@@ -133,7 +133,7 @@ def of_group(routing: Routing, *, axes: Axes, own: bool) -> Routing:
     return jax.tree.map(lambda a: all_reduce(a if own else jnp.where(rank(axes) == 0, a, 0), axes), routing)
 
 
-def toward_balance(counts_LC: jax.Array, *, choices: int) -> jax.Array:
+def toward_balance(counts_LC: Array, *, choices: int) -> Array:
     """[L, C]: 1 for an expert with less load than the mean, -1 for one with more (arXiv 2408.15664, algorithm 1).
 
     choices: how many a layer's tokens made. `counts_LC` are the experts' shares of them, up to a factor; they are

@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
@@ -26,13 +27,13 @@ MAX_BLOCK = 512  # large enough to keep the matrix unit busy, small enough for e
 
 
 def causal(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     *,
-    segments: jax.Array | None = None,
+    segments: Array | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Attention of a block to itself, each position to those before it and itself.
 
     query [B, T, N, H], key and value [B, T, K, H] with K dividing N; the result is as query.
@@ -83,9 +84,7 @@ def _mask(heads, length):
     return splash_attention.MultiHeadMask([splash_attention.CausalMask((length, length))] * heads)
 
 
-def extend(
-    query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array, *, interpret: bool = False
-) -> jax.Array:
+def extend(query: Array, key: Array, value: Array, start: Array, *, interpret: bool = False) -> Array:
     """Attention of a block at positions start..start+T-1 to a cache that holds it and all before it.
 
     query [B, T, N, H], the cache's key and value [B, K, S, H] with K dividing N, start an int32 scalar; query t
@@ -142,7 +141,7 @@ def _not_after(query_positions, key_positions):
 DECODE_BLOCK = 512  # positions that the kernel reads at once, while it computes the ones before
 
 
-def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, *, page: int) -> jax.Array:
+def decode(query: Array, key: Array, value: Array, lengths: Array, *, page: int) -> Array:
     """Attention of query [B, 1, N, H] to the first `lengths` [B] int32 (at least 1) of key and value [B, K, S, H].
 
     K divides N, and S is a multiple of `page`, the number of positions in one page. The kernel computes with bfloat16

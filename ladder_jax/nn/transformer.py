@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 
 from ladder_jax.config import SCANNED, Execution, Loop, ModelConfig, Phase
@@ -87,20 +88,20 @@ class ForwardPass:
         of_model = functools.partial(LayerContext.of, definition.config, axes=wire.axes, kernel=definition.kernel)
         self.contexts = [of_model(size, positions=part) for size, part in parts]
 
-    def __call__(self, params: Params, tokens: jax.Array, *, caches: Any = None) -> tuple[jax.Array, Any]:
+    def __call__(self, params: Params, tokens: Array, *, caches: Any = None) -> tuple[Array, Any]:
         """The final, normed stream [B, T, D] for `tokens` [B, T], and the caches."""
         state, extra = self.embed(params, tokens)
         state, extra, caches = self.layers(state, extra, params=params, caches=caches)
         return self.finish(params, state, extra), caches
 
-    def embed(self, params: Params, tokens: jax.Array) -> tuple[State, Any]:
+    def embed(self, params: Params, tokens: Array) -> tuple[State, Any]:
         """The state before the first layer, and `extra`, for `tokens` [B, T]."""
         definition = self.definition
         table = definition.bind("embedding", unshard(definition, "embedding", params["embedding"]))
         reduce = sequence.scatter_sequence if definition.splits(self.execution) else all_reduce
         return self.begin(table(tokens, axes=self.wire.axes, reduce=reduce)), None
 
-    def begin(self, x: jax.Array) -> State:
+    def begin(self, x: Array) -> State:
         """The state of a stream [B, T, D] to which nothing is still to be added."""
         return self.wire.begin(x.astype(self.definition.config.residual_dtype.value), self.steps[0][0])
 
@@ -189,15 +190,15 @@ class ForwardPass:
             extra = extra.with_layer(functools.reduce(functools.partial(jax.tree.map, jnp.add), of_layer))
         return state, extra, cache
 
-    def stream(self, state: State) -> jax.Array:
+    def stream(self, state: State) -> Array:
         """The stream [B, T, D] (of a split one this rank's positions), to which all that is pending was added."""
         return self.wire.flush(state)
 
-    def finish(self, params: Params, state: State, extra: Any = None) -> jax.Array:
+    def finish(self, params: Params, state: State, extra: Any = None) -> Array:
         """The final, normed stream [B, T, D] after the last layer."""
         return self.normed(params, self.stream(state))
 
-    def normed(self, params: Params, x: jax.Array) -> jax.Array:
+    def normed(self, params: Params, x: Array) -> Array:
         """The final norm of a stream [B, T, D]."""
         definition = self.definition
         axes = self.wire.axes
@@ -215,8 +216,8 @@ def forward_pass(definition: ModelDef, shape: tuple[int, int], **settings: Any) 
 
 
 def hidden(
-    definition: ModelDef, params: Params, tokens: jax.Array, *, caches: Any = None, **settings: Any
-) -> tuple[jax.Array, Any]:
+    definition: ModelDef, params: Params, tokens: Array, *, caches: Any = None, **settings: Any
+) -> tuple[Array, Any]:
     """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
 
     settings: `execution` and `positions`, as a ForwardPass takes them.
@@ -247,7 +248,7 @@ def unshard(definition: ModelDef, name: str, params: Params) -> Params:
     return fsdp.unshard(params, definition.dims[name], dtype=jnp.dtype(definition.config.dtype.value))
 
 
-def logits(definition: ModelDef, params: Params, x: jax.Array) -> jax.Array:
+def logits(definition: ModelDef, params: Params, x: Array) -> Array:
     """On one rank: its share [B, T, V/ranks] of the float32 logits of a normed stream [B, T, D]."""
     return _head(definition, params).logits(x, axes=definition.layout.tensor)
 
@@ -255,13 +256,13 @@ def logits(definition: ModelDef, params: Params, x: jax.Array) -> jax.Array:
 def loss_sum(
     definition: ModelDef,
     params: Params,
-    x: jax.Array,
-    targets: jax.Array,
+    x: Array,
+    targets: Array,
     *,
-    weights: jax.Array | None = None,
+    weights: Array | None = None,
     z_loss: float = 0.0,
     chunk: int = 2048,
-) -> jax.Array:
+) -> Array:
     """On one rank: the summed loss in nats of a normed stream [B, T, D] and its `targets` [B, T].
 
     The rest as in `loss.cross_entropy_sum`; without `weights` every position counts.
@@ -278,7 +279,7 @@ def loss_sum(
     )
 
 
-def output_table(definition: ModelDef, params: Params) -> jax.Array:
+def output_table(definition: ModelDef, params: Params) -> Array:
     """On one rank: its rows [V/ranks, D] of the table that scores tokens, in the compute dtype."""
     table = _head(definition, params).table.get_value()
     return table.astype(definition.config.dtype.value)
@@ -353,7 +354,7 @@ class Transformer(Module):
         first, *parameters = super().__repr__().splitlines()
         return "\n".join([f"{first}, {self.definition.layout}", f"  {self.config}", *parameters])
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Array) -> Array:
         """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp.
 
         Compiled for the mesh's devices. Under `jax.jit`, `jax.grad` and the like it is a function like any other, and

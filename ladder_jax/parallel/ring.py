@@ -27,23 +27,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from ladder_jax.parallel.collectives import RING_GATHER, RING_SCATTER, Axes, permute, pvary, rank, ranks, varying
 
 LENGTH = 1  # the dimension of positions
 
-Product = Callable[[jax.Array, Any], Any]
+Product = Callable[[Array, Any], Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def gather_product(product: Product, x: jax.Array, weights: Any, axes: Axes) -> Any:
+def gather_product(product: Product, x: Array, weights: Any, axes: Axes) -> Any:
     """`product` of all ranks' positions: x [B, T/ranks, ...] to arrays [B, T, ...]."""
     return _gathered(lambda chunk: product(chunk, weights), x, axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def scatter_product(product: Product, x: jax.Array, weights: Any, axes: Axes) -> jax.Array:
+def scatter_product(product: Product, x: Array, weights: Any, axes: Axes) -> Array:
     """This rank's positions of the sum of every rank's `product`: x [B, T, ...] to [B, T/ranks, ...]."""
     return _scattered(lambda owner: product(_chunk(x, owner, axes), weights), axes)
 
@@ -134,7 +134,7 @@ def _send(step, sums, owner, axes):
 def _write(whole, chunks, owner, axes):
     """`whole` with the arrays of `chunks` at the owner's positions; None is nothing written yet."""
 
-    def write(chunk: jax.Array, into: jax.Array | None) -> jax.Array:
+    def write(chunk: Array, into: Array | None) -> Array:
         rows, length, *rest = chunk.shape
         if into is None:
             into = pvary(lax.empty((rows, length * ranks(axes), *rest), chunk.dtype), varying(chunk))
@@ -146,7 +146,7 @@ def _write(whole, chunks, owner, axes):
 def _chunk(arrays, owner, axes):
     """The owner's positions of every array [B, T, ...]."""
 
-    def read(a: jax.Array) -> jax.Array:
+    def read(a: Array) -> Array:
         length = a.shape[LENGTH] // ranks(axes)
         return lax.dynamic_slice_in_dim(a, owner % ranks(axes) * length, length, LENGTH)
 

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from ladder_jax.config import check_interleave
 from ladder_jax.errors import UserError
@@ -44,11 +45,11 @@ class Pair:
     computed: State
 
     @property
-    def residual(self) -> jax.Array:
+    def residual(self) -> Array:
         return self.computed.residual
 
     @property
-    def partial(self) -> jax.Array | None:
+    def partial(self) -> Array | None:
         return self.computed.partial
 
 
@@ -81,7 +82,7 @@ class Interleaved:
         turns = iter([Turn(**vars(step), after=after) for step, after in itertools.pairwise(steps)])
         return tuple(tuple(itertools.islice(turns, len(of_layer))) for of_layer in layers)
 
-    def begin(self, x: jax.Array, first: Step) -> Pair:
+    def begin(self, x: Array, first: Step) -> Pair:
         """Both halves of `x` [B, T, D] before `first`."""
         ready, computed = jnp.split(x, [self.at], axis=self.axis)
         pending = first.pending_before
@@ -137,7 +138,7 @@ class Interleaved:
         sums, partial = wire.filled(residual, (None,) * -more + sums, computed.partial, dtype)
         return Pair(ready, State(residual, sums, partial))
 
-    def flush(self, pair: Pair) -> jax.Array:
+    def flush(self, pair: Pair) -> Array:
         """The final stream of both halves: everything still pending is reduced and added."""
         ready = pair.ready
         computed = pair.computed

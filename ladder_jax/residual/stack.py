@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from ladder_jax.config import Execution, Loop, Remat, check_interleave
 from ladder_jax.errors import UserError, member, wrong_type
@@ -21,14 +22,14 @@ Blocks = Callable[[Any], Sequence[Sublayer]]  # one layer's parameters -> its su
 def run(
     topology: Topology,
     blocks: Blocks,
-    x: jax.Array,
+    x: Array,
     *,
     params: Any,
     axes: Axes = ("tensor",),
     loop: Loop | str = Loop.SCAN,
     remat: Remat | str = Remat.NONE,
     interleave: int = 1,
-) -> jax.Array:
+) -> Array:
     """The residual stream [B, T, D] after all layers, equal on all ranks of `axes`.
 
     blocks: from one layer's parameters to its two sublayers (three of "farskip"), normalisation included. A sublayer is
@@ -127,7 +128,7 @@ class Stack(nnx.Module):
         count = sum(array.size for array in jax.tree.leaves(nnx.state(self.layers)))
         return f"Stack of {type(self.layers).__name__}, {count:,} parameters\n{self.topology!r}"
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """[B, T, D] to [B, T, D]."""
         graph, params = nnx.split(self.layers)
 
@@ -146,7 +147,7 @@ class Stack(nnx.Module):
         )
 
 
-def on_one_rank(bias: jax.Array, axes: Axes) -> jax.Array:
+def on_one_rank(bias: Array, axes: Axes) -> Array:
     """`bias` on the first rank of `axes` and zeros on the others, so that a sum over the ranks holds it once."""
     return jnp.where(rank(axes) == 0, bias, 0)
 

@@ -22,7 +22,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh
 
 from ladder_jax.config import SCANNED, Execution, ExpertParallelism, ModelConfig, Remat
@@ -143,8 +143,8 @@ class SideBlock(Module):
         self.mlp = MLP(sizes)
 
     def __call__(
-        self, h_BTD: jax.Array, tapped_BTM: jax.Array, cache: Cache | None, *, context: LayerContext
-    ) -> tuple[jax.Array, Cache | None]:
+        self, h_BTD: Array, tapped_BTM: Array, cache: Cache | None, *, context: LayerContext
+    ) -> tuple[Array, Cache | None]:
         """h_l [B, T, D] from h_l-1 and x_l [B, T, M], and the block's cache. context: of the side network."""
         dtype = jnp.dtype(self.config.dtype.value)
         stream = h_BTD.dtype
@@ -172,12 +172,12 @@ class SideEnds(Module):
         self.norm = RMSNorm(sizes)
         self.up = declare("DB", sizes=sizes, init=zeros)
 
-    def begin(self, x_BTM: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+    def begin(self, x_BTM: Array, *, dtype: jnp.dtype) -> Array:
         """h_0 [B, T, D] from the embedding x_0 [B, T, M], in its dtype."""
         down = quantized.einsum("BTM,MD->BTD", x_BTM.astype(dtype), self.down.get_value())
         return down.astype(x_BTM.dtype)
 
-    def end(self, h_BTD: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+    def end(self, h_BTD: Array, *, dtype: jnp.dtype) -> Array:
         """What the stream [B, T, M] gets of h_L [B, T, D]."""
         return quantized.einsum("BTD,DM->BTM", self.norm(h_BTD, dtype=dtype), self.up.get_value())
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from ladder_jax import nn
 from ladder_jax.config import Launch, Loop, Quantize
@@ -35,9 +35,9 @@ class State:
     """
 
     caches: Any
-    seen: jax.Array
-    tokens: jax.Array
-    lengths: jax.Array
+    seen: Array
+    tokens: Array
+    lengths: Array
     settings: Settings
 
 
@@ -72,7 +72,7 @@ class Slots:
         self._decode = {choice: programs(choice=choice) for choice in Choice}
         self._state = _empty(definition, slots=slots, positions=self._positions, loop=loop)()
 
-    def insert(self, slot: int, request: Request) -> Generator[None, None, tuple[jax.Array, jax.Array]]:
+    def insert(self, slot: int, request: Request) -> Generator[None, None, tuple[Array, Array]]:
         """Reads the prompt into `slot`, a chunk of it with each `next`; the slot is unchanged until the last.
 
         Returns the first new token and its log-probability, [1] each, which the devices may still be computing.
@@ -91,7 +91,7 @@ class Slots:
         self._state = _insert(self._definition, loop=self._form["loop"])(self._state, row, np.int32(slot))
         return token, logprob
 
-    def decode(self, choice: Choice) -> tuple[jax.Array, jax.Array | None]:
+    def decode(self, choice: Choice) -> tuple[Array, Array | None]:
         """The next tokens and log-probabilities of all slots, [slots, chunk] each. `advance` must follow.
 
         With GREEDY there are no log-probabilities, and no slot in use may be sampled.
@@ -109,7 +109,7 @@ class Slots:
         caches = _clear(self._definition, loop=self._form["loop"])(self._state.caches, np.int32(slot))
         self._state = dataclasses.replace(self._state, caches=caches)
 
-    def advance(self, new: jax.Array, *, active: np.ndarray) -> None:
+    def advance(self, new: Array, *, active: np.ndarray) -> None:
         """Moves the slots in use, `active` [slots] bool, past `new`, which `decode` gave; the others to position 0."""
         state = self._state
         tokens, lengths, temperature = _advance(self._definition)(

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import MoEConfig
@@ -68,9 +69,9 @@ class ExpertParts(Protocol):
     shared: the shared expert's partial sum [B, T, D] of a normalised input; its second argument likewise.
     """
 
-    route: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-    compute: Callable[..., jax.Array]
-    shared: Callable[..., jax.Array]
+    route: Callable[[Array], tuple[Array, Array, Array]]
+    compute: Callable[..., Array]
+    shared: Callable[..., Array]
 
 
 @jax.tree_util.register_dataclass
@@ -84,10 +85,10 @@ class Routed:
         rank's, summed.
     """
 
-    rows: jax.Array
-    places: jax.Array
-    weights: jax.Array
-    shared: jax.Array | None
+    rows: Array
+    places: Array
+    weights: Array
+    shared: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +298,7 @@ def combine(partial: Routed | None, axes: Axes, scope: str = PREVIOUS, *, shared
     return dataclasses.replace(partial, rows=rows, shared=scatter(shared, axes, scope))
 
 
-def collect(arrived: Routed | None, *, like: jax.Array) -> jax.Array | None:
+def collect(arrived: Routed | None, *, like: Array) -> Array | None:
     """[B, T/ranks, D], the shape of `like`: the experts' output for this rank's positions, whole."""
     if arrived is None:
         return None

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import CollectiveMatmul
@@ -57,7 +58,7 @@ from ladder_jax.residual.recurrence import (
 
 LENGTH = 1  # the dimension of [B, T, D] that is split
 
-Normalise = Callable[[jax.Array], jax.Array]
+Normalise = Callable[[Array], Array]
 
 
 class Prepared(enum.Enum):
@@ -161,7 +162,7 @@ class SequenceParallel(AllReduce):
         entered = self.gather(stream if after.fresh else self.normalise(stream), scope)
         return dataclasses.replace(state, carried=entered)
 
-    def gather(self, stream: jax.Array, scope: str = FOLLOWING) -> jax.Array:
+    def gather(self, stream: Array, scope: str = FOLLOWING) -> Array:
         return gather(stream, self.axes, scope)
 
     def _prepare(self, step, stream):
@@ -205,7 +206,7 @@ def prepared_by(layers: Sequence[Sequence[Step]]) -> Iterator[Prepared]:
         yield Prepared.for_step(after) if step.pending_after else Prepared.NOTHING
 
 
-def scatter(partial: jax.Array | None, axes: Axes, scope: str = "") -> jax.Array | None:
+def scatter(partial: Array | None, axes: Axes, scope: str = "") -> Array | None:
     """The sum of every rank's [B, T, D], of which this rank gets its T/ranks positions."""
     if partial is None:
         return None
@@ -213,18 +214,18 @@ def scatter(partial: jax.Array | None, axes: Axes, scope: str = "") -> jax.Array
         return checkpoint_name(reduce_scatter(partial, axes, dimension=LENGTH), REDUCED)
 
 
-def gather(stream: jax.Array, axes: Axes, scope: str = FOLLOWING) -> jax.Array:
+def gather(stream: Array, axes: Axes, scope: str = FOLLOWING) -> Array:
     """All ranks' positions [B, T, D]. Its transpose is the reduce-scatter of the gradient."""
     with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
         return all_gather(stream, axes, dimension=LENGTH)
 
 
-def scatter_sequence(x: jax.Array, axes: Axes) -> jax.Array:
+def scatter_sequence(x: Array, axes: Axes) -> Array:
     """This rank's positions of the sum of every rank's [B, T, D]: where a split stream begins."""
     return reduce_scatter(x, axes, dimension=LENGTH)
 
 
-def of_normalised(sublayer: Sublayer) -> Callable[..., jax.Array]:
+def of_normalised(sublayer: Sublayer) -> Callable[..., Array]:
     """A plain function is one of the normalised input already."""
     return sublayer.of_normalised if isinstance(sublayer, Normed) else sublayer
 
