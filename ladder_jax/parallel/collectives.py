@@ -2,6 +2,7 @@
 varying types, called there."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -23,6 +24,12 @@ EMULATED = "emulated_rank"
 # LAUNCH where the output reduced is not the step's own but that of the sublayer before it; FOLLOWING
 # inside ENTER where the input is that of the sublayer after it (or, after the last, the head's).
 LAUNCH, ENTER, PREVIOUS, FOLLOWING = "launch_sublayer_output", "enter_sublayer_input", "previous", "following"
+
+
+def named(place: str, within: str = "") -> AbstractContextManager:
+    """The name scope of a place, and of PREVIOUS or FOLLOWING in it."""
+    return jax.named_scope(f"{place}/{within}" if within else place)
+
 
 # Where a ring of permutes stands in place of one of these, beside the chunks of its matmul (see ring.py): what its
 # permutes carry is gathered, or scattered.

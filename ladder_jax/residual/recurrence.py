@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import all_reduce, pvary, ranks, varying
-from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, Axes, check_axes, opaque_copy
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, Axes, check_axes, named, opaque_copy
 
 Sublayer = Callable[[Array], Array]
 Sublayers = Sequence[Sublayer]  # of a layer
@@ -228,7 +228,7 @@ class AllReduce:
         """The all-reduced `partial`, under a name scope that the schedule's report looks for."""
         if partial is None:
             return None
-        with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+        with named(LAUNCH, scope):
             return checkpoint_name(all_reduce(partial, self.axes), REDUCED)
 
     def fill(self, state: State, steps: Sequence[Step], *, dtype: jnp.dtype) -> State:

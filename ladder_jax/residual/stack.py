@@ -52,12 +52,12 @@ def run(
     remat = member(Remat, "remat", remat)
     wire = interleaved(topology.wire(axes), interleave, rows=x.shape[0])
     steps = wire.layers(topology.layers)
-    if loop is Loop.UNROLLED and isinstance(params, list | tuple):
-        params, first = tuple(params), params[0] if params else None
+    own = loop is Loop.UNROLLED and isinstance(params, list | tuple)
+    if own:
+        params = tuple(params)
         counts = {len(params)}
     else:
         counts = {a.shape[0] if getattr(a, "ndim", 0) else None for a in jax.tree.leaves(params)}
-        first = jax.tree.map(lambda a: a[0], params) if None not in counts else None
     if counts != {topology.num_layers}:
         raise UserError(
             f"params must hold {topology.num_layers} layers, as the topology does: arrays [{topology.num_layers}, ...],"
@@ -76,7 +76,11 @@ def run(
                 state = wire.advance(state, step, sublayers)
         return state, extra, cache
 
-    dtype = jax.eval_shape(lambda layer, x: blocks(layer)[0](pvary(x, axes)), first, x).dtype
+    def first_output(layer, x):
+        return blocks(layer)[0](pvary(x, axes))
+
+    first = params[0] if own else jax.tree.map(lambda a: a[0], params)
+    dtype = jax.eval_shape(first_output, first, x).dtype
     execution = Execution(loop=loop, remat=remat)
     state, *_ = run_layers(
         body, wire.begin(x, steps[0][0]), params=params, steps=steps, wire=wire, execution=execution, dtype=dtype

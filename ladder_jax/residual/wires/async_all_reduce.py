@@ -6,11 +6,10 @@ transfer demands. Started collectives have no gradient, so training has `AllRedu
 
 import dataclasses
 
-import jax
 from jax import lax
 
 from ladder_jax.parallel import start_all_reduce
-from ladder_jax.parallel.collectives import LAUNCH, PREVIOUS, opaque_copy
+from ladder_jax.parallel.collectives import LAUNCH, PREVIOUS, named, opaque_copy
 from ladder_jax.residual.recurrence import AllReduce, Normed
 
 
@@ -33,7 +32,7 @@ class AsyncAllReduce(AllReduce):
         if pending is None:
             return None
         pending = opaque_copy(pending, self.axes) if step.fresh else pending
-        with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):
+        with named(LAUNCH, PREVIOUS):
             return start_all_reduce(pending, self.axes)
 
     def compute(self, step, state, entered, launched, sublayers):
@@ -59,7 +58,7 @@ class AsyncAllReduce(AllReduce):
 def _awaited(partial, started):
     """`partial`, and the sum of what was started, awaited after it. The next one starts later: one is in flight."""
     partial, started = lax.optimization_barrier((partial, started))
-    with jax.named_scope(f"{LAUNCH}/{PREVIOUS}"):  # a TPU's compiler keeps this name for both halves
+    with named(LAUNCH, PREVIOUS):  # a TPU's compiler keeps this name for both halves
         summed = started.done()
     return lax.optimization_barrier((partial, summed))
 
@@ -73,7 +72,8 @@ def _after(started, step, entered, sublayers):
     if not all(isinstance(sublayers[index], Normed) for index in step.sublayers):
         entered, started = lax.optimization_barrier((entered, started))
         return entered, sublayers, started
-    gains, started = lax.optimization_barrier(({index: sublayers[index].gain for index in step.sublayers}, started))
+    gains = {index: sublayers[index].gain for index in step.sublayers}
+    gains, started = lax.optimization_barrier((gains, started))
     held = list(sublayers)
     for index, gain in gains.items():
         held[index] = dataclasses.replace(held[index], gain=gain)

@@ -33,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import MoEConfig
 from ladder_jax.parallel import exchange
-from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, Axes, pvary, ranks, varying
+from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, Axes, named, pvary, ranks, varying
 from ladder_jax.residual.loop import EXCHANGED
 from ladder_jax.residual.recurrence import (
     REDUCED,
@@ -253,7 +253,7 @@ class Exchange(AllReduce):
         shared = None if shared is None else gather(shared, self.axes, scope)
         if step.delay == 0 and shared is not None:
             buffers, shared = barrier_forward((buffers, shared))  # first what the shared expert waits for
-        with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
+        with named(ENTER, scope):
             rows = exchange.dispatch(buffers, axes=self.axes)
         return dataclasses.replace(filled, rows=checkpoint_name(rows, EXCHANGED), shared=shared)
 
@@ -290,7 +290,7 @@ def combine(partial: Routed | None, axes: Axes, scope: str = PREVIOUS, *, shared
     """
     if partial is None:
         return None
-    with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+    with named(LAUNCH, scope):
         rows = checkpoint_name(exchange.combine(partial.rows, axes=axes), EXCHANGED)
     shared = partial.shared
     if shared_last and shared is not None:

@@ -36,6 +36,7 @@ from ladder_jax.parallel.collectives import (
     PREVIOUS,
     Axes,
     all_gather,
+    named,
     pvary,
     ranks,
     reduce_scatter,
@@ -100,9 +101,14 @@ class SequenceParallel(AllReduce):
         check_reduces(layers)
         layers = [list(steps) for steps in layers]
         if self.collective_matmul is not CollectiveMatmul.NONE:
-            layers[-1][-1] = dataclasses.replace(layers[-1][-1], pending_after=0)
+            last = layers[-1]
+            last[-1] = dataclasses.replace(last[-1], pending_after=0)
         prepared = prepared_by(layers)
-        return tuple(tuple(SplitStep(**vars(step), prepares=next(prepared)) for step in steps) for steps in layers)
+
+        def split(step):
+            return SplitStep(**vars(step), prepares=next(prepared))
+
+        return tuple(tuple(map(split, steps)) for steps in layers)
 
     def launch(self, step, pending, residual):
         return self.reduce(pending, PREVIOUS)
@@ -114,7 +120,7 @@ class SequenceParallel(AllReduce):
         """The step's input, gathered, or left to its projection; of a fresh ladder not normalised yet."""
         if self._gathers_in_matmul(step):
             return self.normalise(stream)
-        return self.gather(stream if step.fresh else self.normalise(stream), "")
+        return self._gathered(stream, fresh=step.fresh, scope="")
 
     def with_own(self, entered, partial):
         return self.normalise(add(entered, (partial,)))
@@ -149,7 +155,8 @@ class SequenceParallel(AllReduce):
         rows, length, width = stream.shape
         zero = jnp.zeros((rows, length * ranks(self.axes), width), dtype)
         zero = pvary(zero, varying(stream) | frozenset(self.axes))
-        return tuple(self.reduce(zero) if one is None else one for one in sums), zero if partial is None else partial
+        sums = tuple(self.reduce(zero) if one is None else one for one in sums)
+        return sums, zero if partial is None else partial
 
     def arrive(self, partial, summed, settled, after):
         arrived = self.prepare(after, settled(summed))
@@ -159,17 +166,18 @@ class SequenceParallel(AllReduce):
 
     def prepare(self, after, state, scope=FOLLOWING):
         stream = add(state.residual, after.read(state.sums))
-        entered = self.gather(stream if after.fresh else self.normalise(stream), scope)
+        entered = self._gathered(stream, fresh=after.fresh, scope=scope)
         return dataclasses.replace(state, carried=entered)
 
-    def gather(self, stream: Array, scope: str = FOLLOWING) -> Array:
-        return gather(stream, self.axes, scope)
+    def _gathered(self, stream, *, fresh, scope=FOLLOWING):
+        """All ranks' positions of an input; of a fresh ladder not normalised yet, as its partial is still missing."""
+        return gather(stream if fresh else self.normalise(stream), self.axes, scope)
 
     def _prepare(self, step, stream):
         """The next step's input [B, T, D], gathered."""
         if step.prepares is Prepared.NOTHING:
             return None
-        return self.gather(stream if step.prepares is Prepared.STREAM else self.normalise(stream))
+        return self._gathered(stream, fresh=step.prepares is Prepared.STREAM)
 
     def _gathers_in_matmul(self, step):
         return self.collective_matmul is not CollectiveMatmul.NONE and not step.fresh and not step.early
@@ -210,13 +218,13 @@ def scatter(partial: Array | None, axes: Axes, scope: str = "") -> Array | None:
     """The sum of every rank's [B, T, D], of which this rank gets its T/ranks positions."""
     if partial is None:
         return None
-    with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+    with named(LAUNCH, scope):
         return checkpoint_name(reduce_scatter(partial, axes, dimension=LENGTH), REDUCED)
 
 
 def gather(stream: Array, axes: Axes, scope: str = FOLLOWING) -> Array:
     """All ranks' positions [B, T, D]. Its transpose is the reduce-scatter of the gradient."""
-    with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
+    with named(ENTER, scope):
         return all_gather(stream, axes, dimension=LENGTH)
 
 
