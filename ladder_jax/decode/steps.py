@@ -54,12 +54,11 @@ def prefill(
     def local(params, tokens, lengths):
         caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
         settings = dict(execution=execution, caches=caches, positions=nn.FullSequence(lengths))
-        x, caches = nn.hidden(definition, params, tokens, **settings)
-        return nn.logits(definition, params, sampling.pick_last(x, lengths))[:, 0], caches
+        return _last_logits(definition, params, tokens, lengths, **settings)
 
     traits = definition.traits(execution, phase=Phase.PREFILL)
-    dims = dict(in_dims=("BT", "B"), out_dims=("BV", cache.dims(definition, loop=loop)))
-    return _compile(definition, local, quantize, traits=traits, **dims)
+    out_dims = "BV", cache.dims(definition, loop=loop)
+    return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
 
 
 @functools.cache
@@ -82,9 +81,8 @@ def extend(
 
     def local(params, caches, tokens, start, lengths):
         settings = dict(execution=execution, caches=caches, positions=nn.ChunkedPrefill(start))
-        x, caches = nn.hidden(definition, params, tokens, **settings)
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
-        return nn.logits(definition, params, sampling.pick_last(x, inside))[:, 0], caches
+        return _last_logits(definition, params, tokens, inside, **settings)
 
     dims = cache.dims(definition, loop=loop)
     traits = definition.traits(execution, phase=Phase.PREFILL)
@@ -265,6 +263,12 @@ def _chooser(definition, choice, settings):
         return choose
     common |= dict(any_row=sampling.AnyRow.of(settings), vocab_size=definition.config.vocab_size)
     return lambda logits, positions, seen: sampling.sample(logits, positions=positions, seen_BV=seen, **common)
+
+
+def _last_logits(definition, params, tokens, ends, **settings):
+    """(logits [B, V/ranks] after each row's first `ends` tokens, caches), on one rank."""
+    x, caches = nn.hidden(definition, params, tokens, **settings)
+    return nn.logits(definition, params, sampling.pick_last(x, ends))[:, 0], caches
 
 
 def _launch(definition, launch, *, interleave=1):

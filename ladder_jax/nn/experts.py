@@ -104,6 +104,12 @@ class NormedExperts(Normed):
 
     on_routing: called with the statistics of this rank's tokens. ends_B: where the rows of all ranks end; padding takes
         no slot.
+
+    route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain [N, D], their slots
+        int32 [N, K] as `parallel.exchange.slots`, the weights of their rows float32 [N, K]).
+    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs [R, E/ranks, D], the order in which they
+        are sent; its second argument is applied to their first products.
+    shared: the shared expert's partial sum [B, T, D] of a normalised input; its second argument likewise.
     """
 
     moe: "MoE"

@@ -64,6 +64,11 @@ class ModelDef:
     def topology(self) -> residual.Topology:
         return residual.of_model(self.config)
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of matmuls and of the sublayers' all-reduces."""
+        return jnp.dtype(self.config.dtype.value)
+
     @functools.cached_property
     def kernel(self) -> Kernel:
         """The attention kernel for this mesh's devices, which also decides the order of a cache's dimensions."""
@@ -100,10 +105,9 @@ class ModelDef:
         axes = self.layout.tensor
         if not self.splits(execution):
             return self.topology.wire(axes, launch=execution.launch)
-        dtype = jnp.dtype(self.config.dtype.value)
 
         def normalised(x):
-            return normalise(x, eps=self.config.norm_eps).astype(dtype)
+            return normalise(x, eps=self.config.norm_eps).astype(self.dtype)
 
         if not self.exchanges(execution):
             return SequenceParallel(axes, normalised, execution.collective_matmul)

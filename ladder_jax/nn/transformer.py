@@ -144,7 +144,7 @@ class ForwardPass:
         definition = self.definition
         dims = definition.dims[name] if dims is None else dims
         count = len(stack) if isinstance(stack, tuple) else jax.tree.leaves(stack)[0].shape[0]
-        dtype = jnp.dtype(definition.config.dtype.value)
+        dtype = definition.dtype
         if given is not None:
             stack = {**stack, GIVEN: given}
             dims = {**dims, GIVEN: "L"}
@@ -205,7 +205,7 @@ class ForwardPass:
         with jax.named_scope(HEAD):
             x = pvary(x, axes)
         final = definition.bind("final_norm", unshard(definition, "final_norm", params["final_norm"]))
-        x = final(x, dtype=jnp.dtype(definition.config.dtype.value))
+        x = final(x, dtype=definition.dtype)
         return sequence.gather(x, axes) if definition.splits(self.execution) else x
 
 
@@ -235,7 +235,8 @@ def half_of_sequence(definition: ModelDef, length: int) -> int:
     linear = (matrix_elements(definition) - config.vocab_size * config.d_model) / config.num_layers
     square = config.num_heads * config.head_dim
     half = (linear * length + square * length**2) / 2
-    at = round((math.sqrt(linear**2 + 4 * square * half) - linear) / (2 * square))
+    root = math.sqrt(linear**2 + 4 * square * half)
+    at = round((root - linear) / (2 * square))
     if length >= 4 * TILE:
         at = TILE * round(at / TILE)
     return min(max(at, 1), length - 1)
@@ -245,7 +246,7 @@ def unshard(definition: ModelDef, name: str, params: Params) -> Params:
     """The parameters of the module called `name`, gathered along the fsdp axis where there is one."""
     if definition.layout.fsdp == 1:
         return params
-    return fsdp.unshard(params, definition.dims[name], dtype=jnp.dtype(definition.config.dtype.value))
+    return fsdp.unshard(params, definition.dims[name], dtype=definition.dtype)
 
 
 def logits(definition: ModelDef, params: Params, x: Array) -> Array:
@@ -328,7 +329,8 @@ class Transformer(Module):
         else:
             check_params(params, expected=self.definition.abstract)
             if not mesh.is_own:  # the caller's code has them by their types
-                params = jax.device_put(params, jax.tree.map(lambda a: a.sharding, self.definition.abstract))
+                shardings = jax.tree.map(lambda a: a.sharding, self.definition.abstract)
+                params = jax.device_put(params, shardings)
         nnx.update(self, params)
 
     @property
@@ -381,14 +383,15 @@ def compiled_logits(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Compiled
         state, extra, _ = run.layers(state, extra, params=params)
         return logits(definition, params, run.finish(params, state, extra))
 
-    dims = ((definition.dims, "BT"), "BTV")
-    ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
-    meshed = over_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
+    layout = definition.layout
+    in_dims = definition.dims, "BT"
+    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims="BTV")
+    meshed = over_mesh(ranked, layout=layout, in_dims=in_dims, out_dims="BTV")
 
     def stripped(params, tokens):
         check_params(params, expected=definition.abstract)  # once a shape, while it is traced
         return meshed(params, tokens)[..., : definition.config.vocab_size]
 
     traits = definition.traits(execution, phase=Phase.PREFILL)
-    whole = on_own_mesh(stripped, layout=definition.layout, out_dims=dims[1])
-    return Compiled(whole, mesh=definition.layout.mesh, traits=traits)
+    whole = on_own_mesh(stripped, layout=layout, out_dims="BTV")
+    return Compiled(whole, mesh=layout.mesh, traits=traits)

@@ -197,7 +197,6 @@ class SidePass(ForwardPass):
     ):
         frozen = dataclasses.replace(execution, remat=Remat.NONE)  # only the side network has a backward pass
         super().__init__(definition, shape, execution=frozen, positions=positions)
-        self._dtype = jnp.dtype(definition.config.dtype.value)
         self._context = LayerContext.of(
             definition.network, shape[1], axes=(), kernel=definition.network_kernel, positions=positions
         )
@@ -209,7 +208,7 @@ class SidePass(ForwardPass):
         """The state before the first layer, and h_0."""
         state, _ = super().embed(params, tokens)
         ends = self.definition.bind(SIDE, params[SIDE])
-        return state, ends.begin(lax.stop_gradient(state.residual), dtype=self._dtype)
+        return state, ends.begin(lax.stop_gradient(state.residual), dtype=self.definition.dtype)
 
     def layer(self, state, extra, params, cache, **settings):
         """What a layer gives without it, and beside it h_l and the cache of its block."""
@@ -226,7 +225,7 @@ class SidePass(ForwardPass):
         """The final, normed stream of y, [B, T, M]."""
         x = self.stream(state)
         ends = self.definition.bind(SIDE, params[SIDE])
-        return self.normed(params, x + ends.end(extra, dtype=self._dtype).astype(x.dtype))
+        return self.normed(params, x + ends.end(extra, dtype=self.definition.dtype).astype(x.dtype))
 
     def _compute(self, state, extra, params, cache, steps):
         block: SideBlock = nnx.merge(self.definition.network_graph, params)

@@ -3,30 +3,21 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 from ladder_jax.decode.request import Decoder, Finish, NoNumbers, Piece, Request, Result, TokenSequence
 
 type Listener = Callable[[Piece | Result | BaseException], object]
 
 
-class Driver(Protocol):
-    """What a handle needs of its engine."""
-
-    threaded: bool
-
-    def step(self) -> bool: ...
-
-    def cancel(self, handle: "Handle") -> None: ...
-
-
 class Handle:
     """Iterating it yields the request's pieces as they come; `result()` waits for the whole.
 
     Where the engine runs no thread, waiting drives it. An error in the engine is raised in every thread that waits.
+    engine: an `Engine`, of which it needs `threaded`, `step` and `cancel`.
     """
 
-    def __init__(self, request: Request, *, engine: Driver, decoder: Decoder | None):
+    def __init__(self, request: Request, *, engine: Any, decoder: Decoder | None):
         self.request = request
         self._engine = engine
         self._sequence = TokenSequence(request, decoder=decoder)

@@ -23,8 +23,7 @@ A shared expert stays tensor-parallel: its input is gathered, and its partial su
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,21 +58,6 @@ from ladder_jax.residual.wires.sequence import (
 ATTENTION, EXPERTS = 0, 1  # of a layer's sublayers
 
 
-class ExpertParts(Protocol):
-    """A layer's second sublayer, on one rank, in parts.
-
-    route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain [N, D], their slots
-        int32 [N, K] as `parallel.exchange.slots`, the weights of their rows float32 [N, K]).
-    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs [R, E/ranks, D], the order in which they
-        are sent; its second argument is applied to their first products.
-    shared: the shared expert's partial sum [B, T, D] of a normalised input; its second argument likewise.
-    """
-
-    route: Callable[[Array], tuple[Array, Array, Array]]
-    compute: Callable[..., Array]
-    shared: Callable[..., Array]
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routed:
@@ -106,7 +90,7 @@ class ExchangeStep(SplitStep):
 class Exchange(AllReduce):
     """Residual and sums are this rank's positions, [B, T/ranks, D]. For topologies that `check_exchange` allows.
 
-    normalise: as in `SequenceParallel`. Its sublayers are attention and the experts, which are `ExpertParts`.
+    normalise: as in `SequenceParallel`. Its sublayers are attention and the experts, an `nn.experts.NormedExperts`.
     """
 
     normalise: Normalise
