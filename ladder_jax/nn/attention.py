@@ -111,9 +111,11 @@ def _blockwise(query, key, value, start):
         total, weighed, highest = carry
         # The last block ends where the cache does, and leaves out what the one before it has seen.
         first = jnp.minimum(index * block, capacity - block)
-        keys, values = (jax.lax.dynamic_slice_in_dim(x, first, block, axis=1) for x in (key, value))
+        keys = jax.lax.dynamic_slice_in_dim(key, first, block, axis=1)
+        values = jax.lax.dynamic_slice_in_dim(value, first, block, axis=1)
         columns = first + jnp.arange(block)
-        seen = (columns[None, :] <= positions[:, None]) & (columns >= index * block)[None, :]
+        seen = columns[None, :] <= positions[:, None]
+        seen = seen & (columns >= index * block)[None, :]
         scores = dot("BTKGH,BSKH->BKGTS", grouped, keys) * head_dim**-0.5
         scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
         # Finite from the first block on, as every query sees position 0.
@@ -213,8 +215,10 @@ class FullSequence:
         return causal(query, key, value, kernel=kernel), cache
 
     def halves(self, rows):
-        first, second = (None, None) if self.ends is None else (self.ends[:rows], self.ends[rows:])
-        return FullSequence(first, self.row), FullSequence(second, self.row + rows)
+        row = self.row + rows
+        if self.ends is None:
+            return self, FullSequence(row=row)
+        return FullSequence(self.ends[:rows], self.row), FullSequence(self.ends[rows:], row)
 
     def parts(self, at):
         return FirstPart(self), LaterPart(at, row=self.row)
@@ -269,8 +273,8 @@ class ChunkedPrefill:
 
     def attend(self, query, key, value, *, cache, kernel):
         cache = _write(cache, key, value, row=self.row, start=self.start, kernel=kernel)
-        own = (array[self.row : self.row + len(query)] for array in (cache.key, cache.value))
-        return extend(query, *own, self.start, kernel=kernel), cache
+        rows = slice(self.row, self.row + len(query))
+        return extend(query, cache.key[rows], cache.value[rows], self.start, kernel=kernel), cache
 
     def halves(self, rows):
         return ChunkedPrefill(self.start, self.row), ChunkedPrefill(self.start, self.row + rows)
@@ -322,11 +326,13 @@ class LaterPart:
         if not isinstance(cache, Left):
             chunk = ChunkedPrefill(jnp.int32(self.start), self.row)
             return chunk.attend(query, key, value, cache=cache, kernel=kernel)
-        keys, values = (jnp.concatenate(pair, axis=1) for pair in ((cache.key, key), (cache.value, value)))
+        keys = jnp.concatenate([cache.key, key], axis=1)
+        values = jnp.concatenate([cache.value, value], axis=1)
         index = jnp.arange(keys.shape[1])
         seen = (index[None, :] <= index[self.start :, None])[None]
         if self.begins is not None:
-            seen = seen & (self.begins[:, self.start :, None] == self.begins[:, None, :])
+            later = self.begins[:, self.start :]
+            seen = seen & (later[:, :, None] == self.begins[:, None, :])
         attended = jax.nn.dot_product_attention(query, keys, values, mask=seen[:, None], implementation="xla")
         return attended, None
 
@@ -348,9 +354,15 @@ class DecodeStep:
 
     def attend(self, query, key, value, *, cache, kernel):
         here = (slice(None),) * (kernel.cache_dims.index("S") - 1)  # a row's heads, where these come first
+
         # vmap, as XLA for GPUs aborts on the constants of an index of rows, among operations in program order.
-        write = jax.vmap(lambda row, length, new: row.at[*here, length].set(new, unique_indices=True))
-        cache = Cache(write(cache.key, self.lengths, key[:, 0]), write(cache.value, self.lengths, value[:, 0]))
+        @jax.vmap
+        def write(row, length, new):
+            return row.at[*here, length].set(new, unique_indices=True)
+
+        keys = write(cache.key, self.lengths, key[:, 0])
+        values = write(cache.value, self.lengths, value[:, 0])
+        cache = Cache(keys, values)
         return decode(query, cache.key, cache.value, self.lengths + 1, kernel=kernel), cache
 
 
@@ -358,7 +370,8 @@ def _write(cache, key, value, *, row, start, kernel):
     place = tuple({"B": row, "S": start}.get(dim, 0) for dim in kernel.cache_dims)
 
     def write(into, block):
-        return jax.lax.dynamic_update_slice(into, block if kernel.cache_dims == "BSNH" else block.swapaxes(1, 2), place)
+        block = block if kernel.cache_dims == "BSNH" else block.swapaxes(1, 2)
+        return jax.lax.dynamic_update_slice(into, block, place)
 
     return Cache(write(cache.key, key), write(cache.value, value))
 
@@ -390,5 +403,6 @@ def rotate(x: Array, table: tuple[Array, Array]) -> Array:
     """x [B, T, heads, H] turned by its positions' angles: dimension i pairs with i + H/2."""
     cos, sin = (part[:, :, None, :] for part in table)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return turned.astype(x.dtype)
+    first = left * cos - right * sin
+    second = right * cos + left * sin
+    return jnp.concatenate([first, second], axis=-1).astype(x.dtype)

@@ -57,7 +57,7 @@ class RMSNorm(Module):
     def gain(self, x: Array, *, dtype: jnp.dtype, scale: Array | None = None) -> Array:
         """`x`, normalised before, times the gain."""
         scale = self.scale[...] if scale is None else scale
-        return (x.astype(jnp.float32) * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(dtype)
+        return (x.astype(jnp.float32) * quantized.aligned(scale, x.ndim)).astype(dtype)
 
 
 class Attention(Module):
@@ -157,7 +157,8 @@ class MLP(Module):
 
         projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
         """
-        gate, up = projections.into(_GATE_UP)(x_BTD, (self.gate.get_value(), self.up.get_value()))
+        matrices = self.gate.get_value(), self.up.get_value()
+        gate, up = projections.into(_GATE_UP)(x_BTD, matrices)
         if hasattr(self, "gate_bias"):
             gate = quantized.add_bias(gate, self.gate_bias[...])
             up = quantized.add_bias(up, self.up_bias[...])
@@ -186,7 +187,8 @@ class Embedding(Module):
         table = self.table.get_value()
         local = tokens_BT - rank(axes) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
-        rows = quantized.rows(table, jnp.clip(local, 0, table.shape[0] - 1), dtype=jnp.dtype(self.dtype))
+        inside = jnp.clip(local, 0, table.shape[0] - 1)
+        rows = quantized.rows(table, inside, dtype=jnp.dtype(self.dtype))
         return reduce(jnp.where(mine[:, :, None], rows, 0), axes)
 
     def logits(self, x_BTD: Array, *, axes: Axes = ()) -> Array:

@@ -87,8 +87,12 @@ def einsum(spec: str, x: Array, weight: Array | Int8, *, dtype: Any = None) -> A
         axes = varying(x) | varying(weight)
         return checkpoint_name(_product(pvary(x, axes), pvary(weight, axes), spec, dtype), MATMUL)
     sums = jnp.einsum(spec, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
-    scale = weight.scale.reshape((1,) * (sums.ndim - weight.scale.ndim) + weight.scale.shape)
-    return (sums * scale).astype(dtype or x.dtype)
+    return (sums * aligned(weight.scale, sums.ndim)).astype(dtype or x.dtype)
+
+
+def aligned(x: Array, ndim: int) -> Array:
+    """`x` with dimensions of one before its own, `ndim` in all: jax may be asked to add none silently."""
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def products(specs: tuple[str, ...], x: Array, weights: tuple) -> tuple[Array, ...]:
@@ -134,8 +138,8 @@ def _product_forward(x, weight, spec, dtype):
 
 
 def _product_backward(spec, dtype, residuals, gradient):
-    of_x, of_weight = spec.split("->")[0].split(",")
-    out = spec.split("->")[1]
+    operands, out = spec.split("->")
+    of_x, of_weight = operands.split(",")
     x, weight, like = residuals
     of_input = jnp.einsum(f"{out},{of_weight}->{of_x}", gradient, weight).astype(x.dtype)
     batch_first = "".join(sorted(out, key=lambda letter: not (letter in of_x and letter in of_weight)))

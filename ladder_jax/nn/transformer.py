@@ -97,7 +97,7 @@ class ForwardPass:
     def embed(self, params: Params, tokens: Array) -> tuple[State, Any]:
         """The state before the first layer, and `extra`, for `tokens` [B, T]."""
         definition = self.definition
-        table = definition.bind("embedding", unshard(definition, "embedding", params["embedding"]))
+        table = bind_whole(definition, params, "embedding")
         reduce = sequence.scatter_sequence if definition.splits(self.execution) else all_reduce
         return self.begin(table(tokens, axes=self.wire.axes, reduce=reduce)), None
 
@@ -163,7 +163,8 @@ class ForwardPass:
             settings["keeps"] = fsdp.all_but_gathered
 
             def body(state, extra, layer, cache, steps):
-                return of_whole(state, extra, fsdp.unshard_matrices(layer, of_layer, dtype=dtype), cache, steps=steps)
+                whole = fsdp.unshard_matrices(layer, of_layer, dtype=dtype)
+                return of_whole(state, extra, whole, cache, steps=steps)
 
         return run_layers(body, state, extra, params=stack, caches=caches, **settings)
 
@@ -185,9 +186,11 @@ class ForwardPass:
             params = {part: module for part, module in params.items() if part != GIVEN}
         module = self.definition.bind(name, params)
         on_routing = None if extra is None else of_layer.append
-        state, cache = module(state, cache=cache, steps=steps, wire=wire, contexts=self.contexts, on_routing=on_routing)
+        settings = dict(steps=steps, wire=wire, contexts=self.contexts, on_routing=on_routing)
+        state, cache = module(state, cache=cache, **settings)
         if of_layer:
-            extra = extra.with_layer(functools.reduce(functools.partial(jax.tree.map, jnp.add), of_layer))
+            summed = functools.reduce(functools.partial(jax.tree.map, jnp.add), of_layer)
+            extra = extra.with_layer(summed)
         return state, extra, cache
 
     def stream(self, state: State) -> Array:
@@ -204,8 +207,7 @@ class ForwardPass:
         axes = self.wire.axes
         with jax.named_scope(HEAD):
             x = pvary(x, axes)
-        final = definition.bind("final_norm", unshard(definition, "final_norm", params["final_norm"]))
-        x = final(x, dtype=definition.dtype)
+        x = bind_whole(definition, params, "final_norm")(x, dtype=definition.dtype)
         return sequence.gather(x, axes) if definition.splits(self.execution) else x
 
 
@@ -242,11 +244,12 @@ def half_of_sequence(definition: ModelDef, length: int) -> int:
     return min(max(at, 1), length - 1)
 
 
-def unshard(definition: ModelDef, name: str, params: Params) -> Params:
-    """The parameters of the module called `name`, gathered along the fsdp axis where there is one."""
-    if definition.layout.fsdp == 1:
-        return params
-    return fsdp.unshard(params, definition.dims[name], dtype=definition.dtype)
+def bind_whole(definition: ModelDef, params: Params, name: str) -> Module:
+    """The module called `name`, its parameters gathered along the fsdp axis where there is one."""
+    own = params[name]
+    if definition.layout.fsdp > 1:
+        own = fsdp.unshard(own, definition.dims[name], dtype=definition.dtype)
+    return definition.bind(name, own)
 
 
 def logits(definition: ModelDef, params: Params, x: Array) -> Array:
@@ -289,7 +292,7 @@ def output_table(definition: ModelDef, params: Params) -> Array:
 def _head(definition, params):
     """What scores tokens."""
     name = "embedding" if definition.config.tie_embeddings else "head"
-    return definition.bind(name, unshard(definition, name, params[name]))
+    return bind_whole(definition, params, name)
 
 
 class Transformer(Module):
