@@ -15,6 +15,8 @@ from ladder_jax.nn import Cache, ModelDef
 from ladder_jax.nn.attention import Kernel
 from ladder_jax.parallel import pvary
 
+Caches = tuple[Cache, ...] | Cache  # one a layer, or stacked for a scan
+
 UNIT = 32  # the shortest padded prompt, and the unit of a cache's length, in tokens
 
 
@@ -32,7 +34,7 @@ def padded_length(length: int, *, positions: int) -> int:
     return min(max(UNIT, 1 << (length - 1).bit_length()), positions)
 
 
-def empty(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
+def empty(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Caches:
     """On one rank: zeros for `rows` rows of at least `capacity` positions, one cache a layer, or stacked for a scan."""
     sizes, ranks = dict(rows=rows, capacity=capacity), definition.layout.ranks
 
@@ -44,19 +46,19 @@ def empty(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> tupl
 
 
 @functools.cache
-def make(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Callable[[], tuple[Cache, ...] | Cache]:
+def make(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Callable[[], Caches]:
     """A compiled () -> zeros for the caches of all ranks, `rows` rows in total."""
     shapes = abstract(definition, rows=rows, capacity=capacity, loop=loop)
     zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
 
 
-def dims(definition: ModelDef, *, loop: Loop) -> tuple[Cache, ...] | Cache:
+def dims(definition: ModelDef, *, loop: Loop) -> Caches:
     """The dimensions of `empty`'s arrays."""
     return _caches(definition, lambda config, kernel, dims: dims, loop=loop)
 
 
-def abstract(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> tuple[Cache, ...] | Cache:
+def abstract(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Caches:
     """Shapes, dtypes and shardings of the caches of all ranks, `rows` rows in total."""
     sizes, layout = dict(rows=rows, capacity=capacity), definition.layout
 
@@ -76,5 +78,6 @@ def _caches(definition, leaf, *, loop):
 
 def _shape(config, kernel, dims, *, rows, capacity, heads):
     heads = config.num_kv_heads if "n" in dims else heads  # a small letter is whole on every rank
-    sizes = dict(L=config.num_layers, B=rows, S=-(-capacity // kernel.page) * kernel.page, N=heads, H=config.head_dim)
+    positions = -(-capacity // kernel.page) * kernel.page
+    sizes = dict(L=config.num_layers, B=rows, S=positions, N=heads, H=config.head_dim)
     return tuple(sizes[dim.upper()] for dim in dims)

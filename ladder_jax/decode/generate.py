@@ -85,14 +85,18 @@ class Generator:
     def stream(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> Iterator[np.ndarray]:
         """`tokens` in chunks [prompts, up to CHUNK], each as soon as it is computed."""
         check_prompts(prompts, vocab_size=self.definition.config.vocab_size)
-        rows = [*prompts] + [prompts[0]] * (-len(prompts) % self.definition.layout.batch_ranks)
+        padding = -len(prompts) % self.definition.layout.batch_ranks
+        rows = [*prompts, *[prompts[0]] * padding]
         settings = Settings.like(config, keys=_row_keys(config.seed, rows=len(rows)))
-        choice, left = Choice.SAMPLED if config.temperature else Choice.GREEDY, config.max_new_tokens
+        choice = Choice.SAMPLED if config.temperature else Choice.GREEDY
+        left = config.max_new_tokens
         read = dict(prefill_chunk=config.prefill_chunk, interleave=config.interleave.parts)
         form = dict(choice=choice, launch=config.launch, **read)
         for tokens, _ in self._chunks(rows, settings, new=left, **form):
-            new = np.asarray(tokens).reshape(len(rows), -1)[: len(prompts), :left]
-            if (failed := (new == NO_NUMBER).any(axis=1)).any():
+            new = np.asarray(tokens).reshape(len(rows), -1)
+            new = new[: len(prompts), :left]
+            failed = (new == NO_NUMBER).any(axis=1)
+            if failed.any():
                 which = f"prompt {np.argmax(failed) + 1} of {len(prompts)}"
                 raise RunFailed(f"{which}: the model's logits are no numbers (NaN or infinite)")
             yield new
@@ -116,8 +120,10 @@ class Generator:
         """
         definition, form = self.definition, dict(loop=self.loop, launch=launch, quantize=self.quantize)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        positions = cache.positions_for(int(lengths.max()) + new, chunk=CHUNK)
-        padded = np.zeros((len(prompts), cache.padded_length(int(lengths.max()), positions=positions)), np.int32)
+        longest = int(lengths.max())
+        positions = cache.positions_for(longest + new, chunk=CHUNK)
+        width = cache.padded_length(longest, positions=positions)
+        padded = np.zeros((len(prompts), width), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = prompt
         ends, settings = jax.device_put((lengths, settings), definition.layout.sharding("B"))

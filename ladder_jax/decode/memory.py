@@ -32,9 +32,10 @@ def room(device: jax.Device, *, devices: int) -> int | None:
 
 def check(parts: dict[str, float], *, room: int | None, what: str, instead: str) -> None:
     """Raises UserError where the parts (bytes a device, by name) sum to more than `room`; `instead` is advice."""
-    if room is None or sum(parts.values()) <= room:
+    total = sum(parts.values())
+    if room is None or total <= room:
         return
-    total, listed = sum(parts.values()), ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     raise UserError(
         f"{what} needs {total / GIB:.1f} GiB a device ({listed}), but there are {room / GIB:.1f}: {instead}"
     )

@@ -94,7 +94,8 @@ class Request:
         if (longest := max(map(len, stop), default=0)) > STOP_CHARACTERS:
             raise UserError(f"a stop string may have {STOP_CHARACTERS} characters, not {longest}")
         for name in ("prompt", "stop_ids"):
-            object.__setattr__(self, name, tuple(_whole(f"a token of {name}", token) for token in getattr(self, name)))
+            tokens = tuple(_whole(f"a token of {name}", token) for token in getattr(self, name))
+            object.__setattr__(self, name, tokens)
         object.__setattr__(self, "stop", stop)
 
     @classmethod
@@ -205,7 +206,8 @@ class TokenSequence:
     def piece(self) -> Piece | None:
         """What is new since the last piece; None if there is nothing."""
         tokens, parts = self._given
-        new, text = tuple(self._tokens[tokens:]), "".join(self._shown[parts:]) if self._decoder else None
+        new = tuple(self._tokens[tokens:])
+        text = "".join(self._shown[parts:]) if self._decoder else None
         logprobs = tuple(self._logprobs[tokens:]) if self.request.logprobs else None
         self._given = (len(self._tokens), len(self._shown))
         return Piece(new, text, logprobs) if new or text else None

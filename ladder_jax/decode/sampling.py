@@ -100,8 +100,10 @@ class AnyRow:
     def of(cls, settings: Settings) -> "AnyRow":
         """One small collective where rows are split over the mesh, else none: call it once, before many `sample`s."""
         sampled = settings.temperature > 0
-        top_k, top_p = sampled & (settings.top_k > 0), sampled & (settings.top_p < 1)
-        return cls(*anywhere(sampled, top_k, top_p, top_k | top_p | sampled & (settings.min_p > 0)))
+        top_k = sampled & (settings.top_k > 0)
+        top_p = sampled & (settings.top_p < 1)
+        filtered = top_k | top_p | sampled & (settings.min_p > 0)
+        return cls(*anywhere(sampled, top_k, top_p, filtered))
 
 
 def greedy(logits_BV: Array, *, settings: Settings, seen_BV: Array | None, axes: Axes) -> Array:
@@ -136,7 +138,8 @@ def sample(
         the mesh nor the row's neighbours change its text.
     seen_BV: this rank's share [B, V/ranks], bool: the tokens to penalise; None for none.
     """
-    scores, sampled = _penalize(logits_BV, seen_BV, settings), settings.temperature > 0
+    scores = _penalize(logits_BV, seen_BV, settings)
+    sampled = settings.temperature > 0
 
     # Branches rather than selects: without a sampled row no noise is drawn, without a filter no threshold is sought.
     def draw():
@@ -150,11 +153,14 @@ def sample(
 
     chosen_by = lax.cond(any_row.sampled, draw, lambda: scores)
     largest = jnp.max(logits_BV, axis=-1)
-    mass = jnp.sum(jnp.exp(logits_BV - jnp.where(jnp.isneginf(largest), 0, largest)[:, None]), axis=-1)
-    own = jnp.take_along_axis(logits_BV, jnp.argmax(chosen_by, axis=-1)[:, None], axis=-1)[:, 0]
+    finite = jnp.where(jnp.isneginf(largest), 0, largest)  # a rank may hold nothing but padding
+    mass = jnp.sum(jnp.exp(logits_BV - finite[:, None]), axis=-1)
+    own = _at(logits_BV, jnp.argmax(chosen_by, axis=-1))
     tokens, [largest, mass, own], first = argmax_with(chosen_by, [largest, mass, own], axes=axes)
     whole = jnp.max(largest, axis=0)
-    logprobs = _of_rank(own, first) - whole - jnp.log(jnp.sum(mass * jnp.exp(largest - whole[None]), axis=0))
+    chosen = _of_rank(own, first) - whole
+    total = jnp.sum(mass * jnp.exp(largest - whole[None]), axis=0)
+    logprobs = chosen - jnp.log(total)
     return _checked(tokens, whole), logprobs
 
 
@@ -170,11 +176,17 @@ def argmax_with(scores_BV: Array, extra: Sequence[Array], *, axes: Axes) -> tupl
     One all-gather of integers carries all of it: with so few bytes its time is latency.
     """
     token = jnp.argmax(scores_BV, axis=-1).astype(jnp.int32) + rank(axes) * scores_BV.shape[-1]
-    sent = [token, *(lax.bitcast_convert_type(x, jnp.int32) for x in (jnp.max(scores_BV, axis=-1), *extra))]
+    values = jnp.max(scores_BV, axis=-1), *extra
+    sent = [token, *(lax.bitcast_convert_type(x, jnp.int32) for x in values)]
     tokens, *rest = jnp.moveaxis(all_ranks(jnp.stack(sent), axes), 1, 0)
     best, *others = (lax.bitcast_convert_type(x, jnp.float32) for x in rest)
     first = jnp.argmax(best, axis=0)  # the first of equals, which has the lower tokens
     return _of_rank(tokens, first), others, first
+
+
+def _at(x_BV, index_B):
+    """For each row its entry at the index, [B]."""
+    return jnp.take_along_axis(x_BV, index_B[:, None], axis=-1)[:, 0]
 
 
 def _of_rank(x_RB, rank_B):
@@ -186,7 +198,8 @@ def _penalize(logits_BV, seen_BV, settings):
     if seen_BV is None:
         return logits_BV
     penalty = settings.repetition_penalty[:, None]
-    return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
+    penalized = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return jnp.where(seen_BV, penalized, logits_BV)
 
 
 def _noise(keys, positions, *, size, vocab_size, axes):
@@ -257,9 +270,11 @@ def filtered(scores_BV: Array, *, settings: Settings, any_row: AnyRow, axes: Axe
 
 
 def _search(scores_BV, *, settings, any_row, axes):
-    kept = scores_BV
-    kept = lax.cond(any_row.top_k, lambda x: top_k(x, settings.top_k, axes=axes), lambda x: x, kept)
-    kept = lax.cond(any_row.top_p, lambda x: top_p(x, settings.top_p, axes=axes), lambda x: x, kept)
+    keep = lambda x: x
+    of_k = lambda x: top_k(x, settings.top_k, axes=axes)
+    of_p = lambda x: top_p(x, settings.top_p, axes=axes)
+    kept = lax.cond(any_row.top_k, of_k, keep, scores_BV)
+    kept = lax.cond(any_row.top_p, of_p, keep, kept)
     return min_p(kept, settings.min_p, axes=axes)
 
 
@@ -271,7 +286,8 @@ def _gather(scores_BV, *, axes, count):
     finite = jnp.where(jnp.isneginf(own[:, 0]), 0, own[:, 0])  # a rank may hold nothing but padding
     mass = jnp.sum(jnp.exp(scores_BV - finite[:, None]), axis=-1)
     sent = all_ranks(jnp.concatenate([own, mass[:, None]], axis=-1), axes)  # [ranks, B, count + 1]
-    lists, masses = sent[..., :-1], sent[..., -1]
+    lists = sent[..., :-1]
+    masses = sent[..., -1]
     largest = jnp.max(lists[..., 0], axis=0)
     whole = jnp.full_like(largest, -jnp.inf)
     return _Largest(
@@ -286,9 +302,13 @@ def _threshold(gathered, settings):
 
     The second is False for a row of NaN, in which there is nothing to search.
     """
-    values, floor, largest = gathered.values, gathered.floor, gathered.values[:, 0]
+    values = gathered.values
+    floor = gathered.floor
+    largest = values[:, 0]
     count = values.shape[-1]
-    at = lambda index: jnp.take_along_axis(values, jnp.clip(index, 0, count - 1)[:, None], axis=-1)[:, 0]
+
+    def at(index):
+        return _at(values, jnp.clip(index, 0, count - 1))
 
     has_k = settings.top_k > 0
     exceeds = has_k & (settings.top_k > count)  # keeps all scores, if these are all
@@ -301,9 +321,11 @@ def _threshold(gathered, settings):
     # Never 0: then not even the largest score, of mass 1, would be kept.
     needed = jnp.maximum(settings.top_p * total, jnp.finfo(jnp.float32).tiny)
     enough = jnp.cumsum(mass, axis=-1) >= needed[:, None]
-    has_p, reached = settings.top_p < 1, jnp.any(enough, axis=-1)
+    has_p = settings.top_p < 1
+    reached = jnp.any(enough, axis=-1)
     # Rounding in the last places of the sums can only keep more.
-    nucleus = jnp.where(has_p, jnp.where(reached, at(jnp.argmax(enough, axis=-1)), kth), -jnp.inf)
+    lowest = jnp.where(reached, at(jnp.argmax(enough, axis=-1)), kth)
+    nucleus = jnp.where(has_p, lowest, -jnp.inf)
     unsure_total = has_k & (kth <= floor) & ~jnp.isneginf(floor)
     p_below = has_p & ((nucleus < floor) | unsure_total)
 

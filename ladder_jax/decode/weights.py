@@ -90,8 +90,9 @@ def _each(definition, loop, fn, *trees):
         return jax.tree.map(whole, *trees)
     done = {}
     for name in trees[0]:
-        below, of = [tree[name] for tree in trees], range(len(stacks(definition.config).get(name, ())))
-        each = tuple(jax.tree.map(functools.partial(fn, layer=layer), *below) for layer in of)
+        below = [tree[name] for tree in trees]
+        layers = range(len(stacks(definition.config).get(name, ())))
+        each = tuple(jax.tree.map(functools.partial(fn, layer=layer), *below) for layer in layers)
         done[name] = each or jax.tree.map(whole, *below)
     return done
 
@@ -153,11 +154,14 @@ class _Target:
 
     def _make(self, pieces):
         """The next piece as it is to be stored. The piece that was read is freed on return."""
-        piece, dtype, layout = next(pieces), self.definition.config.dtype.value, self.definition.layout
+        piece = next(pieces)
+        dtype = self.definition.config.dtype.value
+        layout = self.definition.layout
         array, layer = piece if isinstance(piece, tuple) else (piece, None)
         if layer is None and _is_stored(self.quantize, dtype, array, self.dims, layout):
             return array
-        return jax.block_until_ready(_convert(layout, self.quantize, dtype, array, self.dims, layer))
+        convert = _converter(layout, self.quantize, dtype, self.dims)
+        return jax.block_until_ready(convert(array, layer))
 
     def _empty(self, value):
         sharding, count = self.definition.layout.sharding, self.layers
@@ -174,15 +178,16 @@ def _targets(definition, *, loop, quantize):
 
 def _bytes(definition, *, loop, quantize):
     """A device's share of `_build`'s arrays, and the most that it holds meanwhile, from arrays stored in float32."""
-    done, most = 0, 0
+    done = most = 0
     for target in _targets(definition, loop=loop, quantize=quantize):
         read = jax.ShapeDtypeStruct(target.share, jnp.float32)
-        stored = jax.eval_shape(lambda a, t=target: _stored(quantize, definition.config.dtype.value, a, t.dims), read)
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
-        beside = 0 if stored == read else 4 * math.prod(target.share)
+        store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=target.dims)
+        stored = jax.eval_shape(store, read)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
+        beside = 0 if stored == read else 4 * read.size
         beside += size if loop is Loop.SCAN and target.layers else 0  # its stack is allocated with the first layer
-        total = size * (target.layers or 1)
-        done, most = done + total, max(most, done + total + beside)
+        done += size * (target.layers or 1)
+        most = max(most, done + beside)
     return done, most
 
 
@@ -194,9 +199,9 @@ def _build(definition, params, *, loop, quantize):
     done = traverse_util.unflatten_dict({target.name: target.build(pieces) for target in targets}, sep="/")
     if loop is Loop.UNROLLED:
         for name, of in stacks(definition.config).items():
-            is_layers, below = (lambda leaf: isinstance(leaf, tuple)), done[name]
-            pick = lambda layer: jax.tree.map(lambda each: each[layer], below, is_leaf=is_layers)
-            done[name] = tuple(map(pick, range(len(of))))
+            below = traverse_util.flatten_dict(done[name])
+            layers = [{path: each[layer] for path, each in below.items()} for layer in range(len(of))]
+            done[name] = tuple(map(traverse_util.unflatten_dict, layers))
     return done
 
 
@@ -211,14 +216,9 @@ def _is_stored(quantize, dtype, array, dims, layout):
     return as_is and isinstance(array, jax.Array) and array.sharding == layout.sharding(dims)
 
 
-def _convert(layout, quantize, dtype, array, dims, layer):
-    """An array, or a layer of a stack, as the compiled steps take it. One program for all layers of a stack."""
-    return _converter(layout, quantize, dtype, dims)(array, layer)
-
-
 @functools.cache
 def _converter(layout, quantize, dtype, dims):
-    """A compiled (array or stack, layer or None) -> the array as it is stored."""
+    """A compiled (array or stack, layer or None) -> the array as it is stored. One for all layers of a stack."""
     out_dims = _stored_dims(quantize, dims)
     convert = lambda array, layer: _stored(quantize, dtype, array if layer is None else array[layer], dims)
     placed = jax.tree.map(layout.sharding, out_dims)

@@ -98,7 +98,8 @@ def read(
         except UserError as error:
             raise UserError(f"{file} line {number}: {error}") from None
         whole = json.dumps([model, dataclasses.asdict(request)], sort_keys=True)
-        jobs.append(Job(len(jobs), name, request, hashlib.sha256(whole.encode()).hexdigest()[:16]))
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+        jobs.append(Job(len(jobs), name, request, digest))
     if not jobs:
         raise UserError(f"{file!r} holds no prompts")
     return jobs
@@ -124,7 +125,9 @@ def _request(line, *, defaults, stop, stop_ids, encode):
     for key in fields:
         if key not in KEYS:
             raise unknown("setting", key, KEYS)
-    name, stop, stop_ids = fields.get("id"), fields.get("stop", stop), fields.get("stop_ids", list(stop_ids))
+    name = fields.get("id")
+    stop = fields.get("stop", stop)
+    stop_ids = fields.get("stop_ids", list(stop_ids))
     if not isinstance(name, str | int | None) or isinstance(name, bool):
         raise UserError(f"id must be a string or a whole number, not {json.dumps(name)}")
     if not isinstance(stop, str | list | tuple):

@@ -88,7 +88,8 @@ class Slots:
         seen = steps.seen_in(self._definition)(padded, lengths)
         token, logprob = steps.sample_first(self._definition)(logits, settings, lengths, seen)
         row = State(caches, seen, token, lengths, settings)
-        self._state = _insert(self._definition, loop=self._form["loop"])(self._state, row, np.int32(slot))
+        insert = _insert(self._definition, loop=self._form["loop"])
+        self._state = insert(self._state, row, np.int32(slot))
         return token, logprob
 
     def decode(self, choice: Choice) -> tuple[Array, Array | None]:
@@ -194,6 +195,7 @@ def _advance(definition):
 
     def local(new, lengths, temperature, active):
         # An idle slot goes back to position 0, to stay within the cache, and becomes greedy, to draw no noise.
-        return new[:, -1], jnp.where(active, lengths + new.shape[1], 0), jnp.where(active, temperature, 0)
+        lengths = jnp.where(active, lengths + new.shape[1], 0)
+        return new[:, -1], lengths, jnp.where(active, temperature, 0)
 
     return steps.placed(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))
