@@ -134,7 +134,8 @@ def _blockwise(query, key, value, start):
     # Blocks beyond the last query are not even visited: half of the work, from a long prompt's first token to its
     # last. The price is a loop that XLA cannot count: a GPU's host asks after every turn whether there is another.
     blocks = (start + length + block - 1) // block
-    total, weighed, _ = jax.lax.fori_loop(0, blocks, turn, (empty(0.0), empty(0.0, head_dim), empty(-jnp.inf)))
+    start = empty(0.0), empty(0.0, head_dim), empty(-jnp.inf)
+    total, weighed, _ = jax.lax.fori_loop(0, blocks, turn, start)
     attended = (weighed / total[..., None]).astype(query.dtype)
     return jnp.moveaxis(attended, 3, 1).reshape(query.shape)
 
@@ -240,9 +241,12 @@ class Packed:
     ends: ClassVar[None] = None
 
     def __post_init__(self):
-        index = jnp.broadcast_to(jnp.arange(self.segments.shape[1])[None, :], self.segments.shape)
-        first = jnp.pad(self.segments[:, 1:] != self.segments[:, :-1], ((0, 0), (1, 0)))
-        object.__setattr__(self, "begins", jax.lax.cummax(jnp.where(first, index, 0), axis=1))
+        index = jnp.arange(self.segments.shape[1])
+        index = jnp.broadcast_to(index[None, :], self.segments.shape)
+        changes = self.segments[:, 1:] != self.segments[:, :-1]
+        first = jnp.pad(changes, ((0, 0), (1, 0)))
+        begins = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+        object.__setattr__(self, "begins", begins)
 
     def indices(self, length):
         return jnp.arange(length)[None, :] - self.begins

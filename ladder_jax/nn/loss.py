@@ -192,7 +192,8 @@ def _picked(logits_BTV, local_BT, axes):
     """The targets' logits [B, T]. local_BT: the targets, counted from this rank's first row."""
     size = logits_BTV.shape[-1]
     mine = (local_BT >= 0) & (local_BT < size)
-    picked = jnp.take_along_axis(logits_BTV, jnp.clip(local_BT, 0, size - 1)[:, :, None], axis=-1)[:, :, 0]
+    inside = jnp.clip(local_BT, 0, size - 1)
+    picked = jnp.take_along_axis(logits_BTV, inside[:, :, None], axis=-1)[:, :, 0]
     return all_reduce(jnp.where(mine, picked, 0.0), axes)
 
 
@@ -221,7 +222,8 @@ def _sums(
     if EMULATED in axes:  # a `vmap`, which cannot tell a custom gradient that the loss is shared by all ranks
         return _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants)[0]
     x_BTD = pvary(x_BTD, axes)
-    table_VD, constants = jax.tree.map(lambda a: pvary(a, varying(x_BTD)), (table_VD, constants))
+    over = varying(x_BTD)
+    table_VD, constants = jax.tree.map(lambda a: pvary(a, over), (table_VD, constants))
     return _differentiable(chunk, size, axes, x_BTD, table_VD, of_positions, constants)
 
 

@@ -205,12 +205,15 @@ def matrix_elements(definition: ModelDef) -> int:
     """
     config = definition.config
 
-    def active(leaf: jax.ShapeDtypeStruct, dims: str) -> int:
-        return leaf.size // leaf.shape[dims.index("E")] * config.moe.top_k if "E" in dims else leaf.size
-
-    leaves = list(zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True))
-    layers = sum(active(leaf, dims) for leaf, dims in leaves if parameter.is_matrix(dims) and not dims.startswith("V"))
-    return layers + config.vocab_size * config.d_model
+    total = config.vocab_size * config.d_model
+    for leaf, dims in zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True):
+        if dims.startswith("V") or not parameter.is_matrix(dims):
+            continue
+        if "E" in dims:
+            total += leaf.size // leaf.shape[dims.index("E")] * config.moe.top_k
+        else:
+            total += leaf.size
+    return total
 
 
 def check_params(params: Any, *, expected: Mapping[str, Any], path: str = "params") -> None:

@@ -304,7 +304,8 @@ def _behind(norm, function, *, dtype, of=Normed, **more):
 def normalise(x: Array, *, eps: float) -> Array:
     """x / rms(x) over the last dimension, in float32."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean + eps)
 
 
 def normalise_heads(arrays: Sequence[Array], *, eps: float, axes: Axes) -> list[Array]:

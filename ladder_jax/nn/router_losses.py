@@ -84,11 +84,16 @@ class RouterLosses:
         given = {PREDICTED: jnp.asarray(predicted, jnp.float32)}
         if config.accumulate == 1 or not config.load_balance:
             return given
-        parts = jax.tree.map(lambda a: a.reshape(config.accumulate, -1, *a.shape[1:]), batch)
-        zeros = pvary(jnp.zeros(self.terms["counts"]), varying(jax.tree.leaves(batch)[0]))
+
+        def split(a):
+            return a.reshape(config.accumulate, -1, *a.shape[1:])
 
         def add(counts, part):
             return (counts + terms(part, given)["counts"], None)
+
+        parts = jax.tree.map(split, batch)
+        of_rows = varying(jax.tree.leaves(batch)[0])
+        zeros = pvary(jnp.zeros(self.terms["counts"]), of_rows)
 
         counts = lax.scan(add, zeros, parts)[0]
         with jax.named_scope(LOSS):
@@ -97,7 +102,8 @@ class RouterLosses:
     def begin(self) -> Routing:
         """The `extra` of a forward pass whose layers' routers are to be measured."""
         axes = self.definition.layout.all_axes
-        return Routing(**{name: pvary(jnp.zeros(shape), axes) for name, shape in self.terms.items()})
+        zeros = {name: pvary(jnp.zeros(shape), axes) for name, shape in self.terms.items()}
+        return Routing(**zeros)
 
     def penalty(
         self, chosen: Routing, batch: Any, *, scheduled: dict[str, Array], config: TrainConfig
@@ -130,7 +136,11 @@ def of_group(routing: Routing, *, axes: Axes, own: bool) -> Routing:
     own: each rank has measured its own tokens. Otherwise all have measured the same: only the first rank's count, and
     only there is a gradient: that of the router is summed over the ranks.
     """
-    return jax.tree.map(lambda a: all_reduce(a if own else jnp.where(rank(axes) == 0, a, 0), axes), routing)
+
+    def summed(a):
+        return all_reduce(a if own else jnp.where(rank(axes) == 0, a, 0), axes)
+
+    return jax.tree.map(summed, routing)
 
 
 def toward_balance(counts_LC: Array, *, choices: int) -> Array:

@@ -90,10 +90,12 @@ def run_layers(
         of_turn = sum(steps[start : start + period], ())
         carry = wire.fill(state, of_turn, dtype=dtype), extra
         with jax.named_scope(f"layers_{first + start}_to_{first + stop - 1}"):
-            (state, extra), scanned = jax.lax.scan(turn, carry, jax.tree.map(fold, (params, caches)))
-        scanned = jax.tree.map(lambda a: a.reshape(period * repeats, *a.shape[2:]), scanned)
+            slices = jax.tree.map(fold, (params, caches))
+            (state, extra), scanned = jax.lax.scan(turn, carry, slices)
+        count = period * repeats
+        scanned = jax.tree.map(lambda a, count=count: a.reshape(count, *a.shape[2:]), scanned)
         if len(runs) > 1:
-            updated.extend(_layer(scanned, index) for index in range(period * repeats))
+            updated.extend(_layer(scanned, index) for index in range(count))
     if caches is None:
         return state, extra, None
     if form is tuple:
@@ -206,7 +208,8 @@ def _unstack(tree):
 def _restack(_, gradients):
     def write(*layers):
         axes = frozenset.union(*map(varying, layers))
-        stack = pvary(jnp.zeros((len(layers), *layers[0].shape), layers[0].dtype), axes)
+        first = layers[0]
+        stack = pvary(jnp.zeros((len(layers), *first.shape), first.dtype), axes)
         for index in reversed(range(len(layers))):
             stack = jax.lax.dynamic_update_index_in_dim(stack, layers[index], index, 0)
         return stack

@@ -107,11 +107,12 @@ class Topology:
         if self.communication is Communication.NONE:
             return ((Silent((0,)), Silent((1,))),) * self.num_layers
         if self.communication is Communication.DESYNC:
+            steps = []
             count = 2 * self.num_layers
-            steps = [
-                Desynced((i % 2,), phase=i % self.period, sync=(i + 1) % self.period == 0 or i + 1 == count)
-                for i in range(count)
-            ]
+            for index in range(count):
+                done = index + 1
+                sync = done % self.period == 0 or done == count
+                steps.append(Desynced((index % 2,), phase=index % self.period, sync=sync))
             return tuple(itertools.batched(steps, 2))
         if self.farskip:
             return _farskip_layers(_delayed_layers(self), dense=self.dense)
@@ -189,7 +190,8 @@ def fill(state: State, steps: Sequence[Step], *, axes: Axes, dtype: Any = None) 
     A carry has one structure in all turns, so the first turn reduces zeros, which an unrolled loop does not.
     dtype: of the sublayers' outputs, by default the stream's.
     """
-    return steps[0].wire(axes).fill(state, steps, dtype=state.residual.dtype if dtype is None else dtype)
+    dtype = state.residual.dtype if dtype is None else dtype
+    return steps[0].wire(axes).fill(state, steps, dtype=dtype)
 
 
 def flush(state: State, *, axes: Axes) -> jax.Array:
@@ -206,26 +208,28 @@ def _delayed_layers(topology):
     kinds += kinds[-1:] * extra
     layers = [((0, 1),) if joint else ((0,), (1,)) for _, joint, _ in kinds]
 
-    planned = [(layer, group) for layer, groups in enumerate(layers) for group in groups]
-    step_at = {2 * layer + group[0]: index for index, (layer, group) in enumerate(planned)}  # by its first sublayer
+    firsts = [2 * layer + group[0] for layer, groups in enumerate(layers) for group in groups]  # each step's sublayer
+    step_at = {first: index for index, first in enumerate(firsts)}
+    delays = list(itertools.chain(*(delays for delays, _, _ in kinds)))
+    joined = len(layers[0][0])
     in_steps = []
-    for index, (layer, group) in enumerate(planned):
-        delay = kinds[layer][0][group[0]]
-        read = 2 * layer + group[0] - delay
+    for index, first in enumerate(firsts):
+        delay = delays[first]
+        read = first - delay
         # A read before the first sublayer counts layers of the first one's kind, whose outputs are zero.
-        step = step_at.get(read) if read >= 0 else -(-read // len(planned[0][1]))
+        step = step_at.get(read) if read >= 0 else -(-read // joined)
         if step is None:
             raise ValueError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
         in_steps.append(index - step)
 
-    pending = [0] * (len(planned) + 1)
-    for index in reversed(range(len(planned))):
+    pending = [0] * (len(firsts) + 1)
+    for index in reversed(range(len(firsts))):
         pending[index] = max(in_steps[index], pending[index + 1] - 1)
     counts = iter(zip(pending, in_steps, pending[1:]))
-    real = layers[: topology.num_layers]
-    return tuple(
-        tuple(Step(group, *next(counts), fresh) for group in groups) for groups, fresh in zip(real, topology.fresh)
-    )
+    planned = []
+    for groups, fresh in zip(layers, topology.fresh):
+        planned.append(tuple(Step(group, *next(counts), fresh) for group in groups))
+    return tuple(planned)
 
 
 def _farskip_layers(layers, *, dense=0):
@@ -261,9 +265,11 @@ def _words(layers):
     kinds: dict[str, list[int]] = {}
     for number, layer in enumerate(layers):
         kinds.setdefault(_layer_words(layer), []).append(number)
-    lines = [f"  layer{'s'[: len(numbers) > 1]} {_ranges(numbers)}: {text}" for text, numbers in kinds.items()]
-    head = f"Topology of {len(layers)} layers, {2 * len(layers)} sublayers, {count} all-reduces"
-    return "\n".join([head, *lines])
+    lines = [f"Topology of {len(layers)} layers, {2 * len(layers)} sublayers, {count} all-reduces"]
+    for text, of_kind in kinds.items():
+        noun = "layers" if len(of_kind) > 1 else "layer"
+        lines.append(f"  {noun} {_ranges(of_kind)}: {text}")
+    return "\n".join(lines)
 
 
 def _layer_words(layer):
@@ -297,5 +303,6 @@ def _ranges(numbers):
             runs[-1][1:] = [number]
         else:
             runs.append([number])
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return ", ".join(shown[:8]) + (f", ... ({len(numbers)} in all)" if len(shown) > 8 else "")
+    shown = ["-".join(map(str, run)) for run in runs]
+    text = ", ".join(shown[:8])
+    return f"{text}, ... ({len(numbers)} in all)" if len(shown) > 8 else text

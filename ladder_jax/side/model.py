@@ -156,7 +156,8 @@ class SideBlock(Module):
 
         share = jax.nn.sigmoid(self.gate[...] / TEMPERATURE)[None, None]
         mapped = quantized.einsum("BTM,MD->BTD", tapped_BTM.astype(dtype), self.tap.get_value())
-        h = (share * h_BTD.astype(jnp.float32) + (1 - share) * mapped.astype(jnp.float32)).astype(stream)
+        h = share * h_BTD.astype(jnp.float32) + (1 - share) * mapped.astype(jnp.float32)
+        h = h.astype(stream)
         with jax.named_scope("side_attention"):
             out = self.attention(self.attention_norm(h, dtype=dtype), attend=attend, table=context.table)
         h = h + out.astype(stream)
@@ -215,7 +216,8 @@ class SidePass(ForwardPass):
         of_layer, of_block = (None, None) if cache is None else (cache.layer, cache.block)
         # An unrolled loop gives every array of a layer a gradient; here those of the layer itself are cut.
         frozen = {name: lax.stop_gradient(group) for name, group in params.items() if name != SIDE}
-        state, _, of_layer = super().layer(state, None, {**frozen, SIDE: params[SIDE]}, of_layer, **settings)
+        frozen[SIDE] = params[SIDE]
+        state, _, of_layer = super().layer(state, None, frozen, of_layer, **settings)
         # As the stream and the newest sum of a State: then the policies and barriers of the layers' loop apply.
         mine = State(extra, (lax.stop_gradient(state.residual),))
         mine, _, of_block = self._block(mine, None, params[SIDE], of_block)
@@ -225,7 +227,8 @@ class SidePass(ForwardPass):
         """The final, normed stream of y, [B, T, M]."""
         x = self.stream(state)
         ends = self.definition.bind(SIDE, params[SIDE])
-        return self.normed(params, x + ends.end(extra, dtype=self.definition.dtype).astype(x.dtype))
+        added = ends.end(extra, dtype=self.definition.dtype)
+        return self.normed(params, x + added.astype(x.dtype))
 
     def _compute(self, state, extra, params, cache, steps):
         block: SideBlock = nnx.merge(self.definition.network_graph, params)
