@@ -123,7 +123,9 @@ def _blockwise(query, key, value, start):
         weights = jnp.exp(scores - top[..., None])
         kept = jnp.exp(highest - top)
         values = dot("BKGTS,BSKH->BKGTH", weights.astype(value.dtype), values)
-        return total * kept + weights.sum(-1), weighed * kept[..., None] + values, top
+        total = total * kept + weights.sum(-1)
+        weighed = weighed * kept[..., None] + values
+        return total, weighed, top
 
     axes = varying(query) | varying(key) | varying(value)
     shape = (rows, kv_heads, heads // kv_heads, length)
@@ -219,7 +221,8 @@ class FullSequence:
         row = self.row + rows
         if self.ends is None:
             return self, FullSequence(row=row)
-        return FullSequence(self.ends[:rows], self.row), FullSequence(self.ends[rows:], row)
+        first = FullSequence(self.ends[:rows], self.row)
+        return first, FullSequence(self.ends[rows:], row)
 
     def parts(self, at):
         return FirstPart(self), LaterPart(at, row=self.row)
@@ -258,7 +261,8 @@ class Packed:
         return Packed(self.segments[:rows]), Packed(self.segments[rows:])
 
     def parts(self, at):
-        return FirstPart(Packed(self.segments[:, :at])), LaterPart(at, self.begins)
+        first = Packed(self.segments[:, :at])
+        return FirstPart(first), LaterPart(at, self.begins)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +282,8 @@ class ChunkedPrefill:
     def attend(self, query, key, value, *, cache, kernel):
         cache = _write(cache, key, value, row=self.row, start=self.start, kernel=kernel)
         rows = slice(self.row, self.row + len(query))
-        return extend(query, cache.key[rows], cache.value[rows], self.start, kernel=kernel), cache
+        attended = extend(query, cache.key[rows], cache.value[rows], self.start, kernel=kernel)
+        return attended, cache
 
     def halves(self, rows):
         return ChunkedPrefill(self.start, self.row), ChunkedPrefill(self.start, self.row + rows)

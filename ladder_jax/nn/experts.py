@@ -77,10 +77,12 @@ def route(logits_NC: Array, *, moe: MoEConfig, bias_C: Array | None = None) -> R
     A bias has no gradient: `toward_balance` moves it.
     """
     scores = logits_NC if bias_C is None else jax.nn.softmax(logits_NC, axis=1) + bias_C[None]
-    choice = checkpoint_name(lax.stop_gradient(lax.top_k(scores, moe.top_k)[1]), EXPERTS)
+    _, choice = lax.top_k(scores, moe.top_k)
+    choice = checkpoint_name(lax.stop_gradient(choice), EXPERTS)
     chosen = jnp.take_along_axis(logits_NC, choice, axis=1)
     over = chosen if moe.softmax is RouterSoftmax.CHOSEN else logits_NC
-    return Route(choice, jnp.exp(chosen - jax.nn.logsumexp(over, axis=1, keepdims=True)))
+    total = jax.nn.logsumexp(over, axis=1, keepdims=True)
+    return Route(choice, jnp.exp(chosen - total))
 
 
 def measured(logits_NC: Array, choice_NK: Array) -> Routing:
@@ -119,7 +121,8 @@ class NormedExperts(Normed):
 
     def route(self, x_BTD: Array) -> tuple[Array, Array, Array]:
         with jax.named_scope("mlp"):  # though it is part of attention's step
-            x_ND = self.gain_of(x_BTD, scale=self.gain).reshape(-1, x_BTD.shape[-1])
+            x_BTD = self.gain_of(x_BTD, scale=self.gain)
+            x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
             logits = self.moe.logits(x_ND)
             experts = self.moe.experts.count * ranks(self.axes)
             size = self.moe.moe.slots(len(x_ND))
@@ -167,8 +170,9 @@ class ExpertMLPs(Module):
         down = grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), groups)
         out = _in_token_order(down, groups)
         mine = (routed.choice >= first) & (routed.choice < first + self.count)  # the other rows are undefined
-        of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, -1), 0).astype(jnp.float32)
-        return jnp.sum(of_tokens * routed.weights[:, :, None], axis=1).astype(x_ND.dtype)
+        of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, -1), 0)
+        weighed = of_tokens.astype(jnp.float32) * routed.weights[:, :, None]
+        return jnp.sum(weighed, axis=1).astype(x_ND.dtype)
 
     @property
     def count(self) -> int:
@@ -294,7 +298,8 @@ def _in_chunks(compute, x_ND, routed):
         return compute(x, Route(*route))
 
     parts = chunks(x_ND), chunks(routed.choice, NO_EXPERT), chunks(routed.weights)
-    return lax.map(of_chunk, parts).reshape(count * CHUNK, -1)[: len(x_ND)]
+    out = lax.map(of_chunk, parts).reshape(count * CHUNK, -1)
+    return out[: len(x_ND)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -306,7 +311,8 @@ def _sorted_rows(x_ND, groups, choices):
 def _sorted_rows_backward(choices, residuals, gradient):
     groups, like = residuals
     gradient = jnp.take(gradient, groups.place, axis=0, mode="clip")
-    summed = jnp.sum(gradient.reshape(-1, choices, gradient.shape[1]), axis=1, dtype=jnp.float32)
+    of_tokens = gradient.reshape(-1, choices, gradient.shape[1])
+    summed = jnp.sum(of_tokens, axis=1, dtype=jnp.float32)
     return summed.astype(like.dtype), None
 
 

@@ -56,9 +56,11 @@ def _tiles(sizes, *, rows, height):
     ends = jnp.cumsum(sizes)
     last = jnp.cumsum(pl.cdiv(sizes, height))
     tile = jnp.arange(count, dtype=jnp.int32)
-    group = jnp.minimum(jnp.sum(last[None, :] <= tile[:, None], axis=1, dtype=jnp.int32), len(sizes) - 1)
+    passed = jnp.sum(last[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    group = jnp.minimum(passed, len(sizes) - 1)
     before = (last - pl.cdiv(sizes, height))[group]
-    first = jnp.minimum((ends - sizes)[group] + (tile - before) * height, ends[group])
+    place = (ends - sizes)[group] + (tile - before) * height
+    first = jnp.minimum(place, ends[group])
     return group, first, ends[group]
 
 

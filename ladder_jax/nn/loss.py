@@ -91,7 +91,8 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array, *, axes: Axes) -> Array:
     `logits_BTV` is this rank's share [B, T, V/ranks]; three small all-reduces of [B, T] join them.
     """
     _, total, largest = _powers(logits_BTV, axes)
-    picked = _picked(logits_BTV, targets_BT - rank(axes) * logits_BTV.shape[-1], axes)
+    first = rank(axes) * logits_BTV.shape[-1]
+    picked = _picked(logits_BTV, targets_BT - first, axes)
     return jnp.log(total) + largest - picked
 
 

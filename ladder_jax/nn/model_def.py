@@ -206,7 +206,8 @@ def matrix_elements(definition: ModelDef) -> int:
     config = definition.config
 
     total = config.vocab_size * config.d_model
-    for leaf, dims in zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True):
+    arrays = jax.tree.leaves(definition.abstract)
+    for leaf, dims in zip(arrays, jax.tree.leaves(definition.dims), strict=True):
         if dims.startswith("V") or not parameter.is_matrix(dims):
             continue
         if "E" in dims:

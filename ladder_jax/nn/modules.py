@@ -126,10 +126,8 @@ class Attention(Module):
             return self.query_norm(query, dtype=dtype), self.key_norm(key, dtype=dtype)
         scales = [one.scale[...].astype(dtype) for one in (self.query_norm, self.key_norm)]  # as inference has them
         query, key = normalise_heads((query, key), eps=self.config.norm_eps, axes=axes)
-        return (
-            self.query_norm.gain(query, dtype=dtype, scale=scales[0]),
-            self.key_norm.gain(key, dtype=dtype, scale=scales[1]),
-        )
+        query = self.query_norm.gain(query, dtype=dtype, scale=scales[0])
+        return query, self.key_norm.gain(key, dtype=dtype, scale=scales[1])
 
 
 class MLP(Module):
@@ -163,7 +161,8 @@ class MLP(Module):
             gate = quantized.add_bias(gate, self.gate_bias[...])
             up = quantized.add_bias(up, self.up_bias[...])
         bias = jnp.where(first_rank, self.down_bias[...], 0) if hasattr(self, "down_bias") else None
-        return projections.out(_DOWN)(jax.nn.silu(gate) * up, (self.down.get_value(), bias))
+        hidden = jax.nn.silu(gate) * up
+        return projections.out(_DOWN)(hidden, (self.down.get_value(), bias))
 
 
 class Embedding(Module):
@@ -185,9 +184,10 @@ class Embedding(Module):
         reduce: adds what each rank's rows give.
         """
         table = self.table.get_value()
-        local = tokens_BT - rank(axes) * table.shape[0]
-        mine = (local >= 0) & (local < table.shape[0])
-        inside = jnp.clip(local, 0, table.shape[0] - 1)
+        count = table.shape[0]
+        local = tokens_BT - rank(axes) * count
+        mine = (local >= 0) & (local < count)
+        inside = jnp.clip(local, 0, count - 1)
         rows = quantized.rows(table, inside, dtype=jnp.dtype(self.dtype))
         return reduce(jnp.where(mine[:, :, None], rows, 0), axes)
 
@@ -195,7 +195,8 @@ class Embedding(Module):
         """Float32 scores of this rank's share of the vocabulary, [B, T, V/ranks]; padding is -inf."""
         table = self.table.get_value()
         logits = quantized.einsum("BTD,VD->BTV", x_BTD, table, dtype=jnp.float32)
-        token = rank(axes) * table.shape[0] + jnp.arange(table.shape[0])
+        rows = table.shape[0]
+        token = rank(axes) * rows + jnp.arange(rows)
         return jnp.where((token < self.vocab_size)[None, None, :], logits, -jnp.inf)
 
 

@@ -45,7 +45,8 @@ class Normal:
 
     def __call__(self, key: Array, shape: tuple[int, ...]) -> Array:
         table = jnp.asarray(self.stddev * _quantiles(), jnp.float32)
-        return jnp.take(table, jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32))
+        bits = jax.random.bits(key, shape, jnp.uint16)
+        return jnp.take(table, bits.astype(jnp.int32))
 
 
 @functools.cache
@@ -63,7 +64,10 @@ def stacks(config: ModelConfig) -> dict[str, range]:
 
 def stack_of(config: ModelConfig, layer: int) -> tuple[str, int]:
     """The stack that holds the model's layer `layer`, and the layer's place in it."""
-    return next((name, layer - of.start) for name, of in stacks(config).items() if layer in of)
+    for name, of in stacks(config).items():
+        if layer in of:
+            return name, layer - of.start
+    raise IndexError(layer)
 
 
 def residual_writer(config: ModelConfig) -> Normal:
@@ -219,7 +223,8 @@ def partition_specs(module: nnx.Module, *, axes: Axes = ("tensor",)) -> nnx.Stat
 
 def is_matrix(dims: str) -> bool:
     """Whether a parameter of these dimensions is multiplied with activations; norm gains and biases are not."""
-    return len(dims.removeprefix("L")) > 1 and dims.removeprefix("L").upper() not in ("NH", "KH")
+    of_layer = dims.removeprefix("L")
+    return len(of_layer) > 1 and of_layer.upper() not in ("NH", "KH")
 
 
 def abstract(module: nnx.Module, *, layout: Layout) -> dict:

@@ -85,7 +85,8 @@ def einsum(spec: str, x: Array, weight: Array | Int8, *, dtype: Any = None) -> A
         return weight.einsum(spec, x, dtype=dtype)
     if not isinstance(weight, Int8):
         axes = varying(x) | varying(weight)
-        return checkpoint_name(_product(pvary(x, axes), pvary(weight, axes), spec, dtype), MATMUL)
+        product = _product(pvary(x, axes), pvary(weight, axes), spec, dtype)
+        return checkpoint_name(product, MATMUL)
     sums = jnp.einsum(spec, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
     return (sums * aligned(weight.scale, sums.ndim)).astype(dtype or x.dtype)
 
@@ -141,10 +142,13 @@ def _product_backward(spec, dtype, residuals, gradient):
     operands, out = spec.split("->")
     of_x, of_weight = operands.split(",")
     x, weight, like = residuals
-    of_input = jnp.einsum(f"{out},{of_weight}->{of_x}", gradient, weight).astype(x.dtype)
-    batch_first = "".join(sorted(out, key=lambda letter: not (letter in of_x and letter in of_weight)))
+    of_input = jnp.einsum(f"{out},{of_weight}->{of_x}", gradient, weight)
+    of_input = of_input.astype(x.dtype)
+    shared = set(of_x) & set(of_weight)
+    batch_first = "".join(sorted(out, key=lambda letter: letter not in shared))
     if batch_first != out:  # XLA for CPUs has no float32 sums of bfloat16 whose batch dimension comes later
-        out, gradient = batch_first, jnp.einsum(f"{out}->{batch_first}", gradient)
+        gradient = jnp.einsum(f"{out}->{batch_first}", gradient)
+        out = batch_first
     summed = jnp.einsum(f"{of_x},{out}->{of_weight}", x, gradient, preferred_element_type=jnp.float32)
     return of_input, summed.astype(x.dtype).astype(like.dtype)
 
@@ -160,7 +164,8 @@ def _looked_up(table, indices, dtype):
 def _looked_up_backward(dtype, residuals, gradient):
     table, indices = residuals  # of the table only the type is used
     zeros = pvary(jnp.zeros(table.shape, jnp.float32), varying(table))
-    return zeros.at[indices].add(gradient.astype(jnp.float32)).astype(table.dtype), None
+    summed = zeros.at[indices].add(gradient.astype(jnp.float32))
+    return summed.astype(table.dtype), None
 
 
 _looked_up.defvjp(

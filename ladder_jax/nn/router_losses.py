@@ -51,16 +51,16 @@ class RouterLosses:
         moe = self.definition.config.moe
         tokens = jnp.sum(routing.counts, axis=1) / moe.top_k
         shares = routing.counts / (tokens * moe.top_k)[:, None]
-        dropped = {}
+        found = {}
         if moe.capacity is not None:
-            dropped["dropped_share"] = jnp.sum(routing.dropped) / jnp.sum(routing.counts)
-        return dropped | {
-            "expert_load": moe.experts * jnp.max(shares),
-            "dead_experts": jnp.sum(routing.counts == 0).astype(jnp.float32),
-            "load_balance": moe.experts * jnp.mean(jnp.sum(shares * routing.probabilities, axis=1) / tokens),
-            "router_z": jnp.mean(routing.log_squares / tokens),
-            "router_entropy": jnp.mean(routing.entropies / tokens),
-        }
+            found["dropped_share"] = jnp.sum(routing.dropped) / jnp.sum(routing.counts)
+        found["expert_load"] = moe.experts * jnp.max(shares)
+        found["dead_experts"] = jnp.sum(routing.counts == 0).astype(jnp.float32)
+        uneven = jnp.sum(shares * routing.probabilities, axis=1) / tokens
+        found["load_balance"] = moe.experts * jnp.mean(uneven)
+        found["router_z"] = jnp.mean(routing.log_squares / tokens)
+        found["router_entropy"] = jnp.mean(routing.entropies / tokens)
+        return found
 
     def balanced(self, params: Params, terms: dict[str, Array], *, config: TrainConfig) -> Params:
         """`params` after a step, with the biases of the routers that train moved against the batch's load."""
@@ -126,7 +126,8 @@ class RouterLosses:
             shares = counts / jnp.sum(counts, axis=1, keepdims=True)
             uneven = experts * jnp.sum(lax.stop_gradient(shares) * chosen.probabilities)
             losses = config.load_balance * uneven + config.router_z_loss * jnp.sum(chosen.log_squares)
-            mean = losses / (batch.tokens.size * config.accumulate * layout.batch_ranks * layers)
+            tokens = batch.tokens.size * config.accumulate * layout.batch_ranks
+            mean = losses / (tokens * layers)
             return mean * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))
 
 

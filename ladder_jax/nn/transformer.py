@@ -103,7 +103,8 @@ class ForwardPass:
 
     def begin(self, x: Array) -> State:
         """The state of a stream [B, T, D] to which nothing is still to be added."""
-        return self.wire.begin(x.astype(self.definition.config.residual_dtype.value), self.steps[0][0])
+        dtype = self.definition.config.residual_dtype.value
+        return self.wire.begin(x.astype(dtype), self.steps[0][0])
 
     def layers(self, state: State, extra: Any = None, *, params: Params, caches: Any = None) -> tuple[State, Any, Any]:
         """The state and `extra` after all layers, one stack of `params` after the other, and the caches."""
@@ -143,7 +144,7 @@ class ForwardPass:
         """
         definition = self.definition
         dims = definition.dims[name] if dims is None else dims
-        count = len(stack) if isinstance(stack, tuple) else jax.tree.leaves(stack)[0].shape[0]
+        count = len(stack if isinstance(stack, tuple) else jax.tree.leaves(stack)[0])
         dtype = definition.dtype
         if given is not None:
             stack = {**stack, GIVEN: given}
