@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import decode, parallel
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import cache, steps, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.nn import attention, tpu_attention
 from tests import cases, covering
 
@@ -148,17 +148,17 @@ def test_one_program_reads_prompts_of_any_length():
 
 @pytest.mark.parametrize("length, padded", [(1, 32), (32, 32), (33, 64), (500, 512), (513, 1024), (32_000, 32_768)])
 def test_prompts_are_padded_to_few_lengths(length, padded):
-    assert cache.padded_length(length, positions=10**6) == padded
-    assert cache.padded_length(length, positions=length + 7) == min(padded, length + 7)
+    assert steps.padded_length(length, positions=10**6) == padded
+    assert steps.padded_length(length, positions=length + 7) == min(padded, length + 7)
 
 
 @pytest.mark.parametrize("tokens, chunk, positions", [(1, 16, 32), (16, 16, 32), (17, 16, 64), (1000, 5, 1024)])
 def test_caches_have_room_for_the_last_chunk(tokens, chunk, positions):
-    assert cache.positions_for(tokens, chunk=chunk) == positions
+    assert steps.positions_for(tokens, chunk=chunk) == positions
 
 
 def program(definition, *, chunk, capacity):
-    caches = cache.abstract(definition, rows=1, capacity=capacity, loop=Loop.UNROLLED)
+    caches = steps.abstract_cache(definition, rows=1, capacity=capacity, loop=Loop.UNROLLED)
     tokens, start, lengths = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1, chunk), (), (1,)))
     return decode.extend(definition).compile(
         weights.abstract(definition, loop=Loop.UNROLLED), caches, tokens, start, lengths

@@ -9,7 +9,7 @@ import pytest
 
 from ladder_jax import decode, nn
 from ladder_jax.config import Biases, DecodeConfig, Dtype, Loop, Quantize
-from ladder_jax.decode import cache, steps, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.nn import quantized
 from ladder_jax.nn.quantized import Int8
 from tests import cases, one_step, reference
@@ -134,7 +134,7 @@ def stored(definition, params, *, loop, quantize=INT8):
 
 def empty(definition, *, rows, loop):
     """Caches of nothing yet, so that decoding needs no prefill."""
-    abstract = cache.abstract(definition, rows=rows, capacity=8, loop=loop)
+    abstract = steps.abstract_cache(definition, rows=rows, capacity=8, loop=loop)
     return jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
 
 

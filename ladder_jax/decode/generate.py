@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, RunConfig
-from ladder_jax.decode import cache, steps, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.decode.request import Decoder, NoNumbers, Piece, Request, Result, TokenSequence, check_prompts
 from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
@@ -121,8 +121,8 @@ class Generator:
         definition, form = self.definition, dict(loop=self.loop, launch=launch, quantize=self.quantize)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         longest = int(lengths.max())
-        positions = cache.positions_for(longest + new, chunk=CHUNK)
-        width = cache.padded_length(longest, positions=positions)
+        positions = steps.positions_for(longest + new, chunk=CHUNK)
+        width = steps.padded_length(longest, positions=positions)
         padded = np.zeros((len(prompts), width), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = prompt

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ladder_jax.config import Loop, Quantize
-from ladder_jax.decode import cache, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import ModelDef
 
@@ -46,7 +46,7 @@ def check_slots(
 ) -> None:
     """Raises UserError where the weights, or they and `slots` rows of `capacity` cached tokens, do not fit.
 
-    chunk: positions beyond the capacity, see `cache.positions_for`.
+    chunk: positions beyond the capacity, see `steps.positions_for`.
     held: bytes a device of the parameters in memory from which the weights are made.
     """
     if slots * (capacity + chunk) >= 2**31:  # no array may be larger, and none this large would fit
@@ -109,7 +109,7 @@ def _less(quantize):
 
 def cache_bytes(definition: ModelDef, *, rows: int, capacity: int) -> int:
     """A device's share of the key/value cache."""
-    return shard_bytes(cache.abstract(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED))
+    return shard_bytes(steps.abstract_cache(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED))
 
 
 def shard_bytes(tree: Any) -> int:

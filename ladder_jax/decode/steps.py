@@ -1,10 +1,15 @@
-"""The compiled programs of inference: prefill, whole or in chunks, and decode, a chunk of tokens a call.
+"""The compiled programs of inference: prefill, whole or in chunks, and decode, a chunk of tokens a call; and the
+key/value cache that they hand on.
 
 Each is one shard_map over the whole mesh; key/value caches are updated in place.
 
 Layers are unrolled, or scanned to compile sooner. A scanned decode step takes 63 to 76 % more estimated cycles, because
 XLA slices and copies the stacks (`ladder-jax overlap --model llama-3-70b --layers 4 --phase decode --residual ladder
 --loop scan`, against unrolled, on v5p, v6e, v5e and tpu7x).
+
+A cache has right-padded rows, one length a row. It is split over all ranks; with fewer key/value heads than ranks,
+several ranks hold the same head. The order of its dimensions in memory is the attention kernel's:
+`ModelDef.kernel.cache_dims`.
 """
 
 import functools
@@ -16,15 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax import nn
-from ladder_jax.config import UNROLLED, CollectiveMatmul, Execution, Launch, Loop, Phase, Quantize
-from ladder_jax.decode import cache, sampling, weights
+from ladder_jax.config import UNROLLED, CollectiveMatmul, Execution, Launch, Loop, ModelConfig, Phase, Quantize
+from ladder_jax.decode import sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
-from ladder_jax.nn import ModelDef, Params
-from ladder_jax.parallel import Compiled, Overlap, apart, on_mesh, over_ranks, resolve_launch
+from ladder_jax.nn import Cache, ModelDef, Params
+from ladder_jax.nn.attention import Kernel
+from ladder_jax.parallel import Compiled, Overlap, apart, on_mesh, over_ranks, pvary, resolve_launch
 from ladder_jax.parallel.collectives import TOKEN_LOOP
 
 CHUNK = 16  # tokens that a call of `decode_many` makes by default, without a round trip to the host between them
+Caches = tuple[Cache, ...] | Cache  # one a layer, or stacked for a scan
+
+UNIT = 32  # the shortest padded prompt, and the unit of a cache's length, in tokens
 
 
 @functools.cache
@@ -52,12 +61,12 @@ def prefill(
     execution = Execution(loop=loop, launch=launch, interleave=interleave, **split)
 
     def local(params, tokens, lengths):
-        caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
+        caches = empty_cache(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
         settings = dict(execution=execution, caches=caches, positions=nn.FullSequence(lengths))
         return _last_logits(definition, params, tokens, lengths, **settings)
 
     traits = definition.traits(execution, phase=Phase.PREFILL)
-    out_dims = "BV", cache.dims(definition, loop=loop)
+    out_dims = "BV", cache_dims(definition, loop=loop)
     return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
 
 
@@ -84,7 +93,7 @@ def extend(
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
         return _last_logits(definition, params, tokens, inside, **settings)
 
-    dims = cache.dims(definition, loop=loop)
+    dims = cache_dims(definition, loop=loop)
     traits = definition.traits(execution, phase=Phase.PREFILL)
     in_dims, out_dims = (dims, "BT", "", "B"), ("BV", dims)
     return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
@@ -123,7 +132,7 @@ def prefill_chunks(
     if capacity < length:  # jax would write the last chunk over the one before
         raise ValueError(f"a cache of {capacity} positions has no room for {length} tokens")
     program = extend(definition, interleave=interleave, **form)
-    caches = cache.make(definition, rows=len(tokens), capacity=capacity, loop=loop)()
+    caches = make_cache(definition, rows=len(tokens), capacity=capacity, loop=loop)()
     logits = None
     for start in chunk_starts(length, chunk=chunk):
         if logits is not None:
@@ -219,7 +228,7 @@ def decode_many(
             (caches, seen, _, _), new = jax.lax.scan(turn, (caches, seen, tokens, lengths), length=count)
         return *jax.tree.map(jnp.transpose, new), caches, seen
 
-    one, dims = step(definition, execution=execution), cache.dims(definition, loop=loop)
+    one, dims = step(definition, execution=execution), cache_dims(definition, loop=loop)
     in_dims = (dims, "BV", "B", "B", sampling.DIMS)
     out_dims = ("BT", None if choice is Choice.GREEDY else "BT", dims, "BV")
     traits = definition.traits(execution, phase=Phase.DECODE)
@@ -237,8 +246,71 @@ def abstract(
     settings = jax.eval_shape(lambda: Settings.of(jnp.broadcast_to(jax.random.key(0), (rows,))))
     settings = jax.tree.map(lambda a: a.update(sharding=sharding(sampling.DIMS)), settings)
     params = weights.abstract(definition, loop=loop, quantize=quantize)
-    caches = cache.abstract(definition, rows=rows, capacity=positions, loop=loop)
+    caches = abstract_cache(definition, rows=rows, capacity=positions, loop=loop)
     return params, caches, seen, integers, integers, settings
+
+
+def positions_for(tokens: int, *, chunk: int) -> int:
+    """The length of a cache for rows of `tokens` tokens, prompt and new ones together, decoded `chunk` at a time.
+
+    A row may end anywhere in a chunk, and the program goes on to the chunk's end. With room for that nothing is written
+    out of range, which jax would drop silently.
+    """
+    return -(-(tokens + chunk) // UNIT) * UNIT
+
+
+def padded_length(length: int, *, positions: int) -> int:
+    """The length to which a prompt is padded, a power of two, so that few shapes are compiled; at most `positions`."""
+    return min(max(UNIT, 1 << (length - 1).bit_length()), positions)
+
+
+def empty_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Caches:
+    """On one rank: zeros for `rows` rows of at least `capacity` positions, one cache a layer, or stacked for a scan."""
+    sizes, ranks = dict(rows=rows, capacity=capacity), definition.layout.ranks
+
+    def zeros(config: ModelConfig, kernel: Kernel, dims: str) -> jax.Array:
+        shape = _shape(config, kernel, dims, heads=max(1, config.num_kv_heads // ranks), **sizes)
+        return pvary(jnp.zeros(shape, config.dtype.value), definition.layout.own_axes(dims))
+
+    return _caches(definition, zeros, loop=loop)
+
+
+@functools.cache
+def make_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Callable[[], Caches]:
+    """A compiled () -> zeros for the caches of all ranks, `rows` rows in total."""
+    shapes = abstract_cache(definition, rows=rows, capacity=capacity, loop=loop)
+    zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
+
+
+def cache_dims(definition: ModelDef, *, loop: Loop) -> Caches:
+    """The dimensions of `empty_cache`'s arrays."""
+    return _caches(definition, lambda config, kernel, dims: dims, loop=loop)
+
+
+def abstract_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Caches:
+    """Shapes, dtypes and shardings of the caches of all ranks, `rows` rows in total."""
+    sizes, layout = dict(rows=rows, capacity=capacity), definition.layout
+
+    def place(config: ModelConfig, kernel: Kernel, dims: str) -> jax.ShapeDtypeStruct:
+        shape = _shape(config, kernel, dims, heads=max(config.num_kv_heads, layout.ranks), **sizes)
+        return jax.ShapeDtypeStruct(shape, config.dtype.value, sharding=layout.sharding(dims))
+
+    return _caches(definition, place, loop=loop)
+
+
+def _caches(definition, leaf, *, loop):
+    """A cache a layer, or one for all, of what `leaf` makes of a model, its kernel and a cache's dimensions."""
+    if loop is Loop.SCAN:
+        return definition.cache(lambda config, kernel, dims: leaf(config, kernel, "L" + dims))
+    return tuple(definition.cache(leaf) for _ in range(definition.config.num_layers))
+
+
+def _shape(config, kernel, dims, *, rows, capacity, heads):
+    heads = config.num_kv_heads if "n" in dims else heads  # a small letter is whole on every rank
+    positions = -(-capacity // kernel.page) * kernel.page
+    sizes = dict(L=config.num_layers, B=rows, S=positions, N=heads, H=config.head_dim)
+    return tuple(sizes[dim.upper()] for dim in dims)
 
 
 def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:

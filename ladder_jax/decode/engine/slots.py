@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from ladder_jax import nn
 from ladder_jax.config import Launch, Loop, Quantize
-from ladder_jax.decode import cache, sampling, steps
+from ladder_jax.decode import sampling, steps
 from ladder_jax.decode.request import Request
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.nn import ModelDef, Params
@@ -66,7 +66,7 @@ class Slots:
         self._definition, self._params = definition, params
         self._read = dict(chunk=prefill_chunk, interleave=interleave)
         self._form = dict(loop=loop, launch=launch, quantize=quantize)
-        self._positions = cache.positions_for(capacity, chunk=chunk)
+        self._positions = steps.positions_for(capacity, chunk=chunk)
         self.buckets = buckets(longest=capacity - 1, positions=self._positions)
         programs = functools.partial(steps.decode_many, definition, count=chunk, **self._form)
         self._decode = {choice: programs(choice=choice) for choice in Choice}
@@ -78,7 +78,7 @@ class Slots:
         Returns the first new token and its log-probability, [1] each, which the devices may still be computing.
         """
         length = len(request.prompt)
-        bucket = cache.padded_length(length, positions=self._positions)
+        bucket = steps.padded_length(length, positions=self._positions)
         padded = np.zeros((1, bucket), np.int32)
         padded[0, :length] = request.prompt
         lengths, settings = np.array([length], np.int32), _settings(request)
@@ -122,9 +122,9 @@ class Slots:
 
 def buckets(*, longest: int, positions: int) -> tuple[int, ...]:
     """All padded lengths of prompts of up to `longest` tokens, in order."""
-    lengths = [cache.padded_length(1, positions=positions)]
+    lengths = [steps.padded_length(1, positions=positions)]
     while lengths[-1] < longest:
-        lengths.append(cache.padded_length(lengths[-1] + 1, positions=positions))
+        lengths.append(steps.padded_length(lengths[-1] + 1, positions=positions))
     return tuple(lengths)
 
 
@@ -134,14 +134,14 @@ def _settings(request):
 
 
 def _dims(definition, *, loop):
-    return State(cache.dims(definition, loop=loop), "BV", "B", "B", sampling.DIMS)
+    return State(steps.cache_dims(definition, loop=loop), "BV", "B", "B", sampling.DIMS)
 
 
 @functools.cache
 def _empty(definition, *, slots, positions, loop):
     """A compiled () -> unused slots."""
     layout = definition.layout
-    caches = cache.abstract(definition, rows=slots, capacity=positions, loop=loop)
+    caches = steps.abstract_cache(definition, rows=slots, capacity=positions, loop=loop)
     vocabulary = nn.padded_vocabulary(definition.config.vocab_size, ranks=layout.ranks)
 
     def make():
@@ -176,7 +176,7 @@ def _insert(definition, *, loop):
 @functools.cache
 def _clear(definition, *, loop):
     """A compiled (caches, slot) -> caches with zeros in that row. The first are donated."""
-    dims = cache.dims(definition, loop=loop)
+    dims = steps.cache_dims(definition, loop=loop)
 
     def local(caches, slot):
         def zero(letters, old):
