@@ -61,7 +61,8 @@ class Generator:
         choice = Choice.GREEDY if request.is_greedy else Choice.SAMPLED
         form = dict(choice=choice, launch=launch, prefill_chunk=prefill_chunk, interleave=interleave)
         first = lambda x: None if x is None else np.asarray(x).reshape(rows, -1)[0]
-        for tokens, logprobs in self._chunks([request.prompt] * rows, settings, new=request.max_new_tokens, **form):
+        chunks = self._chunks([request.prompt] * rows, settings, new=request.max_new_tokens, **form)
+        for tokens, logprobs in chunks:
             try:
                 reason = sequence.take(first(tokens), first(logprobs))
             except NoNumbers:
@@ -170,7 +171,8 @@ def _advance(definition):
 
 def _row_keys(seed, *, rows):
     """One key a row, [rows]: row 0 of a batch has the noise of a prompt alone."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+    of_row = functools.partial(jax.random.fold_in, jax.random.key(seed))
+    return jax.vmap(of_row)(jnp.arange(rows))
 
 
 def default_tensor(config: RunConfig) -> int:

@@ -175,7 +175,8 @@ def argmax_with(scores_BV: Array, extra: Sequence[Array], *, axes: Axes) -> tupl
 
     One all-gather of integers carries all of it: with so few bytes its time is latency.
     """
-    token = jnp.argmax(scores_BV, axis=-1).astype(jnp.int32) + rank(axes) * scores_BV.shape[-1]
+    token = jnp.argmax(scores_BV, axis=-1).astype(jnp.int32)
+    token = token + rank(axes) * scores_BV.shape[-1]
     values = jnp.max(scores_BV, axis=-1), *extra
     sent = [token, *(lax.bitcast_convert_type(x, jnp.int32) for x in values)]
     tokens, *rest = jnp.moveaxis(all_ranks(jnp.stack(sent), axes), 1, 0)
@@ -211,7 +212,8 @@ def _noise(keys, positions, *, size, vocab_size, axes):
 
     def row(key, position):
         # For the whole vocabulary, which is cheap beside the head: so the noise is the same on every mesh.
-        whole = jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
+        own = jax.random.fold_in(key, position)
+        whole = jax.random.gumbel(own, (vocab_size,), jnp.float32)
         return jnp.take(whole, jnp.clip(tokens, 0, vocab_size - 1))
 
     return jax.vmap(row)(keys, positions)
@@ -225,15 +227,20 @@ def seen_of(tokens_BT: Array, lengths_B: Array, *, size: int, axes: Axes) -> Arr
     """Which tokens each right-padded row [B, T] holds, this rank's share [B, V/ranks] bool; `size` is V/ranks."""
     rows, length = tokens_BT.shape
     local = tokens_BT - rank(axes) * size
-    mine = (local >= 0) & (local < size) & (jnp.arange(length)[None] < lengths_B[:, None])
+    mine = (local >= 0) & (local < size)
+    mine = mine & (jnp.arange(length)[None] < lengths_B[:, None])
     nowhere = jnp.zeros((rows, size + 1), bool)  # the last column is for other ranks' tokens and padding
-    return nowhere.at[jnp.arange(rows)[:, None], jnp.where(mine, local, size)].set(True)[:, :size]
+    row = jnp.arange(rows)[:, None]
+    column = jnp.where(mine, local, size)
+    return nowhere.at[row, column].set(True)[:, :size]
 
 
 def mark(seen_BV: Array, tokens_B: Array, *, axes: Axes) -> Array:
     """This rank's share of `seen`, [B, V/ranks], with each row's next token [B] added."""
     size = seen_BV.shape[-1]
-    return seen_BV | (tokens_B[:, None] == (rank(axes) * size + jnp.arange(size))[None])
+    chosen = tokens_B[:, None]
+    own = rank(axes) * size + jnp.arange(size)
+    return seen_BV | (chosen == own[None])
 
 
 def pick_last(x_BTD: Array, lengths: Array) -> Array:

@@ -138,7 +138,8 @@ def prefill_chunks(
         if logits is not None:
             yield
         part = tokens[:, start : start + chunk]
-        new, caches = program(params, caches, jax.device_put(part, sharding("BT")), np.int32(start), ends)
+        part = jax.device_put(part, sharding("BT"))
+        new, caches = program(params, caches, part, np.int32(start), ends)
         # A row's logits are those of the last chunk that begins before its end: that chunk holds its last token.
         logits = new if logits is None else _replace_rows(definition)(new, logits, lengths > start)
     return logits, caches
@@ -169,7 +170,8 @@ def _replace_rows(definition):
 @functools.cache
 def seen_in(definition: ModelDef) -> Callable:
     """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens that right-padded rows hold."""
-    size = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks) // definition.layout.ranks
+    ranks = definition.layout.ranks
+    size = nn.padded_vocabulary(definition.config.vocab_size, ranks=ranks) // ranks
     local = functools.partial(sampling.seen_of, size=size, axes=definition.layout.tensor)
     return placed(definition, local, in_dims=("BT", "B"), out_dims="BV")
 
@@ -209,7 +211,8 @@ def decode_many(
 
     Raises UserError where `launch` is explicit and is not supported.
     """
-    axes, execution = definition.layout.tensor, Execution(loop=loop, launch=_launch(definition, launch))
+    axes = definition.layout.tensor
+    execution = Execution(loop=loop, launch=_launch(definition, launch))
 
     def local(params, caches, seen, tokens, lengths, settings):
         choose = _chooser(definition, choice, settings)

@@ -48,22 +48,20 @@ def stacked(definition: ModelDef, params: Params | Reader) -> Params:
 def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The dimensions of `prepare`'s arrays."""
     _check(definition)
-    of = lambda dims, layer: _stored_dims(quantize, dims if layer is None else dims.removeprefix("L"))
-    return _each(definition, loop, of, definition.dims)
+    return _laid_out(definition, loop, functools.partial(_stored_dims, quantize), definition.dims)
 
 
 def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The shapes, dtypes and shardings of `prepare`'s arrays."""
+    sharding = definition.layout.sharding
 
-    def place(array, dims, layer):
-        if layer is not None:
-            array, dims = jax.ShapeDtypeStruct(array.shape[1:], array.dtype), dims.removeprefix("L")
-        stored = jax.eval_shape(lambda a: _stored(quantize, definition.config.dtype.value, a, dims), array)
-        sharding = definition.layout.sharding
+    def place(array, dims):
+        store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=dims)
+        stored = jax.eval_shape(store, array)
         return jax.tree.map(lambda a, d: a.update(sharding=sharding(d)), stored, _stored_dims(quantize, dims))
 
     _check(definition)
-    return _each(definition, loop, place, definition.abstract, definition.dims)
+    return _laid_out(definition, loop, place, definition.abstract, definition.dims)
 
 
 def peak_bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> int:
@@ -83,18 +81,23 @@ def _check(definition):
         raise UserError(f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)")
 
 
-def _each(definition, loop, fn, *trees):
-    """fn(leaf, ..., layer) for every leaf: unrolled, once a layer for a leaf that stacks layers; else layer is None."""
-    whole = functools.partial(fn, layer=None)
-    if loop is Loop.SCAN:
-        return jax.tree.map(whole, *trees)
+def _laid_out(definition, loop, fn, *trees):
+    """fn(leaf, ...) of every array; unrolled, of one layer's arrays, for each of a stack's layers."""
     done = {}
-    for name in trees[0]:
+    for name in definition.dims:
         below = [tree[name] for tree in trees]
-        layers = range(len(stacks(definition.config).get(name, ())))
-        each = tuple(jax.tree.map(functools.partial(fn, layer=layer), *below) for layer in layers)
-        done[name] = each or jax.tree.map(whole, *below)
+        layers = stacks(definition.config).get(name, ())
+        if loop is Loop.UNROLLED and layers:
+            one = jax.tree.map(fn, *jax.tree.map(_of_layer, below))
+            done[name] = (one,) * len(layers)
+        else:
+            done[name] = jax.tree.map(fn, *below)
     return done
+
+
+def _of_layer(stack):
+    """One layer's dimensions, or shape, of a stack's."""
+    return stack[1:] if isinstance(stack, str) else jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
 
 
 def _stored_dims(quantize, dims):

@@ -230,7 +230,8 @@ class EngineRound:
         new, logprobs = self._device.decode(self._choice())
         for slot, handle, token, logprob in first:  # these need not wait for the chunk
             self._take(slot, handle, np.asarray(token), np.asarray(logprob))
-        tokens, scores = np.asarray(new), None if logprobs is None else np.asarray(logprobs)
+        tokens = np.asarray(new)
+        scores = None if logprobs is None else np.asarray(logprobs)
         for slot, handle in self._decoding():
             self._take(slot, handle, tokens[slot], None if scores is None else scores[slot])
         for slot in np.flatnonzero((tokens == NO_NUMBER).any(axis=1)):  # also in tokens after a request's end
@@ -270,7 +271,8 @@ class EngineRound:
         return [(slot, handle) for slot, handle in self._scheduler.running() if slot not in self._reading]
 
     def _choice(self):
-        return Choice.GREEDY if all(handle.request.is_greedy for _, handle in self._decoding()) else Choice.SAMPLED
+        greedy = all(handle.request.is_greedy for _, handle in self._decoding())
+        return Choice.GREEDY if greedy else Choice.SAMPLED
 
     def _take(self, slot, handle, tokens, logprobs):
         try:
