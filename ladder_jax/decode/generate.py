@@ -103,17 +103,7 @@ class Generator:
             yield new
             left -= new.shape[1]
 
-    def _chunks(
-        self,
-        prompts,
-        settings,
-        *,
-        new,
-        choice,
-        launch,
-        prefill_chunk,
-        interleave,
-    ):
+    def _chunks(self, prompts, settings, *, new, choice, launch, prefill_chunk, interleave):
         """The first token of each prompt, then CHUNK tokens at a time until there are at least `new`.
 
         The first token does not wait until the decode program is compiled. Each later chunk is sent to the devices

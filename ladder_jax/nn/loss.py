@@ -21,11 +21,11 @@ from ladder_jax.nn.parameter import pad_end
 from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
 from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED, LOSS, Axes
 
-Chunk = Callable[..., tuple[Any, Array | None, Array | None]]
-"""(x, table, of_positions, constants, gradient=) -> (sums, dx or None, dtable or None) of some positions.
+Chunk = Callable[..., tuple[Any, Callable[[], Array]]]
+"""(x, table, of_positions, constants) -> (sums, slope) of some positions.
 
-The sums are a tree of float32 scalars, of which the first has a gradient. dx is in x's dtype, dtable in float32, and
-both are this rank's own.
+The sums are a tree of float32 scalars, of which the first has a gradient. slope: () -> this rank's [B, T, V/ranks], the
+derivative of that one by the logits, without the positions' weights.
 """
 
 
@@ -96,17 +96,7 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array, *, axes: Axes) -> Array:
     return jnp.log(total) + largest - picked
 
 
-def _cross_entropy(
-    x_BTD,
-    table_VD,
-    of_positions,
-    constants,
-    *,
-    gradient,
-    vocab_size,
-    axes,
-    z_loss,
-):
+def _cross_entropy(x_BTD, table_VD, of_positions, constants, *, vocab_size, axes, z_loss):
     """A `Chunk`. of_positions: targets and weights [B, T]."""
     targets_BT, weights_BT = of_positions
     size = table_VD.shape[0]
@@ -118,26 +108,18 @@ def _cross_entropy(
     log_total = jnp.log(total) + largest
     losses = log_total - picked + z_loss * jnp.square(log_total)
     loss = jnp.sum(losses * weights_BT)
-    if not gradient:
-        return loss, None, None
-    # d/dlogit: softmax (1 + 2 z log Z) - [the target], times the weight.
-    hit = (jnp.arange(size)[None, None, :] == local[:, :, None]).astype(jnp.float32)
-    slope = powers * ((1 + 2 * z_loss * log_total) / total)[:, :, None] - hit
-    return loss, *_gradients(slope, weights_BT, x_BTD, table_VD)
+
+    def slope():
+        """softmax (1 + 2 z log Z) - [the target]"""
+        hit = jnp.arange(size)[None, None, :] == local[:, :, None]
+        hit = hit.astype(jnp.float32)
+        factor = (1 + 2 * z_loss * log_total) / total
+        return powers * factor[:, :, None] - hit
+
+    return loss, slope
 
 
-def _divergence(
-    x_BTD,
-    table_VD,
-    of_positions,
-    constants,
-    *,
-    gradient,
-    vocab_size,
-    axes,
-    alpha,
-    temperature,
-):
+def _divergence(x_BTD, table_VD, of_positions, constants, *, vocab_size, axes, alpha, temperature):
     """A `Chunk`. of_positions: targets and weights [B, T], and the teacher's stream; constants: its table."""
     targets_BT, weights_BT, teacher_BTD = of_positions
     (teacher_VD,) = constants
@@ -166,10 +148,7 @@ def _divergence(
     mixed = (1 - alpha) * losses + alpha * temperature**2 * divergence
     total, *parts = (jnp.sum(values * weights_BT) for values in (mixed, losses, divergence))
     sums = Sums(total, *map(lax.stop_gradient, parts))
-    if not gradient:
-        return sums, None, None
-    slope = (1 - alpha) * (plain - hit) + alpha * temperature * (soft - teacher)
-    return sums, *_gradients(slope, weights_BT, x_BTD, table_VD)
+    return sums, lambda: (1 - alpha) * (plain - hit) + alpha * temperature * (soft - teacher)
 
 
 def _is_token(size, first, vocab_size):
@@ -205,16 +184,7 @@ def _gradients(slope_BTV, weights_BT, x_BTD, table_VD):
     return dx, jnp.einsum("BTV,BTD->VD", slope, x_BTD, preferred_element_type=jnp.float32)
 
 
-def _sums(
-    chunk,
-    x_BTD,
-    table_VD,
-    of_positions,
-    constants,
-    *,
-    size,
-    axes,
-):
+def _sums(chunk, x_BTD, table_VD, of_positions, constants, *, size, axes):
     """The chunks' sums, over at most `size` positions B x T at once, equal on all ranks of `axes`.
 
     of_positions: further arrays [B, T, ...]; padding is zeros, which must contribute nothing. constants: arrays that
@@ -229,12 +199,12 @@ def _sums(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _differentiable(chunk, size, axes, x_BTD, table_VD, of_positions, constants):
-    return _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants)[0]
+def _differentiable(chunk, size, axes, *arrays):
+    return _over_chunks(chunk, size, axes, *arrays)[0]
 
 
-def _forward(chunk, size, axes, x_BTD, table_VD, of_positions, constants):
-    sums, *gradients = _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, gradient=True)
+def _forward(chunk, size, axes, *arrays):
+    sums, *gradients = _over_chunks(chunk, size, axes, *arrays, gradient=True)
     return sums, gradients
 
 
@@ -246,24 +216,18 @@ def _backward(chunk, size, axes, gradients, factors):
 _differentiable.defvjp(_forward, _backward)
 
 
-def _over_chunks(
-    chunk,
-    size,
-    axes,
-    x_BTD,
-    table_VD,
-    of_positions,
-    constants,
-    *,
-    gradient=False,
-):
-    """(the sums, and the first one's gradients of x and the table if asked for)."""
+def _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, *, gradient=False):
+    """(the sums, and the first one's gradients of x and the table if asked for). of_positions: targets, weights, ..."""
     rows, length, _ = x_BTD.shape
     size = max(1, min(length, size // rows))
     count = -(-length // size)
 
     def of_part(x, others):
-        return chunk(x, table_VD, others, constants, gradient=gradient)
+        """(the sums, dx in its dtype or None, dtable in float32 or None)"""
+        sums, slope = chunk(x, table_VD, others, constants)
+        if not gradient:
+            return sums, None, None
+        return sums, *_gradients(slope(), others[1], x, table_VD)
 
     if count == 1:
         sums, dx, dtable = of_part(x_BTD, of_positions)
