@@ -5,14 +5,14 @@ import functools
 import jax
 
 from ladder_jax.config import Execution, Launch, Loop, Quantize
-from ladder_jax.decode import cache, steps, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.parallel import on_mesh, over_ranks
 
 
 @functools.cache
 def decode(definition, *, loop=Loop.UNROLLED, launch=Launch.AUTO, quantize=Quantize.NONE):
     """A compiled (params, caches, tokens [B], lengths [B]) -> (logits [B, V], caches). The caches stay."""
-    dims = cache.dims(definition, loop=loop)
+    dims = steps.cache_dims(definition, loop=loop)
     in_dims = (weights.dims(definition, loop=loop, quantize=quantize), dims, "B", "B")
     execution = Execution(loop=loop, launch=steps._launch(definition, launch))
     step = steps.step(definition, execution=execution)

@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import decode, parallel
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import cache, steps, weights
-from ladder_jax.nn import kernels, tpu_attention
+from ladder_jax.decode import steps, weights
+from ladder_jax.nn import attention, tpu_attention
 from tests import cases, covering
 
 CAPACITY = 1100  # positions, no multiple of the kernels' blocks
 
 
-def attention(query, key, value, *, start):
+def exact(query, key, value, *, start):
     """In float64 NumPy: query [B, T, N, H] at positions from `start` on, key and value [B, S, K, H]."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     length, group = query.shape[1], query.shape[2] // key.shape[2]
@@ -31,11 +31,11 @@ def attention(query, key, value, *, start):
 
 
 KERNELS = {
-    "xla": functools.partial(kernels.extend, kernel=kernels.Kernel.XLA),
+    "xla": functools.partial(attention.extend, kernel=attention.Kernel.XLA),
     "splash": lambda query, key, value, start: tpu_attention.extend(
         query, key.swapaxes(1, 2), value.swapaxes(1, 2), start, interpret=True
     ),
-    "splash on a TPU": functools.partial(kernels.extend, kernel=kernels.Kernel.SPLASH),
+    "splash on a TPU": functools.partial(attention.extend, kernel=attention.Kernel.SPLASH),
 }
 
 
@@ -60,7 +60,7 @@ def test_a_block_attends_to_the_cache_before_it(start, length, kernel):
     value[:, start + length :] = 1e4
     ours = on_mesh(kernel)(query, key, value, np.int32(start))
     limit = 16 * np.sqrt(CAPACITY) * cases.UNIT_ROUNDOFF  # a softmax and two sums of as many terms
-    assert cases.error(ours, attention(query, key, value, start=start)) < limit
+    assert cases.error(ours, exact(query, key, value, start=start)) < limit
 
 
 def test_the_splash_kernel_of_a_traced_start_lowers_for_tpus():
@@ -148,17 +148,17 @@ def test_one_program_reads_prompts_of_any_length():
 
 @pytest.mark.parametrize("length, padded", [(1, 32), (32, 32), (33, 64), (500, 512), (513, 1024), (32_000, 32_768)])
 def test_prompts_are_padded_to_few_lengths(length, padded):
-    assert cache.padded_length(length, positions=10**6) == padded
-    assert cache.padded_length(length, positions=length + 7) == min(padded, length + 7)
+    assert steps.padded_length(length, positions=10**6) == padded
+    assert steps.padded_length(length, positions=length + 7) == min(padded, length + 7)
 
 
 @pytest.mark.parametrize("tokens, chunk, positions", [(1, 16, 32), (16, 16, 32), (17, 16, 64), (1000, 5, 1024)])
 def test_caches_have_room_for_the_last_chunk(tokens, chunk, positions):
-    assert cache.positions_for(tokens, chunk=chunk) == positions
+    assert steps.positions_for(tokens, chunk=chunk) == positions
 
 
 def program(definition, *, chunk, capacity):
-    caches = cache.abstract(definition, rows=1, capacity=capacity, loop=Loop.UNROLLED)
+    caches = steps.abstract_cache(definition, rows=1, capacity=capacity, loop=Loop.UNROLLED)
     tokens, start, lengths = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1, chunk), (), (1,)))
     return decode.extend(definition).compile(
         weights.abstract(definition, loop=Loop.UNROLLED), caches, tokens, start, lengths

@@ -53,18 +53,6 @@ def test_prefill_and_decode_equal_the_full_pass(name, mesh, loop):
     assert np.isneginf(np.asarray(logits)[:, 251:]).all()
 
 
-def test_prefill_and_decode_with_shared_heads():
-    definition = cases.define("ladder", tensor=8, num_kv_heads=2)
-    params = cases.place(cases.parameters(definition), definition)
-    tokens, lengths = cases.tokens(), np.array([5, 5, 2, 7], np.int32)
-    full = np.asarray(nn.compiled_logits(definition)(params, tokens))
-    stored = weights.prepare(definition, params, loop=Loop.UNROLLED)
-    _, caches = decode.prefill(definition, capacity=12)(stored, tokens[:, :8], lengths)
-    logits, _ = one_step.decode(definition)(stored, caches, tokens[np.arange(4), lengths], lengths)
-    expected = full[np.arange(4), lengths]
-    assert cases.error(np.asarray(logits)[:, :251], expected) < 2 * cases.bound(definition.config)
-
-
 def generator(name="ladder", **mesh):
     definition = cases.define(name, **mesh)
     return decode.Generator(definition, cases.place(cases.parameters(definition), definition))
@@ -104,32 +92,14 @@ def test_streamed_chunks_are_the_same_tokens():
     np.testing.assert_array_equal(np.concatenate(chunks, axis=1), ours.tokens(PROMPTS, config=config))
 
 
-def test_sampling_has_the_softmaxs_distribution():
-    definition = cases.define("standard", data=2, tensor=4)
-    logits = np.random.default_rng(0).standard_normal(251).astype(np.float32)
-    padded = np.concatenate([logits, np.full(512 - 251, -np.inf, np.float32)])
-    draws, temperature = 20_000, 0.7
-    keys = jax.random.split(jax.random.key(0), draws)
-    settings, nothing = decode.Settings.of(keys, temperature=temperature), np.zeros((draws, 512), bool)
-    tokens, _ = steps.sample_first(definition)(
-        np.tile(padded, (draws, 1)), settings, np.zeros(draws, np.int32), nothing
-    )
-    counts = np.bincount(np.asarray(tokens), minlength=251)
-    p = np.exp(logits.astype(np.float64) / temperature)
-    p /= p.sum()
-    chi_squared = ((counts - draws * p) ** 2 / (draws * p)).sum()
-    assert abs(chi_squared - 250) < 5 * np.sqrt(2 * 250)  # five standard deviations of its distribution
-
-
 def test_argmax_takes_the_first_of_equals():
     definition = cases.define("standard", tensor=8)
     scores = np.zeros((3, 1024), np.float32)
     scores[0, [3, 700]] = 1
     scores[1, [900, 901]] = 1
-    axes = definition.layout.tensor
-    from ladder_jax.parallel import on_mesh
-
-    pick = on_mesh(lambda s: sampling.argmax(s, axes=axes), layout=definition.layout, in_dims=("BV",), out_dims="B")
+    layout = definition.layout
+    argmax = functools.partial(sampling.argmax, axes=layout.tensor)
+    pick = parallel.on_mesh(argmax, layout=layout, in_dims=("BV",), out_dims="B")
     np.testing.assert_array_equal(jax.jit(pick)(scores), [3, 900, 0])
 
 

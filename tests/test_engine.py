@@ -200,33 +200,6 @@ def test_text_is_held_back_no_longer_than_it_must_be():
     assert euro.push(b"\xe2\x82") == "" and euro.flush() == "\ufffd"
 
 
-class Counted(str):
-    """Counts the characters that are read of it."""
-
-    def __new__(cls, text):
-        self = super().__new__(cls, text)
-        self.read = 0
-        return self
-
-    def __getitem__(self, key):
-        found = super().__getitem__(key)
-        self.read += len(found)
-        return found
-
-
-@pytest.mark.parametrize("stop", ["a" * 500 + "b", "ab" * 300, "a" * 9 + "b" + "a" * 500])
-def test_stops_cost_what_the_text_has_of_them(stop):
-    """Also where the text follows one for long, and then does not, again and again; and nothing ahead of the text."""
-    text = (stop[:-1] + "c") * 4
-    for step in (1, 7, 5000):
-        ours = StopText([counted := Counted(stop)])
-        shown = "".join(ours.push(text[at : at + step].encode()) for at in range(0, len(text), step)) + ours.flush()
-        assert shown == text and counted.read < 8 * len(text)
-    ours = StopText([counted := Counted(stop * 1000)])
-    ours.push(b"ab")
-    assert counted.read < 16
-
-
 def test_stops_end_a_request_wherever_they_stand():
     """At every position of the text, so also across the ends of chunks."""
     base = Request([5, 6, 7], max_new_tokens=18, temperature=1.5, seed=3)

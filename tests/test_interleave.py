@@ -125,32 +125,23 @@ def test_prefill(name, loop, rows):
         assert cases.error(a, b) < limit
 
 
-@pytest.mark.parametrize("name", ["standard", "ladder"])
-def test_prefill_that_starts_and_awaits_apart(name, monkeypatch):
-    """Every half's every sum but the last is started before the other half's sublayer."""
+@pytest.mark.parametrize("name, changes, count", [
+    ("standard", dict(tensor=8), 4 * communication.NUM_LAYERS - 1),
+    ("ladder", dict(tensor=8), 4 * communication.NUM_LAYERS - 1),
+    ("standard", dict(tensor=4, qk_norm="all-heads"), 2 * communication.NUM_LAYERS),
+])  # fmt: skip
+def test_prefill_that_starts_and_awaits_apart(name, changes, count, monkeypatch):
+    """Every half's every sum but the last is started before the other half's sublayer; only MLPs stand beside one where
+    attention's query and key norms reduce over all heads.
+    """
     started = communication.start_on_a_cpu(monkeypatch)
-    definition = cases.define(name, tensor=8)
+    definition = cases.define(name, **changes)
     params = weights.prepare(definition, cases.place(cases.parameters(definition), definition), loop=Loop.UNROLLED)
     tokens, lengths = cases.tokens((4, 8)), np.full(4, 8, np.int32)
     settings = dict(capacity=16, loop=Loop.UNROLLED)
     halves = steps.prefill.__wrapped__(definition, launch=Launch.EXPLICIT, interleave=2, **settings)
     found = halves(params, tokens, lengths)[0]
-    assert len(started) == 2 * 2 * communication.NUM_LAYERS - 1
-    whole = steps.prefill(definition, launch=Launch.CHAINED, **settings)(params, tokens, lengths)[0]
-    real = slice(definition.config.vocab_size)
-    assert cases.error(found[:, real], whole[:, real]) < cases.bound(definition.config)
-
-
-def test_no_sum_is_in_flight_while_norms_communicate(monkeypatch):
-    """Attention whose query and key norms reduce over all heads: only MLPs stand beside a started sum."""
-    started = communication.start_on_a_cpu(monkeypatch)
-    definition = cases.define("standard", tensor=4, qk_norm="all-heads")
-    params = weights.prepare(definition, cases.place(cases.parameters(definition), definition), loop=Loop.UNROLLED)
-    tokens, lengths = cases.tokens((4, 8)), np.full(4, 8, np.int32)
-    settings = dict(capacity=16, loop=Loop.UNROLLED)
-    halves = steps.prefill.__wrapped__(definition, launch=Launch.EXPLICIT, interleave=2, **settings)
-    found = halves(params, tokens, lengths)[0]
-    assert len(started) == 2 * communication.NUM_LAYERS
+    assert len(started) == count
     whole = steps.prefill(definition, launch=Launch.CHAINED, **settings)(params, tokens, lengths)[0]
     real = slice(definition.config.vocab_size)
     assert cases.error(found[:, real], whole[:, real]) < cases.bound(definition.config)
@@ -229,6 +220,14 @@ def with_model(**changes):
     return dict(model=config.preset("tiny", **changes))
 
 
+def exchanged():
+    return nn.define(
+        experts.model("ladder", moe={**experts.KINDS["shared"], "capacity": 1.0}),
+        mesh=parallel.make_mesh(tensor=2),
+        experts=ExpertParallelism.EXCHANGE,
+    )
+
+
 @pytest.mark.parametrize("made, said", [
     (lambda: of_run(model=with_model(residual="desync-2")), "train.interleave 2 is for a residual that reduces every"),
     (lambda: of_run(sequence_parallel=True, accumulate=4), "halves the rows of a split stream, and .* gives 1: an odd"),
@@ -243,31 +242,27 @@ def with_model(**changes):
         "interleave 2 is not for farskip with a shared expert, which is reduced with attention",
     ),
     (lambda: compiled(cases.define("desync-2", tensor=4), (4, 10)), "every sublayer's output, not desync-2"),
+    (lambda: config.Execution(interleave=3), r"interleave must be 1 \(the whole batch\) or 2"),
+    (
+        lambda: steps.prefill(cases.define("standard", tensor=2), capacity=8, interleave=3),
+        r"interleave must be 1 \(the whole batch\) or 2",
+    ),
+    (lambda: config.TrainConfig(interleave=3), r"unknown value for train.interleave: .* \(allowed: 1, 2, auto\)"),
+    (lambda: config.DecodeConfig(interleave=0), r"unknown value for decode.interleave: .* \(allowed: 1, 2, auto\)"),
+    (lambda: compiled(exchanged(), (4, 9), sequence_parallel=True), "is for experts whose sums are reduced"),
+    (
+        lambda: compiled(cases.define("standard", tensor=4), (4, 9), sequence_parallel=True,
+                         collective_matmul=config.CollectiveMatmul.RING),
+        "collective_matmul ring leaves none",
+    ),
 ])  # fmt: skip
 def test_what_is_refused(made, said):
     with pytest.raises(UserError, match=said):
         made()
 
 
-@pytest.mark.parametrize("made", [
-    lambda: config.Execution(interleave=3),
-    lambda: steps.prefill(cases.define("standard", tensor=2), capacity=8, interleave=3),
-])  # fmt: skip
-def test_other_numbers_of_halves(made):
-    with pytest.raises(UserError, match=r"interleave must be 1 \(the whole batch\) or 2 \(two halves of it in turn\)"):
-        made()
-
-
-@pytest.mark.parametrize("made", [lambda: config.TrainConfig(interleave=3), lambda: config.DecodeConfig(interleave=0)])
-def test_other_settings(made):
-    with pytest.raises(UserError, match=r"unknown value for (train|decode).interleave: .* \(allowed: 1, 2, auto\)"):
-        made()
-
-
-def test_rings_and_decode_steps_are_refused():
+def test_a_decode_step_is_refused():
     definition = cases.define("standard", tensor=4)
-    with pytest.raises(UserError, match="collective_matmul ring leaves none"):
-        compiled(definition, (4, 9), sequence_parallel=True, collective_matmul=config.CollectiveMatmul.RING)
     one = steps.step(definition, execution=config.Execution(interleave=2))
     local = lambda lengths: one({}, None, lengths, lengths)[0]
     on_mesh = parallel.on_mesh(local, layout=definition.layout, in_dims=("B",), out_dims="BV")

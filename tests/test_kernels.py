@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel
 from ladder_jax.config import Dtype
-from ladder_jax.nn import kernels, tpu_attention
+from ladder_jax.nn import attention, tpu_attention
 from ladder_jax.parallel.collectives import differentiable, unchecked
 from tests import cases
 
 
-def attention(query, key, value):
+def exact(query, key, value):
     """Causal attention in float64 NumPy: query [B, T, N, H], key and value [B, T, K, H]."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     group = query.shape[2] // key.shape[2]
@@ -46,7 +46,7 @@ def gradients(attend):
 
 
 SPLASH = functools.partial(tpu_attention.causal, interpret=True)
-XLA = functools.partial(kernels.causal, kernel=kernels.Kernel.XLA)
+XLA = functools.partial(attention.causal, kernel=attention.Kernel.XLA)
 # cuDNN needs a GPU to be traced; what surrounds it is tested on the kernel that a CPU has.
 LIKE_CUDNN = differentiable(XLA)
 
@@ -55,7 +55,7 @@ LIKE_CUDNN = differentiable(XLA)
 def test_causal_attention(attend):
     args = inputs()
     limit = 16 * np.sqrt(100) * cases.UNIT_ROUNDOFF  # a softmax and two sums of at most 100 terms
-    assert cases.error(on_mesh(attend)(*args), attention(*args)) < limit
+    assert cases.error(on_mesh(attend)(*args), exact(*args)) < limit
     for ours, dense in zip(on_mesh(gradients(attend))(*args), on_mesh(gradients(XLA))(*args), strict=True):
         assert cases.error(ours, dense) < 2 * limit
 
@@ -63,7 +63,7 @@ def test_causal_attention(attend):
 def test_decode_attends_to_each_rows_length_only():
     query, key, value = inputs()
     lengths = np.array([7, 100], np.int32)
-    attend = functools.partial(kernels.decode, kernel=kernels.Kernel.XLA)
+    attend = functools.partial(attention.decode, kernel=attention.Kernel.XLA)
     for call in (attend, unchecked(attend)):
         mesh = parallel.make_mesh(data=2, tensor=4)
         spec = P("data", None, "tensor", None)
@@ -71,7 +71,7 @@ def test_decode_attends_to_each_rows_length_only():
         out = np.asarray(jax.jit(local)(query[:, :1], key, value, lengths))
         for row, length in enumerate(lengths):
             padded = np.concatenate([np.zeros((length - 1, 8, 16)), query[row, :1]])[None]
-            expected = attention(padded, key[row : row + 1, :length], value[row : row + 1, :length])[0, -1]
+            expected = exact(padded, key[row : row + 1, :length], value[row : row + 1, :length])[0, -1]
             assert cases.error(out[row, 0], expected) < 16 * 10 * cases.UNIT_ROUNDOFF
 
 
@@ -87,13 +87,13 @@ def test_the_paged_kernel_attends_to_each_rows_length_only(heads, kv_heads):
             x[row, :, length:] = 1e4
     mesh = parallel.make_mesh()
     local = jax.shard_map(
-        functools.partial(tpu_attention.decode, page=kernels.PAGE), mesh=mesh, in_specs=P(), out_specs=P()
+        functools.partial(tpu_attention.decode, page=attention.PAGE), mesh=mesh, in_specs=P(), out_specs=P()
     )
     with pltpu.force_tpu_interpret_mode():
         out = np.asarray(jax.jit(local)(query[:, -1:], *cached, lengths))
     for row, length in enumerate(lengths):
         padded = np.concatenate([np.zeros((length - 1, heads, 128)), query[row, -1:]])[None]
-        expected = attention(padded, key[row : row + 1, :length], value[row : row + 1, :length])[0, -1]
+        expected = exact(padded, key[row : row + 1, :length], value[row : row + 1, :length])[0, -1]
         assert cases.error(out[row, 0], expected) < 16 * np.sqrt(640) * cases.UNIT_ROUNDOFF
 
 
@@ -117,4 +117,4 @@ class Device:
 def test_the_kernel_follows_the_meshs_devices(platform, kind, head_dim, dtype, kernel):
     """Not this machine's backend: a program may be compiled ahead of time. cuDNN needs its GPU here."""
     mesh = type("Mesh", (), {"devices": np.array([Device(platform, kind)])})
-    assert kernels.choose(cases.model(head_dim=head_dim, dtype=dtype), mesh=mesh) is kernels.Kernel(kernel)
+    assert attention.choose(cases.model(head_dim=head_dim, dtype=dtype), mesh=mesh) is attention.Kernel(kernel)

@@ -18,7 +18,7 @@ from ladder_jax.bench import programs
 from ladder_jax.bench import request as requests
 from ladder_jax.bench.measure import Samples
 from ladder_jax.config import Loop
-from ladder_jax.decode import cache
+from ladder_jax.decode import steps
 
 ROOT = pathlib.Path(wire.__file__).parent.parent.parent
 SMALL = "--batch 1 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1 --layers 1".split()
@@ -29,7 +29,7 @@ def program(name):
     request = requests.make(model="tiny", residual=name, share=4, layers=2)
     definition = nn.define(request.config(name), mesh=parallel.make_mesh())
     [params] = programs.random_weights([definition])
-    caches = cache.make(definition, rows=2, capacity=16, loop=Loop.UNROLLED)()
+    caches = steps.make_cache(definition, rows=2, capacity=16, loop=Loop.UNROLLED)()
     tokens, nothing = jnp.array([3, 5], jnp.int32), jnp.zeros(2, jnp.int32)
     seen = decode.seen_in(definition)(tokens[:, None], nothing)
     settings = decode.Settings.of(jax.random.split(jax.random.key(0), 2))

@@ -11,7 +11,7 @@ from ladder_jax import nn, train
 from ladder_jax.config import Loop, Remat
 from ladder_jax.data.batch import Batch
 from ladder_jax.data.packing import pack
-from ladder_jax.nn import kernels, tpu_attention
+from ladder_jax.nn import attention, tpu_attention
 from ladder_jax.parallel.collectives import differentiable
 from tests import cases, reference
 
@@ -153,7 +153,7 @@ def masked(query, key, value, segments):
 
 
 def like_cudnn(query, key, value, *, segments):
-    """As `kernels.causal` calls cuDNN, which needs a GPU: with a mask, and a gradient of its own."""
+    """As `attention.causal` calls cuDNN, which needs a GPU: with a mask, and a gradient of its own."""
     same = (segments[:, :, None] == segments[:, None, :])[:, None]
     attend = lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
     return differentiable(attend, fixed=1)(query, key, value, same)
@@ -162,10 +162,10 @@ def like_cudnn(query, key, value, *, segments):
 def on_a_tpu(query, key, value, *, segments):
     """As on a TPU, but for the kernel's interpreter."""
     with mock.patch.object(tpu_attention, "causal", functools.partial(tpu_attention.causal, interpret=True)):
-        return kernels.causal(query, key, value, kernel=kernels.Kernel.SPLASH, segments=segments)
+        return attention.causal(query, key, value, kernel=attention.Kernel.SPLASH, segments=segments)
 
 
-XLA = functools.partial(kernels.causal, kernel=kernels.Kernel.XLA)
+XLA = functools.partial(attention.causal, kernel=attention.Kernel.XLA)
 
 
 @pytest.mark.parametrize("attend", [on_a_tpu, XLA, like_cudnn], ids=["splash", "xla", "as cudnn is called"])
@@ -203,5 +203,5 @@ def test_a_number_may_come_again():
     for segments in (again, apart):
         positions = nn.Packed(segments)
         assert positions.indices(9).tolist() == [[0, 1, 0, 1, 2, 0, 1, 0, 0], [0, 0, 0, 1, 0, 1, 2, 0, 1]]
-        outs.append(positions.attend(query, key, value, cache=None, kernel=kernels.Kernel.XLA)[0])
+        outs.append(positions.attend(query, key, value, cache=None, kernel=attention.Kernel.XLA)[0])
     assert (outs[0] == outs[1]).all()

@@ -12,7 +12,7 @@ import pytest
 
 from ladder_jax import decode, train
 from ladder_jax.config import Loop, Remat
-from ladder_jax.decode import cache, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.parallel.collectives import LAUNCH
 from tests import cases, communication
 
@@ -22,7 +22,7 @@ from tests import cases, communication
 def test_prefill_of_a_later_chunk(name, loop):
     """The loop over key blocks, whose length is the device's to find, stands between the reductions and moves none."""
     definition = cases.define(name, data=2, tensor=4)
-    caches = cache.abstract(definition, rows=4, capacity=64, loop=loop)
+    caches = steps.abstract_cache(definition, rows=4, capacity=64, loop=loop)
     tokens, start, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 16), (), (4,)))
     arguments = weights.abstract(definition, loop=loop), caches, tokens, start, lengths
     text = decode.extend(definition, loop=loop).compile(*arguments).as_text()

@@ -1,4 +1,4 @@
-"""What a topology says of itself is what its steps do: each sublayer's input holds the parts that `reading` names."""
+"""Each sublayer's input holds the outputs that its topology's delays name; and what a topology says of itself."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ladder_jax import config, parallel, residual
-from ladder_jax.residual import reading
-from ladder_jax.residual.reading import Part
 
 LAYERS = 4
 TOPOLOGIES = {
@@ -49,14 +47,17 @@ def inputs(topology):
     return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh, **specs))(jnp.zeros((1, 1, count))))[0]
 
 
-VALUES = {Part.SUM: 3.0, Part.OWN: 1.0, Part.MEAN: 1.5, Part.NONE: 0.0}
+DELAYED = {name: one for name, one in TOPOLOGIES.items() if one.communication is residual.Communication.DELAYED}
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_the_parts_are_those_that_the_steps_read(topology):
+@pytest.mark.parametrize("topology", DELAYED.values(), ids=DELAYED)
+def test_inputs_leave_out_the_newest_outputs(topology):
+    """Those before are sums, 1 + 2; of the newest a fresh ladder reads its rank's own part, 1."""
     expected = np.zeros((2 * LAYERS, 2 * LAYERS))
-    for row, read in enumerate(reading.parts(topology.layers)):
-        expected[row, : len(read)] = [VALUES[part] for part in read]
+    for index, delay in enumerate(topology.delays):
+        expected[index, : max(0, index - delay)] = 3
+        if topology.fresh[index // 2] and index:
+            expected[index, index - 1] = 1
     np.testing.assert_array_equal(inputs(topology), expected)
 
 
@@ -77,16 +78,3 @@ def test_of_any_size(which):
     for name in ("ladder-2", "ladder-fresh") if which else config.RESIDUALS:
         topology = residual.topology(name, num_layers=80, ladder_layers=which)
         assert len(repr(topology)) <= 600 and repr(topology).count("\n") <= 6
-        assert len(topology._repr_html_()) <= 10_000
-
-
-def test_the_picture():
-    """Of the layers around a hybrid's first ladder layer: coloured as `parts` says."""
-    picture = residual.topology("ladder", num_layers=32, ladder_layers="16")._repr_html_()
-    rows = picture.split("<tr>")[1:-1]
-    assert [row.split("</th>")[0].split(">")[-1] for row in rows[1:]] == [
-        f"{name} {layer}" for layer in (14, 15, 16, 17) for name in reading.NAMES
-    ]
-    waits, late = Part.SUM.value[0], Part.NONE.value[0]
-    colours = [[cell.split('"')[0] for cell in row.split("background:")[2:]] for row in rows[1:]]
-    assert colours[3] == [waits] * 3 and colours[4] == [waits] * 3 + [late] and colours[5] == [waits] * 4 + [late]

@@ -10,7 +10,7 @@ import pytest
 
 from ladder_jax import decode, nn
 from ladder_jax.config import DecodeConfig, Loop
-from ladder_jax.decode import logit_filters, sampling, steps, weights
+from ladder_jax.decode import sampling, steps, weights
 from ladder_jax.parallel import on_mesh, over_ranks
 from tests import cases
 from tests.test_decode import PROMPTS, generator
@@ -59,18 +59,16 @@ def logits(rows, *, seed=0):
 
 
 @functools.cache
-def compiled(mesh, kind="sample", count=logit_filters.COUNT):
+def compiled(mesh, kind="sample", count=sampling.COUNT):
     """(logits [B, VOCAB], settings, positions, seen) -> (tokens, log-probabilities), or scores cut: all on `mesh`."""
     layout = cases.define(**MESHES[mesh]).layout
     in_dims, out_dims = ("BV", "B", "B", "BV"), {"sample": ("B", "B"), "greedy": "B"}.get(kind, "BV")
 
     def local(logits, settings, positions, seen):
-        if kind in ("top_k", "top_p", "min_p"):
-            return getattr(logit_filters, kind)(logits, getattr(settings, kind), axes=layout.tensor)
         any_row = sampling.AnyRow.of(settings)
         if kind == "filtered":
-            filters = sampling.filters(settings, any_row)
-            return logit_filters.filtered(logits, filters=filters, axes=layout.tensor, count=count)
+            ask = dict(settings=settings, any_row=any_row, count=count)
+            return sampling.filtered(logits, **ask, axes=layout.tensor)
         if kind == "greedy":
             return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=layout.tensor)
         ask = dict(settings=settings, any_row=any_row, positions=positions, seen_BV=seen)
@@ -95,44 +93,27 @@ def settings(asked, *, seed=0):
     return sampling.Settings.of(keys, **{name: [one[name] for one in asked] for name in OFF})
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize(
-    "kind, values",
-    [
-        ("top_k", [0, 1, 2, 7, 49, 50, 51, 10**6]),
-        ("top_p", [1.0, 0.9999, 0.9, 0.5, 0.1, 1e-9, 1e-38, 0.0]),
-        ("min_p", [0.0, 1e-30, 0.01, 0.1, 0.5, 0.99, 1.0, 0.3]),
-    ],
-)
-def test_cuts_keep_what_the_definitions_keep(kind, values, mesh):
-    """Plain, steep (no float32 sum holds the tail), with many equals, with scores at -inf, all equal (both zeros)."""
-    plain = logits(len(values))
-    some = np.where(np.arange(VOCAB) % 3 == 1, plain, -np.float32(np.inf))
-    zeros = np.where(plain > 0, np.float32(0), -np.float32(0))
-    for scores in (plain, 30 * plain, np.round(plain), some, zeros):
-        asked = [{**OFF, kind: value} for value in values]
-        out = compiled(mesh, kind)(scores, settings(asked))
-        assert np.isneginf(out[:, VOCAB:]).all()
-        none = np.zeros(VOCAB, bool)
-        expected = np.array([distribution(row, none, **one) for row, one in zip(scores, asked, strict=True)]) > 0
-        np.testing.assert_array_equal(out[:, :VOCAB], np.where(expected, scores, -np.inf))
-
-
 CUTS = [
     {**OFF, **asked}
     for asked in (
         dict(top_k=1), dict(top_k=3), dict(top_k=4), dict(top_k=20), dict(top_k=49), dict(top_k=10**6), dict(),
-        dict(top_p=0.9999), dict(top_p=0.5), dict(top_p=1e-38), dict(min_p=0.1), dict(min_p=1.0),
+        dict(top_k=50), dict(top_k=51),
+        dict(top_p=0.9999), dict(top_p=0.5), dict(top_p=1e-9), dict(top_p=1e-38), dict(top_p=0.0),
+        dict(min_p=1e-30), dict(min_p=0.1), dict(min_p=0.99), dict(min_p=1.0),
         dict(top_k=3, top_p=0.7), dict(top_k=30, top_p=0.8, min_p=0.02), dict(top_p=0.3, min_p=0.2),
         dict(top_k=4, top_p=0.999),
     )
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [1, 4, logit_filters.COUNT])
+@pytest.mark.parametrize("count", [1, 4, sampling.COUNT])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_candidates_cut_where_the_definitions_do(mesh, count):
-    """All three at once. With few candidates a row, cuts lie deeper than these, and are found digit by digit."""
+    """All three at once. With few candidates a row, cuts lie deeper than these, and are found digit by digit.
+
+    Of scores that are plain, steep (no float32 sum holds the tail), with many equals, with some at -inf, and all equal
+    (both zeros).
+    """
     plain = logits(len(CUTS))
     some = np.where(np.arange(VOCAB) % 3 == 1, plain, -np.float32(np.inf))
     zeros = np.where(plain > 0, np.float32(0), -np.float32(0))
@@ -153,7 +134,7 @@ def test_no_filter_sorts_the_vocabulary(mesh):
     rest = settings([{**OFF, "top_k": 50}] * 2), np.zeros(2, np.int32), np.zeros(scores.shape, bool)
     program = compiled(mesh, "filtered").jitted.lower(scores, *rest).compile().as_text()
     sorts = re.findall(r"(\w+\[[\d,]*\])\S* sort\(", program)
-    assert 'custom_call_target="TopK"' in program and sorts == [f"f32[2,{ranks * logit_filters.COUNT}]"]
+    assert 'custom_call_target="TopK"' in program and sorts == [f"f32[2,{ranks * sampling.COUNT}]"]
 
 
 def test_draws_have_the_distribution_that_was_asked_for():

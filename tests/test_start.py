@@ -13,7 +13,7 @@ from ladder_jax import checkpoint, evaluate, nn
 from ladder_jax.checkpoint import Pieces, pieces, writing
 from ladder_jax.config import Biases, DecodeConfig, Loop, Quantize
 from ladder_jax.decode import weights
-from ladder_jax.decode.engine.compilations import Compilations
+from ladder_jax.decode.engine.engine import Compilations
 from ladder_jax.pretrained import open_model
 from tests import cases, starts
 

@@ -1,22 +1,21 @@
 """Text from a model: prefill, then the token loop, a chunk of tokens at a time."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as GeneratorOf
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, RunConfig
-from ladder_jax.decode import cache, steps, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.decode.request import Decoder, NoNumbers, Piece, Request, Result, TokenSequence, check_prompts
 from ladder_jax.decode.sampling import NO_NUMBER, Choice, Settings
 from ladder_jax.decode.steps import CHUNK
 from ladder_jax.errors import RunFailed, UserError, described, member
 from ladder_jax.nn import ModelDef, Params, Transformer
-from ladder_jax.nn.arguments import check_model
-from ladder_jax.parallel import apart, on_mesh
+from ladder_jax.nn.model_def import check_model
 
 type Chunk = tuple[jax.Array, jax.Array | None]
 """New tokens of all rows, [B] or [B, n], and their log-probabilities, if the program gives them."""
@@ -62,7 +61,8 @@ class Generator:
         choice = Choice.GREEDY if request.is_greedy else Choice.SAMPLED
         form = dict(choice=choice, launch=launch, prefill_chunk=prefill_chunk, interleave=interleave)
         first = lambda x: None if x is None else np.asarray(x).reshape(rows, -1)[0]
-        for tokens, logprobs in self._chunks([request.prompt] * rows, settings, new=request.max_new_tokens, **form):
+        chunks = self._chunks([request.prompt] * rows, settings, new=request.max_new_tokens, **form)
+        for tokens, logprobs in chunks:
             try:
                 reason = sequence.take(first(tokens), first(logprobs))
             except NoNumbers:
@@ -86,30 +86,24 @@ class Generator:
     def stream(self, prompts: Sequence[Sequence[int]], *, config: DecodeConfig) -> Iterator[np.ndarray]:
         """`tokens` in chunks [prompts, up to CHUNK], each as soon as it is computed."""
         check_prompts(prompts, vocab_size=self.definition.config.vocab_size)
-        rows = [*prompts] + [prompts[0]] * (-len(prompts) % self.definition.layout.batch_ranks)
+        padding = -len(prompts) % self.definition.layout.batch_ranks
+        rows = [*prompts, *[prompts[0]] * padding]
         settings = Settings.like(config, keys=_row_keys(config.seed, rows=len(rows)))
-        choice, left = Choice.SAMPLED if config.temperature else Choice.GREEDY, config.max_new_tokens
+        choice = Choice.SAMPLED if config.temperature else Choice.GREEDY
+        left = config.max_new_tokens
         read = dict(prefill_chunk=config.prefill_chunk, interleave=config.interleave.parts)
         form = dict(choice=choice, launch=config.launch, **read)
         for tokens, _ in self._chunks(rows, settings, new=left, **form):
-            new = np.asarray(tokens).reshape(len(rows), -1)[: len(prompts), :left]
-            if (failed := (new == NO_NUMBER).any(axis=1)).any():
+            new = np.asarray(tokens).reshape(len(rows), -1)
+            new = new[: len(prompts), :left]
+            failed = (new == NO_NUMBER).any(axis=1)
+            if failed.any():
                 which = f"prompt {np.argmax(failed) + 1} of {len(prompts)}"
                 raise RunFailed(f"{which}: the model's logits are no numbers (NaN or infinite)")
             yield new
             left -= new.shape[1]
 
-    def _chunks(
-        self,
-        prompts: Sequence[Sequence[int]],
-        settings: Settings,
-        *,
-        new: int,
-        choice: Choice,
-        launch: Launch,
-        prefill_chunk: int,
-        interleave: int,
-    ) -> Iterator[Chunk]:
+    def _chunks(self, prompts, settings, *, new, choice, launch, prefill_chunk, interleave):
         """The first token of each prompt, then CHUNK tokens at a time until there are at least `new`.
 
         The first token does not wait until the decode program is compiled. Each later chunk is sent to the devices
@@ -117,8 +111,10 @@ class Generator:
         """
         definition, form = self.definition, dict(loop=self.loop, launch=launch, quantize=self.quantize)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        positions = cache.positions_for(int(lengths.max()) + new, chunk=CHUNK)
-        padded = np.zeros((len(prompts), cache.padded_length(int(lengths.max()), positions=positions)), np.int32)
+        longest = int(lengths.max())
+        positions = steps.positions_for(longest + new, chunk=CHUNK)
+        width = steps.padded_length(longest, positions=positions)
+        padded = np.zeros((len(prompts), width), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = prompt
         ends, settings = jax.device_put((lengths, settings), definition.layout.sharding("B"))
@@ -157,17 +153,16 @@ def parts_of(
 
 
 @functools.cache
-def _advance(definition: ModelDef) -> Callable:
+def _advance(definition):
     """A compiled (new tokens [B, n], lengths [B]) -> (last tokens [B], lengths [B]), laid out for `decode_many`."""
-    layout, out_dims = definition.layout, ("B", "B")
     local = lambda new, lengths: (new[:, -1], lengths + new.shape[1])
-    meshed = on_mesh(local, layout=layout, in_dims=("BT", "B"), out_dims=out_dims)
-    return apart(jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims)))
+    return steps.placed(definition, local, in_dims=("BT", "B"), out_dims=("B", "B"))
 
 
-def _row_keys(seed: int, *, rows: int) -> jax.Array:
+def _row_keys(seed, *, rows):
     """One key a row, [rows]: row 0 of a batch has the noise of a prompt alone."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+    of_row = functools.partial(jax.random.fold_in, jax.random.key(seed))
+    return jax.vmap(of_row)(jnp.arange(rows))
 
 
 def default_tensor(config: RunConfig) -> int:

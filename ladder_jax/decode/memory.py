@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ladder_jax.config import Loop, Quantize
-from ladder_jax.decode import cache, weights
+from ladder_jax.decode import steps, weights
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.nn import ModelDef
 
@@ -32,9 +32,10 @@ def room(device: jax.Device, *, devices: int) -> int | None:
 
 def check(parts: dict[str, float], *, room: int | None, what: str, instead: str) -> None:
     """Raises UserError where the parts (bytes a device, by name) sum to more than `room`; `instead` is advice."""
-    if room is None or sum(parts.values()) <= room:
+    total = sum(parts.values())
+    if room is None or total <= room:
         return
-    total, listed = sum(parts.values()), ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     raise UserError(
         f"{what} needs {total / GIB:.1f} GiB a device ({listed}), but there are {room / GIB:.1f}: {instead}"
     )
@@ -45,7 +46,7 @@ def check_slots(
 ) -> None:
     """Raises UserError where the weights, or they and `slots` rows of `capacity` cached tokens, do not fit.
 
-    chunk: positions beyond the capacity, see `cache.positions_for`.
+    chunk: positions beyond the capacity, see `steps.positions_for`.
     held: bytes a device of the parameters in memory from which the weights are made.
     """
     if slots * (capacity + chunk) >= 2**31:  # no array may be larger, and none this large would fit
@@ -90,7 +91,7 @@ def explained(what: str, *, instead: str = LOWER) -> Iterator[None]:
         raise UserError(f"out of memory {what} ({reason}): {instead}") from error
 
 
-def _exhausted(error: BaseException | None) -> str | None:
+def _exhausted(error):
     """The line of an out-of-memory error, or of one among its causes; None for other errors."""
     while error is not None:
         if isinstance(error, MemoryError):
@@ -101,14 +102,14 @@ def _exhausted(error: BaseException | None) -> str | None:
     return None
 
 
-def _less(quantize: Quantize | None) -> str:
+def _less(quantize):
     smaller = "int8 weights (--quantize int8) or " if quantize is Quantize.NONE else ""
     return f"{smaller}more tensor ranks (--tensor) need less a device"
 
 
 def cache_bytes(definition: ModelDef, *, rows: int, capacity: int) -> int:
     """A device's share of the key/value cache."""
-    return shard_bytes(cache.abstract(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED))
+    return shard_bytes(steps.abstract_cache(definition, rows=rows, capacity=capacity, loop=Loop.UNROLLED))
 
 
 def shard_bytes(tree: Any) -> int:
@@ -125,7 +126,7 @@ def shard_size(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
-def _available() -> int | None:
+def _available():
     """Linux's estimate of the bytes available without swapping; elsewhere all of the machine's memory."""
     file = pathlib.Path("/proc/meminfo")
     if file.exists() and (line := re.search(r"MemAvailable:\s+(\d+) kB", file.read_text())):

@@ -94,7 +94,8 @@ class Request:
         if (longest := max(map(len, stop), default=0)) > STOP_CHARACTERS:
             raise UserError(f"a stop string may have {STOP_CHARACTERS} characters, not {longest}")
         for name in ("prompt", "stop_ids"):
-            object.__setattr__(self, name, tuple(_whole(f"a token of {name}", token) for token in getattr(self, name)))
+            tokens = tuple(_whole(f"a token of {name}", token) for token in getattr(self, name))
+            object.__setattr__(self, name, tokens)
         object.__setattr__(self, "stop", stop)
 
     @classmethod
@@ -133,14 +134,14 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
             raise UserError(f"the prompt holds the token {worst}, outside the model's vocabulary of {vocab_size}")
 
 
-def _whole(name: str, value: object) -> int:
+def _whole(name, value):
     try:
         return operator.index(value)
     except TypeError:
         raise UserError(f"{name} must be a whole number, not {value!r}") from None
 
 
-def _real(name: str, value: object) -> float:
+def _real(name, value):
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise UserError(f"{name} must be a finite number, not {value!r}")
     return float(value)
@@ -205,7 +206,8 @@ class TokenSequence:
     def piece(self) -> Piece | None:
         """What is new since the last piece; None if there is nothing."""
         tokens, parts = self._given
-        new, text = tuple(self._tokens[tokens:]), "".join(self._shown[parts:]) if self._decoder else None
+        new = tuple(self._tokens[tokens:])
+        text = "".join(self._shown[parts:]) if self._decoder else None
         logprobs = tuple(self._logprobs[tokens:]) if self.request.logprobs else None
         self._given = (len(self._tokens), len(self._shown))
         return Piece(new, text, logprobs) if new or text else None
@@ -218,7 +220,7 @@ class TokenSequence:
         text = "".join(self._shown) if self._decoder else None
         return Result(tuple(self._tokens), text, logprobs, reason, len(self.request.prompt))
 
-    def _read(self, token: int) -> Finish | None:
+    def _read(self, token):
         if token in self.request.stop_ids:
             return Finish.STOP
         if self._decoder:
@@ -236,7 +238,7 @@ class StopText:
     """
 
     def __init__(self, stop: Sequence[str] = ()):
-        self._matches = [_Match(one) for one in stop]
+        self._stop = stop
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self.stopped = False
@@ -251,51 +253,22 @@ class StopText:
         rest, self._held = self._held, ""
         return shown + rest
 
-    def _release(self, new: str) -> str:
+    def _release(self, new):
         if self.stopped:
             return ""
         text = self._held + new
-        if (stop := self._search(text)) is not None:
-            shown, self._held, self.stopped = text[:stop], "", True
-            return shown
-        keep = max((match.length for match in self._matches), default=0)
-        shown, self._held = text[: len(text) - keep], text[len(text) - keep :]
-        return shown
-
-    def _search(self, text: str) -> int | None:
-        """Where the stop string begins that ends `text`, of which the held part was searched before."""
-        if not self._matches:
-            return None
-        for end in range(len(self._held), len(text)):
-            for match in self._matches:
-                match.push(text[end])
-            if longest := max(len(match.stop) * match.complete for match in self._matches):
-                return end + 1 - longest
-        return None
+        for end in range(len(self._held) + 1, len(text) + 1):
+            complete = [len(stop) for stop in self._stop if text.endswith(stop, 0, end)]
+            if complete:
+                self._held = ""
+                self.stopped = True
+                return text[: end - max(complete)]
+        safe = len(text) - max((_begun(stop, text) for stop in self._stop), default=0)
+        self._held = text[safe:]
+        return text[:safe]
 
 
-class _Match:
-    """How much of one stop string a growing text ends with: the search of Knuth, Morris and Pratt.
-
-    Its work grows with the text alone: the table of a long stop string is made as far as the text has followed it.
-    """
-
-    def __init__(self, stop: str):
-        self.stop = stop
-        self.length = 0  # characters of `stop`, from its first, at the text's end
-        self._shorter = [0]  # by length: the next shorter one that the text then also ends with
-
-    @property
-    def complete(self) -> bool:
-        return self.length == len(self.stop)
-
-    def push(self, char: str) -> None:
-        """`char` is the text's next. Not to be called once `complete`."""
-        self.length = self._longer(self.length, char)
-        if self.length == len(self._shorter):
-            self._shorter.append(self._longer(self._shorter[-1], char) if self.length > 1 else 0)
-
-    def _longer(self, length: int, char: str) -> int:
-        while length and self.stop[length] != char:
-            length = self._shorter[length]
-        return length + (self.stop[length] == char)
+def _begun(stop, text):
+    """How much of `stop`, from its first character, `text` ends with."""
+    lengths = range(min(len(stop), len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

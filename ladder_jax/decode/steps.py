@@ -1,10 +1,15 @@
-"""The compiled programs of inference: prefill, whole or in chunks, and decode, a chunk of tokens a call.
+"""The compiled programs of inference: prefill, whole or in chunks, and decode, a chunk of tokens a call; and the
+key/value cache that they hand on.
 
 Each is one shard_map over the whole mesh; key/value caches are updated in place.
 
 Layers are unrolled, or scanned to compile sooner. A scanned decode step takes 63 to 76 % more estimated cycles, because
 XLA slices and copies the stacks (`ladder-jax overlap --model llama-3-70b --layers 4 --phase decode --residual ladder
 --loop scan`, against unrolled, on v5p, v6e, v5e and tpu7x).
+
+A cache has right-padded rows, one length a row. It is split over all ranks; with fewer key/value heads than ranks,
+several ranks hold the same head. The order of its dimensions in memory is the attention kernel's:
+`ModelDef.kernel.cache_dims`.
 """
 
 import functools
@@ -16,15 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from ladder_jax import nn
-from ladder_jax.config import UNROLLED, CollectiveMatmul, Execution, Launch, Loop, Phase, Quantize
-from ladder_jax.decode import cache, sampling, weights
+from ladder_jax.config import UNROLLED, CollectiveMatmul, Execution, Launch, Loop, ModelConfig, Phase, Quantize
+from ladder_jax.decode import sampling, weights
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.errors import UserError
-from ladder_jax.nn import ModelDef, Params
-from ladder_jax.parallel import Compiled, Overlap, Traits, apart, on_mesh, over_ranks, resolve_launch
+from ladder_jax.nn import Cache, ModelDef, Params
+from ladder_jax.nn.attention import Kernel
+from ladder_jax.parallel import Compiled, Overlap, apart, on_mesh, over_ranks, pvary, resolve_launch
 from ladder_jax.parallel.collectives import TOKEN_LOOP
 
 CHUNK = 16  # tokens that a call of `decode_many` makes by default, without a round trip to the host between them
+Caches = tuple[Cache, ...] | Cache  # one a layer, or stacked for a scan
+
+UNIT = 32  # the shortest padded prompt, and the unit of a cache's length, in tokens
 
 
 @functools.cache
@@ -52,14 +61,13 @@ def prefill(
     execution = Execution(loop=loop, launch=launch, interleave=interleave, **split)
 
     def local(params, tokens, lengths):
-        caches = cache.empty(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
+        caches = empty_cache(definition, rows=tokens.shape[0], capacity=capacity, loop=loop)
         settings = dict(execution=execution, caches=caches, positions=nn.FullSequence(lengths))
-        x, caches = nn.hidden(definition, params, tokens, **settings)
-        return nn.logits(definition, params, sampling.pick_last(x, lengths))[:, 0], caches
+        return _last_logits(definition, params, tokens, lengths, **settings)
 
     traits = definition.traits(execution, phase=Phase.PREFILL)
-    dims = dict(in_dims=("BT", "B"), out_dims=("BV", cache.dims(definition, loop=loop)))
-    return _compile(definition, local, quantize, traits=traits, **dims)
+    out_dims = "BV", cache_dims(definition, loop=loop)
+    return _compile(definition, local, quantize, traits=traits, in_dims=("BT", "B"), out_dims=out_dims)
 
 
 @functools.cache
@@ -82,11 +90,10 @@ def extend(
 
     def local(params, caches, tokens, start, lengths):
         settings = dict(execution=execution, caches=caches, positions=nn.ChunkedPrefill(start))
-        x, caches = nn.hidden(definition, params, tokens, **settings)
         inside = jnp.clip(lengths - start, 1, tokens.shape[1])
-        return nn.logits(definition, params, sampling.pick_last(x, inside))[:, 0], caches
+        return _last_logits(definition, params, tokens, inside, **settings)
 
-    dims = cache.dims(definition, loop=loop)
+    dims = cache_dims(definition, loop=loop)
     traits = definition.traits(execution, phase=Phase.PREFILL)
     in_dims, out_dims = (dims, "BT", "", "B"), ("BV", dims)
     return _compile(definition, local, quantize, traits=traits, in_dims=in_dims, out_dims=out_dims, donate=(1,))
@@ -125,13 +132,14 @@ def prefill_chunks(
     if capacity < length:  # jax would write the last chunk over the one before
         raise ValueError(f"a cache of {capacity} positions has no room for {length} tokens")
     program = extend(definition, interleave=interleave, **form)
-    caches = cache.make(definition, rows=len(tokens), capacity=capacity, loop=loop)()
+    caches = make_cache(definition, rows=len(tokens), capacity=capacity, loop=loop)()
     logits = None
     for start in chunk_starts(length, chunk=chunk):
         if logits is not None:
             yield
         part = tokens[:, start : start + chunk]
-        new, caches = program(params, caches, jax.device_put(part, sharding("BT")), np.int32(start), ends)
+        part = jax.device_put(part, sharding("BT"))
+        new, caches = program(params, caches, part, np.int32(start), ends)
         # A row's logits are those of the last chunk that begins before its end: that chunk holds its last token.
         logits = new if logits is None else _replace_rows(definition)(new, logits, lengths > start)
     return logits, caches
@@ -153,18 +161,19 @@ def chunk_starts(length: int, *, chunk: int) -> list[int]:
 
 
 @functools.cache
-def _replace_rows(definition: ModelDef) -> Callable:
+def _replace_rows(definition):
     """A compiled (new [B, V], old [B, V], replaced [B] bool) -> [B, V]."""
     local = lambda new, old, replaced: jnp.where(replaced[:, None], new, old)
-    return _jit(definition, local, in_dims=("BV", "BV", "B"), out_dims="BV")
+    return placed(definition, local, in_dims=("BV", "BV", "B"), out_dims="BV")
 
 
 @functools.cache
 def seen_in(definition: ModelDef) -> Callable:
     """A compiled (tokens [B, T], lengths [B]) -> seen [B, V] bool: the tokens that right-padded rows hold."""
-    size = nn.padded_vocabulary(definition.config.vocab_size, ranks=definition.layout.ranks) // definition.layout.ranks
+    ranks = definition.layout.ranks
+    size = nn.padded_vocabulary(definition.config.vocab_size, ranks=ranks) // ranks
     local = functools.partial(sampling.seen_of, size=size, axes=definition.layout.tensor)
-    return _jit(definition, local, in_dims=("BT", "B"), out_dims="BV")
+    return placed(definition, local, in_dims=("BT", "B"), out_dims="BV")
 
 
 @functools.cache
@@ -173,16 +182,12 @@ def sample_first(definition: ModelDef, *, choice: Choice = Choice.SAMPLED) -> Ca
 
     With Choice.GREEDY as in `decode_many`: no log-probabilities, and of the settings only the penalty counts.
     """
-    axes, sample = definition.layout.tensor, _sampler(definition)
 
     def local(logits, settings, positions, seen):
-        if choice is Choice.GREEDY:
-            return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=axes), None
-        any_row = sampling.AnyRow.of(settings)
-        return sample(logits, settings=settings, any_row=any_row, positions=positions, seen_BV=seen)
+        return _chooser(definition, choice, settings)(logits, positions, seen)
 
     out_dims = ("B", None if choice is Choice.GREEDY else "B")
-    return _jit(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=out_dims)
+    return placed(definition, local, in_dims=("BV", sampling.DIMS, "B", "BV"), out_dims=out_dims)
 
 
 @functools.cache
@@ -202,19 +207,15 @@ def decode_many(
     Row b's token is written at position lengths[b]. The caches and `seen` hold what comes before `tokens`; both are
     donated. With Choice.GREEDY there are no log-probabilities (None), and of the settings only the penalty counts: a
     token takes the layers' collectives, the embedding's and one to choose. With SAMPLED, a token for which a row uses
-    a filter takes one more (see `logit_filters`).
+    a filter takes one more (see sampling.py).
 
     Raises UserError where `launch` is explicit and is not supported.
     """
-    axes, execution = definition.layout.tensor, Execution(loop=loop, launch=_launch(definition, launch))
+    axes = definition.layout.tensor
+    execution = Execution(loop=loop, launch=_launch(definition, launch))
 
     def local(params, caches, seen, tokens, lengths, settings):
-        any_row = None if choice is Choice.GREEDY else sampling.AnyRow.of(settings)
-
-        def choose(logits, positions, seen):
-            if choice is Choice.GREEDY:
-                return sampling.greedy(logits, settings=settings, seen_BV=seen, axes=axes), None
-            return sample(logits, settings=settings, any_row=any_row, positions=positions, seen_BV=seen)
+        choose = _chooser(definition, choice, settings)
 
         def turn(carry, _):
             caches, seen, tokens, lengths = carry
@@ -230,8 +231,7 @@ def decode_many(
             (caches, seen, _, _), new = jax.lax.scan(turn, (caches, seen, tokens, lengths), length=count)
         return *jax.tree.map(jnp.transpose, new), caches, seen
 
-    one, dims = step(definition, execution=execution), cache.dims(definition, loop=loop)
-    sample = _sampler(definition)
+    one, dims = step(definition, execution=execution), cache_dims(definition, loop=loop)
     in_dims = (dims, "BV", "B", "B", sampling.DIMS)
     out_dims = ("BT", None if choice is Choice.GREEDY else "BT", dims, "BV")
     traits = definition.traits(execution, phase=Phase.DECODE)
@@ -249,8 +249,71 @@ def abstract(
     settings = jax.eval_shape(lambda: Settings.of(jnp.broadcast_to(jax.random.key(0), (rows,))))
     settings = jax.tree.map(lambda a: a.update(sharding=sharding(sampling.DIMS)), settings)
     params = weights.abstract(definition, loop=loop, quantize=quantize)
-    caches = cache.abstract(definition, rows=rows, capacity=positions, loop=loop)
+    caches = abstract_cache(definition, rows=rows, capacity=positions, loop=loop)
     return params, caches, seen, integers, integers, settings
+
+
+def positions_for(tokens: int, *, chunk: int) -> int:
+    """The length of a cache for rows of `tokens` tokens, prompt and new ones together, decoded `chunk` at a time.
+
+    A row may end anywhere in a chunk, and the program goes on to the chunk's end. With room for that nothing is written
+    out of range, which jax would drop silently.
+    """
+    return -(-(tokens + chunk) // UNIT) * UNIT
+
+
+def padded_length(length: int, *, positions: int) -> int:
+    """The length to which a prompt is padded, a power of two, so that few shapes are compiled; at most `positions`."""
+    return min(max(UNIT, 1 << (length - 1).bit_length()), positions)
+
+
+def empty_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Caches:
+    """On one rank: zeros for `rows` rows of at least `capacity` positions, one cache a layer, or stacked for a scan."""
+    sizes, ranks = dict(rows=rows, capacity=capacity), definition.layout.ranks
+
+    def zeros(config: ModelConfig, kernel: Kernel, dims: str) -> jax.Array:
+        shape = _shape(config, kernel, dims, heads=max(1, config.num_kv_heads // ranks), **sizes)
+        return pvary(jnp.zeros(shape, config.dtype.value), definition.layout.own_axes(dims))
+
+    return _caches(definition, zeros, loop=loop)
+
+
+@functools.cache
+def make_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Callable[[], Caches]:
+    """A compiled () -> zeros for the caches of all ranks, `rows` rows in total."""
+    shapes = abstract_cache(definition, rows=rows, capacity=capacity, loop=loop)
+    zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
+
+
+def cache_dims(definition: ModelDef, *, loop: Loop) -> Caches:
+    """The dimensions of `empty_cache`'s arrays."""
+    return _caches(definition, lambda config, kernel, dims: dims, loop=loop)
+
+
+def abstract_cache(definition: ModelDef, *, rows: int, capacity: int, loop: Loop) -> Caches:
+    """Shapes, dtypes and shardings of the caches of all ranks, `rows` rows in total."""
+    sizes, layout = dict(rows=rows, capacity=capacity), definition.layout
+
+    def place(config: ModelConfig, kernel: Kernel, dims: str) -> jax.ShapeDtypeStruct:
+        shape = _shape(config, kernel, dims, heads=max(config.num_kv_heads, layout.ranks), **sizes)
+        return jax.ShapeDtypeStruct(shape, config.dtype.value, sharding=layout.sharding(dims))
+
+    return _caches(definition, place, loop=loop)
+
+
+def _caches(definition, leaf, *, loop):
+    """A cache a layer, or one for all, of what `leaf` makes of a model, its kernel and a cache's dimensions."""
+    if loop is Loop.SCAN:
+        return definition.cache(lambda config, kernel, dims: leaf(config, kernel, "L" + dims))
+    return tuple(definition.cache(leaf) for _ in range(definition.config.num_layers))
+
+
+def _shape(config, kernel, dims, *, rows, capacity, heads):
+    heads = config.num_kv_heads if "n" in dims else heads  # a small letter is whole on every rank
+    positions = -(-capacity // kernel.page) * kernel.page
+    sizes = dict(L=config.num_layers, B=rows, S=positions, N=heads, H=config.head_dim)
+    return tuple(sizes[dim.upper()] for dim in dims)
 
 
 def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:
@@ -264,12 +327,26 @@ def step(definition: ModelDef, *, execution: Execution = UNROLLED) -> Callable:
     return one
 
 
-def _sampler(definition: ModelDef) -> Callable:
-    """`sampling.sample` for this model, on one rank."""
-    return functools.partial(sampling.sample, vocab_size=definition.config.vocab_size, axes=definition.layout.tensor)
+def _chooser(definition, choice, settings):
+    """(logits, positions, seen) -> (tokens, log-probabilities or None), on one rank."""
+    common = dict(settings=settings, axes=definition.layout.tensor)
+    if choice is Choice.GREEDY:
+
+        def choose(logits, positions, seen):
+            return sampling.greedy(logits, seen_BV=seen, **common), None
+
+        return choose
+    common |= dict(any_row=sampling.AnyRow.of(settings), vocab_size=definition.config.vocab_size)
+    return lambda logits, positions, seen: sampling.sample(logits, positions=positions, seen_BV=seen, **common)
 
 
-def _launch(definition: ModelDef, launch: Launch, *, interleave: int = 1) -> Launch:
+def _last_logits(definition, params, tokens, ends, **settings):
+    """(logits [B, V/ranks] after each row's first `ends` tokens, caches), on one rank."""
+    x, caches = nn.hidden(definition, params, tokens, **settings)
+    return nn.logits(definition, params, sampling.pick_last(x, ends))[:, 0], caches
+
+
+def _launch(definition, launch, *, interleave=1):
     """CHAINED or EXPLICIT; where no all-reduce can be hidden, CHAINED."""
     layout = definition.layout
     hides = interleave == 2 or definition.topology.overlap is Overlap.HIDES
@@ -277,27 +354,28 @@ def _launch(definition: ModelDef, launch: Launch, *, interleave: int = 1) -> Lau
     return resolve_launch(launch, mesh=layout.mesh) if hides else Launch.CHAINED
 
 
-def _jit(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any) -> Callable:
-    """For programs without parameters or large reductions, which need no compiler options."""
+def placed(definition: ModelDef, local: Callable, *, in_dims: tuple, out_dims: Any, donate: Any = ()) -> Callable:
+    """A compiled function without parameters or large reductions, which needs no compiler options.
+
+    local: on one rank. Results are laid out as the programs here take them.
+    """
+    whole, out_shardings = _whole(definition, local, in_dims=in_dims, out_dims=out_dims)
+    return apart(jax.jit(whole, donate_argnums=donate, out_shardings=out_shardings))
+
+
+def _compile(definition, local, quantize, *, traits, in_dims, out_dims, donate=()):
+    params = weights.dims(definition, loop=traits.loop, quantize=quantize)
+    whole, out_shardings = _whole(definition, local, in_dims=(params, *in_dims), out_dims=out_dims)
+    mesh = definition.layout.mesh
+    return Compiled(whole, mesh=mesh, traits=traits, donate_argnums=donate, out_shardings=out_shardings)
+
+
+def _whole(definition, local, *, in_dims, out_dims):
+    """`local` of one rank as a function of global arrays, and where its results lie.
+
+    Explicitly, as jax omits axes of one device from the shardings that it infers, and the next call would recompile.
+    """
     layout = definition.layout
     ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
     meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    return apart(jax.jit(meshed, out_shardings=jax.tree.map(layout.sharding, out_dims)))
-
-
-def _compile(
-    definition: ModelDef,
-    local: Callable,
-    quantize: Quantize,
-    *,
-    traits: Traits,
-    in_dims: tuple,
-    out_dims: Any,
-    donate: tuple = (),
-) -> Compiled:
-    in_dims, layout = (weights.dims(definition, loop=traits.loop, quantize=quantize), *in_dims), definition.layout
-    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    meshed = on_mesh(ranked, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    # Explicit, as jax omits axes of one device from the shardings that it infers, and the next call would recompile.
-    out_shardings = jax.tree.map(layout.sharding, out_dims)
-    return Compiled(meshed, mesh=layout.mesh, traits=traits, donate_argnums=donate, out_shardings=out_shardings)
+    return meshed, jax.tree.map(layout.sharding, out_dims)

@@ -21,7 +21,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.nn import ModelDef, Params, quantized
 from ladder_jax.nn.parameter import stacks
 from ladder_jax.nn.quantized import Int8
-from ladder_jax.parallel import Layout, apart, mesh, on_own_mesh
+from ladder_jax.parallel import apart, mesh, on_own_mesh
 
 if TYPE_CHECKING:
     from ladder_jax.checkpoint import Key
@@ -48,22 +48,20 @@ def stacked(definition: ModelDef, params: Params | Reader) -> Params:
 def dims(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The dimensions of `prepare`'s arrays."""
     _check(definition)
-    of = lambda dims, layer: _stored_dims(quantize, dims if layer is None else dims.removeprefix("L"))
-    return _each(definition, loop, of, definition.dims)
+    return _laid_out(definition, loop, functools.partial(_stored_dims, quantize), definition.dims)
 
 
 def abstract(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> Params:
     """The shapes, dtypes and shardings of `prepare`'s arrays."""
+    sharding = definition.layout.sharding
 
-    def place(array, dims, layer):
-        if layer is not None:
-            array, dims = jax.ShapeDtypeStruct(array.shape[1:], array.dtype), dims.removeprefix("L")
-        stored = jax.eval_shape(lambda a: _stored(quantize, definition.config.dtype.value, a, dims), array)
-        sharding = definition.layout.sharding
+    def place(array, dims):
+        store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=dims)
+        stored = jax.eval_shape(store, array)
         return jax.tree.map(lambda a, d: a.update(sharding=sharding(d)), stored, _stored_dims(quantize, dims))
 
     _check(definition)
-    return _each(definition, loop, place, definition.abstract, definition.dims)
+    return _laid_out(definition, loop, place, definition.abstract, definition.dims)
 
 
 def peak_bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize = Quantize.NONE) -> int:
@@ -77,37 +75,43 @@ def stacked_bytes(definition: ModelDef) -> tuple[int, int]:
     return _bytes(definition, loop=Loop.SCAN, quantize=Quantize.NONE)
 
 
-def _check(definition: ModelDef) -> None:
+def _check(definition):
     """Raises UserError for a mesh that splits parameters for training."""
     if definition.layout.fsdp > 1:
         raise UserError(f"mesh.fsdp={definition.layout.fsdp} is for training: inference needs 1 (mesh.data copies)")
 
 
-def _each(definition: ModelDef, loop: Loop, fn: Callable, *trees: Params) -> Params:
-    """fn(leaf, ..., layer) for every leaf: unrolled, once a layer for a leaf that stacks layers; else layer is None."""
-    whole = functools.partial(fn, layer=None)
-    if loop is Loop.SCAN:
-        return jax.tree.map(whole, *trees)
+def _laid_out(definition, loop, fn, *trees):
+    """fn(leaf, ...) of every array; unrolled, of one layer's arrays, for each of a stack's layers."""
     done = {}
-    for name in trees[0]:
-        below, of = [tree[name] for tree in trees], range(len(stacks(definition.config).get(name, ())))
-        each = tuple(jax.tree.map(functools.partial(fn, layer=layer), *below) for layer in of)
-        done[name] = each or jax.tree.map(whole, *below)
+    for name in definition.dims:
+        below = [tree[name] for tree in trees]
+        layers = stacks(definition.config).get(name, ())
+        if loop is Loop.UNROLLED and layers:
+            one = jax.tree.map(fn, *jax.tree.map(_of_layer, below))
+            done[name] = (one,) * len(layers)
+        else:
+            done[name] = jax.tree.map(fn, *below)
     return done
 
 
-def _stored_dims(quantize: Quantize, dims: str) -> str | Int8:
+def _of_layer(stack):
+    """One layer's dimensions, or shape, of a stack's."""
+    return stack[1:] if isinstance(stack, str) else jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
+
+
+def _stored_dims(quantize, dims):
     """The dimensions in which an array of these dimensions is stored."""
     return Int8.dims(dims) if quantize is Quantize.INT8 and quantized.is_matrix(dims) else dims
 
 
-def _stored(quantize: Quantize, dtype: str, array: jax.Array, dims: str) -> jax.Array | Int8:
+def _stored(quantize, dtype, array, dims):
     if quantize is Quantize.INT8 and quantized.is_matrix(dims):
         return Int8.of(array, dims)
     return array.astype(_dtype(dtype, dims))
 
 
-def _dtype(dtype: str, dims: str) -> Any:
+def _dtype(dtype, dims):
     """Norm gains and routers stay float32: they multiply in it."""
     return dtype if len(dims.removeprefix("L")) > 1 and dims != mesh.ROUTER else jnp.float32
 
@@ -151,42 +155,46 @@ class _Target:
             del value
         return stack
 
-    def _make(self, pieces: Iterator) -> jax.Array | Int8:
+    def _make(self, pieces):
         """The next piece as it is to be stored. The piece that was read is freed on return."""
-        piece, dtype, layout = next(pieces), self.definition.config.dtype.value, self.definition.layout
+        piece = next(pieces)
+        dtype = self.definition.config.dtype.value
+        layout = self.definition.layout
         array, layer = piece if isinstance(piece, tuple) else (piece, None)
         if layer is None and _is_stored(self.quantize, dtype, array, self.dims, layout):
             return array
-        return jax.block_until_ready(_convert(layout, self.quantize, dtype, array, self.dims, layer))
+        convert = _converter(layout, self.quantize, dtype, self.dims)
+        return jax.block_until_ready(convert(array, layer))
 
-    def _empty(self, value: jax.Array | Int8) -> jax.Array | Int8:
+    def _empty(self, value):
         sharding, count = self.definition.layout.sharding, self.layers
         zeros = lambda a, d: mesh.zeros((count, *a.shape), a.dtype, sharding(f"L{d}"))
         return jax.tree.map(zeros, value, _stored_dims(self.quantize, self.dims))
 
 
-def _targets(definition: ModelDef, *, loop: Loop, quantize: Quantize) -> list[_Target]:
+def _targets(definition, *, loop, quantize):
     """The largest arrays first: then the least is held beside them."""
     dims = traverse_util.flatten_dict(definition.dims, sep="/")
     targets = [_Target(definition, name, of.removeprefix("L"), loop, quantize) for name, of in dims.items()]
     return sorted(targets, key=lambda target: -math.prod(target.share))
 
 
-def _bytes(definition: ModelDef, *, loop: Loop, quantize: Quantize) -> tuple[int, int]:
+def _bytes(definition, *, loop, quantize):
     """A device's share of `_build`'s arrays, and the most that it holds meanwhile, from arrays stored in float32."""
-    done, most = 0, 0
+    done = most = 0
     for target in _targets(definition, loop=loop, quantize=quantize):
         read = jax.ShapeDtypeStruct(target.share, jnp.float32)
-        stored = jax.eval_shape(lambda a, t=target: _stored(quantize, definition.config.dtype.value, a, t.dims), read)
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
-        beside = 0 if stored == read else 4 * math.prod(target.share)
+        store = functools.partial(_stored, quantize, definition.config.dtype.value, dims=target.dims)
+        stored = jax.eval_shape(store, read)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
+        beside = 0 if stored == read else 4 * read.size
         beside += size if loop is Loop.SCAN and target.layers else 0  # its stack is allocated with the first layer
-        total = size * (target.layers or 1)
-        done, most = done + total, max(most, done + total + beside)
+        done += size * (target.layers or 1)
+        most = max(most, done + beside)
     return done, most
 
 
-def _build(definition: ModelDef, params: Params | Reader, *, loop: Loop, quantize: Quantize) -> Params:
+def _build(definition, params, *, loop, quantize):
     """The arrays, unrolled or stacked as `loop` has them."""
     read = params if callable(params) else _in_memory(params)
     targets = _targets(definition, loop=loop, quantize=quantize)
@@ -194,33 +202,26 @@ def _build(definition: ModelDef, params: Params | Reader, *, loop: Loop, quantiz
     done = traverse_util.unflatten_dict({target.name: target.build(pieces) for target in targets}, sep="/")
     if loop is Loop.UNROLLED:
         for name, of in stacks(definition.config).items():
-            is_layers, below = (lambda leaf: isinstance(leaf, tuple)), done[name]
-            pick = lambda layer: jax.tree.map(lambda each: each[layer], below, is_leaf=is_layers)
-            done[name] = tuple(map(pick, range(len(of))))
+            below = traverse_util.flatten_dict(done[name])
+            layers = [{path: each[layer] for path, each in below.items()} for layer in range(len(of))]
+            done[name] = tuple(map(traverse_util.unflatten_dict, layers))
     return done
 
 
-def _in_memory(params: Params) -> Callable:
+def _in_memory(params):
     """A reader of parameters in memory. It yields whole stacks, each with the index of the layer to take from it."""
     flat = traverse_util.flatten_dict(params, sep="/")
     return lambda keys: ((flat[name], layer) for name, layer in keys)
 
 
-def _is_stored(quantize: Quantize, dtype: str, array: jax.Array, dims: str, layout: Layout) -> bool:
+def _is_stored(quantize, dtype, array, dims, layout):
     as_is = isinstance(_stored_dims(quantize, dims), str) and array.dtype == _dtype(dtype, dims)
     return as_is and isinstance(array, jax.Array) and array.sharding == layout.sharding(dims)
 
 
-def _convert(
-    layout: Layout, quantize: Quantize, dtype: str, array: jax.Array, dims: str, layer: int | None
-) -> jax.Array | Int8:
-    """An array, or a layer of a stack, as the compiled steps take it. One program for all layers of a stack."""
-    return _converter(layout, quantize, dtype, dims)(array, layer)
-
-
 @functools.cache
-def _converter(layout: Layout, quantize: Quantize, dtype: str, dims: str) -> Callable:
-    """A compiled (array or stack, layer or None) -> the array as it is stored."""
+def _converter(layout, quantize, dtype, dims):
+    """A compiled (array or stack, layer or None) -> the array as it is stored. One for all layers of a stack."""
     out_dims = _stored_dims(quantize, dims)
     convert = lambda array, layer: _stored(quantize, dtype, array if layer is None else array[layer], dims)
     placed = jax.tree.map(layout.sharding, out_dims)

@@ -14,7 +14,7 @@ from ladder_jax.config import SCANNED, Execution, Phase
 from ladder_jax.decode import sampling
 from ladder_jax.errors import RunFailed, UserError, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
-from ladder_jax.nn.arguments import check_model
+from ladder_jax.nn.model_def import check_model
 from ladder_jax.parallel import Compiled, on_mesh, over_ranks
 
 SHORTEST = 32  # rows are padded to this or to a power of two above it, so that few programs are compiled

@@ -1,5 +1,11 @@
 """Flax modules of a Llama-family model, and what one rank of a mesh computes with them."""
 
+from ladder_jax.nn.attention import Cache as Cache
+from ladder_jax.nn.attention import ChunkedPrefill as ChunkedPrefill
+from ladder_jax.nn.attention import DecodeStep as DecodeStep
+from ladder_jax.nn.attention import FullSequence as FullSequence
+from ladder_jax.nn.attention import Packed as Packed
+from ladder_jax.nn.attention import Positions as Positions
 from ladder_jax.nn.loss import cross_entropy as cross_entropy
 from ladder_jax.nn.model_def import ModelDef as ModelDef
 from ladder_jax.nn.model_def import Params as Params
@@ -14,12 +20,6 @@ from ladder_jax.nn.modules import Layer as Layer
 from ladder_jax.nn.modules import RMSNorm as RMSNorm
 from ladder_jax.nn.parameter import padded_vocabulary as padded_vocabulary
 from ladder_jax.nn.parameter import partition_specs as partition_specs
-from ladder_jax.nn.positions import Cache as Cache
-from ladder_jax.nn.positions import ChunkedPrefill as ChunkedPrefill
-from ladder_jax.nn.positions import DecodeStep as DecodeStep
-from ladder_jax.nn.positions import FullSequence as FullSequence
-from ladder_jax.nn.positions import Packed as Packed
-from ladder_jax.nn.positions import Positions as Positions
 from ladder_jax.nn.transformer import ForwardPass as ForwardPass
 from ladder_jax.nn.transformer import Transformer as Transformer
 from ladder_jax.nn.transformer import compiled_logits as compiled_logits

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax import residual
@@ -31,7 +31,9 @@ from ladder_jax.nn.grouped import Groups, grouped_matmul
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, residual_writer, sizes_of, zeros
 from ladder_jax.nn.quantized import Int8
 from ladder_jax.parallel import exchange, pvary, rank, ranks, varying
+from ladder_jax.parallel.collectives import Axes
 from ladder_jax.residual import EXPERTS, Normed
+from ladder_jax.residual.recurrence import local
 
 CHUNK = 8192  # tokens whose rows are in memory at once
 NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
@@ -40,8 +42,8 @@ NO_EXPERT = jnp.iinfo(jnp.int32).max  # in place of a row's choice
 class Route(NamedTuple):
     """choice: int32 [N, K], the experts of each token; weights: float32 [N, K], what their outputs count."""
 
-    choice: jax.Array
-    weights: jax.Array
+    choice: Array
+    weights: Array
 
 
 @jax.tree_util.register_dataclass
@@ -54,30 +56,36 @@ class Routing:
     dropped: [], how many choices were beyond their experts' capacity.
     """
 
-    counts: jax.Array
-    probabilities: jax.Array
-    log_squares: jax.Array
-    entropies: jax.Array
-    dropped: jax.Array
+    counts: Array
+    probabilities: Array
+    log_squares: Array
+    entropies: Array
+    dropped: Array
 
     def with_layer(self, layer: "Routing") -> "Routing":
         """Of all layers, with the newest layer's in the place of the oldest's."""
-        return jax.tree.map(lambda all_layers, one: jnp.concatenate([all_layers[1:], one[None]]), self, layer)
+
+        def append(of_all, newest):
+            return jnp.concatenate([of_all[1:], newest[None]])
+
+        return jax.tree.map(append, self, layer)
 
 
-def route(logits_NC: jax.Array, *, moe: MoEConfig, bias_C: jax.Array | None = None) -> Route:
+def route(logits_NC: Array, *, moe: MoEConfig, bias_C: Array | None = None) -> Route:
     """The experts with the largest logits, or sums of probability and bias; of equal ones that with the lowest index.
 
     A bias has no gradient: `toward_balance` moves it.
     """
     scores = logits_NC if bias_C is None else jax.nn.softmax(logits_NC, axis=1) + bias_C[None]
-    choice = checkpoint_name(lax.stop_gradient(lax.top_k(scores, moe.top_k)[1]), EXPERTS)
+    _, choice = lax.top_k(scores, moe.top_k)
+    choice = checkpoint_name(lax.stop_gradient(choice), EXPERTS)
     chosen = jnp.take_along_axis(logits_NC, choice, axis=1)
     over = chosen if moe.softmax is RouterSoftmax.CHOSEN else logits_NC
-    return Route(choice, jnp.exp(chosen - jax.nn.logsumexp(over, axis=1, keepdims=True)))
+    total = jax.nn.logsumexp(over, axis=1, keepdims=True)
+    return Route(choice, jnp.exp(chosen - total))
 
 
-def measured(logits_NC: jax.Array, choice_NK: jax.Array) -> Routing:
+def measured(logits_NC: Array, choice_NK: Array) -> Routing:
     """One layer's statistics of these tokens."""
     log_total = jax.nn.logsumexp(logits_NC, axis=1, keepdims=True)
     probabilities = jnp.exp(logits_NC - log_total)
@@ -98,17 +106,24 @@ class NormedExperts(Normed):
 
     on_routing: called with the statistics of this rank's tokens. ends_B: where the rows of all ranks end; padding takes
         no slot.
+
+    route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain [N, D], their slots
+        int32 [N, K] as `parallel.exchange.slots`, the weights of their rows float32 [N, K]).
+    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs [R, E/ranks, D], the order in which they
+        are sent; its second argument is applied to their first products.
+    shared: the shared expert's partial sum [B, T, D] of a normalised input; its second argument likewise.
     """
 
     moe: "MoE"
-    axes: tuple[str, ...]
+    axes: Axes
     on_routing: Callable[[Routing], None] | None
-    ends_B: jax.Array | None
+    ends_B: Array | None
     projects: bool = False
 
-    def route(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def route(self, x_BTD: Array) -> tuple[Array, Array, Array]:
         with jax.named_scope("mlp"):  # though it is part of attention's step
-            x_ND = self.gain_of(x_BTD, scale=self.gain).reshape(-1, x_BTD.shape[-1])
+            x_BTD = self.gain_of(x_BTD, scale=self.gain)
+            x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
             logits = self.moe.logits(x_ND)
             experts = self.moe.experts.count * ranks(self.axes)
             size = self.moe.moe.slots(len(x_ND))
@@ -125,7 +140,7 @@ class NormedExperts(Normed):
                 self.on_routing(dataclasses.replace(measured(logits, choice), dropped=dropped))
             return x_ND, slots, weights
 
-    def compute(self, rows_ERD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
+    def compute(self, rows_ERD: Array, tied: Callable = local) -> Array:
         """[R, E, D]: so the matmul writes what is sent in the order of sending, and no copy follows."""
         experts = self.moe.experts
         gate = _batched_matmul(rows_ERD, experts.gate.get_value())
@@ -133,7 +148,7 @@ class NormedExperts(Normed):
         gate, up = tied((gate, up))
         return quantized.einsum("ERM,EMD->RED", jax.nn.silu(gate) * up, experts.down.get_value())
 
-    def shared(self, x_BTD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
+    def shared(self, x_BTD: Array, tied: Callable = local) -> Array:
         return self.moe.shared(self.gain_of(x_BTD, scale=self.gain), tied)
 
 
@@ -146,17 +161,19 @@ class ExpertMLPs(Module):
         self.up = new("EDM", init=Normal(0.02))
         self.down = new("EMD", init=residual_writer(sizes.config))
 
-    def __call__(self, x_ND: jax.Array, routed: Route, *, axes: tuple[str, ...]) -> jax.Array:
+    def __call__(self, x_ND: Array, routed: Route, *, axes: Axes) -> Array:
         """This rank's partial sum [N, D] of the chosen experts' weighted outputs."""
         first = rank(axes) * self.count
         groups = _groups(routed.choice, first=first, count=self.count)
         rows = _sorted_rows(pvary(x_ND, varying(groups.order)), groups, routed.choice.shape[1])
         gate = grouped_matmul(rows, self.gate.get_value(), groups)
         up = grouped_matmul(rows, self.up.get_value(), groups)
-        out = _in_token_order(grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), groups), groups)
+        down = grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), groups)
+        out = _in_token_order(down, groups)
         mine = (routed.choice >= first) & (routed.choice < first + self.count)  # the other rows are undefined
-        of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, -1), 0).astype(jnp.float32)
-        return jnp.sum(of_tokens * routed.weights[:, :, None], axis=1).astype(x_ND.dtype)
+        of_tokens = jnp.where(mine[:, :, None], out.reshape(*mine.shape, -1), 0)
+        weighed = of_tokens.astype(jnp.float32) * routed.weights[:, :, None]
+        return jnp.sum(weighed, axis=1).astype(x_ND.dtype)
 
     @property
     def count(self) -> int:
@@ -175,7 +192,7 @@ class SharedExpert(Module):
         if sizes.config.moe.shared_gate:
             self.share = new("D", init=Normal(0.02))
 
-    def __call__(self, x_BTD: jax.Array, tied: Callable[[Any], Any] = lambda products: products) -> jax.Array:
+    def __call__(self, x_BTD: Array, tied: Callable = local) -> Array:
         """A rank's partial sum [B, T, D]. tied: applied to the first products, whose await may be tied to others'."""
 
         def of(matrix):
@@ -185,7 +202,8 @@ class SharedExpert(Module):
         out = quantized.einsum("BTW,WD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
         if not hasattr(self, "share"):
             return out
-        share = jnp.sum(x_BTD.astype(jnp.float32) * self.share[...][None, None], axis=-1, keepdims=True)
+        weighed = x_BTD.astype(jnp.float32) * self.share[...][None, None]
+        share = jnp.sum(weighed, axis=-1, keepdims=True)
         return (out.astype(jnp.float32) * jax.nn.sigmoid(share)).astype(out.dtype)
 
 
@@ -204,16 +222,12 @@ class MoE(Module):
         if self.moe.shared_width:
             self.shared = SharedExpert(sizes, rngs=rngs)
 
-    def __call__(
-        self, x_BTD: jax.Array, *, axes: tuple[str, ...] = (), on_routing: Callable[[Routing], None] | None = None
-    ) -> jax.Array:
+    def __call__(self, x_BTD: Array, *, axes: Axes = (), on_routing: Callable[[Routing], None] | None = None) -> Array:
         """A rank's partial sum [B, T, D] of routed and shared experts. on_routing: as in `routed`."""
         out = self.routed(x_BTD, axes=axes, on_routing=on_routing)
         return out + self.shared(x_BTD) if hasattr(self, "shared") else out
 
-    def routed(
-        self, x_BTD: jax.Array, *, axes: tuple[str, ...], on_routing: Callable[[Routing], None] | None = None
-    ) -> jax.Array:
+    def routed(self, x_BTD: Array, *, axes: Axes, on_routing: Callable[[Routing], None] | None = None) -> Array:
         """A rank's partial sum [B, T, D] of routed experts. on_routing: called with the statistics of all tokens."""
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         logits = self.logits(x_ND)
@@ -247,15 +261,15 @@ class MoE(Module):
             return [experts(functools.partial(self.routed, **settings)), behind_norm(self.shared)]
         return [experts(functools.partial(self, **settings))]
 
-    def logits(self, x_ND: jax.Array) -> jax.Array:
+    def logits(self, x_ND: Array) -> Array:
         """Float32 [N, C], of float32 products: a TPU would round their operands to bfloat16."""
         wide = x_ND.astype(jnp.float32)
         return jnp.einsum("ND,DC->NC", wide, self.router[...], precision=lax.Precision.HIGHEST)
 
-    def route(self, logits_NC: jax.Array) -> Route:
+    def route(self, logits_NC: Array) -> Route:
         return route(logits_NC, moe=self.moe, bias_C=self.router_bias[...] if self.moe.router_bias else None)
 
-    def _within_capacity(self, routed: Route) -> tuple[Route, jax.Array]:
+    def _within_capacity(self, routed):
         """`routed`, where rows beyond their experts' capacity choose no expert, and bool [N, K]: which do not."""
         experts = self.moe.experts
         size = self.moe.slots(len(routed.choice))
@@ -264,36 +278,42 @@ class MoE(Module):
         return Route(jnp.where(kept, routed.choice, NO_EXPERT), routed.weights), kept
 
 
-def _groups(choice_NK: jax.Array, *, first: jax.Array, count: int) -> Groups:
+def _groups(choice_NK, *, first, count):
     local = choice_NK.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < count), local, count)
     return Groups(*exchange.by_expert(local, experts=count))
 
 
-def _in_chunks(compute: Callable, x_ND: jax.Array, routed: Route) -> jax.Array:
+def _in_chunks(compute, x_ND, routed):
     """`compute` of CHUNK tokens at a time, whose rows are computed again backward. Padding chooses no expert."""
     count = -(-len(x_ND) // CHUNK)
     missing = count * CHUNK - len(x_ND)
 
-    def chunks(array, fill):
+    def chunks(array, fill=0):
         padding = jnp.full((missing, array.shape[1]), fill, array.dtype)
         return jnp.concatenate([array, padding]).reshape(count, CHUNK, array.shape[1])
 
-    parts = chunks(x_ND, 0), chunks(routed.choice, NO_EXPERT), chunks(routed.weights, 0)
-    body = jax.checkpoint(lambda part: compute(part[0], Route(*part[1:])), prevent_cse=False)
-    return lax.map(body, parts).reshape(count * CHUNK, -1)[: len(x_ND)]
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def of_chunk(part):
+        x, *route = part
+        return compute(x, Route(*route))
+
+    parts = chunks(x_ND), chunks(routed.choice, NO_EXPERT), chunks(routed.weights)
+    out = lax.map(of_chunk, parts).reshape(count * CHUNK, -1)
+    return out[: len(x_ND)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sorted_rows(x_ND: jax.Array, groups: Groups, choices: int) -> jax.Array:
+def _sorted_rows(x_ND, groups, choices):
     """[R, D]: for each sorted row its token. Backward a token's rows are added in float32."""
     return jnp.take(x_ND, groups.order // choices, axis=0, mode="clip")
 
 
-def _sorted_rows_backward(choices: int, residuals: tuple[Groups, Any], gradient: jax.Array) -> tuple:
+def _sorted_rows_backward(choices, residuals, gradient):
     groups, like = residuals
     gradient = jnp.take(gradient, groups.place, axis=0, mode="clip")
-    summed = jnp.sum(gradient.reshape(-1, choices, gradient.shape[1]), axis=1, dtype=jnp.float32)
+    of_tokens = gradient.reshape(-1, choices, gradient.shape[1])
+    summed = jnp.sum(of_tokens, axis=1, dtype=jnp.float32)
     return summed.astype(like.dtype), None
 
 
@@ -304,7 +324,7 @@ _sorted_rows.defvjp(
 
 
 @jax.custom_vjp
-def _in_token_order(rows_RD: jax.Array, groups: Groups) -> jax.Array:
+def _in_token_order(rows_RD, groups):
     """The sorted rows, back in the order of tokens and choices."""
     return jnp.take(rows_RD, groups.place, axis=0, mode="clip")
 
@@ -315,7 +335,7 @@ _in_token_order.defvjp(
 )
 
 
-def _batched_matmul(rows_ERI: jax.Array, weight_EIO: jax.Array | Int8) -> jax.Array:
+def _batched_matmul(rows_ERI, weight_EIO):
     """[E, R, O]: the rows of each expert times its matrix, as `grouped_matmul`."""
     if isinstance(weight_EIO, Int8):
         weight = weight_EIO.values.astype(rows_ERI.dtype)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.errors import unknown
@@ -40,7 +40,7 @@ def choose(dtype: jnp.dtype) -> Kernel:
     return Kernel.TRITON if capability >= 80 else Kernel.XLA
 
 
-def _device_kind() -> str:
+def _device_kind():
     """Of the mesh around the caller, not of this machine: a program may be compiled ahead of time. "" without one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.device_kind if device else ""
@@ -52,24 +52,24 @@ class Groups(NamedTuple):
     order: [R], the row that stands in each sorted place; place: [R], its inverse; sizes: [E], of each expert's group.
     """
 
-    order: jax.Array
-    place: jax.Array
-    sizes: jax.Array
+    order: Array
+    place: Array
+    sizes: Array
 
     @property
-    def mine(self) -> jax.Array:
+    def mine(self) -> Array:
         """[R, 1]: which sorted rows are of this rank's experts. What a kernel leaves in the others is undefined."""
         return (jnp.arange(len(self.order)) < jnp.sum(self.sizes))[:, None]
 
     @property
-    def experts(self) -> jax.Array:
+    def experts(self) -> Array:
         """[R]: the expert of each sorted row; of the other ranks' rows any."""
         ends = jnp.cumsum(self.sizes)
         found = jnp.searchsorted(ends, jnp.arange(len(self.order)), side="right")
         return jnp.minimum(found, len(self.sizes) - 1)
 
 
-def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Groups) -> jax.Array:
+def grouped_matmul(rows_RI: Array, weight_EIO: Array | Int8, groups: Groups) -> Array:
     """[R, O]: each row times its expert's matrix, in its dtype; undefined in the rows of other ranks' experts.
 
     As `quantized.einsum`: a weight's gradient is added over rows in float32 and rounded once, and an object may have
@@ -83,7 +83,7 @@ def grouped_matmul(rows_RI: jax.Array, weight_EIO: jax.Array | Int8, groups: Gro
     return checkpoint_name(_grouped(pvary(rows_RI, axes), pvary(weight_EIO, axes), groups), MATMUL)
 
 
-def _quantized(rows: jax.Array, weight: Int8, groups: Groups) -> jax.Array:
+def _quantized(rows, weight, groups):
     if choose(rows.dtype) is Kernel.TRITON:
         from ladder_jax.nn import grouped_gpu
 
@@ -95,7 +95,7 @@ def _quantized(rows: jax.Array, weight: Int8, groups: Groups) -> jax.Array:
 
 
 @jax.custom_vjp
-def _grouped(rows: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
+def _grouped(rows, weight, groups):
     if choose(rows.dtype) is Kernel.TRITON:
         from ladder_jax.nn import grouped_gpu  # Pallas is slow to import
 
@@ -103,7 +103,7 @@ def _grouped(rows: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
     return lax.ragged_dot(rows, weight.astype(rows.dtype), groups.sizes)
 
 
-def _grouped_forward(rows: jax.Array, weight: jax.Array, groups: Groups) -> tuple:
+def _grouped_forward(rows, weight, groups):
     used = weight.astype(rows.dtype)
     return _grouped(rows, used, groups), (rows, used, groups, jnp.zeros((), weight.dtype))
 
@@ -114,7 +114,7 @@ OVER_ROWS = lax.RaggedDotDimensionNumbers(
 )
 
 
-def _grouped_backward(residuals: tuple, gradient: jax.Array) -> tuple:
+def _grouped_backward(residuals, gradient):
     rows, weight, groups, like = residuals
     if choose(rows.dtype) is Kernel.TRITON:
         from ladder_jax.nn import grouped_gpu

@@ -11,7 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -22,14 +22,14 @@ FEW_ROWS = dict(columns=64, depth=128, num_warps=4, num_stages=4)  # as wide rea
 
 
 def product(
-    rows_RI: jax.Array,
-    weight_EIO: jax.Array,
-    sizes_E: jax.Array,
+    rows_RI: Array,
+    weight_EIO: Array,
+    sizes_E: Array,
     *,
-    scale_EO: jax.Array | None = None,
+    scale_EO: Array | None = None,
     transposed: bool = False,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """[R, O]: each row times its group's matrix; undefined in the rows behind the last group.
 
     Sums are float32, multiplied by the columns' `scale` (of int8 matrices) and rounded to the rows' dtype once.
@@ -41,13 +41,13 @@ def product(
     return unchecked(call)(rows_RI, weight_EIO, _tiles(sizes_E, rows=len(rows_RI), height=height), scale_EO)
 
 
-def over_rows(rows_RI: jax.Array, gradient_RO: jax.Array, sizes_E: jax.Array, *, interpret: bool = False) -> jax.Array:
+def over_rows(rows_RI: Array, gradient_RO: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
     """[E, I, O]: sums over each group's rows, in float32 and rounded to the rows' dtype once; zero of empty groups."""
     ends = jnp.cumsum(sizes_E)
     return unchecked(functools.partial(_over_rows, interpret=interpret))(rows_RI, gradient_RO, ends - sizes_E, ends)
 
 
-def _tiles(sizes: jax.Array, *, rows: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _tiles(sizes, *, rows, height):
     """(group, first row, end of the group) of each tile of at most `height` rows; the same row twice: an unused tile.
 
     There are as many as the sizes may ever need: each group that has rows may end in a tile that is not full.
@@ -56,9 +56,11 @@ def _tiles(sizes: jax.Array, *, rows: int, height: int) -> tuple[jax.Array, jax.
     ends = jnp.cumsum(sizes)
     last = jnp.cumsum(pl.cdiv(sizes, height))
     tile = jnp.arange(count, dtype=jnp.int32)
-    group = jnp.minimum(jnp.sum(last[None, :] <= tile[:, None], axis=1, dtype=jnp.int32), len(sizes) - 1)
+    passed = jnp.sum(last[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    group = jnp.minimum(passed, len(sizes) - 1)
     before = (last - pl.cdiv(sizes, height))[group]
-    first = jnp.minimum((ends - sizes)[group] + (tile - before) * height, ends[group])
+    place = (ends - sizes)[group] + (tile - before) * height
+    first = jnp.minimum(place, ends[group])
     return group, first, ends[group]
 
 
@@ -146,6 +148,6 @@ def _load(ref, row, rows, column, columns, *, mask, lead=()):
     return triton.load(ref.at[*lead, pl.ds(row, rows), pl.ds(column, columns)], mask=mask, other=0)
 
 
-def _dot(a, b, of_a: int, of_b: int):
+def _dot(a, b, of_a, of_b):
     """The product over dimension `of_a` of a and `of_b` of b, in float32."""
     return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)

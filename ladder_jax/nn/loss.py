@@ -15,39 +15,40 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
+from ladder_jax.nn.parameter import pad_end
 from ladder_jax.parallel import all_max, all_reduce, pvary, rank, varying
-from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED, LOSS
+from ladder_jax.parallel.collectives import DIVERGENCE, EMULATED, LOSS, Axes
 
-Chunk = Callable[..., tuple[Any, jax.Array | None, jax.Array | None]]
-"""(x, table, of_positions, constants, gradient=) -> (sums, dx or None, dtable or None) of some positions.
+Chunk = Callable[..., tuple[Any, Callable[[], Array]]]
+"""(x, table, of_positions, constants) -> (sums, slope) of some positions.
 
-The sums are a tree of float32 scalars, of which the first has a gradient. dx is in x's dtype, dtable in float32, and
-both are this rank's own.
+The sums are a tree of float32 scalars, of which the first has a gradient. slope: () -> this rank's [B, T, V/ranks], the
+derivative of that one by the logits, without the positions' weights.
 """
 
 
 class Sums(NamedTuple):
     """In nats, each times its positions' weights: `total` is the loss, and has a gradient."""
 
-    total: jax.Array
-    cross_entropy: jax.Array
-    divergence: jax.Array
+    total: Array
+    cross_entropy: Array
+    divergence: Array
 
 
 @jax.named_scope(LOSS)
 def cross_entropy_sum(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    targets_BT: jax.Array,
-    weights_BT: jax.Array,
+    x_BTD: Array,
+    table_VD: Array,
+    targets_BT: Array,
+    weights_BT: Array,
     *,
     vocab_size: int,
-    axes: tuple[str, ...],
+    axes: Axes,
     z_loss: float = 0.0,
     chunk: int = 2048,
-) -> jax.Array:
+) -> Array:
     """The sum of weight x (negative log-likelihood + z_loss x log(Z)^2), in nats, equal on all ranks of `axes`.
 
     x_BTD: the normed stream, equal on all ranks of `axes` but for its type. table_VD: this rank's V/ranks rows of the
@@ -61,14 +62,14 @@ def cross_entropy_sum(
 
 @jax.named_scope(DIVERGENCE)
 def divergence_sum(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    targets_BT: jax.Array,
-    weights_BT: jax.Array,
+    x_BTD: Array,
+    table_VD: Array,
+    targets_BT: Array,
+    weights_BT: Array,
     *,
-    teacher: tuple[jax.Array, jax.Array],
+    teacher: tuple[Array, Array],
     vocab_size: int,
-    axes: tuple[str, ...],
+    axes: Axes,
     alpha: float = 1.0,
     temperature: float = 1.0,
     chunk: int = 2048,
@@ -84,27 +85,18 @@ def divergence_sum(
 
 
 @jax.named_scope(LOSS)
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def cross_entropy(logits_BTV: Array, targets_BT: Array, *, axes: Axes) -> Array:
     """Negative log-likelihood of each target in nats, [B, T] float32, equal on all ranks of `axes`.
 
     `logits_BTV` is this rank's share [B, T, V/ranks]; three small all-reduces of [B, T] join them.
     """
     _, total, largest = _powers(logits_BTV, axes)
-    picked = _picked(logits_BTV, targets_BT - rank(axes) * logits_BTV.shape[-1], axes)
+    first = rank(axes) * logits_BTV.shape[-1]
+    picked = _picked(logits_BTV, targets_BT - first, axes)
     return jnp.log(total) + largest - picked
 
 
-def _cross_entropy(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    of_positions: tuple[jax.Array, jax.Array],
-    constants: tuple,
-    *,
-    gradient: bool,
-    vocab_size: int,
-    axes: tuple[str, ...],
-    z_loss: float,
-):
+def _cross_entropy(x_BTD, table_VD, of_positions, constants, *, vocab_size, axes, z_loss):
     """A `Chunk`. of_positions: targets and weights [B, T]."""
     targets_BT, weights_BT = of_positions
     size = table_VD.shape[0]
@@ -116,26 +108,18 @@ def _cross_entropy(
     log_total = jnp.log(total) + largest
     losses = log_total - picked + z_loss * jnp.square(log_total)
     loss = jnp.sum(losses * weights_BT)
-    if not gradient:
-        return loss, None, None
-    # d/dlogit: softmax (1 + 2 z log Z) - [the target], times the weight.
-    hit = (jnp.arange(size)[None, None, :] == local[:, :, None]).astype(jnp.float32)
-    slope = powers * ((1 + 2 * z_loss * log_total) / total)[:, :, None] - hit
-    return loss, *_gradients(slope, weights_BT, x_BTD, table_VD)
+
+    def slope():
+        """softmax (1 + 2 z log Z) - [the target]"""
+        hit = jnp.arange(size)[None, None, :] == local[:, :, None]
+        hit = hit.astype(jnp.float32)
+        factor = (1 + 2 * z_loss * log_total) / total
+        return powers * factor[:, :, None] - hit
+
+    return loss, slope
 
 
-def _divergence(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    of_positions: tuple[jax.Array, jax.Array, jax.Array],
-    constants: tuple[jax.Array],
-    *,
-    gradient: bool,
-    vocab_size: int,
-    axes: tuple[str, ...],
-    alpha: float,
-    temperature: float,
-):
+def _divergence(x_BTD, table_VD, of_positions, constants, *, vocab_size, axes, alpha, temperature):
     """A `Chunk`. of_positions: targets and weights [B, T], and the teacher's stream; constants: its table."""
     targets_BT, weights_BT, teacher_BTD = of_positions
     (teacher_VD,) = constants
@@ -147,7 +131,8 @@ def _divergence(
     softened = logits / temperature
     # The softmaxes of: the model, the model at the temperature, the teacher at it. One message for each reduction.
     three = (logits, softened, wanted)
-    largest = all_max(lax.stop_gradient(jnp.stack([jnp.max(scores, axis=-1) for scores in three])), axes)
+    own = jnp.stack([jnp.max(scores, axis=-1) for scores in three])
+    largest = all_max(lax.stop_gradient(own), axes)
     powers = [jnp.exp(scores - most[:, :, None]) for scores, most in zip(three, largest)]
     totals = all_reduce(jnp.stack([jnp.sum(p, axis=-1) for p in powers]), axes)
     log_totals = jnp.log(totals) + largest
@@ -163,56 +148,43 @@ def _divergence(
     mixed = (1 - alpha) * losses + alpha * temperature**2 * divergence
     total, *parts = (jnp.sum(values * weights_BT) for values in (mixed, losses, divergence))
     sums = Sums(total, *map(lax.stop_gradient, parts))
-    if not gradient:
-        return sums, None, None
-    slope = (1 - alpha) * (plain - hit) + alpha * temperature * (soft - teacher)
-    return sums, *_gradients(slope, weights_BT, x_BTD, table_VD)
+    return sums, lambda: (1 - alpha) * (plain - hit) + alpha * temperature * (soft - teacher)
 
 
-def _is_token(size: int, first: jax.Array, vocab_size: int) -> jax.Array:
+def _is_token(size, first, vocab_size):
     """[1, 1, V/ranks]: which of this rank's rows are no padding."""
     return (first + jnp.arange(size) < vocab_size)[None, None, :]
 
 
-def _scores(x_BTD: jax.Array, table_VD: jax.Array, real: jax.Array) -> jax.Array:
+def _scores(x_BTD, table_VD, real):
     logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
     return jnp.where(real, logits, -jnp.inf)
 
 
-def _powers(logits_BTV: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _powers(logits_BTV, axes):
     """(exp(logits - largest), their sum over the vocabulary, the largest logit): the latter two [B, T]."""
     largest = all_max(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes)
     powers = jnp.exp(logits_BTV - largest[:, :, None])
     return powers, all_reduce(jnp.sum(powers, axis=-1), axes), largest
 
 
-def _picked(logits_BTV: jax.Array, local_BT: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _picked(logits_BTV, local_BT, axes):
     """The targets' logits [B, T]. local_BT: the targets, counted from this rank's first row."""
     size = logits_BTV.shape[-1]
     mine = (local_BT >= 0) & (local_BT < size)
-    picked = jnp.take_along_axis(logits_BTV, jnp.clip(local_BT, 0, size - 1)[:, :, None], axis=-1)[:, :, 0]
+    inside = jnp.clip(local_BT, 0, size - 1)
+    picked = jnp.take_along_axis(logits_BTV, inside[:, :, None], axis=-1)[:, :, 0]
     return all_reduce(jnp.where(mine, picked, 0.0), axes)
 
 
-def _gradients(
-    slope_BTV: jax.Array, weights_BT: jax.Array, x_BTD: jax.Array, table_VD: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _gradients(slope_BTV, weights_BT, x_BTD, table_VD):
     """Of x and the table. slope: of the loss by the logits, without the positions' weights."""
     slope = (slope_BTV * weights_BT[:, :, None]).astype(x_BTD.dtype)
     dx = jnp.einsum("BTV,VD->BTD", slope, table_VD)
     return dx, jnp.einsum("BTV,BTD->VD", slope, x_BTD, preferred_element_type=jnp.float32)
 
 
-def _sums(
-    chunk: Chunk,
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    of_positions: tuple,
-    constants: tuple,
-    *,
-    size: int,
-    axes: tuple,
-) -> Any:
+def _sums(chunk, x_BTD, table_VD, of_positions, constants, *, size, axes):
     """The chunks' sums, over at most `size` positions B x T at once, equal on all ranks of `axes`.
 
     of_positions: further arrays [B, T, ...]; padding is zeros, which must contribute nothing. constants: arrays that
@@ -221,17 +193,18 @@ def _sums(
     if EMULATED in axes:  # a `vmap`, which cannot tell a custom gradient that the loss is shared by all ranks
         return _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants)[0]
     x_BTD = pvary(x_BTD, axes)
-    table_VD, constants = jax.tree.map(lambda a: pvary(a, varying(x_BTD)), (table_VD, constants))
+    over = varying(x_BTD)
+    table_VD, constants = jax.tree.map(lambda a: pvary(a, over), (table_VD, constants))
     return _differentiable(chunk, size, axes, x_BTD, table_VD, of_positions, constants)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _differentiable(chunk, size, axes, x_BTD, table_VD, of_positions, constants):
-    return _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants)[0]
+def _differentiable(chunk, size, axes, *arrays):
+    return _over_chunks(chunk, size, axes, *arrays)[0]
 
 
-def _forward(chunk, size, axes, x_BTD, table_VD, of_positions, constants):
-    sums, *gradients = _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, gradient=True)
+def _forward(chunk, size, axes, *arrays):
+    sums, *gradients = _over_chunks(chunk, size, axes, *arrays, gradient=True)
     return sums, gradients
 
 
@@ -243,45 +216,42 @@ def _backward(chunk, size, axes, gradients, factors):
 _differentiable.defvjp(_forward, _backward)
 
 
-def _over_chunks(
-    chunk: Chunk,
-    size: int,
-    axes: tuple[str, ...],
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    of_positions: tuple,
-    constants: tuple,
-    *,
-    gradient: bool = False,
-) -> tuple[Any, ...]:
-    """(the sums, and the first one's gradients of x and the table if asked for)."""
+def _over_chunks(chunk, size, axes, x_BTD, table_VD, of_positions, constants, *, gradient=False):
+    """(the sums, and the first one's gradients of x and the table if asked for). of_positions: targets, weights, ..."""
     rows, length, _ = x_BTD.shape
     size = max(1, min(length, size // rows))
     count = -(-length // size)
 
     def of_part(x, others):
-        return chunk(x, table_VD, others, constants, gradient=gradient)
+        """(the sums, dx in its dtype or None, dtable in float32 or None)"""
+        sums, slope = chunk(x, table_VD, others, constants)
+        if not gradient:
+            return sums, None, None
+        return sums, *_gradients(slope(), others[1], x, table_VD)
 
     if count == 1:
         sums, dx, dtable = of_part(x_BTD, of_positions)
         return (sums, dx, dtable.astype(table_VD.dtype)) if gradient else (sums,)
 
     def chunks(array):  # [B, T, ...] as [chunks, B, size, ...]
-        padded = jnp.pad(array, ((0, 0), (0, count * size - length)) + ((0, 0),) * (array.ndim - 2))
+        padded = pad_end(array, axis=1, by=count * size - length)
         return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
 
     def turn(carry, part):
         sums, dx, dtable = of_part(*part)
-        return jax.tree.map(jnp.add, carry, (sums, dtable) if gradient else (sums,)), dx
+        new = [sums, dtable] if gradient else [sums]
+        return jax.tree.map(jnp.add, carry, new), dx
 
     parts = jax.tree.map(chunks, (x_BTD, of_positions))
-    shapes = jax.eval_shape(lambda part: of_part(*part)[0], jax.tree.map(lambda a: a[0], parts))
-    over = frozenset().union(*map(varying, jax.tree.leaves((x_BTD, of_positions)))) - set(axes)
-    zeros = jax.tree.map(lambda a: pvary(jnp.zeros(a.shape), over), shapes)
-    # Summed in float32, and rounded to the table's dtype once.
-    start = (zeros, pvary(jnp.zeros(table_VD.shape), varying(table_VD))) if gradient else (zeros,)
-    done, dx = lax.scan(turn, start, parts)
+    first = jax.tree.map(lambda a: a[0], parts)
+    shapes, *_ = jax.eval_shape(of_part, *first)
+    of_rows = map(varying, jax.tree.leaves((x_BTD, of_positions)))
+    over = frozenset().union(*of_rows) - set(axes)
+    start = [jax.tree.map(lambda a: pvary(jnp.zeros(a.shape), over), shapes)]
+    if gradient:  # summed in float32, and rounded to the table's dtype once
+        start.append(pvary(jnp.zeros(table_VD.shape), varying(table_VD)))
+    (sums, *of_table), dx = lax.scan(turn, start, parts)
     if not gradient:
-        return done
-    whole = dx.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :length]
-    return done[0], whole, done[1].astype(table_VD.dtype)
+        return (sums,)
+    dx = dx.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :length]
+    return sums, dx, of_table[0].astype(table_VD.dtype)

@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from ladder_jax import residual
 from ladder_jax.config import (
@@ -21,11 +23,11 @@ from ladder_jax.config import (
     check_halves,
 )
 from ladder_jax.config.fields import check
-from ladder_jax.errors import member, wrong_type
-from ladder_jax.nn import kernels, parameter
+from ladder_jax.errors import UserError, member, unknown, wrong_type
+from ladder_jax.nn import attention, parameter
+from ladder_jax.nn.attention import Cache, Kernel
 from ladder_jax.nn.modules import Embedding, Layer, RMSNorm, normalise
 from ladder_jax.nn.parameter import DENSE, stacks
-from ladder_jax.nn.positions import Cache
 from ladder_jax.parallel import Layout, NamedMesh, Overlap, Split, Traits, layout
 from ladder_jax.residual.wires.sequence import SequenceParallel
 
@@ -62,10 +64,15 @@ class ModelDef:
     def topology(self) -> residual.Topology:
         return residual.of_model(self.config)
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of matmuls and of the sublayers' all-reduces."""
+        return jnp.dtype(self.config.dtype.value)
+
     @functools.cached_property
-    def kernel(self) -> kernels.Kernel:
+    def kernel(self) -> Kernel:
         """The attention kernel for this mesh's devices, which also decides the order of a cache's dimensions."""
-        return kernels.choose(self.config, mesh=self.layout.mesh)
+        return attention.choose(self.config, mesh=self.layout.mesh)
 
     def splits(self, execution: Execution) -> bool:
         """Whether the stream is split along the sequence over the tensor ranks."""
@@ -97,10 +104,9 @@ class ModelDef:
         axes = self.layout.tensor
         if not self.splits(execution):
             return self.topology.wire(axes, launch=execution.launch)
-        dtype = jnp.dtype(self.config.dtype.value)
 
         def normalised(x):
-            return normalise(x, eps=self.config.norm_eps).astype(dtype)
+            return normalise(x, eps=self.config.norm_eps).astype(self.dtype)
 
         if not self.exchanges(execution):
             return SequenceParallel(axes, normalised, execution.collective_matmul)
@@ -139,13 +145,13 @@ class ModelDef:
         """The model's modules, their parameters declared and without values."""
         return declare(self.config, ranks=self.layout.ranks)
 
-    def cache(self, array: Callable[[ModelConfig, kernels.Kernel, str], Any]) -> Any:
+    def cache(self, array: Callable[[ModelConfig, Kernel, str], Any]) -> Any:
         """One layer's cache, each array by its model, its kernel and its dimensions in the kernel's order."""
         one = functools.partial(array, self.config, self.kernel, self.kernel.cache_dims)
         return Cache(one(), one())
 
     @functools.cached_property
-    def _graphs(self) -> dict[str, nnx.GraphDef]:
+    def _graphs(self):
         return {name: nnx.split(module)[0] for name, module in self.modules.items()}
 
     def bind(self, name: str, params: Params) -> Any:
@@ -171,7 +177,7 @@ def declare(config: ModelConfig, *, ranks: int) -> dict[str, nnx.Module]:
     return modules if config.tie_embeddings else {**modules, "head": Embedding(sizes)}
 
 
-def _without_experts(config: ModelConfig) -> ModelConfig:
+def _without_experts(config):
     """Of a layer without experts in a model with them; `farskip` is a residual of experts only."""
     return dataclasses.replace(config, moe=None, residual="ladder" if config.residual == "farskip" else config.residual)
 
@@ -198,9 +204,61 @@ def matrix_elements(definition: ModelDef) -> int:
     """
     config = definition.config
 
-    def active(leaf: jax.ShapeDtypeStruct, dims: str) -> int:
-        return leaf.size // leaf.shape[dims.index("E")] * config.moe.top_k if "E" in dims else leaf.size
+    total = config.vocab_size * config.d_model
+    arrays = jax.tree.leaves(definition.abstract)
+    for leaf, dims in zip(arrays, jax.tree.leaves(definition.dims), strict=True):
+        if dims.startswith("V") or not parameter.is_matrix(dims):
+            continue
+        if "E" in dims:
+            total += leaf.size // leaf.shape[dims.index("E")] * config.moe.top_k
+        else:
+            total += leaf.size
+    return total
 
-    leaves = list(zip(jax.tree.leaves(definition.abstract), jax.tree.leaves(definition.dims), strict=True))
-    layers = sum(active(leaf, dims) for leaf, dims in leaves if parameter.is_matrix(dims) and not dims.startswith("V"))
-    return layers + config.vocab_size * config.d_model
+
+def check_params(params: Any, *, expected: Mapping[str, Any], path: str = "params") -> None:
+    """Raises UserError, naming the parameter, where names or shapes are not those of `expected`, a nested dict."""
+    if not isinstance(params, Mapping):
+        raise UserError(f"{path} must be a dict with {', '.join(expected)}, not a {type(params).__name__}")
+    for name in params:
+        if name not in expected:
+            raise unknown("parameter", f"{path}.{name}", [f"{path}.{one}" for one in expected])
+    for name, wanted in expected.items():
+        where = f"{path}.{name}"
+        if name not in params:
+            raise UserError(f"{where} is missing: this model has {', '.join(expected)}")
+        if isinstance(wanted, Mapping):
+            check_params(params[name], expected=wanted, path=where)
+        elif (shape := getattr(params[name], "shape", None)) != wanted.shape:
+            raise UserError(f"{where} has the shape {shape}, and this model needs {wanted.shape}")
+
+
+def check_model(definition: Any, params: Any) -> None:
+    """Raises UserError for what is no ModelDef, or neither its parameters nor a function that reads them."""
+    if not isinstance(definition, ModelDef):
+        raise wrong_type("definition", definition, ModelDef)
+    if not callable(params):
+        check_params(params, expected=definition.abstract)
+
+
+def checked_tokens(tokens: ArrayLike, *, batch_ranks: int, vocab_size: int) -> jax.Array | np.ndarray:
+    """`tokens` [B, T] as int32; raises UserError for another shape or type, and for ids outside the vocabulary.
+
+    Ids are checked on the host, or in an array of this process, for which the check waits; traced tokens have no values
+    yet and are not checked.
+    """
+    if not isinstance(tokens, jax.Array):
+        try:
+            tokens = np.asarray(tokens)
+        except ValueError:
+            raise UserError("tokens must be [B, T]: these rows have different lengths") from None
+    if tokens.ndim != 2 or tokens.shape[0] % batch_ranks:
+        raise UserError(f"tokens must be [B, T] with B divisible by {batch_ranks}, not {tokens.shape}")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise UserError(f"tokens must be integers, not {tokens.dtype}")
+    if tokens.size and not isinstance(tokens, jax.core.Tracer) and getattr(tokens, "is_fully_addressable", True):
+        ids = np.asarray(tokens)
+        for extreme in (ids.min(), ids.max()):
+            if not 0 <= extreme < vocab_size:
+                raise UserError(f"token {extreme} is not in the vocabulary of {vocab_size} (0 to {vocab_size - 1})")
+    return tokens if tokens.dtype == jnp.int32 else tokens.astype(jnp.int32)

@@ -8,15 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax import residual
 from ladder_jax.config import Biases, ModelConfig, QKNorm
-from ladder_jax.nn import kernels, quantized
+from ladder_jax.nn import attention, quantized
+from ladder_jax.nn.attention import FULL_SEQUENCE, Cache, Kernel, Positions, rotary_tables, rotate
 from ladder_jax.nn.parameter import Module, Normal, Sizes, declare, ones, residual_writer, sizes_of, zeros
-from ladder_jax.nn.positions import FULL_SEQUENCE, Cache, Positions, rotary_tables, rotate
 from ladder_jax.parallel import all_reduce, rank, ranks
-from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM, all_gather
+from ladder_jax.parallel.collectives import EMBEDDING, QK_NORM, Axes, all_gather
 from ladder_jax.residual import REDUCED, AllReduce, Normed, State, Step
 from ladder_jax.residual.recurrence import LOCAL, Projections
 
@@ -28,13 +29,13 @@ _GATE_UP = functools.partial(quantized.products, ("BTD,DF->BTF", "BTD,DF->BTF"))
 _OUT = functools.partial(quantized.biased, "BTNH,NHD->BTD")
 _DOWN = functools.partial(quantized.biased, "BTF,FD->BTD")
 
-Reduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key, value -> what is attended to
+Reduce = Callable[[Array, Axes], Array]
+Attend = Callable[[Array, Array, Array], Array]  # query, key, value -> what is attended to
 
 
-def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def causal(query: Array, key: Array, value: Array) -> Array:
     """Attention of a whole sequence to itself, in plain jax."""
-    return kernels.causal(query, key, value, kernel=kernels.Kernel.XLA)
+    return attention.causal(query, key, value, kernel=Kernel.XLA)
 
 
 class RMSNorm(Module):
@@ -48,15 +49,15 @@ class RMSNorm(Module):
         self.eps = sizes.config.norm_eps
         self.scale = declare(dim, sizes=sizes, init=ones, rngs=rngs)
 
-    def __call__(self, x: jax.Array, *, dtype: jnp.dtype | None = None, scale: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: Array, *, dtype: jnp.dtype | None = None, scale: Array | None = None) -> Array:
         """x [..., D] in any dtype to [..., D] in `dtype`, by default x's. scale: [D], by default the norm's own."""
         dtype = x.dtype if dtype is None else dtype
         return self.gain(normalise(x, eps=self.eps), dtype=dtype, scale=scale)
 
-    def gain(self, x: jax.Array, *, dtype: jnp.dtype, scale: jax.Array | None = None) -> jax.Array:
+    def gain(self, x: Array, *, dtype: jnp.dtype, scale: Array | None = None) -> Array:
         """`x`, normalised before, times the gain."""
         scale = self.scale[...] if scale is None else scale
-        return (x.astype(jnp.float32) * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(dtype)
+        return (x.astype(jnp.float32) * quantized.aligned(scale, x.ndim)).astype(dtype)
 
 
 class Attention(Module):
@@ -88,14 +89,14 @@ class Attention(Module):
 
     def __call__(
         self,
-        x_BTD: jax.Array,
+        x_BTD: Array,
         *,
         attend: Attend = causal,
-        table: tuple[jax.Array, jax.Array] | None = None,
-        first_rank: jax.Array | bool = True,
+        table: tuple[Array, Array] | None = None,
+        first_rank: Array | bool = True,
         projections: Projections = LOCAL,
-        axes: tuple[str, ...] = (),
-    ) -> jax.Array:
+        axes: Axes = (),
+    ) -> Array:
         """A rank's partial sum [B, T, D].
 
         attend: of a rank's query [B, T, N, H], key and value [B, T, K, H]; it may write them to a cache.
@@ -117,9 +118,7 @@ class Attention(Module):
         bias = jnp.where(first_rank, self.out_bias[...], 0) if hasattr(self, "out_bias") else None
         return projections.out(_OUT)(attended, (self.out.get_value(), bias))
 
-    def _normed(
-        self, query: jax.Array, key: jax.Array, *, dtype: jnp.dtype, axes: tuple[str, ...]
-    ) -> tuple[jax.Array, jax.Array]:
+    def _normed(self, query, key, *, dtype, axes):
         norm = self.config.qk_norm
         if norm is QKNorm.NONE:
             return query, key
@@ -127,10 +126,8 @@ class Attention(Module):
             return self.query_norm(query, dtype=dtype), self.key_norm(key, dtype=dtype)
         scales = [one.scale[...].astype(dtype) for one in (self.query_norm, self.key_norm)]  # as inference has them
         query, key = normalise_heads((query, key), eps=self.config.norm_eps, axes=axes)
-        return (
-            self.query_norm.gain(query, dtype=dtype, scale=scales[0]),
-            self.key_norm.gain(key, dtype=dtype, scale=scales[1]),
-        )
+        query = self.query_norm.gain(query, dtype=dtype, scale=scales[0])
+        return query, self.key_norm.gain(key, dtype=dtype, scale=scales[1])
 
 
 class MLP(Module):
@@ -153,19 +150,19 @@ class MLP(Module):
             self.up_bias = new("F", init=zeros)
             self.down_bias = new("D", init=zeros)
 
-    def __call__(
-        self, x_BTD: jax.Array, *, first_rank: jax.Array | bool = True, projections: Projections = LOCAL
-    ) -> jax.Array:
+    def __call__(self, x_BTD: Array, *, first_rank: Array | bool = True, projections: Projections = LOCAL) -> Array:
         """A rank's partial sum [B, T, D]. first_rank: True on the one rank that adds the output bias.
 
         projections: with others than LOCAL, x and the result may be this rank's positions of T, and the result summed.
         """
-        gate, up = projections.into(_GATE_UP)(x_BTD, (self.gate.get_value(), self.up.get_value()))
+        matrices = self.gate.get_value(), self.up.get_value()
+        gate, up = projections.into(_GATE_UP)(x_BTD, matrices)
         if hasattr(self, "gate_bias"):
             gate = quantized.add_bias(gate, self.gate_bias[...])
             up = quantized.add_bias(up, self.up_bias[...])
         bias = jnp.where(first_rank, self.down_bias[...], 0) if hasattr(self, "down_bias") else None
-        return projections.out(_DOWN)(jax.nn.silu(gate) * up, (self.down.get_value(), bias))
+        hidden = jax.nn.silu(gate) * up
+        return projections.out(_DOWN)(hidden, (self.down.get_value(), bias))
 
 
 class Embedding(Module):
@@ -181,22 +178,25 @@ class Embedding(Module):
         self.table = declare("VD", sizes=sizes, init=Normal(0.02), rngs=rngs)
 
     @jax.named_scope(EMBEDDING)
-    def __call__(self, tokens_BT: jax.Array, *, axes: tuple[str, ...] = (), reduce: Reduce = all_reduce) -> jax.Array:
+    def __call__(self, tokens_BT: Array, *, axes: Axes = (), reduce: Reduce = all_reduce) -> Array:
         """Embeddings [B, T, D] in the compute dtype, equal on all ranks of `axes`.
 
         reduce: adds what each rank's rows give.
         """
         table = self.table.get_value()
-        local = tokens_BT - rank(axes) * table.shape[0]
-        mine = (local >= 0) & (local < table.shape[0])
-        rows = quantized.rows(table, jnp.clip(local, 0, table.shape[0] - 1), dtype=jnp.dtype(self.dtype))
+        count = table.shape[0]
+        local = tokens_BT - rank(axes) * count
+        mine = (local >= 0) & (local < count)
+        inside = jnp.clip(local, 0, count - 1)
+        rows = quantized.rows(table, inside, dtype=jnp.dtype(self.dtype))
         return reduce(jnp.where(mine[:, :, None], rows, 0), axes)
 
-    def logits(self, x_BTD: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
+    def logits(self, x_BTD: Array, *, axes: Axes = ()) -> Array:
         """Float32 scores of this rank's share of the vocabulary, [B, T, V/ranks]; padding is -inf."""
         table = self.table.get_value()
         logits = quantized.einsum("BTD,VD->BTV", x_BTD, table, dtype=jnp.float32)
-        token = rank(axes) * table.shape[0] + jnp.arange(table.shape[0])
+        rows = table.shape[0]
+        token = rank(axes) * rows + jnp.arange(rows)
         return jnp.where((token < self.vocab_size)[None, None, :], logits, -jnp.inf)
 
 
@@ -208,11 +208,11 @@ class LayerContext:
     it sees, by `kernel`.
     """
 
-    axes: tuple[str, ...]
+    axes: Axes
     dtype: jnp.dtype
-    kernel: kernels.Kernel
-    table: tuple[jax.Array, jax.Array]
-    first_rank: jax.Array
+    kernel: Kernel
+    table: tuple[Array, Array]
+    first_rank: Array
     positions: Positions
 
     @classmethod
@@ -221,8 +221,8 @@ class LayerContext:
         config: ModelConfig,
         length: int,
         *,
-        axes: tuple[str, ...],
-        kernel: kernels.Kernel = kernels.Kernel.XLA,
+        axes: Axes,
+        kernel: Kernel = Kernel.XLA,
         positions: Positions = FULL_SEQUENCE,
     ) -> "LayerContext":
         """For blocks of `length` tokens."""
@@ -296,19 +296,20 @@ class Layer(Module):
         return [attention, *self.mlp.sublayers(second, context=context, on_routing=on_routing)]
 
 
-def _behind(norm: RMSNorm, function: Callable, *, dtype: jnp.dtype, of: type[Normed] = Normed, **more: Any) -> Normed:
+def _behind(norm, function, *, dtype, of=Normed, **more):
     """`function` behind `norm`."""
     parts = functools.partial(norm, dtype=dtype), functools.partial(norm.gain, dtype=dtype)
     return of(function, *parts, norm.scale[...], **more)
 
 
-def normalise(x: jax.Array, *, eps: float) -> jax.Array:
+def normalise(x: Array, *, eps: float) -> Array:
     """x / rms(x) over the last dimension, in float32."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean + eps)
 
 
-def normalise_heads(arrays: Sequence[jax.Array], *, eps: float, axes: tuple[str, ...]) -> list[jax.Array]:
+def normalise_heads(arrays: Sequence[Array], *, eps: float, axes: Axes) -> list[Array]:
     """Each [B, T, heads, H], a rank's heads, by the rms of all ranks' heads, in float32: one all-gather of [n, B, T].
 
     Heads that several ranks hold are counted once a rank, all alike, which does not change the mean. A compiler could

@@ -19,16 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jax import Array
 from jax.sharding import PartitionSpec
 
-from ladder_jax.config import ModelConfig, MoEConfig
+from ladder_jax.config import ModelConfig
 from ladder_jax.errors import UserError, wrong_type
 from ladder_jax.parallel import Layout
+from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.mesh import SHARDED
 
 DENSE, LAYERS = STACKS = ("dense", "layers")
 """The names under which stacks of layers with equal parameters are stored: the first is of `moe.dense_layers`."""
-Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32 values
+Initializer = Callable[[Array, tuple[int, ...]], Array]  # (key, shape) -> float32 values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +43,14 @@ class Normal:
 
     stddev: float
 
-    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def __call__(self, key: Array, shape: tuple[int, ...]) -> Array:
         table = jnp.asarray(self.stddev * _quantiles(), jnp.float32)
-        return jnp.take(table, jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32))
+        bits = jax.random.bits(key, shape, jnp.uint16)
+        return jnp.take(table, bits.astype(jnp.int32))
 
 
 @functools.cache
-def _quantiles() -> np.ndarray:
+def _quantiles():
     inverse = statistics.NormalDist().inv_cdf
     count = 2**16
     return np.array([inverse((index + 0.5) / count) for index in range(count)])
@@ -61,7 +64,10 @@ def stacks(config: ModelConfig) -> dict[str, range]:
 
 def stack_of(config: ModelConfig, layer: int) -> tuple[str, int]:
     """The stack that holds the model's layer `layer`, and the layer's place in it."""
-    return next((name, layer - of.start) for name, of in stacks(config).items() if layer in of)
+    for name, of in stacks(config).items():
+        if layer in of:
+            return name, layer - of.start
+    raise IndexError(layer)
 
 
 def residual_writer(config: ModelConfig) -> Normal:
@@ -69,11 +75,11 @@ def residual_writer(config: ModelConfig) -> Normal:
     return Normal(0.02 / math.sqrt(2 * config.num_layers))
 
 
-def ones(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def ones(key: Array, shape: tuple[int, ...]) -> Array:
     return jnp.ones(shape, jnp.float32)
 
 
-def zeros(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def zeros(key: Array, shape: tuple[int, ...]) -> Array:
     return jnp.zeros(shape, jnp.float32)
 
 
@@ -92,9 +98,7 @@ class Sizes:
 
     def __getitem__(self, dim: str) -> int:
         config = self.config
-        if config.moe is not None and dim in "ECMW":
-            return _expert_sizes(config.moe, self.ranks)[dim]
-        return {
+        sizes = {
             "V": padded_vocabulary(config.vocab_size, ranks=self.ranks),
             "D": config.d_model,
             "N": config.num_heads,
@@ -102,20 +106,14 @@ class Sizes:
             "H": config.head_dim,
             "F": config.d_ff,
             "L": config.num_layers if self.layers is None else self.layers,
-        }[dim]
+        }
+        if (moe := config.moe) is not None:
+            sizes |= {"E": moe.padded(self.ranks), "C": moe.experts, "M": moe.expert_width, "W": moe.shared_width}
+        return sizes[dim]
 
     def stored(self, dims: str) -> str:
         """The dimensions of a parameter that is declared with `dims`."""
         return "L" * self.stacked + dims
-
-
-def _expert_sizes(moe: MoEConfig, ranks: int) -> dict[str, int]:
-    return {
-        "E": moe.padded(ranks),
-        "C": moe.experts,
-        "M": moe.expert_width,
-        "W": moe.shared_width,
-    }
 
 
 def padded_vocabulary(size: int, *, ranks: int) -> int:
@@ -133,8 +131,9 @@ class Parameter(nnx.Param):
     @property
     def form(self) -> str:
         """Such as "DNH 128 x 8 x 16 float32"."""
-        arrays = (f"{' x '.join(map(str, array.shape))} {array.dtype}" for array in jax.tree.leaves(self))
-        return f"{self.dims:<4} {', '.join(arrays)}"
+        arrays = jax.tree.leaves(self)
+        shapes = [f"{' x '.join(map(str, array.shape))} {array.dtype}" for array in arrays]
+        return f"{self.dims:<4} {', '.join(shapes)}"
 
 
 class Module(nnx.Module):
@@ -169,7 +168,7 @@ def declare(dims: str, *, sizes: Sizes, init: Initializer, rngs: nnx.Rngs | None
     return Parameter(value, dims=dims, init=init)
 
 
-def next_key(rngs: nnx.Rngs) -> jax.Array:
+def next_key(rngs: nnx.Rngs) -> Array:
     """The next key of the stream `params`, or the default one. Raises UserError where there is neither."""
     if not isinstance(rngs, nnx.Rngs):
         raise wrong_type("rngs", rngs, nnx.Rngs)
@@ -179,14 +178,24 @@ def next_key(rngs: nnx.Rngs) -> jax.Array:
         raise UserError("rngs has no stream `params`: nnx.Rngs(seed) has every one") from None
 
 
-def _draw(init: Initializer, key: jax.Array, *, dims: str, shape: tuple[int, ...], config: ModelConfig) -> jax.Array:
+def _draw(init, key, *, dims, shape, config):
     """Values of one array: each layer of a stack by a key of its own, and zeros in what pads vocabulary or experts."""
+    first, *rest = shape
     if dims.startswith("L"):
-        keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
-        return jax.vmap(lambda k: _draw(init, k, dims=dims[1:], shape=shape[1:], config=config))(keys)
-    if (real := real_size(dims, config)) is not None:
-        return jnp.pad(init(key, (real, *shape[1:])), ((0, shape[0] - real), *((0, 0),) * (len(shape) - 1)))
-    return init(key, shape)
+        keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(first))
+        draw = functools.partial(_draw, init, dims=dims[1:], shape=rest, config=config)
+        return jax.vmap(draw)(keys)
+    real = real_size(dims, config)
+    if real is None:
+        return init(key, shape)
+    return pad_end(init(key, (real, *rest)), axis=0, by=first - real)
+
+
+def pad_end(x: Array, *, axis: int, by: int) -> Array:
+    """`x` with `by` zeros behind its last element along `axis`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, by)
+    return jnp.pad(x, widths)
 
 
 def real_size(dims: str, config: ModelConfig) -> int | None:
@@ -194,17 +203,12 @@ def real_size(dims: str, config: ModelConfig) -> int | None:
     return config.vocab_size if dims.startswith("V") else config.moe.experts if dims.startswith("E") else None
 
 
-def declared(module: nnx.Module) -> dict:
-    """The module's parameters as a nested dict, by the names that checkpoints store."""
-    return traverse_util.unflatten_dict(dict(nnx.to_flat_state(nnx.state(module))))
-
-
 def dims_of(module: nnx.Module) -> dict:
     """The nested dict of the parameters' dimensions, such as {"embedding": {"table": "VD"}, ...}."""
-    return jax.tree.map(lambda param: param.dims, declared(module), is_leaf=_is_param)
+    return nnx.to_pure_dict(nnx.state(module), lambda param: param.dims)
 
 
-def partition_specs(module: nnx.Module, *, axes: tuple[str, ...] = ("tensor",)) -> nnx.State:
+def partition_specs(module: nnx.Module, *, axes: Axes = ("tensor",)) -> nnx.State:
     """How `nnx.state(module)` is split over tensor-parallel ranks: `in_specs` for a `jax.shard_map` of your own.
 
     Heads, feed-forward and vocabulary are split over `axes`, the rest is whole on every rank. Where there are fewer
@@ -214,12 +218,13 @@ def partition_specs(module: nnx.Module, *, axes: tuple[str, ...] = ("tensor",)) 
     def split(param):
         return PartitionSpec(*(axes if dim in SHARDED else None for dim in param.dims))
 
-    return jax.tree.map(split, nnx.state(module), is_leaf=_is_param)
+    return jax.tree.map(split, nnx.state(module), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def is_matrix(dims: str) -> bool:
     """Whether a parameter of these dimensions is multiplied with activations; norm gains and biases are not."""
-    return len(dims.removeprefix("L")) > 1 and dims.removeprefix("L").upper() not in ("NH", "KH")
+    of_layer = dims.removeprefix("L")
+    return len(of_layer) > 1 and of_layer.upper() not in ("NH", "KH")
 
 
 def abstract(module: nnx.Module, *, layout: Layout) -> dict:
@@ -229,32 +234,29 @@ def abstract(module: nnx.Module, *, layout: Layout) -> dict:
         shape = param.get_raw_value()
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=layout.sharding(param.dims))
 
-    return jax.tree.map(place, declared(module), is_leaf=_is_param)
+    return nnx.to_pure_dict(nnx.state(module), place)
 
 
-def root_key(seed: int) -> jax.Array:
+def root_key(seed: int) -> Array:
     """The key from which all initial values of a run are folded, by the same generator on every backend."""
     return jax.random.key(seed, impl="threefry2x32")
 
 
-def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: jax.Array, config: ModelConfig) -> dict:
+def initial_values(module: nnx.Module, *, name: str, layout: Layout, key: Array, config: ModelConfig) -> dict:
     """Initial parameters of the module called `name`, made in place on their devices.
 
     Each array's key is folded from `key`, its name and its layer: neither the mesh nor the storage of the layers
     changes a value. What pads the vocabulary or the experts is zero, and stays zero.
     """
     shardings = jax.tree.map(lambda a: a.sharding, abstract(module, layout=layout))
+    params = dict(nnx.to_flat_state(nnx.state(module)))
 
     def value(path, param):
-        stored = "/".join((name, *(step.key for step in path)))
+        stored = "/".join((name, *path))
         own = jax.random.fold_in(key, zlib.crc32(stored.encode()))
         return _draw(param.init, own, dims=param.dims, shape=param.get_raw_value().shape, config=config)
 
     def make():
-        return jax.tree_util.tree_map_with_path(value, declared(module), is_leaf=_is_param)
+        return traverse_util.unflatten_dict({path: value(path, param) for path, param in params.items()})
 
     return jax.jit(make, out_shardings=shardings)()
-
-
-def _is_param(leaf: object) -> bool:
-    return isinstance(leaf, nnx.Variable)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.parallel import pvary, varying
@@ -37,7 +38,7 @@ class Int8:
     scale: Any
 
     @classmethod
-    def of(cls, array: jax.Array, dims: str) -> "Int8":
+    def of(cls, array: Array, dims: str) -> "Int8":
         """The nearest multiples of each channel's largest magnitude / 127, from all of an `array` with these dims.
 
         The largest of a contraction that is split over ranks is taken over all of them, and a maximum
@@ -68,7 +69,7 @@ def is_matrix(dims: str) -> bool:
     return dims.removeprefix("L") in CONTRACTED
 
 
-def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = None) -> jax.Array:
+def einsum(spec: str, x: Array, weight: Array | Int8, *, dtype: Any = None) -> Array:
     """`jnp.einsum` in x's dtype, such as ("BTD,DNH->BTNH", x, weight); the result in `dtype`, by default x's.
 
     The gradient of a weight, a sum over all positions, is added in float32 whatever x is: a matmul whose result is
@@ -84,25 +85,30 @@ def einsum(spec: str, x: jax.Array, weight: jax.Array | Int8, *, dtype: Any = No
         return weight.einsum(spec, x, dtype=dtype)
     if not isinstance(weight, Int8):
         axes = varying(x) | varying(weight)
-        return checkpoint_name(_product(pvary(x, axes), pvary(weight, axes), spec, dtype), MATMUL)
+        product = _product(pvary(x, axes), pvary(weight, axes), spec, dtype)
+        return checkpoint_name(product, MATMUL)
     sums = jnp.einsum(spec, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
-    scale = weight.scale.reshape((1,) * (sums.ndim - weight.scale.ndim) + weight.scale.shape)
-    return (sums * scale).astype(dtype or x.dtype)
+    return (sums * aligned(weight.scale, sums.ndim)).astype(dtype or x.dtype)
 
 
-def products(specs: tuple[str, ...], x: jax.Array, weights: tuple) -> tuple[jax.Array, ...]:
+def aligned(x: Array, ndim: int) -> Array:
+    """`x` with dimensions of one before its own, `ndim` in all: jax may be asked to add none silently."""
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+
+def products(specs: tuple[str, ...], x: Array, weights: tuple) -> tuple[Array, ...]:
     """`einsum` of one input and several matrices."""
     return tuple([einsum(spec, x, weight) for spec, weight in zip(specs, weights, strict=True)])
 
 
-def biased(spec: str, x: jax.Array, weights: tuple) -> jax.Array:
+def biased(spec: str, x: Array, weights: tuple) -> Array:
     """`einsum` of x and a matrix, plus a bias. weights: (the matrix, the bias or None)."""
     weight, bias = weights
     out = einsum(spec, x, weight)
     return out if bias is None else add_bias(out, bias)
 
 
-def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+def add_bias(x: Array, bias: Array) -> Array:
     """x [B, T, ...] plus a float32 bias [...], in x's dtype.
 
     Added in float32, for the gradient's sake: the bias's is a sum over all positions, in the dtype of the addition.
@@ -110,7 +116,7 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) + bias[None, None]).astype(x.dtype)
 
 
-def rows(table: jax.Array | Int8, indices: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+def rows(table: Array | Int8, indices: Array, *, dtype: jnp.dtype) -> Array:
     """Rows [..., D] of a table [V, D], in `dtype`; no more is read and converted than what is looked up.
 
     The gradient of an array, a sum over all positions that hold a token, is made in float32 and rounded to the table's
@@ -123,23 +129,26 @@ def rows(table: jax.Array | Int8, indices: jax.Array, *, dtype: jnp.dtype) -> ja
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _product(x: jax.Array, weight: jax.Array, spec: str, dtype: Any) -> jax.Array:
+def _product(x, weight, spec, dtype):
     return jnp.einsum(spec, x, weight.astype(x.dtype), preferred_element_type=dtype)
 
 
-def _product_forward(x: jax.Array, weight: jax.Array, spec: str, dtype: Any) -> tuple:
+def _product_forward(x, weight, spec, dtype):
     used = weight.astype(x.dtype)
     return _product(x, used, spec, dtype), (x, used, jnp.zeros((), weight.dtype))
 
 
-def _product_backward(spec: str, dtype: Any, residuals: tuple, gradient: jax.Array) -> tuple:
-    of_x, of_weight = spec.split("->")[0].split(",")
-    out = spec.split("->")[1]
+def _product_backward(spec, dtype, residuals, gradient):
+    operands, out = spec.split("->")
+    of_x, of_weight = operands.split(",")
     x, weight, like = residuals
-    of_input = jnp.einsum(f"{out},{of_weight}->{of_x}", gradient, weight).astype(x.dtype)
-    batch_first = "".join(sorted(out, key=lambda letter: not (letter in of_x and letter in of_weight)))
+    of_input = jnp.einsum(f"{out},{of_weight}->{of_x}", gradient, weight)
+    of_input = of_input.astype(x.dtype)
+    shared = set(of_x) & set(of_weight)
+    batch_first = "".join(sorted(out, key=lambda letter: letter not in shared))
     if batch_first != out:  # XLA for CPUs has no float32 sums of bfloat16 whose batch dimension comes later
-        out, gradient = batch_first, jnp.einsum(f"{out}->{batch_first}", gradient)
+        gradient = jnp.einsum(f"{out}->{batch_first}", gradient)
+        out = batch_first
     summed = jnp.einsum(f"{of_x},{out}->{of_weight}", x, gradient, preferred_element_type=jnp.float32)
     return of_input, summed.astype(x.dtype).astype(like.dtype)
 
@@ -148,14 +157,15 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _looked_up(table: jax.Array, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _looked_up(table, indices, dtype):
     return jnp.take(table, indices, axis=0).astype(dtype)
 
 
-def _looked_up_backward(dtype: jnp.dtype, residuals: tuple, gradient: jax.Array) -> tuple:
+def _looked_up_backward(dtype, residuals, gradient):
     table, indices = residuals  # of the table only the type is used
     zeros = pvary(jnp.zeros(table.shape, jnp.float32), varying(table))
-    return zeros.at[indices].add(gradient.astype(jnp.float32)).astype(table.dtype), None
+    summed = zeros.at[indices].add(gradient.astype(jnp.float32))
+    return summed.astype(table.dtype), None
 
 
 _looked_up.defvjp(

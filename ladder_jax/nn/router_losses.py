@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from ladder_jax.config import TrainConfig
 from ladder_jax.nn.experts import Routing
 from ladder_jax.nn.model_def import ModelDef, Params
 from ladder_jax.nn.parameter import LAYERS, stacks
 from ladder_jax.parallel import all_reduce, pvary, rank, varying
-from ladder_jax.parallel.collectives import LOSS
+from ladder_jax.parallel.collectives import LOSS, Axes
 
 PREDICTED, COUNTS = "predicted", "expert_counts"
 """What a step's loss is given of the whole batch: its predicted positions, [], and the experts' load, [L, C]."""
@@ -40,7 +40,7 @@ class RouterLosses:
             counts=of_expert, probabilities=of_expert, log_squares=of_layer, entropies=of_layer, dropped=of_layer
         )
 
-    def metrics(self, terms: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def metrics(self, terms: dict[str, Array]) -> dict[str, Array]:
         """Of all tokens' sums, up to a factor, in all layers.
 
         expert_load: the largest load of an expert over the mean of its layer, of the worst layer. dead_experts: how
@@ -51,18 +51,18 @@ class RouterLosses:
         moe = self.definition.config.moe
         tokens = jnp.sum(routing.counts, axis=1) / moe.top_k
         shares = routing.counts / (tokens * moe.top_k)[:, None]
-        dropped = {}
+        found = {}
         if moe.capacity is not None:
-            dropped["dropped_share"] = jnp.sum(routing.dropped) / jnp.sum(routing.counts)
-        return dropped | {
-            "expert_load": moe.experts * jnp.max(shares),
-            "dead_experts": jnp.sum(routing.counts == 0).astype(jnp.float32),
-            "load_balance": moe.experts * jnp.mean(jnp.sum(shares * routing.probabilities, axis=1) / tokens),
-            "router_z": jnp.mean(routing.log_squares / tokens),
-            "router_entropy": jnp.mean(routing.entropies / tokens),
-        }
+            found["dropped_share"] = jnp.sum(routing.dropped) / jnp.sum(routing.counts)
+        found["expert_load"] = moe.experts * jnp.max(shares)
+        found["dead_experts"] = jnp.sum(routing.counts == 0).astype(jnp.float32)
+        uneven = jnp.sum(shares * routing.probabilities, axis=1) / tokens
+        found["load_balance"] = moe.experts * jnp.mean(uneven)
+        found["router_z"] = jnp.mean(routing.log_squares / tokens)
+        found["router_entropy"] = jnp.mean(routing.entropies / tokens)
+        return found
 
-    def balanced(self, params: Params, terms: dict[str, jax.Array], *, config: TrainConfig) -> Params:
+    def balanced(self, params: Params, terms: dict[str, Array], *, config: TrainConfig) -> Params:
         """`params` after a step, with the biases of the routers that train moved against the batch's load."""
         moe, layers = self.definition.config.moe, params.get("layers")  # low-rank factors train without them
         if not (moe.router_bias and config.router_bias_rate and layers):
@@ -73,22 +73,27 @@ class RouterLosses:
         mlp = {**layers["mlp"], "router_bias": bias + config.router_bias_rate * signs}
         return {**params, "layers": {**layers, "mlp": mlp}}
 
-    def measures(self, scheduled: dict[str, jax.Array]) -> bool:
+    def measures(self, scheduled: dict[str, Array]) -> bool:
         """Whether the step counts the routers' losses; a held-out loss does not."""
         return PREDICTED in scheduled
 
     def scheduled(
-        self, terms: Callable[[Any, dict], dict], batch: Any, *, predicted: int | jax.Array, config: TrainConfig
-    ) -> dict[str, jax.Array]:
+        self, terms: Callable[[Any, dict], dict], batch: Any, *, predicted: int | Array, config: TrainConfig
+    ) -> dict[str, Array]:
         """What a step's loss is given of the whole batch. terms: those of a part, from it and what this returns."""
         given = {PREDICTED: jnp.asarray(predicted, jnp.float32)}
         if config.accumulate == 1 or not config.load_balance:
             return given
-        parts = jax.tree.map(lambda a: a.reshape(config.accumulate, -1, *a.shape[1:]), batch)
-        zeros = pvary(jnp.zeros(self.terms["counts"]), varying(jax.tree.leaves(batch)[0]))
+
+        def split(a):
+            return a.reshape(config.accumulate, -1, *a.shape[1:])
 
         def add(counts, part):
             return (counts + terms(part, given)["counts"], None)
+
+        parts = jax.tree.map(split, batch)
+        of_rows = varying(jax.tree.leaves(batch)[0])
+        zeros = pvary(jnp.zeros(self.terms["counts"]), of_rows)
 
         counts = lax.scan(add, zeros, parts)[0]
         with jax.named_scope(LOSS):
@@ -97,11 +102,12 @@ class RouterLosses:
     def begin(self) -> Routing:
         """The `extra` of a forward pass whose layers' routers are to be measured."""
         axes = self.definition.layout.all_axes
-        return Routing(**{name: pvary(jnp.zeros(shape), axes) for name, shape in self.terms.items()})
+        zeros = {name: pvary(jnp.zeros(shape), axes) for name, shape in self.terms.items()}
+        return Routing(**zeros)
 
     def penalty(
-        self, chosen: Routing, batch: Any, *, scheduled: dict[str, jax.Array], config: TrainConfig
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, chosen: Routing, batch: Any, *, scheduled: dict[str, Array], config: TrainConfig
+    ) -> tuple[Array, dict[str, Array]]:
         """(the routers' losses, the `terms`) of a forward pass's `extra`: this part's share of the batch's losses
 
             load_balance C sum_i f_i P_i  +  router_z_loss mean(log(Z)^2)
@@ -120,20 +126,25 @@ class RouterLosses:
             shares = counts / jnp.sum(counts, axis=1, keepdims=True)
             uneven = experts * jnp.sum(lax.stop_gradient(shares) * chosen.probabilities)
             losses = config.load_balance * uneven + config.router_z_loss * jnp.sum(chosen.log_squares)
-            mean = losses / (batch.tokens.size * config.accumulate * layout.batch_ranks * layers)
+            tokens = batch.tokens.size * config.accumulate * layout.batch_ranks
+            mean = losses / (tokens * layers)
             return mean * scheduled[PREDICTED], lax.stop_gradient(vars(chosen))
 
 
-def of_group(routing: Routing, *, axes: tuple[str, ...], own: bool) -> Routing:
+def of_group(routing: Routing, *, axes: Axes, own: bool) -> Routing:
     """Of all tokens of the tensor ranks `axes`, and typed as equal on them.
 
     own: each rank has measured its own tokens. Otherwise all have measured the same: only the first rank's count, and
     only there is a gradient: that of the router is summed over the ranks.
     """
-    return jax.tree.map(lambda a: all_reduce(a if own else jnp.where(rank(axes) == 0, a, 0), axes), routing)
+
+    def summed(a):
+        return all_reduce(a if own else jnp.where(rank(axes) == 0, a, 0), axes)
+
+    return jax.tree.map(summed, routing)
 
 
-def toward_balance(counts_LC: jax.Array, *, choices: int) -> jax.Array:
+def toward_balance(counts_LC: Array, *, choices: int) -> Array:
     """[L, C]: 1 for an expert with less load than the mean, -1 for one with more (arXiv 2408.15664, algorithm 1).
 
     choices: how many a layer's tokens made. `counts_LC` are the experts' shares of them, up to a factor; they are

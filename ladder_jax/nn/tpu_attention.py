@@ -7,10 +7,10 @@ other, and each (row, key/value head) is a sequence of the kernel's, so that any
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
@@ -19,6 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
+from ladder_jax.nn.parameter import pad_end
 from ladder_jax.parallel.collectives import differentiable, unchecked
 
 LANES = 128  # the kernel's blocks of positions are multiples of it
@@ -26,13 +27,13 @@ MAX_BLOCK = 512  # large enough to keep the matrix unit busy, small enough for e
 
 
 def causal(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     *,
-    segments: jax.Array | None = None,
+    segments: Array | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Attention of a block to itself, each position to those before it and itself.
 
     query [B, T, N, H], key and value [B, T, K, H] with K dividing N; the result is as query.
@@ -41,19 +42,19 @@ def causal(
     """
     length = query.shape[1]
     head_dim = query.shape[3]
-    # Padding is on the right, where causal attention does not look.
-    padding = ((0, 0), (0, 0), (0, -length % LANES), (0, 0))
-    args = [jnp.pad(x.swapaxes(1, 2), padding) for x in (query * head_dim**-0.5, key, value)]
+    padding = -length % LANES  # on the right, where causal attention does not look
+    scaled = query * head_dim**-0.5
+    args = [pad_end(x.swapaxes(1, 2), axis=2, by=padding) for x in (scaled, key, value)]
     kernel = _kernel(args[0].shape, interpret)
     if segments is None:
         attended = differentiable(kernel)(*args)
     else:
-        numbers = jnp.pad(segments.astype(jnp.int32), ((0, 0), (0, -length % LANES)))
+        numbers = pad_end(segments.astype(jnp.int32), axis=1, by=padding)
         attended = differentiable(kernel, fixed=1)(*args, numbers)
     return attended[:, :, :length].swapaxes(1, 2)
 
 
-def _kernel(shape: tuple[int, ...], interpret: bool) -> Callable:
+def _kernel(shape, interpret):
     """Attention for a query of this shape, [B, N, T, H], T a multiple of LANES; a fourth argument is the segments."""
     _, heads, length, _ = shape
     mask = _mask(heads, length)
@@ -78,14 +79,12 @@ def _kernel(shape: tuple[int, ...], interpret: bool) -> Callable:
 
 
 @functools.cache
-def _mask(heads: int, length: int) -> splash_attention.MultiHeadMask:
+def _mask(heads, length):
     """Cached because jax traces the kernel once for every mask object."""
     return splash_attention.MultiHeadMask([splash_attention.CausalMask((length, length))] * heads)
 
 
-def extend(
-    query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array, *, interpret: bool = False
-) -> jax.Array:
+def extend(query: Array, key: Array, value: Array, start: Array, *, interpret: bool = False) -> Array:
     """Attention of a block at positions start..start+T-1 to a cache that holds it and all before it.
 
     query [B, T, N, H], the cache's key and value [B, K, S, H] with K dividing N, start an int32 scalar; query t
@@ -128,21 +127,21 @@ def extend(
     return unchecked(attend)(query, key, value, start)[:, :, :length].swapaxes(1, 2)
 
 
-def _in_blocks(x: jax.Array) -> tuple[jax.Array, int]:
+def _in_blocks(x):
     """x [B, heads, T, H], T padded to a multiple of the block, which is returned too."""
     length = x.shape[2]
     block = min(MAX_BLOCK, length + -length % LANES)
-    return jnp.pad(x, ((0, 0), (0, 0), (0, -length % block), (0, 0))), block
+    return pad_end(x, axis=2, by=-length % block), block
 
 
-def _not_after(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
+def _not_after(query_positions, key_positions):
     return query_positions >= key_positions
 
 
 DECODE_BLOCK = 512  # positions that the kernel reads at once, while it computes the ones before
 
 
-def decode(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, *, page: int) -> jax.Array:
+def decode(query: Array, key: Array, value: Array, lengths: Array, *, page: int) -> Array:
     """Attention of query [B, 1, N, H] to the first `lengths` [B] int32 (at least 1) of key and value [B, K, S, H].
 
     K divides N, and S is a multiple of `page`, the number of positions in one page. The kernel computes with bfloat16

@@ -11,16 +11,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 
 from ladder_jax.config import SCANNED, Execution, Loop, ModelConfig, Phase
 from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
-from ladder_jax.nn import arguments, loss
-from ladder_jax.nn.model_def import ModelDef, Params, define, initialize, matrix_elements
-from ladder_jax.nn.modules import Embedding, LayerContext
+from ladder_jax.nn import loss
+from ladder_jax.nn.attention import FULL_SEQUENCE, Positions
+from ladder_jax.nn.model_def import (
+    ModelDef,
+    Params,
+    check_params,
+    checked_tokens,
+    define,
+    initialize,
+    matrix_elements,
+)
+from ladder_jax.nn.modules import LayerContext
 from ladder_jax.nn.parameter import LAYERS, Module, next_key, stacks
-from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import (
     Compiled,
     NamedMesh,
@@ -79,22 +88,23 @@ class ForwardPass:
         of_model = functools.partial(LayerContext.of, definition.config, axes=wire.axes, kernel=definition.kernel)
         self.contexts = [of_model(size, positions=part) for size, part in parts]
 
-    def __call__(self, params: Params, tokens: jax.Array, *, caches: Any = None) -> tuple[jax.Array, Any]:
+    def __call__(self, params: Params, tokens: Array, *, caches: Any = None) -> tuple[Array, Any]:
         """The final, normed stream [B, T, D] for `tokens` [B, T], and the caches."""
         state, extra = self.embed(params, tokens)
         state, extra, caches = self.layers(state, extra, params=params, caches=caches)
         return self.finish(params, state, extra), caches
 
-    def embed(self, params: Params, tokens: jax.Array) -> tuple[State, Any]:
+    def embed(self, params: Params, tokens: Array) -> tuple[State, Any]:
         """The state before the first layer, and `extra`, for `tokens` [B, T]."""
         definition = self.definition
-        table = definition.bind("embedding", unshard(definition, "embedding", params["embedding"]))
+        table = bind_whole(definition, params, "embedding")
         reduce = sequence.scatter_sequence if definition.splits(self.execution) else all_reduce
         return self.begin(table(tokens, axes=self.wire.axes, reduce=reduce)), None
 
-    def begin(self, x: jax.Array) -> State:
+    def begin(self, x: Array) -> State:
         """The state of a stream [B, T, D] to which nothing is still to be added."""
-        return self.wire.begin(x.astype(self.definition.config.residual_dtype.value), self.steps[0][0])
+        dtype = self.definition.config.residual_dtype.value
+        return self.wire.begin(x.astype(dtype), self.steps[0][0])
 
     def layers(self, state: State, extra: Any = None, *, params: Params, caches: Any = None) -> tuple[State, Any, Any]:
         """The state and `extra` after all layers, one stack of `params` after the other, and the caches."""
@@ -134,8 +144,8 @@ class ForwardPass:
         """
         definition = self.definition
         dims = definition.dims[name] if dims is None else dims
-        count = len(stack) if isinstance(stack, tuple) else jax.tree.leaves(stack)[0].shape[0]
-        dtype = jnp.dtype(definition.config.dtype.value)
+        count = len(stack if isinstance(stack, tuple) else jax.tree.leaves(stack)[0])
+        dtype = definition.dtype
         if given is not None:
             stack = {**stack, GIVEN: given}
             dims = {**dims, GIVEN: "L"}
@@ -154,7 +164,8 @@ class ForwardPass:
             settings["keeps"] = fsdp.all_but_gathered
 
             def body(state, extra, layer, cache, steps):
-                return of_whole(state, extra, fsdp.unshard_matrices(layer, of_layer, dtype=dtype), cache, steps=steps)
+                whole = fsdp.unshard_matrices(layer, of_layer, dtype=dtype)
+                return of_whole(state, extra, whole, cache, steps=steps)
 
         return run_layers(body, state, extra, params=stack, caches=caches, **settings)
 
@@ -176,27 +187,28 @@ class ForwardPass:
             params = {part: module for part, module in params.items() if part != GIVEN}
         module = self.definition.bind(name, params)
         on_routing = None if extra is None else of_layer.append
-        state, cache = module(state, cache=cache, steps=steps, wire=wire, contexts=self.contexts, on_routing=on_routing)
+        settings = dict(steps=steps, wire=wire, contexts=self.contexts, on_routing=on_routing)
+        state, cache = module(state, cache=cache, **settings)
         if of_layer:
-            extra = extra.with_layer(functools.reduce(functools.partial(jax.tree.map, jnp.add), of_layer))
+            summed = functools.reduce(functools.partial(jax.tree.map, jnp.add), of_layer)
+            extra = extra.with_layer(summed)
         return state, extra, cache
 
-    def stream(self, state: State) -> jax.Array:
+    def stream(self, state: State) -> Array:
         """The stream [B, T, D] (of a split one this rank's positions), to which all that is pending was added."""
         return self.wire.flush(state)
 
-    def finish(self, params: Params, state: State, extra: Any = None) -> jax.Array:
+    def finish(self, params: Params, state: State, extra: Any = None) -> Array:
         """The final, normed stream [B, T, D] after the last layer."""
         return self.normed(params, self.stream(state))
 
-    def normed(self, params: Params, x: jax.Array) -> jax.Array:
+    def normed(self, params: Params, x: Array) -> Array:
         """The final norm of a stream [B, T, D]."""
         definition = self.definition
         axes = self.wire.axes
         with jax.named_scope(HEAD):
             x = pvary(x, axes)
-        final = definition.bind("final_norm", unshard(definition, "final_norm", params["final_norm"]))
-        x = final(x, dtype=jnp.dtype(definition.config.dtype.value))
+        x = bind_whole(definition, params, "final_norm")(x, dtype=definition.dtype)
         return sequence.gather(x, axes) if definition.splits(self.execution) else x
 
 
@@ -207,8 +219,8 @@ def forward_pass(definition: ModelDef, shape: tuple[int, int], **settings: Any) 
 
 
 def hidden(
-    definition: ModelDef, params: Params, tokens: jax.Array, *, caches: Any = None, **settings: Any
-) -> tuple[jax.Array, Any]:
+    definition: ModelDef, params: Params, tokens: Array, *, caches: Any = None, **settings: Any
+) -> tuple[Array, Any]:
     """On one rank: the final, normed stream [B, T, D] for `tokens` [B, T], and the caches.
 
     settings: `execution` and `positions`, as a ForwardPass takes them.
@@ -226,20 +238,22 @@ def half_of_sequence(definition: ModelDef, length: int) -> int:
     linear = (matrix_elements(definition) - config.vocab_size * config.d_model) / config.num_layers
     square = config.num_heads * config.head_dim
     half = (linear * length + square * length**2) / 2
-    at = round((math.sqrt(linear**2 + 4 * square * half) - linear) / (2 * square))
+    root = math.sqrt(linear**2 + 4 * square * half)
+    at = round((root - linear) / (2 * square))
     if length >= 4 * TILE:
         at = TILE * round(at / TILE)
     return min(max(at, 1), length - 1)
 
 
-def unshard(definition: ModelDef, name: str, params: Params) -> Params:
-    """The parameters of the module called `name`, gathered along the fsdp axis where there is one."""
-    if definition.layout.fsdp == 1:
-        return params
-    return fsdp.unshard(params, definition.dims[name], dtype=jnp.dtype(definition.config.dtype.value))
+def bind_whole(definition: ModelDef, params: Params, name: str) -> Module:
+    """The module called `name`, its parameters gathered along the fsdp axis where there is one."""
+    own = params[name]
+    if definition.layout.fsdp > 1:
+        own = fsdp.unshard(own, definition.dims[name], dtype=definition.dtype)
+    return definition.bind(name, own)
 
 
-def logits(definition: ModelDef, params: Params, x: jax.Array) -> jax.Array:
+def logits(definition: ModelDef, params: Params, x: Array) -> Array:
     """On one rank: its share [B, T, V/ranks] of the float32 logits of a normed stream [B, T, D]."""
     return _head(definition, params).logits(x, axes=definition.layout.tensor)
 
@@ -247,13 +261,13 @@ def logits(definition: ModelDef, params: Params, x: jax.Array) -> jax.Array:
 def loss_sum(
     definition: ModelDef,
     params: Params,
-    x: jax.Array,
-    targets: jax.Array,
+    x: Array,
+    targets: Array,
     *,
-    weights: jax.Array | None = None,
+    weights: Array | None = None,
     z_loss: float = 0.0,
     chunk: int = 2048,
-) -> jax.Array:
+) -> Array:
     """On one rank: the summed loss in nats of a normed stream [B, T, D] and its `targets` [B, T].
 
     The rest as in `loss.cross_entropy_sum`; without `weights` every position counts.
@@ -270,16 +284,16 @@ def loss_sum(
     )
 
 
-def output_table(definition: ModelDef, params: Params) -> jax.Array:
+def output_table(definition: ModelDef, params: Params) -> Array:
     """On one rank: its rows [V/ranks, D] of the table that scores tokens, in the compute dtype."""
     table = _head(definition, params).table.get_value()
     return table.astype(definition.config.dtype.value)
 
 
-def _head(definition: ModelDef, params: Params) -> Embedding:
+def _head(definition, params):
     """What scores tokens."""
     name = "embedding" if definition.config.tie_embeddings else "head"
-    return definition.bind(name, unshard(definition, name, params[name]))
+    return bind_whole(definition, params, name)
 
 
 class Transformer(Module):
@@ -317,9 +331,10 @@ class Transformer(Module):
         if params is None:
             params = initialize(self.definition, key=next_key(rngs))
         else:
-            arguments.check_params(params, expected=self.definition.abstract)
+            check_params(params, expected=self.definition.abstract)
             if not mesh.is_own:  # the caller's code has them by their types
-                params = jax.device_put(params, jax.tree.map(lambda a: a.sharding, self.definition.abstract))
+                shardings = jax.tree.map(lambda a: a.sharding, self.definition.abstract)
+                params = jax.device_put(params, shardings)
         nnx.update(self, params)
 
     @property
@@ -341,11 +356,11 @@ class Transformer(Module):
         """The plain nested dict of arrays that compiled functions take."""
         return nnx.to_pure_dict(nnx.state(self))
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         first, *parameters = super().__repr__().splitlines()
         return "\n".join([f"{first}, {self.definition.layout}", f"  {self.config}", *parameters])
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Array) -> Array:
         """Float32 logits [B, T, V] for integer tokens [B, T]; B must be divisible by data x fsdp.
 
         Compiled for the mesh's devices. Under `jax.jit`, `jax.grad` and the like it is a function like any other, and
@@ -354,7 +369,7 @@ class Transformer(Module):
         is read for that, so the call waits until it is there.
         """
         batch_ranks = self.definition.layout.batch_ranks
-        tokens = arguments.checked_tokens(tokens, batch_ranks=batch_ranks, vocab_size=self.config.vocab_size)
+        tokens = checked_tokens(tokens, batch_ranks=batch_ranks, vocab_size=self.config.vocab_size)
         return compiled_logits(self.definition)(self.params, tokens)
 
 
@@ -372,14 +387,15 @@ def compiled_logits(definition: ModelDef, *, loop: Loop = Loop.SCAN) -> Compiled
         state, extra, _ = run.layers(state, extra, params=params)
         return logits(definition, params, run.finish(params, state, extra))
 
-    dims = ((definition.dims, "BT"), "BTV")
-    ranked = over_ranks(local, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
-    meshed = over_mesh(ranked, layout=definition.layout, in_dims=dims[0], out_dims=dims[1])
+    layout = definition.layout
+    in_dims = definition.dims, "BT"
+    ranked = over_ranks(local, layout=layout, in_dims=in_dims, out_dims="BTV")
+    meshed = over_mesh(ranked, layout=layout, in_dims=in_dims, out_dims="BTV")
 
     def stripped(params, tokens):
-        arguments.check_params(params, expected=definition.abstract)  # once a shape, while it is traced
+        check_params(params, expected=definition.abstract)  # once a shape, while it is traced
         return meshed(params, tokens)[..., : definition.config.vocab_size]
 
     traits = definition.traits(execution, phase=Phase.PREFILL)
-    whole = on_own_mesh(stripped, layout=definition.layout, out_dims=dims[1])
-    return Compiled(whole, mesh=definition.layout.mesh, traits=traits)
+    whole = on_own_mesh(stripped, layout=layout, out_dims="BTV")
+    return Compiled(whole, mesh=layout.mesh, traits=traits)

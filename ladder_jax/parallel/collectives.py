@@ -2,16 +2,19 @@
 varying types, called there."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from ladder_jax.config import Launch
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.parallel.compiled import kind_of
+
+Axes = tuple[str, ...]  # of a mesh: the ranks along all of them
 
 EMULATED = "emulated_rank"
 """The axis of emulated ranks, all on one device: a `vmap`'s, not the mesh's (see `over_ranks`)."""
@@ -21,6 +24,12 @@ EMULATED = "emulated_rank"
 # LAUNCH where the output reduced is not the step's own but that of the sublayer before it; FOLLOWING
 # inside ENTER where the input is that of the sublayer after it (or, after the last, the head's).
 LAUNCH, ENTER, PREVIOUS, FOLLOWING = "launch_sublayer_output", "enter_sublayer_input", "previous", "following"
+
+
+def named(place: str, within: str = "") -> AbstractContextManager:
+    """The name scope of a place, and of PREVIOUS or FOLLOWING in it."""
+    return jax.named_scope(f"{place}/{within}" if within else place)
+
 
 # Where a ring of permutes stands in place of one of these, beside the chunks of its matmul (see ring.py): what its
 # permutes carry is gathered, or scattered.
@@ -36,12 +45,12 @@ SHARED_GRADIENTS, DATA_GRADIENTS, GRADIENT_NORM = "shared_gradients", "data_para
 CHOICE, TOKEN_LOOP, QK_NORM = "choose_token", "token_loop", "query_key_norm"
 
 
-def varying(x: jax.Array) -> frozenset[str]:
+def varying(x: Array) -> frozenset[str]:
     """The mesh axes over which `x` may differ, by its type."""
     return jax.typeof(x).manual_axis_type.varying
 
 
-def pvary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+def pvary(x: Array, axes: Iterable[str]) -> Array:
     """`x`, equal on all ranks of `axes`, typed as a value that may differ between them.
 
     Free in the forward pass. Its transpose all-reduces the gradient over the axes that were added, so the place of
@@ -52,7 +61,7 @@ def pvary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def all_reduce(x: Array, axes: Axes) -> Array:
     """The sum of every rank's `x`, on every rank."""
     return lax.psum(x, axes)
 
@@ -82,12 +91,12 @@ def resolve_launch(launch: Launch, *, mesh: Mesh) -> Launch:
     return launch
 
 
-def start_all_reduce(x: jax.Array, axes: tuple[str, ...]) -> Any:
+def start_all_reduce(x: Array, axes: Axes) -> Any:
     """The first half of `all_reduce`; its `.done()` is the second. No gradient: for prefill and decode."""
     return _psum_start()(x, axes)
 
 
-def _psum_start() -> Callable | None:
+def _psum_start():
     """jax 0.12's, which is not public."""
     try:
         from jax._src.lax.parallel import psum_start
@@ -96,28 +105,28 @@ def _psum_start() -> Callable | None:
     return psum_start
 
 
-def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Array:
+def reduce_scatter(x: Array, axes: Axes, *, dimension: int) -> Array:
     """The sum of every rank's `x`, of which each rank gets its share of `dimension`."""
     return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
 
 
-def all_gather(x: jax.Array, axes: tuple[str, ...], *, dimension: int) -> jax.Array:
+def all_gather(x: Array, axes: Axes, *, dimension: int) -> Array:
     """Every rank's `x`, joined along `dimension`. Its transpose is `reduce_scatter`."""
     return lax.all_gather(x, axes, axis=dimension, tiled=True)
 
 
-def permute(x: jax.Array, axes: tuple[str, ...], *, step: int) -> jax.Array:
+def permute(x: Array, axes: Axes, *, step: int) -> Array:
     """The `x` of the rank that is `step` before this one, around the ring of ranks."""
     count = ranks(axes)
     return lax.ppermute(x, axes, [(source, (source + step) % count) for source in range(count)])
 
 
-def all_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def all_ranks(x: Array, axes: Axes) -> Array:
     """Every rank's `x`, stacked [ranks, ...], as a value that is the same on all of them."""
     return lax.all_gather(pvary(x, axes), axes, axis=0, to="invarying")
 
 
-def opaque_copy(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
+def opaque_copy(partial: Array | None, axes: Axes) -> Array | None:
     """A copy of `partial` that the compiler cannot identify with it: the all-reduce's operand, where a sublayer reads
     `partial` too.
 
@@ -129,12 +138,12 @@ def opaque_copy(partial: jax.Array | None, axes: tuple[str, ...]) -> jax.Array |
     return jnp.where(lax.axis_index(axes) >= 0, partial, 0)
 
 
-def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def all_max(x: Array, axes: Axes) -> Array:
     """The largest of every rank's `x`, elementwise, on every rank. Not differentiable."""
     return lax.pmax(x, axes)
 
 
-def anywhere(*flags: jax.Array) -> tuple[jax.Array, ...]:
+def anywhere(*flags: Array) -> tuple[Array, ...]:
     """For each [B] bool whether any row of it is true, on any rank of the whole mesh: scalars.
 
     For branches with collectives in them: ranks that disagreed would wait for each other. Ranks that hold
@@ -145,16 +154,16 @@ def anywhere(*flags: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(all_max(found.astype(jnp.int32), others) > 0 if others else found)
 
 
-def rank(axes: tuple[str, ...]) -> jax.Array:
+def rank(axes: Axes) -> Array:
     """This rank's index along `axes`, a scalar."""
     return lax.axis_index(axes)
 
 
-def ranks(axes: tuple[str, ...]) -> int:
+def ranks(axes: Axes) -> int:
     return lax.axis_size(axes)
 
 
-def check_axes(axes: tuple[str, ...]) -> None:
+def check_axes(axes: Axes) -> None:
     """Raises UserError for a name in place of a tuple, and for axes that the enclosing shard_map does not have."""
     if isinstance(axes, str):
         raise UserError(f"axes must be a tuple of the mesh's axes, as in ({axes!r},), not {axes!r}")

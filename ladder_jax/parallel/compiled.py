@@ -58,7 +58,7 @@ def check_compiler_makes(form: CollectiveMatmul, *, mesh: Mesh) -> None:
 
 
 @functools.cache
-def _known(name: str, value: bool | int | float | str, device: jax.Device) -> bool:
+def _known(name, value, device):
     """Compiles the smallest program with the option: the compiler raises an error for one that it does not know."""
     here = jax.sharding.SingleDeviceSharding(device)
     probe = jax.jit(lambda x: x, compiler_options={name: value})
@@ -122,11 +122,9 @@ class Compiled:
         best = compile_options(mesh, traits=traits)
         rescue = compile_options(mesh, traits=traits, when=When.RESCUE)
         self.__wrapped__ = fn
-        self._out_shardings = out_shardings
+        self._jit = functools.partial(jax.jit, fn, donate_argnums=donate_argnums, out_shardings=out_shardings)
         self._is_apart = bool(out_shardings) or donate_argnums != ()
-        self._placed = functools.partial(jax.jit, fn, out_shardings=out_shardings)
-        self._jit = functools.partial(self._placed, donate_argnums=donate_argnums)
-        self._left = [*([{**best, **rescue}] if rescue else []), *([{}] if best else [])]
+        self._left = [options for options in ({**best, **rescue}, {}) if options != best]
         self.options = best
         self.traits = traits
         self._jitted = self._jit(compiler_options=best)
@@ -137,7 +135,7 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         if tracing():
-            return self._plain(*args) if self._is_at_home() else self._moved(*args)
+            return self._traced(*args)
         try:
             with self._context():
                 return self._jitted(*args)
@@ -158,22 +156,13 @@ class Compiled:
             return self._jitted.lower(*args)
 
     @functools.cached_property
-    def _plain(self) -> Callable:
-        return self._placed()
-
-    @functools.cached_property
-    def _moved(self) -> Callable:
-        """`_plain` where another mesh is set."""
+    def _traced(self):
         return jax.jit(self.__wrapped__)
 
-    def _is_at_home(self) -> bool:
-        around = jax.sharding.get_abstract_mesh()
-        return around.empty or all(s.mesh.abstract_mesh == around for s in jax.tree.leaves(self._out_shardings)[:1])
-
-    def _context(self) -> contextlib.AbstractContextManager:
+    def _context(self):
         return without_mesh() if self._is_apart else contextlib.nullcontext()
 
-    def _fall_back(self, error: jax.errors.JaxRuntimeError) -> None:
+    def _fall_back(self, error):
         """Take the next options. Raises `error` if it has another cause, or no options are left."""
         if not self._left or not _OUT_OF_VECTOR_MEMORY.search(str(error)):
             raise error

@@ -38,6 +38,9 @@ class Traits:
     launch: Launch = Launch.CHAINED
 
 
+Programs = tuple[Split | CollectiveMatmul, ...]
+
+
 class When(enum.Enum):
     ALWAYS = "always"
     RESCUE = "rescue"  # only after the compiler has failed without it
@@ -47,8 +50,8 @@ class When(enum.Enum):
 class Option:
     """A compiler option, the programs for which it is set, and the evidence for it (`why`).
 
-    split, collective_matmul: set for programs that split one of these, or have matmuls of this form; if neither is
-        given, for all. unless: not for programs that split one of these, or have matmuls of one of these forms.
+    of: set for programs that split one of these, or have matmuls of one of these forms; empty: for all. unless: not for
+        programs that do, or have.
     """
 
     name: str
@@ -58,26 +61,20 @@ class Option:
     phases: tuple[Phase, ...] = tuple(Phase)
     loops: tuple[Loop, ...] = tuple(Loop)
     when: When = When.ALWAYS
-    split: tuple[Split, ...] = ()
-    unless: tuple[Split | CollectiveMatmul, ...] = ()
-    collective_matmul: CollectiveMatmul | None = None
+    of: Programs = ()
+    unless: Programs = ()
     launches: tuple[Launch, ...] = (Launch.CHAINED, Launch.EXPLICIT)
 
     def serves(self, traits: Traits) -> bool:
+        own = {*traits.split, traits.collective_matmul}
         return (
             traits.overlap in self.overlap
             and traits.phase in self.phases
             and traits.loop in self.loops
             and traits.launch in self.launches
-            and self._serves_split(traits)
+            and own.isdisjoint(self.unless)
+            and not (self.of and own.isdisjoint(self.of))
         )
-
-    def _serves_split(self, traits: Traits) -> bool:
-        if not {*traits.split, traits.collective_matmul}.isdisjoint(self.unless):
-            return False
-        if not self.split and self.collective_matmul is None:
-            return True
-        return not traits.split.isdisjoint(self.split) or self.collective_matmul is traits.collective_matmul
 
 
 _OFFLOAD = Option(
@@ -106,7 +103,7 @@ _EARLIER_BESIDE_EXPERTS = Option(
     " qwen3-30b-a3b over 8 ranks, no kernel of the experts was beside attention's all-reduce on v5p, v6e and tpu7x, nor"
     " with 10; with 20 all three, at 0.2 % more estimated cycles (v5p)",
     phases=(Phase.TRAIN,),
-    split=(Split.EXPERTS,),
+    of=(Split.EXPERTS,),
 )
 _OFFLOAD_HALVES = tuple(
     Option(
@@ -114,7 +111,7 @@ _OFFLOAD_HALVES = tuple(
         True,
         f"every {kind.replace('_', '-')} is synchronous on the TensorCore without it (schedules of v5p and v6e)",
         overlap=tuple(Overlap),
-        split=(Split.WEIGHTS, Split.SEQUENCE),
+        of=(Split.WEIGHTS, Split.SEQUENCE),
     )
     for kind in ("all_gather", "reduce_scatter")
 )
@@ -124,7 +121,7 @@ _COLLECTIVE_MATMUL = tuple(
         "post_spmd",
         why,
         overlap=tuple(Overlap),
-        collective_matmul=CollectiveMatmul.COMPILER,
+        of=(CollectiveMatmul.COMPILER,),
     )
     for kind, why in (
         ("all_gather", "a gather becomes a loop of permutes under its matmul's parts; without it, it stands before it"),
@@ -141,7 +138,7 @@ _SEVERAL = Option(
     "one collective at a time without it, and weights took the sublayers' outputs' place: v6e, 2 layers, hid 4 of 8"
     " all-reduces, and 7 with it, at the same estimated cycles",
     overlap=tuple(Overlap),
-    split=(Split.WEIGHTS,),
+    of=(Split.WEIGHTS,),
 )
 
 _SEVERAL_SIDES = Option(
@@ -150,11 +147,11 @@ _SEVERAL_SIDES = Option(
     "a reduce-scatter over several sides of the torus becomes one synchronous all-reduce of a layer's seven gradients"
     " without it: v5p:2x2x2, 4 layers of 1B over fsdp 8, hid no byte of them; with it 6 of the 7 inside the scan",
     overlap=tuple(Overlap),
-    split=(Split.WEIGHTS,),
+    of=(Split.WEIGHTS,),
 )
 
 
-def _stream(kib: int, fewer: str) -> Option:
+def _stream(kib, fewer):
     return Option(
         "xla_tpu_scoped_vmem_limit_kib",
         kib,
@@ -172,7 +169,7 @@ _GATHER = Option(
     "otherwise the SparseCore gathers the experts' rows, and reduces nothing beside their kernels: in a prefill of"
     " 2,048 tokens, 4 layers of qwen3-30b-a3b with a shared expert over 8 ranks, attention's all-reduce began after the"
     " last of a layer's kernels on v5p, v6e and tpu7x; with it before the first",
-    split=(Split.EXPERTS,),
+    of=(Split.EXPERTS,),
 )
 
 _ALL_TO_ALL = Option(
@@ -180,7 +177,7 @@ _ALL_TO_ALL = Option(
     True,
     "every all-to-all is synchronous without it (schedules of v5p and tpu7x)",
     overlap=tuple(Overlap),
-    split=(Split.ROWS,),
+    of=(Split.ROWS,),
 )
 
 _OFFLOADED = (
@@ -239,7 +236,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "the compiler gives all of attention to the gather of the next input, and nothing to the reduce-scatter"
             " before it: in 4 layers 3 of 7 were left bare; with half of its estimate, none",
             phases=(Phase.PREFILL,),
-            split=(Split.SEQUENCE,),
+            of=(Split.SEQUENCE,),
         ),
         Option(
             "xla_tpu_sparse_core_all_gather_latency_multiplier",
@@ -247,7 +244,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "the same of a shared expert's input beside the rows of the routed ones: in a training step of 4 layers of"
             " qwen1.5-moe-a2.7b 4 of 9 forward all-to-alls were hidden, and 8 with it",
             phases=(Phase.TRAIN,),
-            split=(Split.ROWS,),
+            of=(Split.ROWS,),
         ),
         _stream(49152, "8 % fewer"),
         Option(
@@ -280,15 +277,14 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "one collective at a time by default: weights and sublayers' outputs took each other's place, and 8 of 16"
             " all-reduces were left with nothing beside them; with 4, one. A ring's second direction was synchronous",
             overlap=tuple(Overlap),
-            split=(Split.WEIGHTS,),
-            collective_matmul=CollectiveMatmul.RING,
+            of=(Split.WEIGHTS, CollectiveMatmul.RING),
         ),
         Option(
             "xla_gpu_experimental_parallel_collective_overlap_limit",
             4,
             "with a shared expert two stand in each half of attention; one at a time, 4 layers of qwen1.5-moe-a2.7b hid"
             " 1 of 8 all-to-alls as a ladder and 4 as farskip, and 7 with 4",
-            split=(Split.ROWS,),
+            of=(Split.ROWS,),
             unless=(Split.WEIGHTS, CollectiveMatmul.RING),
         ),
         Option(
@@ -297,7 +293,7 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "permutes of two rings merged without it, in the backward pass, where an input is gathered again beside the"
             " scatter of its gradient: 2 scanned layers of training hid 15 of 21 collectives, and 18 of 22 with it",
             overlap=tuple(Overlap),
-            collective_matmul=CollectiveMatmul.RING,
+            of=(CollectiveMatmul.RING,),
         ),
         Option(
             "xla_gpu_all_gather_combine_threshold_bytes",
@@ -305,14 +301,14 @@ TABLE: dict[str, tuple[Option, ...]] = {
             "one or two messages a layer instead of six: each hides under a sublayer or more, where of six some hid"
             " under nothing. Larger, it would join the embedding's and the head's to the first layer's",
             overlap=tuple(Overlap),
-            split=(Split.WEIGHTS,),
+            of=(Split.WEIGHTS,),
         ),
         Option(
             "xla_gpu_reduce_scatter_combine_threshold_bytes",
             2**29,
             "the same for gradients, which are in float32",
             overlap=tuple(Overlap),
-            split=(Split.WEIGHTS,),
+            of=(Split.WEIGHTS,),
         ),
     ),
 }

@@ -16,13 +16,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from ladder_jax.errors import UserError
-from ladder_jax.parallel.collectives import pvary, varying
+from ladder_jax.parallel.collectives import Axes, pvary, varying
 
 
-def by_expert(choice_R: jax.Array, *, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def by_expert(choice_R: Array, *, experts: int) -> tuple[Array, Array, Array]:
     """(order, place, sizes): the row in each place, sorted by expert; each row's place; how many rows an expert has."""
     order = jnp.argsort(choice_R, stable=True)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
@@ -30,7 +30,7 @@ def by_expert(choice_R: jax.Array, *, experts: int) -> tuple[jax.Array, jax.Arra
     return order, place, sizes
 
 
-def slots(choice_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
+def slots(choice_NK: Array, *, experts: int, size: int) -> Array:
     """int32 [N, K]: the slot of each row among all experts' slots, expert x S + place; E S for a dropped one.
 
     A row whose choice is E is of no expert, and takes no slot.
@@ -42,22 +42,22 @@ def slots(choice_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
     return jnp.where(has_slot, flat * size + within, experts * size).reshape(choice_NK.shape)
 
 
-def kept(slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
+def kept(slots_NK: Array, *, experts: int, size: int) -> Array:
     """bool [N, K]: which rows have a slot."""
     return slots_NK < experts * size
 
 
-def fill(x_ND: jax.Array, slots_NK: jax.Array, *, experts: int, size: int) -> jax.Array:
+def fill(x_ND: Array, slots_NK: Array, *, experts: int, size: int) -> Array:
     """[E, S, D]: the buffers of all experts, with the rows of this rank's tokens."""
     return _into_slots(x_ND, slots_NK.astype(jnp.int32), experts * size).reshape(experts, size, -1)
 
 
-def dispatch(buffers_ESD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def dispatch(buffers_ESD: Array, *, axes: Axes) -> Array:
     """[E/ranks, ranks S, D]: all ranks' buffers of this rank's experts."""
     return lax.all_to_all(pvary(buffers_ESD, axes), axes, split_axis=0, concat_axis=1, tiled=True)
 
 
-def places(slots_NK: jax.Array, *, experts: int, size: int, count: int) -> jax.Array:
+def places(slots_NK: Array, *, experts: int, size: int, count: int) -> Array:
     """Float32 [N, K]: where `combine` brings the output of each row, on one of `count` ranks; of a dropped one E S.
 
     Exact as float32, because a state that is differentiated carries no integers. Raises UserError for too many rows.
@@ -71,12 +71,12 @@ def places(slots_NK: jax.Array, *, experts: int, size: int, count: int) -> jax.A
     return ((expert // own * size + slot) * own + expert % own).astype(jnp.float32)
 
 
-def combine(rows_RED: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def combine(rows_RED: Array, *, axes: Axes) -> Array:
     """[ranks S, E/ranks, D], of other experts: the outputs of the rows of this rank's tokens."""
     return lax.all_to_all(rows_RED, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
-def collect(rows_RED: jax.Array, places_NK: jax.Array, weights_NK: jax.Array) -> jax.Array:
+def collect(rows_RED: Array, places_NK: Array, weights_NK: Array) -> Array:
     """[N, D] in the rows' dtype: the sum of each token's rows times float32 `weights`; dropped ones are zero."""
     rows_SD = rows_RED.reshape(-1, rows_RED.shape[2])
     rows = _from_slots(rows_SD, places_NK.astype(jnp.int32)).reshape(*places_NK.shape, -1)
@@ -84,25 +84,25 @@ def collect(rows_RED: jax.Array, places_NK: jax.Array, weights_NK: jax.Array) ->
     return jnp.sum(rows.astype(jnp.float32) * weights[:, :, None], axis=1).astype(rows.dtype)
 
 
-def _sources(slots_NK: jax.Array, total: int) -> jax.Array:
+def _sources(slots_NK, total):
     """int32 [E S]: the row, n K + k, in each slot; N K in a free one."""
     count = slots_NK.size
     free = pvary(jnp.full((total,), count, jnp.int32), varying(slots_NK))
     return free.at[slots_NK.reshape(-1)].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
 
 
-def _rows(rows_RD: jax.Array, places: jax.Array) -> jax.Array:
+def _rows(rows_RD, places):
     """`rows_RD` at `places`; zeros at places beyond them."""
     return jnp.take(rows_RD, places, axis=0, mode="fill", fill_value=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _into_slots(x_ND: jax.Array, slots_NK: jax.Array, total: int) -> jax.Array:
+def _into_slots(x_ND, slots_NK, total):
     """[E S, D]: each slot's token. Backward a token's rows are added in float32."""
     return _rows(x_ND, _sources(slots_NK, total) // slots_NK.shape[1])
 
 
-def _into_slots_backward(total: int, slots_NK: jax.Array, gradient: jax.Array) -> tuple:
+def _into_slots_backward(total, slots_NK, gradient):
     rows = _rows(gradient, slots_NK.reshape(-1)).reshape(*slots_NK.shape, -1)
     return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(gradient.dtype), None
 
@@ -111,12 +111,12 @@ _into_slots.defvjp(lambda x, slots, total: (_into_slots(x, slots, total), slots)
 
 
 @jax.custom_vjp
-def _from_slots(rows_SD: jax.Array, slots_NK: jax.Array) -> jax.Array:
+def _from_slots(rows_SD, slots_NK):
     """[N K, D]: each row from its slot; zeros for a dropped one."""
     return _rows(rows_SD, slots_NK.reshape(-1))
 
 
-def _from_slots_backward(residuals: tuple, gradient: jax.Array) -> tuple:
+def _from_slots_backward(residuals, gradient):
     slots_NK, total = residuals
     return _rows(gradient, _sources(slots_NK, total)), None
 

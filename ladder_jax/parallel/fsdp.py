@@ -48,22 +48,22 @@ def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return not any(one.primitive.name.startswith("all_gather") for one in parameters["call_jaxpr"].eqns)
 
 
-def _split(dims: str) -> bool:
+def _split(dims):
     return "D" in dims and len(dims) > 1
 
 
-def _unsharded(array: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
+def _unsharded(array, dims, dtype):
     stays = len(dims.removeprefix("L")) == 1 or dims.endswith(ROUTER)  # norm gains multiply in float32
     return _gather(array, dims.index("D"), jnp.dtype(array.dtype if stays else dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(share: jax.Array, axis: int, dtype: jnp.dtype) -> jax.Array:
+def _gather(share, axis, dtype):
     with jax.named_scope(GATHER):
         return all_gather(share.astype(dtype), (FSDP,), dimension=axis)
 
 
-def _give_back(gradient: jax.Array, axis: int) -> jax.Array:
+def _give_back(gradient, axis):
     with jax.named_scope(SCATTER):
         return reduce_scatter(gradient.astype(jnp.float32), (FSDP,), dimension=axis)
 

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ladder_jax.config import MeshConfig, ModelConfig, check_fits_mesh, parse_residual
 from ladder_jax.errors import UserError, unknown, wrong_type
-from ladder_jax.parallel.collectives import EMULATED
+from ladder_jax.parallel.collectives import EMULATED, Axes
 from ladder_jax.parallel.compiled import apart
 
 logger = logging.getLogger("ladder_jax")
@@ -161,45 +161,51 @@ class Layout:
     batch, tensor, kv: the mesh axes of the batch, of the tensor-parallel dimensions, and of the
         key/value heads (the ranks of one `group` hold the same head).
     ranks: how many tensor-parallel ranks compute the model.
-    emulated: the ranks are computed on one device, by `over_ranks`.
     """
 
     given: NamedMesh
     mesh: Mesh
-    batch: tuple[str, ...]
-    tensor: tuple[str, ...]
-    kv: tuple[str, ...]
+    tensor: Axes
+    kv: Axes
     ranks: int
-    emulated: bool
+    batch: ClassVar[Axes] = (DATA, FSDP)
 
     def __repr__(self) -> str:
         sizes = f"data {self.mesh.shape[DATA]} x fsdp {self.fsdp} x tensor {1 if self.emulated else self.ranks}"
         emulated = f", {self.ranks} ranks emulated" if self.emulated else ""
         return f"Layout({sizes} of {self.mesh.devices.flat[0].device_kind}{emulated})"
 
+    @property
+    def emulated(self) -> bool:
+        """Whether the ranks are computed on one device, by `over_ranks`."""
+        return EMULATED in self.tensor
+
     def spec(self, dims: str) -> PartitionSpec:
         """The partition over `mesh` of an array with these dimensions, such as "DNH" (letters as in `nn`)."""
-        return self._split(dims, batch=self.batch, fsdp=FSDP if self.fsdp > 1 else None, tensor=self.tensor, kv=self.kv)
+        axes = {"B": self.batch}
+        if self.fsdp > 1:
+            axes["D"] = FSDP
+        if not self.emulated:
+            axes |= dict.fromkeys(SHARDED, self.tensor)
+            axes["K"] = self.kv
+        return PartitionSpec(*map(axes.get, dims))
 
     def sharding(self, dims: str) -> NamedSharding:
         """Of an array with these dimensions on the caller's mesh."""
         if self.given.is_own:
             return NamedSharding(self.mesh, self.spec(dims))
-        return NamedSharding(self.given.mesh, self._spec_by(self._names(self.given.mesh), dims))
+        mesh = self.given.mesh
+        return NamedSharding(mesh, self._renamed(dims, self._names(mesh)))
 
-    def sharding_on(
-        self, mesh: AbstractMesh, shape: tuple[int, ...], *, dims: str, axes: tuple[str, ...]
-    ) -> NamedSharding:
+    def sharding_on(self, mesh: AbstractMesh, shape: tuple[int, ...], *, dims: str, axes: Axes) -> NamedSharding:
         """Of an array on any mesh over the same devices: split along those of its `axes` that correspond to ours, where
         they divide `shape`."""
         names = {axis: name for axis, name in self._names(mesh).items() if name in axes}
+        parts = zip(self._renamed(dims, names), shape)
+        divided = [part if part and size % _ranks(mesh, part) == 0 else None for part, size in parts]
+        return NamedSharding(mesh, PartitionSpec(*divided))
 
-        def whole(axes, size):
-            return axes if axes is None or size % _ranks(mesh, axes) == 0 else None
-
-        return NamedSharding(mesh, PartitionSpec(*map(whole, self._spec_by(names, dims), shape)))
-
-    def own_axes(self, dims: str) -> tuple[str, ...]:
+    def own_axes(self, dims: str) -> Axes:
         """The axes each of whose ranks computes its own results with an array of these dimensions.
 
         All of them, but with small letters those of the batch: all tensor ranks compute the same.
@@ -207,7 +213,7 @@ class Layout:
         return self.batch if any(map(str.islower, dims)) else self.all_axes
 
     @property
-    def all_axes(self) -> tuple[str, ...]:
+    def all_axes(self) -> Axes:
         return self.batch + self.tensor
 
     @property
@@ -219,23 +225,28 @@ class Layout:
     def batch_ranks(self) -> int:
         return _ranks(self.mesh, self.batch)
 
-    def _names(self, mesh: Mesh | AbstractMesh) -> dict[str, str]:
-        """What `mesh` calls those of our axes that have several ranks: as the caller's mesh does, or as we do."""
-        pairs = [(axis, name) for axis, given in zip(AXES, self.given.names) for name in (axis, given)]
+    def _names(self, mesh):
+        """What `mesh` calls those of our axes that have several ranks: as the caller's mesh does, or as we do.
+
+        Where ranks share heads, tensor's name is that of `group`: no axis of the caller's is `kv`.
+        """
         sizes = self.given.shape
-        return {axis: name for axis, name in pairs if 1 < sizes[axis] == mesh.shape.get(name)}
+        ours = (*self.batch, self.tensor[-1])
+        names = {}
+        for axis, own, given in zip(AXES, ours, self.given.names):
+            for name in (axis, given):
+                if 1 < sizes[axis] == mesh.shape.get(name):
+                    names[own] = name
+        return names
 
-    def _spec_by(self, names: dict[str, str], dims: str) -> PartitionSpec:
-        batch = tuple(names[axis] for axis in (DATA, FSDP) if axis in names)
-        tensor = names.get(TENSOR)
-        kv = tensor if self.kv == self.tensor else None  # ranks that share a head are no axis of the caller's mesh
-        return self._split(dims, batch=batch or None, fsdp=names.get(FSDP), tensor=tensor, kv=kv)
+    def _renamed(self, dims, names):
+        """The partition over axes called `names`, by ours."""
 
-    def _split(self, dims: str, *, batch: Any, fsdp: Any, tensor: Any, kv: Any) -> PartitionSpec:
-        axes = {"B": batch, "D": fsdp}
-        if not self.emulated:
-            axes |= {**dict.fromkeys(SHARDED, tensor), "K": kv}
-        return PartitionSpec(*(axes.get(dim) for dim in dims))
+        def renamed(part):
+            axes = (part,) if isinstance(part, str) else part or ()
+            return tuple(names[axis] for axis in axes if axis in names) or None
+
+        return PartitionSpec(*map(renamed, self.spec(dims)))
 
 
 def layout(config: ModelConfig, *, mesh: Mesh | NamedMesh) -> Layout:
@@ -243,20 +254,17 @@ def layout(config: ModelConfig, *, mesh: Mesh | NamedMesh) -> Layout:
     if not isinstance(config, ModelConfig):
         raise wrong_type("config", config, ModelConfig)
     given = mesh_of(mesh)
-    own = given.own
-    tensor = given.shape[TENSOR]
-    batch = (DATA, FSDP)
+    ranks = given.shape[TENSOR]
     check_fits_mesh(config, MeshConfig(**given.shape))
-    if tensor == 1 and (config.ranks or 1) > 1:
-        return Layout(given, own, batch, (EMULATED,), (EMULATED,), config.ranks, emulated=True)
-    if tensor <= config.num_kv_heads:
-        return Layout(given, own, batch, (TENSOR,), (TENSOR,), tensor, emulated=False)
-    return Layout(
-        given, _with_groups(own, kv=config.num_kv_heads), batch, ("kv", "group"), ("kv",), tensor, emulated=False
-    )
+    if ranks == 1 and (config.ranks or 1) > 1:
+        return Layout(given, given.own, tensor=(EMULATED,), kv=(EMULATED,), ranks=config.ranks)
+    if ranks <= config.num_kv_heads:
+        return Layout(given, given.own, tensor=(TENSOR,), kv=(TENSOR,), ranks=ranks)
+    grouped = _with_groups(given.own, kv=config.num_kv_heads)
+    return Layout(given, grouped, tensor=("kv", "group"), kv=("kv",), ranks=ranks)
 
 
-def _with_groups(mesh: Mesh, *, kv: int) -> Mesh:
+def _with_groups(mesh, *, kv):
     """`mesh` with its tensor axis split in two, (kv, group)."""
     at = mesh.axis_names.index(TENSOR)
     sizes = *mesh.axis_sizes[:at], kv, mesh.shape[TENSOR] // kv, *mesh.axis_sizes[at + 1 :]
@@ -283,39 +291,26 @@ def over_mesh(fn: Callable, *, layout: Layout, in_dims: Dims, out_dims: Dims) ->
     `fn` sees one rank's shards. Only an emulation is not type-checked: jax has no varying types for
     the collectives of a `vmap`.
     """
-
-    def specs(dims):
-        return jax.tree.map(layout.spec, dims)
-
-    return jax.shard_map(
-        fn,
-        mesh=layout.mesh,
-        in_specs=specs(in_dims),
-        out_specs=specs(out_dims),
-        check_vma=not layout.emulated,
-    )
+    in_specs, out_specs = jax.tree.map(layout.spec, (in_dims, out_dims))
+    checked = not layout.emulated
+    return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)
 
 
 def on_own_mesh(fn: Callable, *, layout: Layout, out_dims: Any) -> Callable:
     """`fn`, a function of global arrays on the layout's own mesh, wherever it is called. out_dims: of its results."""
+    own = NamedSharding(layout.mesh.abstract_mesh, PartitionSpec())
 
+    @jax.jit  # outside of a trace, too, jax knows no arrays of other meshes than the one set
     @functools.wraps(fn)
     def changed(*args):
         around = mesh_around(args, layout=layout)
-        own = layout.mesh.abstract_mesh
-        with jax.sharding.use_abstract_mesh(own):
-            out = fn(*jax.tree.map(lambda a: _changed(a, NamedSharding(own, PartitionSpec())), args))
-
-        def back(array, dims):
-            return _given_back(array, around, functools.partial(layout.sharding_on, around, array.shape, dims=dims))
-
-        return _map(back, out_dims, out)
-
-    compiled = jax.jit(changed)  # outside of a trace, too, jax knows no arrays of other meshes than the one set
+        with jax.sharding.use_abstract_mesh(own.mesh):
+            out = fn(*jax.tree.map(lambda a: _changed(a, own), args))
+        return _map(functools.partial(_given_back, around=around, layout=layout), out_dims, out)
 
     @functools.wraps(fn)
     def called(*args):
-        return fn(*args) if mesh_around(args, layout=layout) is None else compiled(*args)
+        return fn(*args) if mesh_around(args, layout=layout) is None else changed(*args)
 
     return called
 
@@ -355,7 +350,7 @@ def over_ranks(fn: Callable, *, layout: Layout, in_dims: tuple, out_dims: Dims) 
 
     def emulated(*args):
         split = _map(functools.partial(_split, ranks=layout.ranks), in_dims, args)
-        in_axes, out_axes = jax.tree.map(lambda dims: None if _position(dims) is None else 0, (in_dims, out_dims))
+        in_axes, out_axes = jax.tree.map(_position, (in_dims, out_dims))
         named = dict(axis_name=EMULATED, axis_size=layout.ranks)  # the size, as no argument may be split
         out = jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, **named)(*split)
         return _map(_join, out_dims, out)
@@ -384,7 +379,7 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shardi
 
 
 @functools.cache
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> Callable[[], jax.Array]:
+def _zeros(shape, dtype, sharding):
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
@@ -395,52 +390,49 @@ def put(stack: Any, layer: Any, index: int) -> Any:
     return jax.tree.map(lambda s, a: jax.lax.dynamic_update_index_in_dim(s, a, index, 0), stack, layer)
 
 
-def _example(left: list[str], names: Mapping[str, str]) -> dict[str, str]:
+def _example(left, names):
     """A way to name the axes `left`: the last is tensor, the first data."""
     order = AXES if len(left) > 2 else (DATA, TENSOR)[-len(left) :]
     return {**{axis: name for axis, name in names.items() if axis != name}, **dict(zip(order, left))}
 
 
-def _changed(array: Any, sharding: NamedSharding) -> Any:
+def _changed(array, sharding):
     return array if jax.typeof(array).sharding.mesh == sharding.mesh else jax.sharding.reshard(array, sharding)
 
 
-def _given_back(array: jax.Array, around: AbstractMesh, split: Callable[..., NamedSharding]) -> jax.Array:
+def _given_back(array, *, dims, around, layout):
     """By its type along Explicit axes; along Auto ones by a constraint, as the compiler may choose what they cannot."""
+    split = functools.partial(layout.sharding_on, around, array.shape, dims=dims)
     array = _changed(array, split(axes=around.explicit_axes))
     if not around.auto_axes:
         return array
     return jax.lax.with_sharding_constraint(array, split(axes=around.auto_axes))
 
 
-def _ranks(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> int:
+def _ranks(mesh, axes):
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
-def _map(fn: Callable, dims: Dims, tree: Any) -> Any:
+def _map(fn, dims, tree):
     """`fn(array, its dims)` of every array of `tree`, of which `dims` is a prefix."""
     return jax.tree.map(lambda of, below: jax.tree.map(functools.partial(fn, dims=of), below), dims, tree)
 
 
-def _position(dims: str) -> int | None:
-    found = [index for index, dim in enumerate(dims) if dim in SHARDED]
-    return found[0] if found else None
+def _position(dims):
+    """Where the dimension stands that tensor parallelism splits, if there is one."""
+    return next((index for index, dim in enumerate(dims) if dim in SHARDED), None)
 
 
-def _split(array: jax.Array, *, dims: str, ranks: int) -> jax.Array:
-    position = _position(dims)
-    if position is None:
+def _split(array, *, dims, ranks):
+    """`array` with a new dimension of ranks before the one that they split."""
+    at = _position(dims)
+    if at is None:
         return array
-    if dims[position] == "K" and array.shape[position] < ranks:  # several ranks share a head
-        array = jnp.repeat(array, ranks // array.shape[position], axis=position)
-    shape = array.shape
-    array = array.reshape(*shape[:position], ranks, shape[position] // ranks, *shape[position + 1 :])
-    return jnp.moveaxis(array, position, 0)
+    if dims[at] == "K" and array.shape[at] < ranks:  # several ranks share a head
+        array = jnp.repeat(array, ranks // array.shape[at], axis=at)
+    return array.reshape(*array.shape[:at], ranks, -1, *array.shape[at + 1 :])
 
 
-def _join(array: jax.Array, *, dims: str) -> jax.Array:
-    position = _position(dims)
-    if position is None:
-        return array
-    array = jnp.moveaxis(array, 0, position)
-    return array.reshape(*array.shape[:position], -1, *array.shape[position + 2 :])
+def _join(array, *, dims):
+    at = _position(dims)
+    return array if at is None else array.reshape(*array.shape[:at], -1, *array.shape[at + 2 :])

@@ -27,28 +27,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from ladder_jax.parallel.collectives import RING_GATHER, RING_SCATTER, permute, pvary, rank, ranks, varying
+from ladder_jax.parallel.collectives import RING_GATHER, RING_SCATTER, Axes, permute, pvary, rank, ranks, varying
 
 LENGTH = 1  # the dimension of positions
 
-Product = Callable[[jax.Array, Any], Any]
+Product = Callable[[Array, Any], Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def gather_product(product: Product, x: jax.Array, weights: Any, axes: tuple[str, ...]) -> Any:
+def gather_product(product: Product, x: Array, weights: Any, axes: Axes) -> Any:
     """`product` of all ranks' positions: x [B, T/ranks, ...] to arrays [B, T, ...]."""
     return _gathered(lambda chunk: product(chunk, weights), x, axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def scatter_product(product: Product, x: jax.Array, weights: Any, axes: tuple[str, ...]) -> jax.Array:
+def scatter_product(product: Product, x: Array, weights: Any, axes: Axes) -> Array:
     """This rank's positions of the sum of every rank's `product`: x [B, T, ...] to [B, T/ranks, ...]."""
     return _scattered(lambda owner: product(_chunk(x, owner, axes), weights), axes)
 
 
-def _gather_backward(product: Product, axes: tuple[str, ...], kept: tuple, gradients: Any) -> tuple:
+def _gather_backward(product, axes, kept, gradients):
     x, weights = kept
     of_x = _of_input(product, x, weights)
     gradient = _scattered(lambda owner: of_x(_chunk(gradients, owner, axes)), axes)
@@ -57,7 +57,7 @@ def _gather_backward(product: Product, axes: tuple[str, ...], kept: tuple, gradi
         return gradient, _of_weights(product, whole, weights)(gradients)
 
 
-def _scatter_backward(product: Product, axes: tuple[str, ...], kept: tuple, gradient: jax.Array) -> tuple:
+def _scatter_backward(product, axes, kept, gradient):
     x, weights = kept
     of_x = _of_input(product, _chunk(x, 0, axes), weights)
     of_input, whole = _gathered(lambda chunk: (of_x(chunk), chunk), gradient, axes)
@@ -65,7 +65,7 @@ def _scatter_backward(product: Product, axes: tuple[str, ...], kept: tuple, grad
         return of_input, _of_weights(product, x, weights)(whole)
 
 
-def _keep(product: Product, x: jax.Array, weights: Any, axes: tuple[str, ...], *, forward: Callable) -> tuple:
+def _keep(product, x, weights, axes, *, forward):
     return forward(product, x, weights, axes), (x, weights)
 
 
@@ -73,20 +73,20 @@ gather_product.defvjp(functools.partial(_keep, forward=gather_product), _gather_
 scatter_product.defvjp(functools.partial(_keep, forward=scatter_product), _scatter_backward)
 
 
-def _of_input(product: Product, x: jax.Array, weights: Any) -> Callable[[Any], jax.Array]:
+def _of_input(product, x, weights):
     """The gradient of an input like `x` from that of its product, in which its values have no part."""
     zeros = pvary(jnp.zeros(x.shape, x.dtype), varying(x))
     _, pull_back = jax.vjp(lambda x: product(x, weights), zeros)
     return lambda gradients: pull_back(gradients)[0]
 
 
-def _of_weights(product: Product, x: jax.Array, weights: Any) -> Callable[[Any], Any]:
+def _of_weights(product, x, weights):
     _, pull_back = jax.vjp(lambda weights: product(x, weights), weights)
     return lambda gradients: pull_back(gradients)[0]
 
 
 @jax.named_scope(RING_GATHER)
-def _gathered(visit: Callable[[jax.Array], Any], x: jax.Array, axes: tuple[str, ...]) -> Any:
+def _gathered(visit, x, axes):
     """`visit` of every rank's chunk, its arrays [B, T/ranks, ...] joined to [B, T, ...]."""
     count = ranks(axes)
     here = rank(axes)
@@ -102,7 +102,7 @@ def _gathered(visit: Callable[[jax.Array], Any], x: jax.Array, axes: tuple[str, 
 
 
 @jax.named_scope(RING_SCATTER)
-def _scattered(partial_of: Callable[[jax.Array], jax.Array], axes: tuple[str, ...]) -> jax.Array:
+def _scattered(partial_of, axes):
     """The sum of every rank's `partial_of` this rank's chunk, [B, T/ranks, ...]."""
     count = ranks(axes)
     here = rank(axes)
@@ -125,16 +125,16 @@ def _scattered(partial_of: Callable[[jax.Array], jax.Array], axes: tuple[str, ..
     return own + last
 
 
-def _send(step: int, sums: jax.Array, owner: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+def _send(step, sums, owner, axes):
     """What arrives from the rank before, and `owner`, which depends on `sums`."""
     sums, owner = lax.optimization_barrier((sums, owner))
     return permute(sums, axes, step=step), owner
 
 
-def _write(whole: Any, chunks: Any, owner: jax.Array, axes: tuple[str, ...]) -> Any:
+def _write(whole, chunks, owner, axes):
     """`whole` with the arrays of `chunks` at the owner's positions; None is nothing written yet."""
 
-    def write(chunk: jax.Array, into: jax.Array | None) -> jax.Array:
+    def write(chunk: Array, into: Array | None) -> Array:
         rows, length, *rest = chunk.shape
         if into is None:
             into = pvary(lax.empty((rows, length * ranks(axes), *rest), chunk.dtype), varying(chunk))
@@ -143,10 +143,10 @@ def _write(whole: Any, chunks: Any, owner: jax.Array, axes: tuple[str, ...]) -> 
     return jax.tree.map(write, chunks, whole) if whole is not None else jax.tree.map(lambda a: write(a, None), chunks)
 
 
-def _chunk(arrays: Any, owner: jax.Array | int, axes: tuple[str, ...]) -> Any:
+def _chunk(arrays, owner, axes):
     """The owner's positions of every array [B, T, ...]."""
 
-    def read(a: jax.Array) -> jax.Array:
+    def read(a: Array) -> Array:
         length = a.shape[LENGTH] // ranks(axes)
         return lax.dynamic_slice_in_dim(a, owner % ranks(axes) * length, length, LENGTH)
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from ladder_jax.config import check_interleave
 from ladder_jax.errors import UserError
@@ -45,11 +46,11 @@ class Pair:
     computed: State
 
     @property
-    def residual(self) -> jax.Array:
+    def residual(self) -> Array:
         return self.computed.residual
 
     @property
-    def partial(self) -> jax.Array | None:
+    def partial(self) -> Array | None:
         return self.computed.partial
 
 
@@ -75,11 +76,11 @@ class OtherHalf:
     out: str
     into: str
 
-    def held(self, residual: jax.Array, launched: Any) -> "OtherHalf":
+    def held(self, residual: Array, launched: Any) -> "OtherHalf":
         """With these in place of its own, once a barrier has tied them to the sublayer."""
         return dataclasses.replace(self, state=dataclasses.replace(self.state, residual=residual), launched=launched)
 
-    def settled(self, summed: jax.Array | None) -> State:
+    def settled(self, summed: Array | None) -> State:
         """Once `summed` has arrived: the residual holds all outputs but those that stay pending before `after`."""
         sums = (*self.state.sums, summed)
         added = len(sums) - self.after.pending_before
@@ -109,7 +110,7 @@ class Interleaved:
         turns = iter([Turn(**vars(step), after=after) for step, after in itertools.pairwise(steps)])
         return tuple(tuple(itertools.islice(turns, len(of_layer))) for of_layer in layers)
 
-    def begin(self, x: jax.Array, first: Step) -> Pair:
+    def begin(self, x: Array, first: Step) -> Pair:
         """Both halves of `x` [B, T, D] before `first`."""
         ready, computed = jnp.split(x, [self.at], axis=self.axis)
         pending = first.pending_before
@@ -124,7 +125,7 @@ class Interleaved:
         second, first = self._turn(step, Pair(second, first), of_second, ahead)
         return Pair(first, second)
 
-    def _turn(self, step: Turn, pair: Pair, sublayers: Sequence[Sublayer], of_other: dict) -> tuple[State, State]:
+    def _turn(self, step, pair, sublayers, of_other):
         """(the ready half, whose `step` is computed; the other one, ready for its next step)."""
         mine = pair.ready
         state = pair.computed
@@ -156,7 +157,7 @@ class Interleaved:
         sums, partial = wire.filled(residual, (None,) * -more + sums, computed.partial, dtype)
         return Pair(ready, State(residual, sums, partial))
 
-    def flush(self, pair: Pair) -> jax.Array:
+    def flush(self, pair: Pair) -> Array:
         """The final stream of both halves: everything still pending is reduced and added."""
         ready = pair.ready
         computed = pair.computed

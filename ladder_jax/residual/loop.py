@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import Execution, Loop, Remat
-from ladder_jax.parallel.collectives import EMULATED, pvary, varying
+from ladder_jax.parallel.collectives import EMULATED, Axes, pvary, varying
 from ladder_jax.residual.recurrence import REDUCED, AllReduce, State, Step
 
 LAYER_INPUT = "entered"
@@ -90,10 +90,12 @@ def run_layers(
         of_turn = sum(steps[start : start + period], ())
         carry = wire.fill(state, of_turn, dtype=dtype), extra
         with jax.named_scope(f"layers_{first + start}_to_{first + stop - 1}"):
-            (state, extra), scanned = jax.lax.scan(turn, carry, jax.tree.map(fold, (params, caches)))
-        scanned = jax.tree.map(lambda a: a.reshape(period * repeats, *a.shape[2:]), scanned)
+            slices = jax.tree.map(fold, (params, caches))
+            (state, extra), scanned = jax.lax.scan(turn, carry, slices)
+        count = period * repeats
+        scanned = jax.tree.map(lambda a, count=count: a.reshape(count, *a.shape[2:]), scanned)
         if len(runs) > 1:
-            updated.extend(_layer(scanned, index) for index in range(period * repeats))
+            updated.extend(_layer(scanned, index) for index in range(count))
     if caches is None:
         return state, extra, None
     if form is tuple:
@@ -125,7 +127,7 @@ def rematerialised(
     steps: tuple[Step, ...],
     remat: Remat,
     loop: Loop,
-    axes: tuple[str, ...],
+    axes: Axes,
     keeps: Callable[..., bool] | None = None,
 ) -> Callable:
     """`body(..., steps)` as a function of (state, extra, parameters, cache) whose backward pass recomputes what `remat`
@@ -157,7 +159,7 @@ def rematerialised(
     return body if loop is Loop.SCAN else _prevent_cse(body)
 
 
-def _with_named_input(body: Callable) -> Callable:
+def _with_named_input(body):
     """`body` with a name on what enters it: a policy offloads by name, and leaves the rest on the device."""
 
     def named(state, extra, params, cache):
@@ -167,7 +169,7 @@ def _with_named_input(body: Callable) -> Callable:
     return named
 
 
-def _prevent_cse(body: Callable) -> Callable:
+def _prevent_cse(body):
     """`body`, whose recomputation the compiler cannot merge with the forward pass: see jax's `prevent_cse`.
 
     jax's barrier waits for all cotangents, including the one being all-reduced. Ours waits for `partial`'s only, so
@@ -196,17 +198,18 @@ def unstacked(tree: Any) -> Any:
 
 
 @jax.custom_vjp
-def _unstack(tree: Any) -> tuple:
+def _unstack(tree):
     """Backward writes each layer's gradient into one stack, in place. The transpose of indexing would sum as many
     arrays as there are layers, each as large as the stack."""
     count = jax.tree.leaves(tree)[0].shape[0]
     return tuple(jax.tree.map(lambda a: a[i], tree) for i in range(count))
 
 
-def _restack(_, gradients: tuple) -> tuple:
+def _restack(_, gradients):
     def write(*layers):
         axes = frozenset.union(*map(varying, layers))
-        stack = pvary(jnp.zeros((len(layers), *layers[0].shape), layers[0].dtype), axes)
+        first = layers[0]
+        stack = pvary(jnp.zeros((len(layers), *first.shape), first.dtype), axes)
         for index in reversed(range(len(layers))):
             stack = jax.lax.dynamic_update_index_in_dim(stack, layers[index], index, 0)
         return stack
@@ -217,9 +220,9 @@ def _restack(_, gradients: tuple) -> tuple:
 _unstack.defvjp(lambda tree: (_unstack(tree), None), _restack)
 
 
-def _layer(tree: Any, index: int) -> Any:
+def _layer(tree, index):
     return tree[index] if isinstance(tree, tuple) else jax.tree.map(lambda a: a[index], tree)
 
 
-def _stack(trees: list) -> Any:
+def _stack(trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -12,15 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.errors import UserError
 from ladder_jax.parallel import all_reduce, pvary, ranks, varying
-from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, check_axes, opaque_copy
+from ladder_jax.parallel.collectives import ENTER, LAUNCH, PREVIOUS, Axes, check_axes, named, opaque_copy
 
-Sublayer = Callable[[jax.Array], jax.Array]
-Sums = tuple[jax.Array | None, ...]  # oldest first; None is zero
+Sublayer = Callable[[Array], Array]
+Sublayers = Sequence[Sublayer]  # of a layer
+Sums = tuple[Array | None, ...]  # oldest first; None is zero
 
 REDUCED = "reduced"
 """The checkpoint name of every reduced sum: under a remat policy that does not save it, backward all-reduces again."""
@@ -37,7 +38,7 @@ class State:
     carried: what a wire has made ready for the next step, which only that wire reads.
     """
 
-    residual: jax.Array
+    residual: Array
     sums: Sums = ()
     partial: Any = None
     carried: Any = None
@@ -62,11 +63,11 @@ class Step:
     fresh: bool = False
     early: tuple[int, ...] = ()
 
-    def __call__(self, state: State, sublayers: Sequence[Sublayer], *, axes: tuple[str, ...]) -> State:
+    def __call__(self, state: State, sublayers: Sublayers, *, axes: Axes) -> State:
         """The state after this step, over plain all-reduces."""
         return self.wire(axes).advance(state, self, sublayers)
 
-    def wire(self, axes: tuple[str, ...]) -> "AllReduce":
+    def wire(self, axes: Axes) -> "AllReduce":
         return AllReduce(axes)
 
     @property
@@ -87,13 +88,13 @@ class Step:
         """Those that its input holds, beside the residual."""
         return launched[: self.pending_before - self.delay]
 
-    def settle(self, residual: jax.Array, launched: Sums) -> tuple[jax.Array, Sums]:
+    def settle(self, residual: Array, launched: Sums) -> tuple[Array, Sums]:
         """The residual with the oldest of `launched`, and those that stay outside of it after this step."""
         added = self.pending_before + 1 - self.pending_after
         return add(residual, launched[:added]), launched[added:]
 
 
-Product = Callable[[jax.Array, Any], Any]  # (x [B, T, ...], weights) -> arrays [B, T, ...], position by position
+Product = Callable[[Array, Any], Any]  # (x [B, T, ...], weights) -> arrays [B, T, ...], position by position
 Project = Callable[[Product], Product]
 
 
@@ -132,17 +133,17 @@ class Normed:
     projects: whether `function` takes `projections`.
     """
 
-    function: Callable[..., jax.Array]
-    norm: Callable[..., jax.Array]
-    gain_of: Callable[..., jax.Array]
-    gain: jax.Array
+    function: Callable[..., Array]
+    norm: Callable[..., Array]
+    gain_of: Callable[..., Array]
+    gain: Array
     communicates: bool = False
     projects: bool = True
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         return self.function(self.norm(x, scale=self.gain))
 
-    def of_normalised(self, x: jax.Array, **projections: Any) -> jax.Array:
+    def of_normalised(self, x: Array, **projections: Any) -> Array:
         return self.function(self.gain_of(x, scale=self.gain), **projections)
 
 
@@ -150,7 +151,7 @@ class Normed:
 class AllReduce:
     """The plain wire. axes: the mesh axes of the ranks, of the `jax.shard_map` that it stands in, or UserError."""
 
-    axes: tuple[str, ...]
+    axes: Axes
 
     def __post_init__(self):
         check_axes(self.axes)
@@ -159,11 +160,11 @@ class AllReduce:
         """A topology's layers, with what this wire knows of each step."""
         return tuple(layers)
 
-    def begin(self, x: jax.Array, first: Step) -> State:
+    def begin(self, x: Array, first: Step) -> State:
         """The state before `first`: `x` [B, T, D], equal on all ranks, to which nothing is still to be added."""
         return State(x, (None,) * (first.pending_before - 1))
 
-    def advance(self, state: State, step: Step, sublayers: Sequence[Sublayer]) -> State:
+    def advance(self, state: State, step: Step, sublayers: Sublayers) -> State:
         """The state after `step`: launch what is pending, enter with what is known, compute, and settle."""
         pending = state.partial
         entered = state.carried
@@ -175,16 +176,16 @@ class AllReduce:
             entered = self.enter(step, add(state.residual, step.read(launched)), sublayers)
         return self.compute(step, state, entered, launched, sublayers)
 
-    def launch(self, step: Step, pending: Any, residual: jax.Array, scope: str = PREVIOUS) -> Any:
+    def launch(self, step: Step, pending: Any, residual: Array, scope: str = PREVIOUS) -> Any:
         """The sum over the ranks of the newest output, of the step before."""
         return self.reduce(opaque_copy(pending, self.axes) if step.fresh else pending, scope)
 
-    def enter(self, step: Step, stream: jax.Array, sublayers: Sequence[Sublayer]) -> Any:
+    def enter(self, step: Step, stream: Array, sublayers: Sublayers) -> Any:
         """`stream` as the step's input. Its transpose is the all-reduce of the input's gradient."""
         with jax.named_scope(ENTER):
             return pvary(stream, self.axes)
 
-    def compute(self, step: Step, state: State, entered: Any, launched: Sums, sublayers: Sequence[Sublayer]) -> State:
+    def compute(self, step: Step, state: State, entered: Any, launched: Sums, sublayers: Sublayers) -> State:
         """The state after the step's own sublayers, tied to what is launched so that one hides the other."""
         residual = state.residual
         if step.pending_after:
@@ -196,11 +197,11 @@ class AllReduce:
             partial, launched = tie_forward(partial, launched, self.axes)
         return self.settled(step, residual, launched, partial)
 
-    def with_own(self, entered: jax.Array, partial: jax.Array | None) -> jax.Array:
+    def with_own(self, entered: Array, partial: Array | None) -> Array:
         """Of a fresh ladder: its input with this rank's own newest output."""
         return add(entered, (partial,))
 
-    def partial(self, which: tuple[int, ...], entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+    def partial(self, which: tuple[int, ...], entered: Array, sublayers: Sublayers) -> Array:
         """This rank's partial sum of those sublayers.
 
         Raises UserError for a sublayer that returns the whole sum, which would be counted once per rank. With
@@ -220,16 +221,16 @@ class AllReduce:
             partials.append(out)
         return sum(partials[1:], partials[0])
 
-    def settled(self, step: Step, residual: jax.Array, launched: Sums, partial: jax.Array) -> State:
+    def settled(self, step: Step, residual: Array, launched: Sums, partial: Array) -> State:
         if step.pending_after == 0:
             return State(add(residual, (*launched, self.reduce(partial))))
         return State(*step.settle(residual, launched), partial)
 
-    def reduce(self, partial: jax.Array | None, scope: str = "") -> jax.Array | None:
+    def reduce(self, partial: Array | None, scope: str = "") -> Array | None:
         """The all-reduced `partial`, under a name scope that the schedule's report looks for."""
         if partial is None:
             return None
-        with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+        with named(LAUNCH, scope):
             return checkpoint_name(all_reduce(partial, self.axes), REDUCED)
 
     def fill(self, state: State, steps: Sequence[Step], *, dtype: jnp.dtype) -> State:
@@ -242,7 +243,7 @@ class AllReduce:
         sums, partial = self.filled(state.residual, state.sums, state.partial, dtype)
         return dataclasses.replace(state, sums=sums, partial=partial)
 
-    def filled(self, stream: jax.Array, sums: Sums, partial: Any, dtype: jnp.dtype) -> tuple[Sums, Any]:
+    def filled(self, stream: Array, sums: Sums, partial: Any, dtype: jnp.dtype) -> tuple[Sums, Any]:
         """`sums` and `partial` beside a residual like `stream`, with zeros in place of None."""
         zero = pvary(jnp.zeros_like(stream, dtype=dtype), varying(stream))
         sums = tuple(zero if one is None else one for one in sums)
@@ -250,13 +251,11 @@ class AllReduce:
 
     # What two halves of a batch in turn ask of a wire beside `launch` and `enter` (see interleave.py).
 
-    def beside(self, step: Step, sublayers: Sequence[Sublayer]) -> "AllReduce":
+    def beside(self, step: Step, sublayers: Sublayers) -> "AllReduce":
         """The wire for a sum that is in flight while the step's sublayers compute."""
         return self
 
-    def turn(
-        self, step: Step, entered: Any, sublayers: Sequence[Sublayer], *, own: Any, other: Any
-    ) -> tuple[Any, State]:
+    def turn(self, step: Step, entered: Any, sublayers: Sublayers, *, own: Any, other: Any) -> tuple[Any, State]:
         """(this half's output after `step`, the other half ready for its next step), one beside the other.
 
         own: this half's newest output, which a fresh ladder reads. other: `interleave.OtherHalf`.
@@ -266,17 +265,16 @@ class AllReduce:
             entered = self.with_own(entered, own)
         return self.arrive(self.partial(step.sublayers, entered, sublayers), other)
 
-    def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], other: Any) -> tuple:
+    def hold(self, step: Step, entered: Array, sublayers: Sublayers, other: Any) -> tuple:
         """The step's input and sublayers, tied to what the other half has launched, beside which they are to stand.
 
         In the backward pass the gradient of its residual holds the sum of its later input's gradient: so sums come one
         after another, and none is merged.
         """
-        tied = tie_backward(entered, other.state.residual, (other.launched,), self.axes)
-        entered, residual, (launched,) = tied
+        entered, residual, (launched,) = tie_backward(entered, other.state.residual, (other.launched,), self.axes)
         return entered, sublayers, other.held(residual, launched)
 
-    def arrive(self, partial: jax.Array, other: Any) -> tuple[jax.Array, State]:
+    def arrive(self, partial: Array, other: Any) -> tuple[Array, State]:
         """The step's output, and the other half with its sum, ready for its next step."""
         partial, (summed,) = tie_forward(partial, (other.launched,), self.axes)
         return partial, other.settled(summed)
@@ -285,12 +283,12 @@ class AllReduce:
         """`state`, with the input of its step `after` where that crosses the ranks, too."""
         return state
 
-    def flush(self, state: State) -> jax.Array:
+    def flush(self, state: State) -> Array:
         """The final stream: everything still pending is reduced and added."""
         return add(state.residual, (*state.sums, self.reduce(state.partial, PREVIOUS)))
 
 
-def add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:
+def add(stream: Array, sums: Sequence[Array | None]) -> Array:
     """In the stream's dtype; None is zero."""
     for addend in sums:
         if addend is not None:
@@ -298,7 +296,7 @@ def add(stream: jax.Array, sums: Sequence[jax.Array | None]) -> jax.Array:
     return stream
 
 
-def tie_forward(partial: jax.Array, launched: Sums, axes: tuple[str, ...]) -> tuple[jax.Array, Sums]:
+def tie_forward(partial: Array, launched: Sums, axes: Axes) -> tuple[Array, Sums]:
     """Barrier between a step's output and the newest all-reduce, so that the next one cannot be merged with it.
 
     Without effect on one rank, and in the first step, where no all-reduce is in flight.
@@ -310,9 +308,7 @@ def tie_forward(partial: jax.Array, launched: Sums, axes: tuple[str, ...]) -> tu
     return partial, (*older, newest)
 
 
-def tie_backward(
-    entered: jax.Array, residual: jax.Array, launched: Sums, axes: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array, Sums]:
+def tie_backward(entered: Array, residual: Array, launched: Sums, axes: Axes) -> tuple[Array, Array, Sums]:
     """The same barrier for the backward pass, where the gradient of a step's input is all-reduced.
 
     The gradient of `entered` is this rank's partial sum, reduced next; that of `residual` holds the later step's

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from ladder_jax.config import Execution, Loop, Remat, check_interleave
 from ladder_jax.errors import UserError, member, wrong_type
-from ladder_jax.parallel.collectives import pvary, rank
+from ladder_jax.parallel.collectives import Axes, pvary, rank
 from ladder_jax.residual.interleave import interleaved
 from ladder_jax.residual.loop import run_layers
 from ladder_jax.residual.recurrence import Sublayer
@@ -21,14 +22,14 @@ Blocks = Callable[[Any], Sequence[Sublayer]]  # one layer's parameters -> its su
 def run(
     topology: Topology,
     blocks: Blocks,
-    x: jax.Array,
+    x: Array,
     *,
     params: Any,
-    axes: tuple[str, ...] = ("tensor",),
+    axes: Axes = ("tensor",),
     loop: Loop | str = Loop.SCAN,
     remat: Remat | str = Remat.NONE,
     interleave: int = 1,
-) -> jax.Array:
+) -> Array:
     """The residual stream [B, T, D] after all layers, equal on all ranks of `axes`.
 
     blocks: from one layer's parameters to its two sublayers (three of "farskip"), normalisation included. A sublayer is
@@ -51,12 +52,12 @@ def run(
     remat = member(Remat, "remat", remat)
     wire = interleaved(topology.wire(axes), interleave, rows=x.shape[0])
     steps = wire.layers(topology.layers)
-    if loop is Loop.UNROLLED and isinstance(params, list | tuple):
-        params, first = tuple(params), params[0] if params else None
+    own = loop is Loop.UNROLLED and isinstance(params, list | tuple)
+    if own:
+        params = tuple(params)
         counts = {len(params)}
     else:
         counts = {a.shape[0] if getattr(a, "ndim", 0) else None for a in jax.tree.leaves(params)}
-        first = jax.tree.map(lambda a: a[0], params) if None not in counts else None
     if counts != {topology.num_layers}:
         raise UserError(
             f"params must hold {topology.num_layers} layers, as the topology does: arrays [{topology.num_layers}, ...],"
@@ -75,7 +76,11 @@ def run(
                 state = wire.advance(state, step, sublayers)
         return state, extra, cache
 
-    dtype = jax.eval_shape(lambda layer, x: blocks(layer)[0](pvary(x, axes)), first, x).dtype
+    def first_output(layer, x):
+        return blocks(layer)[0](pvary(x, axes))
+
+    first = params[0] if own else jax.tree.map(lambda a: a[0], params)
+    dtype = jax.eval_shape(first_output, first, x).dtype
     execution = Execution(loop=loop, remat=remat)
     state, *_ = run_layers(
         body, wire.begin(x, steps[0][0]), params=params, steps=steps, wire=wire, execution=execution, dtype=dtype
@@ -100,7 +105,7 @@ class Stack(nnx.Module):
         topology: Topology,
         rngs: nnx.Rngs,
         sublayers: Callable[[Any], Sequence[Sublayer]] = lambda layer: (layer.attention, layer.mlp),
-        axes: tuple[str, ...] = ("tensor",),
+        axes: Axes = ("tensor",),
         loop: Loop | str = Loop.SCAN,
         remat: Remat | str = Remat.NONE,
         interleave: int = 1,
@@ -127,7 +132,7 @@ class Stack(nnx.Module):
         count = sum(array.size for array in jax.tree.leaves(nnx.state(self.layers)))
         return f"Stack of {type(self.layers).__name__}, {count:,} parameters\n{self.topology!r}"
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """[B, T, D] to [B, T, D]."""
         graph, params = nnx.split(self.layers)
 
@@ -146,10 +151,10 @@ class Stack(nnx.Module):
         )
 
 
-def on_one_rank(bias: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def on_one_rank(bias: Array, axes: Axes) -> Array:
     """`bias` on the first rank of `axes` and zeros on the others, so that a sum over the ranks holds it once."""
     return jnp.where(rank(axes) == 0, bias, 0)
 
 
-def _listed(counts: set) -> str:
+def _listed(counts):
     return ", ".join(sorted("an array without layers" if count is None else str(count) for count in counts)) or "none"

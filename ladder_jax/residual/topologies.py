@@ -25,9 +25,9 @@ from jax.sharding import Mesh
 
 from ladder_jax.config import Launch, Loop, ModelConfig, Phase, layer_indices, parse_residual
 from ladder_jax.errors import UserError, described, member, wrong_type
+from ladder_jax.parallel.collectives import Axes
 from ladder_jax.parallel.compiled import compile_options
 from ladder_jax.parallel.compiler_options import Overlap, Split, Traits
-from ladder_jax.residual import reading
 from ladder_jax.residual.recurrence import AllReduce, State, Step
 from ladder_jax.residual.wires.desync import Desynced, Silent
 
@@ -74,11 +74,7 @@ class Topology:
 
     def __repr__(self) -> str:
         shared = "\n  attention and MLP of a layer read one norm's output" if self.shared_norm else ""
-        return reading.words(self.layers) + shared
-
-    def _repr_html_(self) -> str:
-        """For notebooks: which sublayer reads what."""
-        return reading.html(self.layers)
+        return _words(self.layers) + shared
 
     @property
     def num_layers(self) -> int:
@@ -111,17 +107,18 @@ class Topology:
         if self.communication is Communication.NONE:
             return ((Silent((0,)), Silent((1,))),) * self.num_layers
         if self.communication is Communication.DESYNC:
+            steps = []
             count = 2 * self.num_layers
-            steps = [
-                Desynced((i % 2,), phase=i % self.period, sync=(i + 1) % self.period == 0 or i + 1 == count)
-                for i in range(count)
-            ]
+            for index in range(count):
+                done = index + 1
+                sync = done % self.period == 0 or done == count
+                steps.append(Desynced((index % 2,), phase=index % self.period, sync=sync))
             return tuple(itertools.batched(steps, 2))
         if self.farskip:
             return _farskip_layers(_delayed_layers(self), dense=self.dense)
         return _delayed_layers(self)
 
-    def wire(self, axes: tuple[str, ...], *, launch: Launch = Launch.CHAINED) -> AllReduce:
+    def wire(self, axes: Axes, *, launch: Launch = Launch.CHAINED) -> AllReduce:
         """How its outputs cross the ranks of `axes` on streams that are whole on each of them."""
         plain = self.layers[0][0].wire(axes)
         if launch is Launch.EXPLICIT and type(plain) is AllReduce:
@@ -176,7 +173,7 @@ def of_model(config: ModelConfig) -> Topology:
     return found
 
 
-def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
+def begin(x: jax.Array, *, topology: Topology, axes: Axes) -> State:
     """The state before the first sublayer; `x` [B, T, D] is the embedding, equal on all ranks.
 
     axes: the mesh axes of the ranks, of the `jax.shard_map` that this stands in. Raises UserError for others. Nothing
@@ -187,54 +184,55 @@ def begin(x: jax.Array, *, topology: Topology, axes: tuple[str, ...]) -> State:
     return topology.wire(axes).begin(x, topology.layers[0][0])
 
 
-def fill(state: State, steps: Sequence[Step], *, axes: tuple[str, ...], dtype: Any = None) -> State:
+def fill(state: State, steps: Sequence[Step], *, axes: Axes, dtype: Any = None) -> State:
     """`state` for a `lax.scan` over layers of equal `steps`: zeros where nothing is pending yet.
 
     A carry has one structure in all turns, so the first turn reduces zeros, which an unrolled loop does not.
     dtype: of the sublayers' outputs, by default the stream's.
     """
-    return steps[0].wire(axes).fill(state, steps, dtype=state.residual.dtype if dtype is None else dtype)
+    dtype = state.residual.dtype if dtype is None else dtype
+    return steps[0].wire(axes).fill(state, steps, dtype=dtype)
 
 
-def flush(state: State, *, axes: tuple[str, ...]) -> jax.Array:
+def flush(state: State, *, axes: Axes) -> jax.Array:
     """The final residual stream [B, T, D]: everything still pending is reduced and added."""
     return AllReduce(axes).flush(state)
 
 
-def _delayed_layers(topology: Topology) -> tuple[tuple[Step, ...], ...]:
+def _delayed_layers(topology):
     """Steps with their numbers of pending outputs, from delays counted in sublayers."""
-    delays = list(itertools.batched(topology.delays, 2))
     # Plan extra layers, so that the last real layers have the same counts as the others and one scan body serves
     # all; `flush` adds what the last layer leaves pending.
     extra = 1 + max(topology.delays)
-    kinds = list(zip(delays, topology.joint, topology.fresh, strict=True))
+    kinds = list(zip(itertools.batched(topology.delays, 2), topology.joint, topology.fresh))
     kinds += kinds[-1:] * extra
-    groups = [((0, 1),) if joint else ((0,), (1,)) for _, joint, _ in kinds]
+    layers = [((0, 1),) if joint else ((0,), (1,)) for _, joint, _ in kinds]
 
-    delays_in_steps, done = [], [0]  # done[s]: how many steps complete the first s sublayers
-    for (delay, joint, _), layer in zip(kinds, groups, strict=True):
-        first = len(done) - 1
-        for group in layer:
-            sublayer = first + group[0]
-            read = sublayer - delay[group[0]]
-            # A read before the first sublayer counts layers of the first one's kind, whose outputs are zero.
-            steps_read = done[read] if read >= 0 else -(-read // (2 if topology.joint[0] else 1))
-            if steps_read is None:
-                raise ValueError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
-            delays_in_steps.append(done[sublayer] - steps_read)
-            done += [None, done[sublayer] + 1] if joint else [done[sublayer] + 1]
+    firsts = [2 * layer + group[0] for layer, groups in enumerate(layers) for group in groups]  # each step's sublayer
+    step_at = {first: index for index, first in enumerate(firsts)}
+    delays = list(itertools.chain(*(delays for delays, _, _ in kinds)))
+    joined = len(layers[0][0])
+    in_steps = []
+    for index, first in enumerate(firsts):
+        delay = delays[first]
+        read = first - delay
+        # A read before the first sublayer counts layers of the first one's kind, whose outputs are zero.
+        step = step_at.get(read) if read >= 0 else -(-read // joined)
+        if step is None:
+            raise ValueError(f"delay {delay} reads the middle of a layer whose sublayers are joint")
+        in_steps.append(index - step)
 
-    pending = [0] * (len(delays_in_steps) + 1)
-    for index in reversed(range(len(delays_in_steps))):
-        pending[index] = max(delays_in_steps[index], pending[index + 1] - 1)
-    counts = iter(zip(pending, delays_in_steps, pending[1:]))
-    return tuple(
-        tuple(Step(group, *of_step, fresh) for group, of_step in zip(layer, counts))
-        for layer, (_, _, fresh) in zip(groups[: topology.num_layers], kinds)
-    )
+    pending = [0] * (len(firsts) + 1)
+    for index in reversed(range(len(firsts))):
+        pending[index] = max(in_steps[index], pending[index + 1] - 1)
+    counts = iter(zip(pending, in_steps, pending[1:]))
+    planned = []
+    for groups, fresh in zip(layers, topology.fresh):
+        planned.append(tuple(Step(group, *next(counts), fresh) for group in groups))
+    return tuple(planned)
 
 
-def _farskip_layers(layers: Sequence[Sequence[Step]], *, dense: int = 0) -> tuple[tuple[Step, ...], ...]:
+def _farskip_layers(layers, *, dense=0):
     """A ladder's layers as FarSkip's; those of its layers that are standard add both kinds of experts up.
 
     dense: how many of the first have no experts, and stay as they are.
@@ -248,7 +246,7 @@ def _farskip_layers(layers: Sequence[Sequence[Step]], *, dense: int = 0) -> tupl
     return (*layers[:dense], *((attention, experts(mlp)) for attention, mlp in layers[dense:]))
 
 
-def _with_dense(topology: Topology, *, layers: int) -> Topology:
+def _with_dense(topology, *, layers):
     """`topology`, of farskip, whose first `layers` have no experts: nothing is pending after them."""
     delays = list(topology.delays)
     joint = list(topology.joint)
@@ -258,3 +256,53 @@ def _with_dense(topology: Topology, *, layers: int) -> Topology:
     if layers < len(joint):
         delays[2 * layers] = 0
     return dataclasses.replace(topology, delays=tuple(delays), joint=tuple(joint), dense=layers)
+
+
+def _words(layers):
+    """A few lines: the number of all-reduces, and what the layers of each kind read."""
+    steps = [step for layer in layers for step in layer]
+    count = sum(step.reduces for step in steps)
+    kinds: dict[str, list[int]] = {}
+    for number, layer in enumerate(layers):
+        kinds.setdefault(_layer_words(layer), []).append(number)
+    lines = [f"Topology of {len(layers)} layers, {2 * len(layers)} sublayers, {count} all-reduces"]
+    for text, of_kind in kinds.items():
+        noun = "layers" if len(of_kind) > 1 else "layer"
+        lines.append(f"  {noun} {_ranges(of_kind)}: {text}")
+    return "\n".join(lines)
+
+
+def _layer_words(layer):
+    first, *second = map(_step_words, layer)
+    if not second:
+        return f"attention and MLP read {first}; one all-reduce for both"
+    both = f"attention and MLP read {first}"
+    return both if [first] == second else f"attention reads {first}; MLP reads {second[0]}"
+
+
+def _step_words(step):
+    if isinstance(step, Desynced):
+        return "their rank's own stream, which each all-reduce makes equal on all ranks"
+    if isinstance(step, Silent):
+        return "their rank's own stream: no rank sees the others'"
+    if step.delay == 0:
+        return "every output before them"
+    late = "the newest output" if step.delay == 1 else f"the {step.delay} newest outputs"
+    if step.early:
+        return f"all but {late}, all-reduced meanwhile with the shared expert's"
+    if step.fresh:
+        return f"all but the other ranks' part of {late}, all-reduced meanwhile"
+    return f"all but {late}, all-reduced meanwhile"
+
+
+def _ranges(numbers):
+    """0-3, 6, 8-9; shortened after a few."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    shown = ["-".join(map(str, run)) for run in runs]
+    text = ", ".join(shown[:8])
+    return f"{text}, ... ({len(numbers)} in all)" if len(shown) > 8 else text

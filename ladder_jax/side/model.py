@@ -17,13 +17,12 @@ model's width, i one number.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh
 
 from ladder_jax.config import SCANNED, Execution, ExpertParallelism, ModelConfig, Remat
@@ -34,16 +33,15 @@ from ladder_jax.nn import (
     Cache,
     ForwardPass,
     ModelDef,
-    Params,
     RMSNorm,
+    attention,
     forward_pass,
-    kernels,
     quantized,
 )
 from ladder_jax.nn import define as define_plain
+from ladder_jax.nn.attention import FULL_SEQUENCE, Positions
 from ladder_jax.nn.modules import LayerContext
 from ladder_jax.nn.parameter import LAYERS, Module, Normal, Sizes, declare, zeros
-from ladder_jax.nn.positions import FULL_SEQUENCE, Positions
 from ladder_jax.parallel import NamedMesh
 from ladder_jax.residual import State
 from ladder_jax.residual.loop import rematerialised
@@ -75,8 +73,8 @@ class SideModel(ModelDef):
         return self.config.side.network(self.config)
 
     @functools.cached_property
-    def network_kernel(self) -> kernels.Kernel:
-        return kernels.choose(self.network, mesh=self.layout.mesh)
+    def network_kernel(self) -> attention.Kernel:
+        return attention.choose(self.network, mesh=self.layout.mesh)
 
     @functools.cached_property
     def network_graph(self) -> nnx.GraphDef:
@@ -87,18 +85,18 @@ class SideModel(ModelDef):
         """The model alone."""
         return ModelDef(dataclasses.replace(self.config, side=None), self.layout, self.experts)
 
-    def declare(self) -> dict[str, nnx.Module]:
+    def declare(self):
         modules = super().declare()
         modules[SIDE] = SideEnds(SideSizes.beside(self.config))
         setattr(modules[LAYERS], SIDE, SideBlock(SideSizes.beside(self.config, stacked=True)))
         return modules
 
-    def cache(self, array: Callable[[ModelConfig, kernels.Kernel, str], Any]) -> "SideCache":
+    def cache(self, array):
         dims = self.network_kernel.cache_dims.replace("N", "n")
         of_block = functools.partial(array, self.network, self.network_kernel, dims)
         return SideCache(super().cache(array), Cache(of_block(), of_block()))
 
-    def check(self, execution: Execution, *, rows: int) -> None:
+    def check(self, execution, *, rows):
         whole = "a side network (model.side), which reads whole streams"
         check(not self.splits(execution), f"sequence_parallel is not for a model with {whole}")
         check(execution.interleave == 1, f"interleave 2 is not for a model with {whole}")
@@ -124,11 +122,11 @@ class SideSizes(Sizes):
     def beside(cls, config: ModelConfig, *, stacked: bool = False) -> "SideSizes":
         return cls(config.side.network(config), stacked=stacked, backbone=config.d_model)
 
-    def __getitem__(self, dim: str) -> int:
+    def __getitem__(self, dim):
         own = {"B": self.backbone, "I": 1}
         return own[dim] if dim in own else super().__getitem__(dim)
 
-    def stored(self, dims: str) -> str:
+    def stored(self, dims):
         return super().stored(dims.lower())
 
 
@@ -145,8 +143,8 @@ class SideBlock(Module):
         self.mlp = MLP(sizes)
 
     def __call__(
-        self, h_BTD: jax.Array, tapped_BTM: jax.Array, cache: Cache | None, *, context: LayerContext
-    ) -> tuple[jax.Array, Cache | None]:
+        self, h_BTD: Array, tapped_BTM: Array, cache: Cache | None, *, context: LayerContext
+    ) -> tuple[Array, Cache | None]:
         """h_l [B, T, D] from h_l-1 and x_l [B, T, M], and the block's cache. context: of the side network."""
         dtype = jnp.dtype(self.config.dtype.value)
         stream = h_BTD.dtype
@@ -158,7 +156,8 @@ class SideBlock(Module):
 
         share = jax.nn.sigmoid(self.gate[...] / TEMPERATURE)[None, None]
         mapped = quantized.einsum("BTM,MD->BTD", tapped_BTM.astype(dtype), self.tap.get_value())
-        h = (share * h_BTD.astype(jnp.float32) + (1 - share) * mapped.astype(jnp.float32)).astype(stream)
+        h = share * h_BTD.astype(jnp.float32) + (1 - share) * mapped.astype(jnp.float32)
+        h = h.astype(stream)
         with jax.named_scope("side_attention"):
             out = self.attention(self.attention_norm(h, dtype=dtype), attend=attend, table=context.table)
         h = h + out.astype(stream)
@@ -174,12 +173,12 @@ class SideEnds(Module):
         self.norm = RMSNorm(sizes)
         self.up = declare("DB", sizes=sizes, init=zeros)
 
-    def begin(self, x_BTM: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+    def begin(self, x_BTM: Array, *, dtype: jnp.dtype) -> Array:
         """h_0 [B, T, D] from the embedding x_0 [B, T, M], in its dtype."""
         down = quantized.einsum("BTM,MD->BTD", x_BTM.astype(dtype), self.down.get_value())
         return down.astype(x_BTM.dtype)
 
-    def end(self, h_BTD: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+    def end(self, h_BTD: Array, *, dtype: jnp.dtype) -> Array:
         """What the stream [B, T, M] gets of h_L [B, T, D]."""
         return quantized.einsum("BTD,DM->BTM", self.norm(h_BTD, dtype=dtype), self.up.get_value())
 
@@ -199,7 +198,6 @@ class SidePass(ForwardPass):
     ):
         frozen = dataclasses.replace(execution, remat=Remat.NONE)  # only the side network has a backward pass
         super().__init__(definition, shape, execution=frozen, positions=positions)
-        self._dtype = jnp.dtype(definition.config.dtype.value)
         self._context = LayerContext.of(
             definition.network, shape[1], axes=(), kernel=definition.network_kernel, positions=positions
         )
@@ -207,34 +205,32 @@ class SidePass(ForwardPass):
             self._compute, steps=(), remat=execution.remat, loop=execution.loop, axes=self.wire.axes
         )
 
-    def embed(self, params: Params, tokens: jax.Array) -> tuple[State, jax.Array]:
+    def embed(self, params, tokens):
         """The state before the first layer, and h_0."""
         state, _ = super().embed(params, tokens)
         ends = self.definition.bind(SIDE, params[SIDE])
-        return state, ends.begin(lax.stop_gradient(state.residual), dtype=self._dtype)
+        return state, ends.begin(lax.stop_gradient(state.residual), dtype=self.definition.dtype)
 
-    def layer(
-        self, state: State, extra: jax.Array, params: Params, cache: SideCache | None, **settings: Any
-    ) -> tuple[State, jax.Array, SideCache | None]:
+    def layer(self, state, extra, params, cache, **settings):
         """What a layer gives without it, and beside it h_l and the cache of its block."""
         of_layer, of_block = (None, None) if cache is None else (cache.layer, cache.block)
         # An unrolled loop gives every array of a layer a gradient; here those of the layer itself are cut.
         frozen = {name: lax.stop_gradient(group) for name, group in params.items() if name != SIDE}
-        state, _, of_layer = super().layer(state, None, {**frozen, SIDE: params[SIDE]}, of_layer, **settings)
+        frozen[SIDE] = params[SIDE]
+        state, _, of_layer = super().layer(state, None, frozen, of_layer, **settings)
         # As the stream and the newest sum of a State: then the policies and barriers of the layers' loop apply.
         mine = State(extra, (lax.stop_gradient(state.residual),))
         mine, _, of_block = self._block(mine, None, params[SIDE], of_block)
         return state, mine.residual, None if cache is None else SideCache(of_layer, of_block)
 
-    def finish(self, params: Params, state: State, extra: jax.Array) -> jax.Array:
+    def finish(self, params, state, extra):
         """The final, normed stream of y, [B, T, M]."""
         x = self.stream(state)
         ends = self.definition.bind(SIDE, params[SIDE])
-        return self.normed(params, x + ends.end(extra, dtype=self._dtype).astype(x.dtype))
+        added = ends.end(extra, dtype=self.definition.dtype)
+        return self.normed(params, x + added.astype(x.dtype))
 
-    def _compute(
-        self, state: State, extra: None, params: Params, cache: Cache | None, steps: tuple
-    ) -> tuple[State, None, Cache | None]:
+    def _compute(self, state, extra, params, cache, steps):
         block: SideBlock = nnx.merge(self.definition.network_graph, params)
         h, cache = block(state.residual, state.sums[0], cache, context=self._context)
         return State(h), None, cache
@@ -243,6 +239,6 @@ class SidePass(ForwardPass):
 forward_pass.register(SideModel, SidePass)
 
 
-def _of_model(sizes: SideSizes) -> Normal:
+def _of_model(sizes):
     """Of a projection of the model's stream, whose size is kept."""
     return Normal(1 / math.sqrt(sizes.backbone))

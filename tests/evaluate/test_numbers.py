@@ -12,7 +12,7 @@ import pytest
 
 from ladder_jax import evaluate, nn
 from ladder_jax.decode import Finish, Request, Result
-from ladder_jax.decode.engine.compilations import Compilations
+from ladder_jax.decode.engine.engine import Compilations
 from ladder_jax.errors import RunFailed, UserError
 from ladder_jax.evaluate import Choice, Model, Question, Score, Scorer, Span
 from ladder_jax.evaluate import scorer as scorers

@@ -14,7 +14,7 @@ from ladder_jax import nn, parallel, pretrained
 from ladder_jax.config import Dtype, RopeScaling
 from ladder_jax.data import tokenizer as tokenizer_folders
 from ladder_jax.errors import UserError
-from ladder_jax.nn import positions
+from ladder_jax.nn import attention
 from ladder_jax.pretrained.gguf import pretokenizers
 from ladder_jax.pretrained.source import Key
 from tests import tokenizers as tiny
@@ -93,7 +93,7 @@ def test_llama_3_scaling_is_known_by_its_factors(tmp_path):
     scaling = RopeScaling(factor=32.0)
     source = pretrained.open(gguf_files.write(tmp_path / "plain.gguf", "llama-3.1", **UNSCALED))
     change = lambda config: dataclasses.replace(source.model, rope_scaling=config)
-    factors = (positions.rotary_frequencies(source.model) / positions.rotary_frequencies(change(scaling))).astype(
+    factors = (attention.rotary_frequencies(source.model) / attention.rotary_frequencies(change(scaling))).astype(
         np.float32
     )
     file = tmp_path / "scaled.gguf"

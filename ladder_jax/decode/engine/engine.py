@@ -1,5 +1,6 @@
 """The engine: rounds that move all requests on, driven by its user or by a thread of its own."""
 
+import functools
 import threading
 from collections.abc import Generator, Sequence
 
@@ -8,7 +9,6 @@ import numpy as np
 
 from ladder_jax.config import DecodeConfig, Launch, Loop, Quantize, check_interleave
 from ladder_jax.decode import memory, weights
-from ladder_jax.decode.engine.compilations import Compilations
 from ladder_jax.decode.engine.handle import Handle
 from ladder_jax.decode.engine.scheduler import Scheduler, Stats
 from ladder_jax.decode.engine.slots import Slots
@@ -18,6 +18,9 @@ from ladder_jax.decode.sampling import NO_NUMBER, Choice
 from ladder_jax.decode.steps import CHUNK, run_to_end
 from ladder_jax.errors import UserError, described, member, whole
 from ladder_jax.nn import ModelDef, Params, Transformer
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, once a program: compiled or read from its cache
+_active = threading.local()
 
 
 class Engine:
@@ -107,7 +110,7 @@ class Engine:
         self._scheduler.put(handles)
         return handles
 
-    def _handle(self, request: Request) -> Handle:
+    def _handle(self, request):
         request.check(vocab_size=self._vocab_size, decoder=self._decoder)
         length, new = len(request.prompt), request.max_new_tokens
         if length + new > self.capacity:
@@ -198,7 +201,7 @@ class Engine:
     def stats(self) -> Stats:
         return self._scheduler.stats()
 
-    def _serve(self) -> None:
+    def _serve(self):
         while True:
             with self._scheduler.changed:
                 self._scheduler.changed.wait_for(lambda: self._stopping or self.busy)
@@ -227,7 +230,8 @@ class EngineRound:
         new, logprobs = self._device.decode(self._choice())
         for slot, handle, token, logprob in first:  # these need not wait for the chunk
             self._take(slot, handle, np.asarray(token), np.asarray(logprob))
-        tokens, scores = np.asarray(new), None if logprobs is None else np.asarray(logprobs)
+        tokens = np.asarray(new)
+        scores = None if logprobs is None else np.asarray(logprobs)
         for slot, handle in self._decoding():
             self._take(slot, handle, tokens[slot], None if scores is None else scores[slot])
         for slot in np.flatnonzero((tokens == NO_NUMBER).any(axis=1)):  # also in tokens after a request's end
@@ -249,7 +253,7 @@ class EngineRound:
                 self._device.advance(new, active=np.zeros(len(new), bool))
         new.block_until_ready()
 
-    def _read(self) -> list[tuple[int, Handle, jax.Array, jax.Array]]:
+    def _read(self):
         """Reads the next chunk of prompts. Of those it completes: slot, handle, first token and its log-probability."""
         running, complete = dict(self._scheduler.running()), []
         for slot, (handle, chunks) in list(self._reading.items()):
@@ -263,13 +267,14 @@ class EngineRound:
                 complete.append((slot, handle, *end.value))
         return complete
 
-    def _decoding(self) -> list[tuple[int, Handle]]:
+    def _decoding(self):
         return [(slot, handle) for slot, handle in self._scheduler.running() if slot not in self._reading]
 
-    def _choice(self) -> Choice:
-        return Choice.GREEDY if all(handle.request.is_greedy for _, handle in self._decoding()) else Choice.SAMPLED
+    def _choice(self):
+        greedy = all(handle.request.is_greedy for _, handle in self._decoding())
+        return Choice.GREEDY if greedy else Choice.SAMPLED
 
-    def _take(self, slot: int, handle: Handle, tokens: np.ndarray, logprobs: np.ndarray | None) -> None:
+    def _take(self, slot, handle, tokens, logprobs):
         try:
             reason = handle.take(tokens, logprobs)
         except NoNumbers as error:  # this request's own: the others go on
@@ -278,3 +283,30 @@ class EngineRound:
             return
         if reason:
             self._scheduler.release(slot, reason)
+
+
+class Compilations:
+    """Counts the programs that this thread compiles within `with`; `count` adds up over several."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __enter__(self) -> "Compilations":
+        _listen()
+        _active.counter = self
+        return self
+
+    def __exit__(self, *_) -> None:
+        _active.counter = None
+
+
+def _count(event, seconds, **_):
+    counter = getattr(_active, "counter", None)
+    if event == _COMPILED and counter is not None:
+        counter.count += 1
+
+
+@functools.cache
+def _listen():
+    """Once a process: jax calls a listener at every event."""
+    jax.monitoring.register_event_duration_secs_listener(_count)

@@ -3,30 +3,21 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 from ladder_jax.decode.request import Decoder, Finish, NoNumbers, Piece, Request, Result, TokenSequence
 
 type Listener = Callable[[Piece | Result | BaseException], object]
 
 
-class Driver(Protocol):
-    """What a handle needs of its engine."""
-
-    threaded: bool
-
-    def step(self) -> bool: ...
-
-    def cancel(self, handle: "Handle") -> None: ...
-
-
 class Handle:
     """Iterating it yields the request's pieces as they come; `result()` waits for the whole.
 
     Where the engine runs no thread, waiting drives it. An error in the engine is raised in every thread that waits.
+    engine: an `Engine`, of which it needs `threaded`, `step` and `cancel`.
     """
 
-    def __init__(self, request: Request, *, engine: Driver, decoder: Decoder | None):
+    def __init__(self, request: Request, *, engine: Any, decoder: Decoder | None):
         self.request = request
         self._engine = engine
         self._sequence = TokenSequence(request, decoder=decoder)
@@ -101,29 +92,29 @@ class Handle:
         """For the engine: the request ends with an error."""
         self._end(error)
 
-    def _give(self) -> None:
+    def _give(self):
         if piece := self._sequence.piece():
             with self._changed:
                 self._pieces.append(piece)
                 self._notify(piece)
 
-    def _end(self, outcome: Result | BaseException) -> None:
+    def _end(self, outcome):
         with self._changed:
             self._outcome = outcome
             self._notify(outcome)
             self._listeners.clear()
 
-    def _notify(self, event: Piece | Result | BaseException) -> None:
+    def _notify(self, event):
         self._changed.notify_all()
         for listener in self._listeners:
             listener(event)
 
-    def _finished(self) -> Result:
+    def _finished(self):
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
 
-    def _wait(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
+    def _wait(self, ready, timeout=None):
         deadline = None if timeout is None else time.monotonic() + timeout
         while not ready():
             left = None if deadline is None else deadline - time.monotonic()

@@ -49,7 +49,7 @@ class Job:
     def failed(self, error: Exception) -> bytes:
         return self._line({"text": None, "finish_reason": "error", "error": str(error)})
 
-    def _line(self, answer: dict) -> bytes:
+    def _line(self, answer):
         named = {} if self.id is None else {"id": self.id}
         answer = {"index": self.index, **named, **answer, "request": self.digest}
         # An id may hold half of a surrogate pair, which UTF-8 cannot encode: JSON's escape stands for it.
@@ -98,7 +98,8 @@ def read(
         except UserError as error:
             raise UserError(f"{file} line {number}: {error}") from None
         whole = json.dumps([model, dataclasses.asdict(request)], sort_keys=True)
-        jobs.append(Job(len(jobs), name, request, hashlib.sha256(whole.encode()).hexdigest()[:16]))
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+        jobs.append(Job(len(jobs), name, request, digest))
     if not jobs:
         raise UserError(f"{file!r} holds no prompts")
     return jobs
@@ -112,9 +113,7 @@ def is_batch(file: str) -> bool:
     return False  # `read` says what is wrong
 
 
-def _request(
-    line: str, *, defaults: DecodeConfig, stop: Sequence[str], stop_ids: Sequence[int], encode: Callable
-) -> tuple[Request, object]:
+def _request(line, *, defaults, stop, stop_ids, encode):
     try:
         fields = json.loads(line)
     except ValueError as error:
@@ -126,7 +125,9 @@ def _request(
     for key in fields:
         if key not in KEYS:
             raise unknown("setting", key, KEYS)
-    name, stop, stop_ids = fields.get("id"), fields.get("stop", stop), fields.get("stop_ids", list(stop_ids))
+    name = fields.get("id")
+    stop = fields.get("stop", stop)
+    stop_ids = fields.get("stop_ids", list(stop_ids))
     if not isinstance(name, str | int | None) or isinstance(name, bool):
         raise UserError(f"id must be a string or a whole number, not {json.dumps(name)}")
     if not isinstance(stop, str | list | tuple):
@@ -235,7 +236,7 @@ def answer(engine: Engine, jobs: Iterable[AnyJob], *, file: str, advance: Callab
         raise RunFailed(f"{file}: {failed} prompts have no answer; their lines say why")
 
 
-def _result(handle: Handle) -> Result | NoNumbers:
+def _result(handle):
     try:
         return handle.result()
     except NoNumbers as error:

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ladder_jax.decode.engine.handle import Handle
 from ladder_jax.decode.request import Finish
@@ -123,16 +123,16 @@ class Scheduler:
             counts = dict(self._finished), self._prompt_tokens, self._new_tokens
             return Stats(len(self._queue), len(self.running()), *counts)
 
-    def _free(self, slot: int) -> Handle:
+    def _free(self, slot):
         handle, self._slots[slot] = self._slots[slot], None
         self._cancelled.discard(handle)
         return handle
 
-    def _finish(self, handle: Handle, reason: Finish) -> None:
+    def _finish(self, handle, reason):
         self._new_tokens += len(handle.finish(reason).tokens)
         self._finished[str(reason)] += 1
 
-    def _end_all(self, end: Callable[[Handle], None]) -> None:
+    def _end_all(self, end):
         with self.changed:
             handles = [*(handle for _, handle in self.running()), *self._queue]
             self._queue.clear()

@@ -6,21 +6,20 @@ place. Decoding computes all slots at once, unused ones too, whose tokens are ig
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from ladder_jax import nn
 from ladder_jax.config import Launch, Loop, Quantize
-from ladder_jax.decode import cache, sampling, steps
+from ladder_jax.decode import sampling, steps
 from ladder_jax.decode.request import Request
 from ladder_jax.decode.sampling import Choice, Settings
 from ladder_jax.nn import ModelDef, Params
-from ladder_jax.parallel import apart, on_mesh
 
 
 @jax.tree_util.register_dataclass
@@ -36,9 +35,9 @@ class State:
     """
 
     caches: Any
-    seen: jax.Array
-    tokens: jax.Array
-    lengths: jax.Array
+    seen: Array
+    tokens: Array
+    lengths: Array
     settings: Settings
 
 
@@ -67,19 +66,19 @@ class Slots:
         self._definition, self._params = definition, params
         self._read = dict(chunk=prefill_chunk, interleave=interleave)
         self._form = dict(loop=loop, launch=launch, quantize=quantize)
-        self._positions = cache.positions_for(capacity, chunk=chunk)
+        self._positions = steps.positions_for(capacity, chunk=chunk)
         self.buckets = buckets(longest=capacity - 1, positions=self._positions)
         programs = functools.partial(steps.decode_many, definition, count=chunk, **self._form)
         self._decode = {choice: programs(choice=choice) for choice in Choice}
         self._state = _empty(definition, slots=slots, positions=self._positions, loop=loop)()
 
-    def insert(self, slot: int, request: Request) -> Generator[None, None, tuple[jax.Array, jax.Array]]:
+    def insert(self, slot: int, request: Request) -> Generator[None, None, tuple[Array, Array]]:
         """Reads the prompt into `slot`, a chunk of it with each `next`; the slot is unchanged until the last.
 
         Returns the first new token and its log-probability, [1] each, which the devices may still be computing.
         """
         length = len(request.prompt)
-        bucket = cache.padded_length(length, positions=self._positions)
+        bucket = steps.padded_length(length, positions=self._positions)
         padded = np.zeros((1, bucket), np.int32)
         padded[0, :length] = request.prompt
         lengths, settings = np.array([length], np.int32), _settings(request)
@@ -89,10 +88,11 @@ class Slots:
         seen = steps.seen_in(self._definition)(padded, lengths)
         token, logprob = steps.sample_first(self._definition)(logits, settings, lengths, seen)
         row = State(caches, seen, token, lengths, settings)
-        self._state = _insert(self._definition, loop=self._form["loop"])(self._state, row, np.int32(slot))
+        insert = _insert(self._definition, loop=self._form["loop"])
+        self._state = insert(self._state, row, np.int32(slot))
         return token, logprob
 
-    def decode(self, choice: Choice) -> tuple[jax.Array, jax.Array | None]:
+    def decode(self, choice: Choice) -> tuple[Array, Array | None]:
         """The next tokens and log-probabilities of all slots, [slots, chunk] each. `advance` must follow.
 
         With GREEDY there are no log-probabilities, and no slot in use may be sampled.
@@ -110,7 +110,7 @@ class Slots:
         caches = _clear(self._definition, loop=self._form["loop"])(self._state.caches, np.int32(slot))
         self._state = dataclasses.replace(self._state, caches=caches)
 
-    def advance(self, new: jax.Array, *, active: np.ndarray) -> None:
+    def advance(self, new: Array, *, active: np.ndarray) -> None:
         """Moves the slots in use, `active` [slots] bool, past `new`, which `decode` gave; the others to position 0."""
         state = self._state
         tokens, lengths, temperature = _advance(self._definition)(
@@ -122,26 +122,26 @@ class Slots:
 
 def buckets(*, longest: int, positions: int) -> tuple[int, ...]:
     """All padded lengths of prompts of up to `longest` tokens, in order."""
-    lengths = [cache.padded_length(1, positions=positions)]
+    lengths = [steps.padded_length(1, positions=positions)]
     while lengths[-1] < longest:
-        lengths.append(cache.padded_length(lengths[-1] + 1, positions=positions))
+        lengths.append(steps.padded_length(lengths[-1] + 1, positions=positions))
     return tuple(lengths)
 
 
-def _settings(request: Request) -> Settings:
+def _settings(request):
     """[1] each. The key is that of a Generator's first row, so that both draw the same noise."""
     return Settings.like(request, keys=jax.random.fold_in(jax.random.key(request.seed), 0)[None])
 
 
-def _dims(definition: ModelDef, *, loop: Loop) -> State:
-    return State(cache.dims(definition, loop=loop), "BV", "B", "B", sampling.DIMS)
+def _dims(definition, *, loop):
+    return State(steps.cache_dims(definition, loop=loop), "BV", "B", "B", sampling.DIMS)
 
 
 @functools.cache
-def _empty(definition: ModelDef, *, slots: int, positions: int, loop: Loop) -> Callable[[], State]:
+def _empty(definition, *, slots, positions, loop):
     """A compiled () -> unused slots."""
     layout = definition.layout
-    caches = cache.abstract(definition, rows=slots, capacity=positions, loop=loop)
+    caches = steps.abstract_cache(definition, rows=slots, capacity=positions, loop=loop)
     vocabulary = nn.padded_vocabulary(definition.config.vocab_size, ranks=layout.ranks)
 
     def make():
@@ -159,7 +159,7 @@ def _empty(definition: ModelDef, *, slots: int, positions: int, loop: Loop) -> C
 
 
 @functools.cache
-def _insert(definition: ModelDef, *, loop: Loop) -> Callable:
+def _insert(definition, *, loop):
     """A compiled (state, one row's state, slot) -> state with that row in the slot. The first is donated."""
     dims = _dims(definition, loop=loop)
 
@@ -170,13 +170,13 @@ def _insert(definition: ModelDef, *, loop: Loop) -> Callable:
 
         return jax.tree.map(put, dims, state, row)
 
-    return _jit(definition, local, in_dims=(dims, dims, ""), out_dims=dims, donate=(0,))
+    return steps.placed(definition, local, in_dims=(dims, dims, ""), out_dims=dims, donate=(0,))
 
 
 @functools.cache
-def _clear(definition: ModelDef, *, loop: Loop) -> Callable:
+def _clear(definition, *, loop):
     """A compiled (caches, slot) -> caches with zeros in that row. The first are donated."""
-    dims = cache.dims(definition, loop=loop)
+    dims = steps.cache_dims(definition, loop=loop)
 
     def local(caches, slot):
         def zero(letters, old):
@@ -186,23 +186,16 @@ def _clear(definition: ModelDef, *, loop: Loop) -> Callable:
 
         return jax.tree.map(zero, dims, caches)
 
-    return _jit(definition, local, in_dims=(dims, ""), out_dims=dims, donate=(0,))
+    return steps.placed(definition, local, in_dims=(dims, ""), out_dims=dims, donate=(0,))
 
 
 @functools.cache
-def _advance(definition: ModelDef) -> Callable:
+def _advance(definition):
     """A compiled (new tokens [B, count], lengths, temperature, active: [B] each) -> (tokens, lengths, temperature)."""
 
     def local(new, lengths, temperature, active):
         # An idle slot goes back to position 0, to stay within the cache, and becomes greedy, to draw no noise.
-        return new[:, -1], jnp.where(active, lengths + new.shape[1], 0), jnp.where(active, temperature, 0)
+        lengths = jnp.where(active, lengths + new.shape[1], 0)
+        return new[:, -1], lengths, jnp.where(active, temperature, 0)
 
-    return _jit(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))
-
-
-def _jit(definition: ModelDef, local: Callable, *, in_dims: Any, out_dims: Any, donate: tuple = ()) -> Callable:
-    """Results are laid out as the programs in `steps` take them."""
-    layout = definition.layout
-    meshed = on_mesh(local, layout=layout, in_dims=in_dims, out_dims=out_dims)
-    out_shardings = jax.tree.map(layout.sharding, out_dims)
-    return apart(jax.jit(meshed, donate_argnums=donate, out_shardings=out_shardings))
+    return steps.placed(definition, local, in_dims=("BT", "B", "B", "B"), out_dims=("B", "B", "B"))

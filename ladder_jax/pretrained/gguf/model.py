@@ -6,7 +6,7 @@ import numpy as np
 
 from ladder_jax.config import Biases, Dtype, ModelConfig, RopeScaling
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.nn import positions
+from ladder_jax.nn import attention
 from ladder_jax.pretrained.gguf.file import File
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -123,8 +123,8 @@ def _rope_scaling(file: File, *, theta: float, head_dim: int) -> RopeScaling | N
     factor = float(stored.max())
     if factor > 1 and stored.shape == (head_dim // 2,):
         scaling = RopeScaling(factor=factor)
-        plain = positions.rotary_frequencies(unscaled)
-        expected = plain / positions.rotary_frequencies(
+        plain = attention.rotary_frequencies(unscaled)
+        expected = plain / attention.rotary_frequencies(
             ModelConfig(rope_theta=theta, head_dim=head_dim, rope_scaling=scaling)
         )
         if np.allclose(stored, expected, rtol=1e-5):

@@ -5,42 +5,37 @@ transfer demands. Started collectives have no gradient, so training has `AllRedu
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
-import jax
 from jax import lax
 
 from ladder_jax.parallel import start_all_reduce
-from ladder_jax.parallel.collectives import LAUNCH, PREVIOUS, opaque_copy
-from ladder_jax.residual.recurrence import AllReduce, Normed, State, Step, Sublayer, Sums
+from ladder_jax.parallel.collectives import LAUNCH, PREVIOUS, named, opaque_copy
+from ladder_jax.residual.recurrence import AllReduce, Normed
 
 
 @dataclasses.dataclass(frozen=True)
 class AsyncAllReduce(AllReduce):
     """A step whose input leaves the newest output out starts its all-reduce, computes, and awaits it."""
 
-    def advance(self, state: State, step: Step, sublayers: Sequence[Sublayer]) -> State:
+    def advance(self, state, step, sublayers):
         wire = self.beside(step, sublayers)
         if not step.delay or state.partial is None or wire is not self:
             return AllReduce(self.axes).advance(state, step, sublayers)
         return super().advance(state, step, sublayers)
 
-    def beside(self, step: Step, sublayers: Sequence[Sublayer]) -> AllReduce:
+    def beside(self, step, sublayers):
         """Compilers fail where a sublayer communicates while a started all-reduce is awaited after it."""
         communicates = any(getattr(sublayers[index], "communicates", False) for index in step.sublayers)
         return AllReduce(self.axes) if communicates else self
 
-    def launch(self, step: Step, pending: jax.Array | None, residual: jax.Array, scope: str = PREVIOUS) -> Any:
+    def launch(self, step, pending, residual, scope=PREVIOUS):
         if pending is None:
             return None
         pending = opaque_copy(pending, self.axes) if step.fresh else pending
-        with _launch_scope(scope):
+        with named(LAUNCH, scope):
             return start_all_reduce(pending, self.axes)
 
-    def compute(
-        self, step: Step, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
-    ) -> State:
+    def compute(self, step, state, entered, launched, sublayers):
         *older, started = launched
         if step.fresh:
             entered = self.with_own(entered, state.partial)
@@ -48,32 +43,28 @@ class AsyncAllReduce(AllReduce):
         partial, summed = _awaited(self.partial(step.sublayers, entered, sublayers), started)
         return self.settled(step, state.residual, (*older, summed), partial)
 
-    def hold(self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], other: Any) -> tuple:
+    def hold(self, step, entered, sublayers, other):
         if other.launched is None:
             return entered, sublayers, other
         entered, sublayers, started = _after(other.launched, step, entered, sublayers)
         return entered, sublayers, other.held(other.state.residual, started)
 
-    def arrive(self, partial: jax.Array, other: Any) -> tuple[jax.Array, State]:
+    def arrive(self, partial, other):
         if other.launched is None:
             return partial, other.settled(None)
         partial, summed = _awaited(partial, other.launched, other.out)
         return partial, other.settled(summed)
 
 
-def _launch_scope(scope: str) -> Any:
-    return jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH)
-
-
-def _awaited(partial: jax.Array, started: Any, scope: str = PREVIOUS) -> tuple[jax.Array, jax.Array]:
+def _awaited(partial, started, scope=PREVIOUS):
     """`partial`, and the sum of what was started, awaited after it. The next one starts later: one is in flight."""
     partial, started = lax.optimization_barrier((partial, started))
-    with _launch_scope(scope):  # a TPU's compiler keeps this name for both halves
+    with named(LAUNCH, scope):  # a TPU's compiler keeps this name for both halves
         summed = started.done()
     return lax.optimization_barrier((partial, summed))
 
 
-def _after(started: Any, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer]) -> tuple:
+def _after(started, step, entered, sublayers):
     """(the input, the sublayers, what was started), of which the sublayers are computed after the start.
 
     They wait by their gains, which are small; plain functions by their input, which then cannot be fused with what
@@ -82,7 +73,8 @@ def _after(started: Any, step: Step, entered: jax.Array, sublayers: Sequence[Sub
     if not all(isinstance(sublayers[index], Normed) for index in step.sublayers):
         entered, started = lax.optimization_barrier((entered, started))
         return entered, sublayers, started
-    gains, started = lax.optimization_barrier(({index: sublayers[index].gain for index in step.sublayers}, started))
+    gains = {index: sublayers[index].gain for index in step.sublayers}
+    gains, started = lax.optimization_barrier((gains, started))
     held = list(sublayers)
     for index, gain in gains.items():
         held[index] = dataclasses.replace(held[index], gain=gain)

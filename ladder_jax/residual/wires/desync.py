@@ -6,12 +6,9 @@ has added since, its *drift*: so only drift / ranks + partial crosses the wire.
 """
 
 import dataclasses
-from collections.abc import Sequence
-
-import jax
 
 from ladder_jax.parallel import pvary, ranks
-from ladder_jax.residual.recurrence import AllReduce, State, Step, Sublayer, Sums, add
+from ladder_jax.residual.recurrence import AllReduce, State, Step, add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +19,10 @@ class Desynced(Step):
     sync: bool = True
 
     @property
-    def reduces(self) -> bool:
+    def reduces(self):
         return self.sync
 
-    def wire(self, axes: tuple[str, ...]) -> "Desync":
+    def wire(self, axes):
         return Desync(axes)
 
 
@@ -34,10 +31,10 @@ class Silent(Step):
     """A step of the standard Transformer without its all-reduce: wrong numbers, for timing only."""
 
     @property
-    def reduces(self) -> bool:
+    def reduces(self):
         return False
 
-    def wire(self, axes: tuple[str, ...]) -> "NoCommunication":
+    def wire(self, axes):
         return NoCommunication(axes)
 
 
@@ -45,12 +42,10 @@ class Silent(Step):
 class Desync(AllReduce):
     """Between two all-reduces `State.carried` is the rank's own stream, `State.sums` the drift without `partial`."""
 
-    def launch(self, step: Step, pending: jax.Array | None, residual: jax.Array) -> None:
+    def launch(self, step, pending, residual):
         return None
 
-    def compute(
-        self, step: Desynced, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
-    ) -> State:
+    def compute(self, step, state, entered, launched, sublayers):
         partial, drift = self.partial(step.sublayers, entered, sublayers), state.partial
         if state.sums and state.sums[0] is not None:
             drift = state.sums[0] + drift
@@ -58,13 +53,13 @@ class Desync(AllReduce):
             return State(add(state.residual, (self._synced(partial, drift),)))
         return State(state.residual, (drift,), partial, add(entered, (partial,)))
 
-    def flush(self, state: State) -> jax.Array:
+    def flush(self, state):
         """The stream of a model that ends here: its last step all-reduces."""
         if state.partial is None:
             return state.residual
         return add(state.residual, (self._synced(state.partial, state.sums[0]),))
 
-    def _synced(self, partial: jax.Array, drift: jax.Array | None) -> jax.Array:
+    def _synced(self, partial, drift):
         return self.reduce(partial if drift is None else partial + drift / ranks(self.axes))
 
 
@@ -72,16 +67,14 @@ class Desync(AllReduce):
 class NoCommunication(AllReduce):
     """The residual is each rank's own."""
 
-    def begin(self, x: jax.Array, first: Step) -> State:
+    def begin(self, x, first):
         return State(pvary(x, self.axes))
 
-    def launch(self, step: Step, pending: None, residual: jax.Array) -> None:
+    def launch(self, step, pending, residual):
         return None
 
-    def enter(self, step: Step, stream: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+    def enter(self, step, stream, sublayers):
         return stream
 
-    def compute(
-        self, step: Step, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
-    ) -> State:
+    def compute(self, step, state, entered, launched, sublayers):
         return State(add(state.residual, (self.partial(step.sublayers, entered, sublayers),)))

@@ -23,25 +23,22 @@ A shared expert stays tensor-parallel: its input is gathered, and its partial su
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import MoEConfig
 from ladder_jax.parallel import exchange
-from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, pvary, ranks, varying
-from ladder_jax.residual.interleave import OtherHalf, Turn
+from ladder_jax.parallel.collectives import ENTER, FOLLOWING, LAUNCH, PREVIOUS, Axes, named, pvary, ranks, varying
+from ladder_jax.residual.interleave import Turn
 from ladder_jax.residual.loop import EXCHANGED
 from ladder_jax.residual.recurrence import (
     REDUCED,
     AllReduce,
     Projections,
     State,
-    Step,
-    Sums,
     add,
     barrier_forward,
     project,
@@ -61,21 +58,6 @@ from ladder_jax.residual.wires.sequence import (
 ATTENTION, EXPERTS = 0, 1  # of a layer's sublayers
 
 
-class ExpertParts(Protocol):
-    """A layer's second sublayer, on one rank, in parts.
-
-    route: a normalised input, this rank's positions [B, T, D], to (its tokens with the norm's gain [N, D], their slots
-        int32 [N, K] as `parallel.exchange.slots`, the weights of their rows float32 [N, K]).
-    compute: the rows [E/ranks, R, D] of this rank's experts to their outputs [R, E/ranks, D], the order in which they
-        are sent; its second argument is applied to their first products.
-    shared: the shared expert's partial sum [B, T, D] of a normalised input; its second argument likewise.
-    """
-
-    route: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-    compute: Callable[..., jax.Array]
-    shared: Callable[..., jax.Array]
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routed:
@@ -87,10 +69,10 @@ class Routed:
         rank's, summed.
     """
 
-    rows: jax.Array
-    places: jax.Array
-    weights: jax.Array
-    shared: jax.Array | None
+    rows: Array
+    places: Array
+    weights: Array
+    shared: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +86,13 @@ class ExchangeStep(SplitStep):
 class Exchange(AllReduce):
     """Residual and sums are this rank's positions, [B, T/ranks, D]. For topologies that `check_exchange` allows.
 
-    normalise: as in `SequenceParallel`. Its sublayers are attention and the experts, which are `ExpertParts`.
+    normalise: as in `SequenceParallel`. Its sublayers are attention and the experts, an `nn.experts.NormedExperts`.
     """
 
     normalise: Normalise
     moe: MoEConfig
 
-    def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[ExchangeStep, ...], ...]:
+    def layers(self, layers):
         check_reduces(layers)
         result = []
         shared_before = None
@@ -123,23 +105,21 @@ class Exchange(AllReduce):
             shared_before = leaves
         return tuple(result)
 
-    def launch(self, step: Step, pending: Any, residual: jax.Array, scope: str = PREVIOUS) -> Any:
+    def launch(self, step, pending, residual, scope=PREVIOUS):
         if not isinstance(pending, Routed):
             return scatter(pending, self.axes, scope)
         arriving = combine(pending, self.axes, scope)
         return arriving if is_hidden(step) else collect(arriving, like=residual)
 
-    def enter(self, step: Step, stream: jax.Array, sublayers: Sequence[Any]) -> Any:
+    def enter(self, step, stream, sublayers):
         made = self._made(step.sublayers, stream, sublayers)
         return self._sent(made, "", beside_shared=not is_hidden(step))
 
-    def partial(self, which: tuple[int, ...], entered: "Routed", sublayers: Sequence[Any]) -> jax.Array:
+    def partial(self, which, entered, sublayers):
         """Of the one sublayer that runs early, the shared expert."""
         return sublayers[EXPERTS].shared(entered.shared)
 
-    def compute(
-        self, step: ExchangeStep, state: State, entered: Any, launched: Sums, sublayers: Sequence[Any]
-    ) -> State:
+    def compute(self, step, state, entered, launched, sublayers):
         stream = state.residual
         newest = launched[-1] if launched and is_hidden(step) else None
         following = (EXPERTS,) if step.sublayers == (ATTENTION,) else (ATTENTION,)
@@ -164,9 +144,7 @@ class Exchange(AllReduce):
         output, state = beside.after(output)
         return dataclasses.replace(state, partial=output)
 
-    def turn(
-        self, step: Turn, entered: Any, sublayers: Sequence[Any], *, own: Any, other: OtherHalf
-    ) -> tuple[Any, State]:
+    def turn(self, step, entered, sublayers, *, own, other):
         stream = other.state.residual
         after = other.after
 
@@ -182,11 +160,11 @@ class Exchange(AllReduce):
         beside = Beside(other.launched, settle=settle, make=make, send=send)
         return beside.after(self._output(step, entered, sublayers, beside))
 
-    def prepare(self, after: Step, state: State, scope: str) -> State:
+    def prepare(self, after, state, scope):
         stream = add(state.residual, after.read(state.sums))
         return dataclasses.replace(state, carried=gather(self.normalise(stream), self.axes, scope))
 
-    def _output(self, step: Step, entered: Any, sublayers: Sequence[Any], beside: Beside) -> Any:
+    def _output(self, step, entered, sublayers, beside):
         """Attention's partial sum, or the `Routed` rows of the experts and of the shared one."""
         if step.sublayers == (ATTENTION,):
 
@@ -208,13 +186,13 @@ class Exchange(AllReduce):
             shared = parts.shared(entered.shared, with_rows)
         return dataclasses.replace(entered, rows=parts.compute(rows, beside.between), shared=shared)
 
-    def _whole(self, output: Any, *, like: jax.Array) -> jax.Array:
+    def _whole(self, output, *, like):
         """What is awaited at once, as this rank's positions of the sum."""
         if not isinstance(output, Routed):
             return scatter(output, self.axes)
         return collect(combine(output, self.axes, "", shared_last=True), like=like)
 
-    def fill(self, state: State, steps: Sequence[ExchangeStep], *, dtype: jnp.dtype) -> State:
+    def fill(self, state, steps, *, dtype):
         first = steps[0]
         if first.pending_before == 0:
             return state
@@ -226,7 +204,7 @@ class Exchange(AllReduce):
             partial = dataclasses.replace(partial, shared=None)
         return State(state.residual, sums, partial, carried)
 
-    def filled(self, stream: jax.Array, sums: Sums, partial: Routed | None, dtype: jnp.dtype) -> tuple[Sums, Routed]:
+    def filled(self, stream, sums, partial, dtype):
         rows, length, width = stream.shape
         count = ranks(self.axes)
 
@@ -242,11 +220,11 @@ class Exchange(AllReduce):
             partial = Routed(of_experts, choices, choices, shared)
         return sums, partial
 
-    def flush(self, state: State) -> jax.Array:
+    def flush(self, state):
         newest = collect(combine(state.partial, self.axes), like=state.residual)
         return add(state.residual, (*state.sums, newest))
 
-    def _made(self, which: tuple[int, ...], stream: jax.Array, sublayers: Sequence[Any]) -> Any:
+    def _made(self, which, stream, sublayers):
         """This rank's positions of the input of `which` sublayer.
 
         Of experts its tokens' rows in buffers [E, S, D], and for the shared expert [B, T/ranks, D].
@@ -262,7 +240,7 @@ class Exchange(AllReduce):
         buffers = exchange.fill(tokens, slots, experts=experts, size=size)
         return Routed(buffers, places, weights, x if self.moe.shared_width else None)
 
-    def _sent(self, made: Any, scope: str, *, beside_shared: bool = False) -> Any:
+    def _sent(self, made, scope, *, beside_shared=False):
         """The input of a sublayer, from all ranks: positions, or the rows of all tokens for this rank's experts.
 
         beside_shared: the shared expert's input comes first, since nothing but that expert hides the rows.
@@ -274,7 +252,7 @@ class Exchange(AllReduce):
         shared = None if shared is None else gather(shared, self.axes, scope)
         if beside_shared and shared is not None:
             buffers, shared = barrier_forward((buffers, shared))
-        with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
+        with named(ENTER, scope):
             rows = exchange.dispatch(buffers, axes=self.axes)
         return dataclasses.replace(made, rows=checkpoint_name(rows, EXCHANGED), shared=shared)
 
@@ -283,10 +261,10 @@ class Exchange(AllReduce):
 class SilentExchange(Exchange):
     """Of "no-communication": a standard step that computes as much and sends nothing. Only its time means something."""
 
-    def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[Step, ...], ...]:
+    def layers(self, layers):
         return tuple(layers)
 
-    def advance(self, state: State, step: Step, sublayers: Sequence[Any]) -> State:
+    def advance(self, state, step, sublayers):
         stream = state.residual
         count = ranks(self.axes)
         own = slice(stream.shape[1])
@@ -304,16 +282,14 @@ class SilentExchange(Exchange):
         return State(add(stream, (collect(arrived, like=stream),)))
 
 
-def combine(
-    partial: Routed | None, axes: tuple[str, ...], scope: str = PREVIOUS, *, shared_last: bool = False
-) -> Routed | None:
+def combine(partial: Routed | None, axes: Axes, scope: str = PREVIOUS, *, shared_last: bool = False) -> Routed | None:
     """Computed rows on the ranks of their tokens, and this rank's positions of the shared expert's sum.
 
     shared_last: it is reduce-scattered after the rows have arrived, beside which its last product can be.
     """
     if partial is None:
         return None
-    with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+    with named(LAUNCH, scope):
         rows = checkpoint_name(exchange.combine(partial.rows, axes=axes), EXCHANGED)
     shared = partial.shared
     if shared_last and shared is not None:
@@ -321,7 +297,7 @@ def combine(
     return dataclasses.replace(partial, rows=rows, shared=scatter(shared, axes, scope))
 
 
-def collect(arrived: Routed | jax.Array | None, *, like: jax.Array) -> jax.Array | None:
+def collect(arrived: Routed | Array | None, *, like: Array) -> Array | None:
     """[B, T/ranks, D], the shape of `like`: what has arrived, of experts its rows' weighted sums."""
     if not isinstance(arrived, Routed):
         return arrived
@@ -329,6 +305,6 @@ def collect(arrived: Routed | jax.Array | None, *, like: jax.Array) -> jax.Array
     return checkpoint_name(out if arrived.shared is None else out + arrived.shared, REDUCED)
 
 
-def is_hidden(step: Step) -> bool:
+def is_hidden(step) -> bool:
     """Whether messages of this step stand beside a sublayer that does not wait for them."""
     return step.delay > 0 or isinstance(step, Turn)

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ladder_jax.config import CollectiveMatmul
@@ -34,7 +35,9 @@ from ladder_jax.parallel.collectives import (
     FOLLOWING,
     LAUNCH,
     PREVIOUS,
+    Axes,
     all_gather,
+    named,
     pvary,
     ranks,
     reduce_scatter,
@@ -45,12 +48,10 @@ from ladder_jax.residual.recurrence import (
     REDUCED,
     AllReduce,
     Normed,
-    Product,
     Projections,
     State,
     Step,
     Sublayer,
-    Sums,
     add,
     barrier_backward,
     barrier_forward,
@@ -60,7 +61,7 @@ from ladder_jax.residual.recurrence import (
 
 LENGTH = 1  # the dimension of [B, T, D] that is split
 
-Normalise = Callable[[jax.Array], jax.Array]
+Normalise = Callable[[Array], Array]
 
 
 class Prepared(enum.Enum):
@@ -91,14 +92,7 @@ class Beside:
     sent. send: from that to the input.
     """
 
-    def __init__(
-        self,
-        newest: Any,
-        *,
-        settle: Callable[[Any], State],
-        make: Callable[[State], Any],
-        send: Callable[[Any], Any],
-    ):
+    def __init__(self, newest: Any, *, settle: Callable[..., State], make: Callable, send: Callable):
         self.newest = newest
         self.settle = settle
         self.make = make
@@ -132,7 +126,7 @@ class SequenceParallel(AllReduce):
     normalise: Normalise
     collective_matmul: CollectiveMatmul = CollectiveMatmul.NONE
 
-    def layers(self, layers: Sequence[Sequence[Step]]) -> tuple[tuple[SplitStep, ...], ...]:
+    def layers(self, layers):
         """Raises UserError for topologies that do not reduce every output.
 
         With collective matmuls the last step awaits its own output, which has no later sublayer to hide under.
@@ -140,33 +134,34 @@ class SequenceParallel(AllReduce):
         check_reduces(layers)
         layers = [list(steps) for steps in layers]
         if self.collective_matmul is not CollectiveMatmul.NONE:
-            layers[-1][-1] = dataclasses.replace(layers[-1][-1], pending_after=0)
+            last = layers[-1]
+            last[-1] = dataclasses.replace(last[-1], pending_after=0)
         prepared = prepared_by(layers)
-        return tuple(tuple(SplitStep(**vars(step), prepares=next(prepared)) for step in steps) for steps in layers)
 
-    def launch(
-        self, step: Step, pending: jax.Array | None, residual: jax.Array, scope: str = PREVIOUS
-    ) -> jax.Array | None:
+        def split(step):
+            return SplitStep(**vars(step), prepares=next(prepared))
+
+        return tuple(tuple(map(split, steps)) for steps in layers)
+
+    def launch(self, step, pending, residual, scope=PREVIOUS):
         return self.reduce(pending, scope)
 
-    def reduce(self, partial: jax.Array | None, scope: str = "") -> jax.Array | None:
+    def reduce(self, partial, scope=""):
         return scatter(partial, self.axes, scope)
 
-    def enter(self, step: SplitStep, stream: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+    def enter(self, step, stream, sublayers):
         """The step's input, gathered, or left to its projection; of a fresh ladder not normalised yet."""
         if self._gathers_in_matmul(step):
             return self.normalise(stream)
-        return self.gather(stream if step.fresh else self.normalise(stream), "")
+        return self._gathered(stream, fresh=step.fresh, scope="")
 
-    def with_own(self, entered: jax.Array, partial: jax.Array | None) -> jax.Array:
+    def with_own(self, entered, partial):
         return self.normalise(add(entered, (partial,)))
 
-    def partial(self, which: tuple[int, ...], entered: jax.Array, sublayers: Sequence[Sublayer]) -> jax.Array:
+    def partial(self, which, entered, sublayers):
         return super().partial(which, entered, list(map(of_normalised, sublayers)))
 
-    def compute(
-        self, step: SplitStep, state: State, entered: jax.Array, launched: Sums, sublayers: Sequence[Sublayer]
-    ) -> State:
+    def compute(self, step, state, entered, launched, sublayers):
         if step.fresh:
             entered = self.with_own(entered, state.partial)
         projections = self._projections(step, gathers=state.carried is None)
@@ -184,22 +179,19 @@ class SequenceParallel(AllReduce):
             partial, following, stream = barrier_forward((partial, following, stream))
         return State(stream, sums, partial, following)
 
-    def fill(self, state: State, steps: Sequence[SplitStep], *, dtype: jnp.dtype) -> State:
+    def fill(self, state, steps, *, dtype):
         if steps[0].reads_added and state.carried is None:
             state = self.prepare(steps[0], state, "")
         return super().fill(state, steps, dtype=dtype)
 
-    def filled(
-        self, stream: jax.Array, sums: Sums, partial: jax.Array | None, dtype: jnp.dtype
-    ) -> tuple[Sums, jax.Array]:
+    def filled(self, stream, sums, partial, dtype):
         rows, length, width = stream.shape
         zero = jnp.zeros((rows, length * ranks(self.axes), width), dtype)
         zero = pvary(zero, varying(stream) | frozenset(self.axes))
-        return tuple(self.reduce(zero) if one is None else one for one in sums), zero if partial is None else partial
+        sums = tuple(self.reduce(zero) if one is None else one for one in sums)
+        return sums, zero if partial is None else partial
 
-    def turn(
-        self, step: Step, entered: jax.Array, sublayers: Sequence[Sublayer], *, own: jax.Array | None, other: Any
-    ) -> tuple[jax.Array, State]:
+    def turn(self, step, entered, sublayers, *, own, other):
         """The scatter beside a sublayer's first products, the gather beside the rest; of two sublayers beside both."""
         if len(step.sublayers) > 1 or ranks(self.axes) == 1 or not sublayers[step.sublayers[0]].projects:
             return super().turn(step, entered, sublayers, own=own, other=other)
@@ -214,36 +206,37 @@ class SequenceParallel(AllReduce):
             return beside.between(product(x, weights))
 
         def send(made):
-            return self.gather(made, other.into)
+            return gather(made, self.axes, other.into)
 
         beside = Beside(other.launched, settle=other.settled, make=make, send=send)
         (which,) = step.sublayers
         return beside.after(of_normalised(sublayers[which])(entered, projections=Projections(project(between))))
 
-    def arrive(self, partial: jax.Array, other: Any) -> tuple[jax.Array, State]:
+    def arrive(self, partial, other):
         arrived = self.prepare(other.after, other.settled(other.launched), other.into)
         if ranks(self.axes) > 1:
             partial, arrived = barrier_forward((partial, arrived))
         return partial, arrived
 
-    def prepare(self, after: Step, state: State, scope: str) -> State:
+    def prepare(self, after, state, scope):
         stream = add(state.residual, after.read(state.sums))
-        entered = self.gather(stream if after.fresh else self.normalise(stream), scope)
+        entered = self._gathered(stream, fresh=after.fresh, scope=scope)
         return dataclasses.replace(state, carried=entered)
 
-    def gather(self, stream: jax.Array, scope: str = FOLLOWING) -> jax.Array:
-        return gather(stream, self.axes, scope)
+    def _gathered(self, stream, *, fresh, scope=FOLLOWING):
+        """All ranks' positions of an input; of a fresh ladder not normalised yet, as its partial is still missing."""
+        return gather(stream if fresh else self.normalise(stream), self.axes, scope)
 
-    def _prepare(self, step: SplitStep, stream: jax.Array) -> jax.Array | None:
+    def _prepare(self, step, stream):
         """The next step's input [B, T, D], gathered."""
         if step.prepares is Prepared.NOTHING:
             return None
-        return self.gather(stream if step.prepares is Prepared.STREAM else self.normalise(stream))
+        return self._gathered(stream, fresh=step.prepares is Prepared.STREAM)
 
-    def _gathers_in_matmul(self, step: SplitStep) -> bool:
+    def _gathers_in_matmul(self, step):
         return self.collective_matmul is not CollectiveMatmul.NONE and not step.fresh and not step.early
 
-    def _projections(self, step: SplitStep, *, gathers: bool) -> Projections:
+    def _projections(self, step, *, gathers):
         """With collective matmuls: of an input that is gathered here, and of an output that is awaited here."""
         if self.collective_matmul is CollectiveMatmul.NONE:
             return LOCAL
@@ -275,46 +268,46 @@ def prepared_by(layers: Sequence[Sequence[Step]]) -> Iterator[Prepared]:
         yield Prepared.for_step(after) if step.pending_after else Prepared.NOTHING
 
 
-def scatter(partial: jax.Array | None, axes: tuple[str, ...], scope: str = "") -> jax.Array | None:
+def scatter(partial: Array | None, axes: Axes, scope: str = "") -> Array | None:
     """The sum of every rank's [B, T, D], of which this rank gets its T/ranks positions."""
     if partial is None:
         return None
-    with jax.named_scope(f"{LAUNCH}/{scope}" if scope else LAUNCH):
+    with named(LAUNCH, scope):
         return checkpoint_name(reduce_scatter(partial, axes, dimension=LENGTH), REDUCED)
 
 
-def gather(stream: jax.Array, axes: tuple[str, ...], scope: str = FOLLOWING) -> jax.Array:
+def gather(stream: Array, axes: Axes, scope: str = FOLLOWING) -> Array:
     """All ranks' positions [B, T, D]. Its transpose is the reduce-scatter of the gradient."""
-    with jax.named_scope(f"{ENTER}/{scope}" if scope else ENTER):
+    with named(ENTER, scope):
         return all_gather(stream, axes, dimension=LENGTH)
 
 
-def scatter_sequence(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def scatter_sequence(x: Array, axes: Axes) -> Array:
     """This rank's positions of the sum of every rank's [B, T, D]: where a split stream begins."""
     return reduce_scatter(x, axes, dimension=LENGTH)
 
 
-def of_normalised(sublayer: Sublayer) -> Callable[..., jax.Array]:
+def of_normalised(sublayer: Sublayer) -> Callable[..., Array]:
     """A plain function is one of the normalised input already."""
     return sublayer.of_normalised if isinstance(sublayer, Normed) else sublayer
 
 
-def _gathered_product(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> Any:
+def _gathered_product(axes, product, x, weights):
     return product(gather(x, axes, ""), weights)
 
 
-def _scattered_product(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> jax.Array:
+def _scattered_product(axes, product, x, weights):
     return scatter(product(x, weights), axes)
 
 
-def _ring_in(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> Any:
+def _ring_in(axes, product, x, weights):
     from ladder_jax.parallel import ring
 
     with jax.named_scope(ENTER):
         return ring.gather_product(product, x, weights, axes)
 
 
-def _ring_out(axes: tuple[str, ...], product: Product, x: jax.Array, weights: Any) -> jax.Array:
+def _ring_out(axes, product, x, weights):
     from ladder_jax.parallel import ring
 
     with jax.named_scope(LAUNCH):
