@@ -220,14 +220,6 @@ def with_model(**changes):
     return dict(model=config.preset("tiny", **changes))
 
 
-def exchanged():
-    return nn.define(
-        experts.model("ladder", moe={**experts.KINDS["shared"], "capacity": 1.0}),
-        mesh=parallel.make_mesh(tensor=2),
-        experts=ExpertParallelism.EXCHANGE,
-    )
-
-
 @pytest.mark.parametrize("made, said", [
     (lambda: of_run(model=with_model(residual="desync-2")), "train.interleave 2 is for a residual that reduces every"),
     (lambda: of_run(sequence_parallel=True, accumulate=4), "halves the rows of a split stream, and .* gives 1: an odd"),
@@ -249,7 +241,6 @@ def exchanged():
     ),
     (lambda: config.TrainConfig(interleave=3), r"unknown value for train.interleave: .* \(allowed: 1, 2, auto\)"),
     (lambda: config.DecodeConfig(interleave=0), r"unknown value for decode.interleave: .* \(allowed: 1, 2, auto\)"),
-    (lambda: compiled(exchanged(), (4, 9), sequence_parallel=True), "is for experts whose sums are reduced"),
     (
         lambda: compiled(cases.define("standard", tensor=4), (4, 9), sequence_parallel=True,
                          collective_matmul=config.CollectiveMatmul.RING),
