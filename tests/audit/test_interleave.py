@@ -37,3 +37,13 @@ def test_a_model_as_it_is_hides_its_sums(request_, compiled):
     sums = 8 * LAYERS + 1 if request_.phase is Phase.TRAIN else 4 * LAYERS
     assert (answer.report.all_reduces, answer.report.merged) == (sums, 0)
     assert answer.report.hidden >= HIDDEN[request_.target.kind, request_.phase], answer.verdict
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target, hidden", [("v5p:2x2x2", 56), ("h100:8", 64)])
+def test_a_split_stream_hides_its_gathers_and_scatters(target, hidden, compiled):
+    """Of 64 in the layers; on v5p half of the forward scatters are awaited before the matmuls beside them."""
+    training = dict(phase=Phase.TRAIN, residual="standard", loop=Loop.SCAN, sequence_parallel=True, **IN_HALVES)
+    answer = compiled(case(target, **training).values[0])
+    assert (answer.report.all_reduces, answer.report.merged) == (16 * LAYERS + 6, 0)
+    assert answer.report.hidden >= hidden, answer.verdict
