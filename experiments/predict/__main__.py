@@ -1,20 +1,18 @@
 """Is the speed model right? Nine constants fitted to the paper's tables, and what they say of everything else.
 
-    python -m experiments.predict --fit    # fits, and leaves out each figure in turn: 7 minutes
-    python -m experiments.predict          # with the package's constants: tables, README, JSON, figure
+    python -m experiments.predict    # with the package's constants: the tables of the README, and results.json
 
-New constants go by hand, rounded to three digits, to ladder_jax/predict: tests/predict/test_published.py says where.
-No accelerator is needed, and none is used: what is measured here was measured by the paper's authors.
+No accelerator is needed, and none is used: what is measured here was measured by the paper's authors. The README names
+the commit that has the fit; results.json keeps its constants, and its predictions of the figures that it left out.
 """
 
-import argparse
 import dataclasses
 import itertools
 import statistics
 from collections.abc import Mapping
 
 from experiments import study
-from experiments.predict import picture, published
+from experiments.predict import published
 from experiments.predict.published import HERE, RESIDUALS, Setting
 from ladder_jax.predict.machine import Machine
 
@@ -29,18 +27,9 @@ ELSEWHERE = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the constants anew")
-    args = parser.parse_args()
-    fitted = study.load(RESULTS)["fit"]
-    if args.fit:
-        from experiments.predict import fit
-
-        fitted = fit.fit_all()
-    results = {"fit": fitted, **predictions(published.shipped())}
+    results = {"fit": study.load(RESULTS)["fit"], **predictions(published.shipped())}
     study.keep(results, file=RESULTS)
     study.show(tables(results), folder=HERE)
-    picture.plot(results, file=str(HERE / "published.png"))
 
 
 # Predictions beside what was measured.
