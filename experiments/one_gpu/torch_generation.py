@@ -7,7 +7,6 @@ Prefill is a generation of one token, decoding what a generation of all takes lo
 """
 
 import argparse
-import itertools
 import json
 import pathlib
 import platform
@@ -21,7 +20,7 @@ from ladder_jax.bench import request as requests
 from ladder_jax.bench.request import Request
 from ladder_jax.config import ModelConfig
 
-NUMBERS = ("prompt_length", "new_tokens", "warmup", "repeats", "layers")
+NUMBERS = ("prompt-length", "new-tokens", "warmup", "repeats", "layers")
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--batch", default="1,64")
     for name in NUMBERS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+        parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = vars(parser.parse_args())
     out = args.pop("out")
@@ -44,7 +43,6 @@ def main() -> None:
         "rows": [row(request, model, batch=batch) for batch in request.batches],
     }
     out.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
 
 
 def random_model(config: ModelConfig, *, device: str) -> transformers.LlamaForCausalLM:
@@ -71,21 +69,17 @@ def random_model(config: ModelConfig, *, device: str) -> transformers.LlamaForCa
 def row(request: Request, model: transformers.LlamaForCausalLM, *, batch: int) -> dict:
     """Medians, with the range over the repeats beside them."""
     prompt = torch.randint(model.config.vocab_size, (batch, request.prompt_length), device=model.device)
-    samples = {"prefill_seconds": [], "decode_seconds": [], "tokens_per_second": []}
-    for index in itertools.count(1 - request.warmup):
-        prefill, total = (seconds(model, prompt, count=count) for count in (1, request.new_tokens))
-        if index > 0:
-            found = (prefill, total - prefill, batch * request.new_tokens / total)
-            for kept, value in zip(samples.values(), found, strict=True):
-                kept.append(value)
-        if index == request.repeats:
-            break
-    settings = dict(batch=batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens)
-    return settings | {
-        f"{name}{ending}": of(each)
-        for name, each in samples.items()
-        for ending, of in (("", statistics.median), ("_min", min), ("_max", max))
+    once = lambda: [seconds(model, prompt, count=count) for count in (1, request.new_tokens)]
+    timed = [once() for _ in range(request.warmup + request.repeats)][request.warmup :]
+    samples = {
+        "prefill_seconds": [prefill for prefill, _ in timed],
+        "decode_seconds": [total - prefill for prefill, total in timed],
+        "tokens_per_second": [batch * request.new_tokens / total for _, total in timed],
     }
+    found = dict(batch=batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens)
+    for name, each in samples.items():
+        found |= {name: statistics.median(each), f"{name}_min": min(each), f"{name}_max": max(each)}
+    return found
 
 
 def seconds(model: transformers.LlamaForCausalLM, prompt: torch.Tensor, *, count: int) -> float:
