@@ -1,6 +1,6 @@
 """What studies share: how one ends and goes on, what is kept of it, and the tables of its README."""
 
-import dataclasses
+import argparse
 import json
 import pathlib
 import platform
@@ -24,6 +24,12 @@ def ended(work: Callable[[], object], *, name: str) -> int:
         print(f"{name}: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
+
+
+def parser(doc: str, *, name: str) -> argparse.ArgumentParser:
+    """Of the arguments of `python -m experiments.NAME`, whose module says `doc`."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m experiments.{name}", description=doc, formatter_class=form)
 
 
 # Results.
@@ -77,32 +83,18 @@ def resumed(asked: Sequence[dict], measure: Callable[[dict], dict], *, file: pat
 # Tables.
 
 
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Values of one thing over seeds."""
+def spread(values: Sequence[float]) -> str:
+    """Mean and, of several, the sample's standard deviation."""
+    mean = f"{statistics.fmean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
 
-    values: tuple[float, ...]
 
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
-
-    def __str__(self) -> str:
-        """Mean and, of several, the sample's standard deviation."""
-        if len(self.values) == 1:
-            return f"{self.mean:.3f}"
-        return f"{self.mean:.3f} ± {statistics.stdev(self.values):.3f}"
-
-    @property
-    def as_difference(self) -> str:
-        """Mean and, of several, the least and the greatest; of none "-"."""
-        if not self.values:
-            return "-"
-        if not any(self.values):
-            return "0"
-        if len(self.values) == 1:
-            return f"{self.mean:+.3f}"
-        return f"{self.mean:+.3f} ({min(self.values):+.3f} to {max(self.values):+.3f})"
+def difference(values: Sequence[float]) -> str:
+    """Mean and, of several, the least and the greatest; of none "-"."""
+    if not any(values):
+        return "0" if values else "-"
+    mean = f"{statistics.fmean(values):+.3f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):+.3f} to {max(values):+.3f})"
 
 
 def table(head: str, rows: Iterable[Iterable[object]]) -> str:

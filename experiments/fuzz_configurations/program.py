@@ -121,7 +121,7 @@ class Program:
     def put(self, batch):
         return jax.device_put(batch, self.definition.layout.sharding("BT"))
 
-    def advance(self, state, batch, frozen):
+    def advance(self, state, frozen, batch):
         """The state after a step, its loss, and its gradients of what trains."""
         state, metrics = self.step(state, self.put(batch), frozen)
         first_moment = checkpoints.optimizer_to_dict(state.optimizer)["mu"]

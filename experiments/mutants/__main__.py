@@ -10,7 +10,6 @@ quickest first, until a test fails: killed. A test that does not execute the lin
 times as long as without the mutant counts as killed too. Mutants are of functions' bodies, as many of each package.
 """
 
-import argparse
 import contextlib
 import difflib
 import hashlib
@@ -36,7 +35,7 @@ GOAL = 0.9
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study.parser(__doc__, name="mutants")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", nargs="+", metavar="FILE[::TEST]", help="only these (default: all of make test)")

@@ -1,12 +1,11 @@
-"""One GPU by the paper's protocol: its roofline, a rank's share of a large model, PyTorch beside it, an emulated wire.
+"""One GPU by the paper's protocol: its roofline, a rank's share of a large model, experts, an emulated wire.
 
-    python -m experiments.one_gpu [--torch-python .venv-hf/bin/python] [--parts dense experts ...]
+    python -m experiments.one_gpu [--parts dense experts ...]
 
 Each part is a process of its own, so that the card's memory is free for it. What stands in the results is not measured
 again. --small takes tiny models, which a CPU runs in a minute; a part's own command has the other settings.
 """
 
-import argparse
 import os
 import pathlib
 import subprocess
@@ -22,7 +21,6 @@ PARTS = {
     "dense": "ladder_jax bench --model {dense} --tensor 1 --residual standard,ladder {numbers}",
     "halves": "ladder_jax bench --model {dense} --tensor 1 --residual standard --interleave 1,2 {numbers}",
     "share": "ladder_jax bench --model {split} --share {share} --residual standard,ladder,parallel {numbers}",
-    "torch": "experiments.one_gpu.torch_generation --model {dense} {numbers}",
     "wire": WIRE,
     "wire-no-graphs": WIRE,
     "experts": EXPERTS,
@@ -38,8 +36,7 @@ SMALL = dict(dense="tiny", split="tiny", experts="tiny-moe --tokens 4 --repeats 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch-python", default=sys.executable, metavar="FILE", help="a Python with transformers")
+    parser = study.parser(__doc__, name="one_gpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--small", action="store_true", help="tiny models, whose times mean nothing")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
@@ -52,8 +49,7 @@ def main() -> int:
             print(f"{part}: stands in {args.out}", file=sys.stderr)
             continue
         print(f"{part}: {told}", file=sys.stderr)
-        python = args.torch_python if part == "torch" else sys.executable
-        if found := measured([python, "-m", *words.split()], flags=flags):
+        if found := measured([sys.executable, "-m", *words.split()], flags=flags):
             results[part] = {**found, "command": told}
             study.keep(results, file=args.out)
         else:

@@ -9,7 +9,6 @@ many rows in groups of equal sizes, which no router yields: about the least ther
 float64 products group by group: one that is off, or failed, ends the program with status 1.
 """
 
-import argparse
 import functools
 import itertools
 import os
@@ -37,7 +36,7 @@ PRODUCTS = {"forward": "eri,eio->ero", "of-rows": "ero,eio->eri", "over-rows": "
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study.parser(__doc__, name="one_gpu.experts")
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--share", type=int, default=8, help="ranks that the experts are split over")
     parser.add_argument("--tokens", default="1,32,2048")

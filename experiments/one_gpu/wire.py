@@ -12,7 +12,6 @@ Steps are timed with a wire, and before and after without, so that drift shows. 
 XLA_FLAGS=--xla_gpu_enable_command_buffer= is without CUDA graphs, which can undo an overlap.
 """
 
-import argparse
 import contextlib
 import functools
 import os
@@ -50,7 +49,7 @@ Copied = Callable[[int], int]  # from an all-reduce's bytes to those that are co
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study.parser(__doc__, name="one_gpu.wire")
     parser.add_argument("--model", default="llama-3-70b")
     parser.add_argument("--share", type=int, default=8)
     parser.add_argument("--batch", default="1,16")

@@ -1,11 +1,10 @@
 """Are the planner's estimates right? Training steps compiled for their targets, beside what shapes alone say.
 
-    nice python -m experiments.plan [--only N] [--out FILE]    # minutes a program; rows that are there are kept
+    nice python -m experiments.plan [--out FILE]    # minutes a program; rows that are there are kept
 
 Writes results.json and the README's tables.
 """
 
-import argparse
 import pathlib
 import sys
 
@@ -39,19 +38,6 @@ IN_TURN |= dict(mesh=[1, 1, 8], sequence_parallel=False, accumulate=4)
 CASES += [IN_TURN | dict(remat=remat, interleave=parts) for remat in ("none", "full") for parts in (1, 2)]
 HERE = pathlib.Path(__file__).parent
 ASKED = "model target tokens sequence layers residual capacity".split()  # of a case, what is the request's
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, metavar="N", help="the first N cases")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json", metavar="FILE")
-    args = parser.parse_args(argv)
-
-    def work() -> None:
-        rows = study.resumed(CASES[: args.only], measured, file=args.out, about={})
-        study.show(tables(rows), folder=args.out.parent)
-
-    return study.ended(work, name="plan")
 
 
 def measured(case: dict) -> dict:
@@ -95,6 +81,18 @@ def tables(rows: list[dict]) -> dict[str, str]:
 
 def gib(size: float, *, digits: int = 1) -> str:
     return f"{size / 2**30:.{digits}f}"
+
+
+def main(argv: list[str]) -> int:
+    parser = study.parser(__doc__, name="plan")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json", metavar="FILE", help="of the rows")
+    file = parser.parse_args(argv).out
+
+    def work() -> None:
+        rows = study.resumed(CASES, measured, file=file, about={})
+        study.show(tables(rows), folder=file.parent)
+
+    return study.ended(work, name="plan")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,13 @@ the commit that has the fit; results.json keeps its constants, and its predictio
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Mapping
 
 from experiments import study
 from experiments.predict import published
-from experiments.predict.published import HERE, RESIDUALS, Setting
-from ladder_jax.predict.machine import Machine
+from experiments.predict.published import HERE, RESIDUALS, Setting, speedup, tokens
 
 RESULTS = HERE / "results.json"
 SIZES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "codellama-34b", "llama-3-70b")
-LARGER = ("ladder-1b", "ladder-1.55b")  # the paper's "30 % larger" Ladder, in time: 52 layers for 40
 ELSEWHERE = {
     "logs": "Llama-3-8B, NVLink, TP 1 to 8, batch 1 to 64",
     "blog": "Llama-3.2-1B and 3B, NVLink, TP 8, batch 4",
@@ -27,7 +24,7 @@ ELSEWHERE = {
 
 
 def main() -> None:
-    results = {"fit": study.load(RESULTS)["fit"], **predictions(published.shipped())}
+    results = {"fit": study.load(RESULTS)["fit"], **predictions()}
     study.keep(results, file=RESULTS)
     study.show(tables(results), folder=HERE)
 
@@ -35,27 +32,23 @@ def main() -> None:
 # Predictions beside what was measured.
 
 
-def predictions(machines: Mapping[str, Machine]) -> dict:
-    def tokens(setting: Setting) -> float:
-        return published.speed(setting, machines).tokens_per_second
-
+def predictions() -> dict:
     measured, elsewhere = published.tables(), published.elsewhere()
     summaries = {}
     for source in ELSEWHERE:
         of_source = {setting: value for one, setting, value in elsewhere if one == source}
         summaries[source] = published.errors(of_source, tokens).summary()
-    two_nodes = published.two_nodes().items()
     return {
         "published": [row(setting, value, tokens(setting)) for setting, value in measured.items()],
         "published_summary": published.errors(measured, tokens).summary(),
-        "seconds": [seconds(setting, times, machines) for setting, times in published.seconds().items()],
+        "seconds": [seconds(setting, *times) for setting, times in published.seconds().items()],
         "elsewhere": [
             {"source": source, **row(setting, value, tokens(setting))} for source, setting, value in elsewhere
         ],
         "elsewhere_summary": summaries,
-        "two_nodes": [row(setting, value, published.speedup(setting, machines)) for setting, value in two_nodes],
-        "sizes": [of_size(name, machines) for name in SIZES],
-        "larger": [larger(*place, machines) for place in itertools.product((2, 4, 8), (1, 4, 16))],
+        "two_nodes": [row(setting, value, speedup(setting)) for setting, value in published.two_nodes().items()],
+        "sizes": [of_size(name) for name in SIZES],
+        "larger": [larger(*place) for place in itertools.product((2, 4, 8), (1, 4, 16))],
     }
 
 
@@ -63,9 +56,8 @@ def row(setting: Setting, measured: float, predicted: float) -> dict:
     return {**dataclasses.asdict(setting), "measured": measured, "predicted": predicted}
 
 
-def seconds(setting: Setting, measured: tuple[float, float], machines: Mapping[str, Machine]) -> dict:
-    found = published.speed(setting, machines)
-    prefill, decode = measured
+def seconds(setting: Setting, prefill: float, decode: float) -> dict:
+    found = published.speed(setting)
     return {
         **dataclasses.asdict(setting),
         "prefill": {"measured": prefill, "predicted": found.prefill_seconds},
@@ -73,24 +65,17 @@ def seconds(setting: Setting, measured: tuple[float, float], machines: Mapping[s
     }
 
 
-def of_size(name: str, machines: Mapping[str, Machine]) -> dict:
-    standard = Setting(name, "nvlink", 8, 4, "standard")
-    others = {residual: dataclasses.replace(standard, residual=residual) for residual in RESIDUALS[1:]}
-    return {
-        "model": name,
-        "standard": published.speed(standard, machines).tokens_per_second,
-        "speedup": {residual: published.speedup(other, machines) for residual, other in others.items()},
-    }
+def of_size(name: str) -> dict:
+    of = {residual: Setting(name, "nvlink", 8, 4, residual) for residual in RESIDUALS}
+    others = {residual: speedup(of[residual]) for residual in RESIDUALS[1:]}
+    return {"model": name, "standard": tokens(of["standard"]), "speedup": others}
 
 
-def larger(tensor: int, batch: int, machines: Mapping[str, Machine]) -> dict:
-    small, large = LARGER
-    asked = {"standard": (small, "standard"), "ladder": (small, "ladder"), "larger_ladder": (large, "ladder")}
-    found = {"tensor": tensor, "batch": batch}
-    for name, (model, residual) in asked.items():
-        setting = Setting(model, "nvlink", tensor, batch, residual)
-        found[name] = published.speed(setting, machines).tokens_per_second
-    return found
+def larger(tensor: int, batch: int) -> dict:
+    of = lambda model, residual: tokens(Setting(model, "nvlink", tensor, batch, residual))
+    found = {"standard": of("ladder-1b", "standard"), "ladder": of("ladder-1b", "ladder")}
+    found["larger_ladder"] = of("ladder-1.55b", "ladder")  # the paper's "30 % larger", in time: 52 layers for 40
+    return {"tensor": tensor, "batch": batch, **found}
 
 
 # The README's tables.
@@ -140,12 +125,11 @@ def times(one: dict) -> list[object]:
 
 def summaries(results: dict) -> str:
     """Of constants fitted to all figures, and to all but the figure or its whole row."""
-    found = {"fitted to all": results["published_summary"]}
+    found, measured = {"fitted to all": results["published_summary"]}, published.tables()
+    names = [field.name for field in dataclasses.fields(Setting)]
     for kind, rows in results["fit"]["left_out"].items():
-        fields = [field.name for field in dataclasses.fields(Setting)]
-        predicted = {Setting(*(one[field] for field in fields)): one["tokens_per_second"] for one in rows}
-        errors = published.errors(published.tables(), predicted.__getitem__)
-        found[f"left out: its {kind}"] = errors.summary()
+        predicted = {Setting(*(one[name] for name in names)): one["tokens_per_second"] for one in rows}
+        found[f"left out: its {kind}"] = published.errors(measured, predicted.__getitem__).summary()
     lines = []
     for name, one in found.items():
         ratios = f"{100 * one['median_ratio_error']:.1f}, {100 * one['worst_ratio_error']:.1f}"
@@ -176,19 +160,15 @@ def two_nodes_table(rows: list[dict]) -> str:
 
 
 def sizes_table(results: dict) -> str:
-    known = {}
-    for one in results["elsewhere"] + results["published"]:
-        if (one["link"], one["tensor"], one["batch"]) == ("nvlink", 8, 4):
-            known[one["model"], one["residual"]] = one["measured"]
+    known = {(one["model"], one["residual"]): one["measured"] for one in results["elsewhere"] + results["published"]
+             if (one["link"], one["tensor"], one["batch"]) == ("nvlink", 8, 4)}  # fmt: skip
     lines = []
     for one in results["sizes"]:
-        cells = [one["model"], f"{one['standard']:,.0f}"]
+        name, cells = one["model"], []
         for residual, predicted in one["speedup"].items():
-            measured = known.get((one["model"], residual))
-            standard = known.get((one["model"], "standard"))
-            ratio = f"{measured / standard:.2f}" if measured and standard else "-"
-            cells.append(f"{ratio}, {predicted:.2f}")
-        lines.append(cells)
+            both = known.get((name, residual)), known.get((name, "standard"))
+            cells.append(f"{both[0] / both[1]:.2f}, {predicted:.2f}" if all(both) else f"-, {predicted:.2f}")
+        lines.append([name, f"{one['standard']:,.0f}", *cells])
     return study.table("model | Standard, predicted tokens/s | ladder | parallel | no communication", lines)
 
 

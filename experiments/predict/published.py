@@ -12,13 +12,14 @@ two_nodes.csv: the same repository's tools/plot-405b.py, tokens a second over St
 
 import csv
 import dataclasses
+import functools
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from ladder_jax.config import preset
 from ladder_jax.predict import machine, model
-from ladder_jax.predict.implementation import AUTHORS, Implementation
+from ladder_jax.predict.implementation import AUTHORS
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.model import Speed
 
@@ -72,25 +73,33 @@ def two_nodes() -> dict[Setting, float]:
     return found
 
 
+@functools.cache
 def shipped() -> dict[str, Machine]:
     """The package's own machines, by the names of links in the tables."""
     return {link: machine.load(name) for link, name in MACHINES.items()}
 
 
-def speed(setting: Setting, machines: Mapping[str, Machine], implementation: Implementation = AUTHORS) -> Speed:
+def speed(setting: Setting) -> Speed:
     return model.speed(
         preset(setting.model, residual=setting.residual.replace("_", "-")),
-        machine=machines[setting.link],
+        machine=shipped()[setting.link],
         tensor=setting.tensor,
         rows=setting.batch,
-        implementation=implementation,
+        implementation=AUTHORS,
     )
 
 
-def speedup(setting: Setting, machines: Mapping[str, Machine], implementation: Implementation = AUTHORS) -> float:
-    standard = dataclasses.replace(setting, residual="standard")
-    found = [speed(one, machines, implementation).tokens_per_second for one in (setting, standard)]
-    return found[0] / found[1]
+def tokens(setting: Setting) -> float:
+    """Predicted tokens a second."""
+    return speed(setting).tokens_per_second
+
+
+def speedup(setting: Setting) -> float:
+    return tokens(setting) / tokens(standard(setting))
+
+
+def standard(setting: Setting) -> Setting:
+    return dataclasses.replace(setting, residual="standard")
 
 
 def _setting(row: dict, name: str, residual: str) -> Setting:
@@ -130,7 +139,6 @@ class Errors:
 
 def errors(measured: dict[Setting, float], predict: Callable[[Setting], float]) -> Errors:
     found = {setting: predict(setting) for setting in measured}
-    standard = lambda setting: dataclasses.replace(setting, residual="standard")
     ratios = {
         s: found[s] / found[standard(s)] - measured[s] / measured[standard(s)]
         for s in measured

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments import study
-from experiments.study import Spread
 from ladder_jax import config
 from ladder_jax.config import RunConfig
 from ladder_jax.errors import UserError, unknown
@@ -31,9 +30,7 @@ RANKS, SHAPE, MACHINE = 8, "ladder-1b", "h100-nvlink"  # of the predicted time
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study.parser(__doc__, name="pretrain")
     parser.add_argument(
         "overrides", nargs="*", metavar="path.to.field=value", help="settings that replace study.yaml's"
     )
@@ -188,33 +185,29 @@ def loss_at(run: dict, step: float) -> float:
     return float(np.interp(step, steps, losses))
 
 
-def less_standard(results: dict, residual: str, *, at: float) -> Spread:
+def less_standard(results: dict, residual: str, *, at: float) -> list[float]:
     """The loss at step `at` less Standard's at its last one, over the seeds that both have.
 
     Runs of a seed have the same batches, and the same initial values where their parameters are the same.
     """
-    standard = of(results, "standard")
-    gaps = [
-        loss_at(run, at) - loss_at(standard[seed], results["of_standard"])
-        for seed, run in of(results, residual).items()
-        if seed in standard
-    ]
-    return Spread(tuple(gaps))
+    standard, own = of(results, "standard"), of(results, residual)
+    last = {seed: loss_at(run, results["of_standard"]) for seed, run in standard.items()}
+    return [loss_at(run, at) - last[seed] for seed, run in own.items() if seed in last]
 
 
 def tables(results: dict) -> dict[str, str]:
     """The README's, in Markdown."""
     end, rows = results["of_standard"], []
+
+    def cells(residual: str, step: float) -> list[str]:
+        losses = [loss_at(run, step) for run in of(results, residual).values()]
+        return [study.spread(losses), study.difference(less_standard(results, residual, at=step))]
+
     for residual in TOPOLOGIES:
-        own = of(results, residual).values()
-        if not own:
-            continue
-        faster = speedup(results, residual)
-        cells = [residual, len(own)]
-        for before, step in (([], end), ([f"{faster:.2f}", f"{end * faster:.0f}"], end * faster)):
-            losses = Spread(tuple(loss_at(run, step) for run in own))
-            cells += [*before, losses, less_standard(results, residual, at=step).as_difference]
-        rows.append(cells)
+        if count := len(of(results, residual)):
+            faster = speedup(results, residual)
+            in_time = [f"{faster:.2f}", f"{end * faster:.0f}", *cells(residual, end * faster)]
+            rows.append([residual, count, *cells(residual, end), *in_time])
     head = (
         f"topology | seeds | at {end} steps | less Standard | predicted steps/s, over Standard"
         " | steps in Standard's time | at that step | less Standard"

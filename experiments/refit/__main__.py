@@ -39,9 +39,7 @@ LAYERS = {  # as `--ladder-layers`; the least sensitive as experiments/convert_s
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.refit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study.parser(__doc__, name="refit")
     parser.add_argument("--wikitext", metavar="FILE", help="a split of WikiText-2")
     parser.add_argument("--gsm8k", metavar="FILE", help="GSM8K's JSON lines, each with question and answer")
     parser.add_argument("--shakespeare", metavar="FILE", help="tinyshakespeare, say")

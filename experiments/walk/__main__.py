@@ -9,7 +9,6 @@ from the command line to its end. Each command is run in a fresh process.
 --list prints the files in the order of their first calls, with their functions.
 """
 
-import argparse
 import importlib.util
 import inspect
 import json
@@ -29,7 +28,7 @@ WALKS = ("train", "generate")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study.parser(__doc__, name="walk")
     parser.add_argument("walks", nargs="*", metavar="train|generate", help="default: both")
     parser.add_argument("--list", action="store_true", help="print the files in order, with their functions")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")

@@ -21,7 +21,7 @@ def kept():
 
 @pytest.fixture(scope="module")
 def made():
-    return command.predictions(published.shipped())
+    return command.predictions()
 
 
 def test_the_tables_are_what_the_package_predicts(kept, made):
