@@ -7,6 +7,7 @@ import platform
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax import files
@@ -33,6 +34,15 @@ def parser(doc: str, *, name: str) -> argparse.ArgumentParser:
 
 
 # Results.
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """What a call takes, with all that it computes on devices."""
+    import jax
+
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
 
 
 def environment() -> dict[str, str]:

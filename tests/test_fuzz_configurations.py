@@ -4,7 +4,7 @@ import collections
 import itertools
 
 from experiments.fuzz_configurations import __main__ as command
-from experiments.fuzz_configurations import compare, report, walk
+from experiments.fuzz_configurations import compare, walk
 from experiments.fuzz_configurations.draw import CHECKS, draw, override
 from ladder_jax.errors import UserError
 from ladder_jax.residual import recurrence
@@ -16,9 +16,9 @@ SEED, COUNT = 233, 10
 def test_every_case_computes_what_the_reference_does():
     met = list(walk.outcomes(draw(SEED, index) for index in range(COUNT)))
     for case, outcome in met:
-        assert outcome.what != "failed", report.failure(case, outcome)
-    assert sum(outcome.what == "ran" for _, outcome in met) >= 0.75 * COUNT, report.refusals(met)
-    checks = report.compared(met)
+        assert outcome.what != "failed", command.failure(case, outcome)
+    assert sum(outcome.what == "ran" for _, outcome in met) >= 0.75 * COUNT, command.refusals(met)
+    checks = command.compared(met)
     assert checks["gradients"] >= COUNT / 2 and len(checks) >= 4, checks
 
 
@@ -36,7 +36,7 @@ def test_a_wrong_gradient_is_reported(monkeypatch):
     monkeypatch.setattr(gradients, "_reduce_gradient", lambda g, dims, layout: 1.001 * reduce(g, dims, layout))
     case, outcome = found()
     assert outcome.what == "failed" and "beyond" in outcome.said
-    text = report.failure(case, outcome)
+    text = command.failure(case, outcome)
     assert f"--case {case.seed}:{case.index}" in text and "model.residual=ladder" in text
 
 
@@ -61,7 +61,7 @@ def test_a_crash_is_reported_and_a_refusal_is_not(monkeypatch):
     monkeypatch.setattr(compare.Program, "begin", refuse)
     case, outcome = found()
     assert outcome.what == "refused" and outcome.said == "4 is not 3"
-    assert report.refusals([(case, outcome)]).split(maxsplit=1) == ["1", "N is not N"]
+    assert command.refusals([(case, outcome)]).split(maxsplit=1) == ["1", "N is not N"]
 
 
 def test_a_process_that_dies_is_reported(monkeypatch, tmp_path, capsys):

@@ -10,13 +10,15 @@ a rule refuses counts as refused. The status is 1 if anything failed.
 """
 
 import argparse
+import collections
 import itertools
+import re
 import sys
 import time
+from collections.abc import Sequence
 
 from experiments import study
-from experiments.fuzz_configurations import report
-from experiments.fuzz_configurations.draw import draw
+from experiments.fuzz_configurations.draw import Case, Outcome, draw
 from experiments.fuzz_configurations.walk import outcomes, simulate, walk, work
 
 
@@ -41,22 +43,58 @@ def main() -> int:
         for case, outcome in walk(args.seed, indices, seconds=seconds):
             met.append((case, outcome))
             if outcome.what == "failed":
-                print(report.failure(case, outcome), flush=True)
-            print(f"{report.line(met)}, {time.monotonic() - began:.0f} s", end="\r", flush=True)
+                print(failure(case, outcome), flush=True)
+            print(f"{line(met)}, {time.monotonic() - began:.0f} s", end="\r", flush=True)
     except KeyboardInterrupt:
         print("\nstopped")
-    print("\n\n" + "\n".join(f"{count:5} compared: {name}" for name, count in report.compared(met).most_common()))
+    print("\n\n" + "\n".join(f"{count:5} compared: {name}" for name, count in compared(met).most_common()))
     if args.verbose:
-        print(report.refusals(met))
-    print(f"{report.line(met)}; {(time.monotonic() - began) / max(len(met), 1):.1f} s a case")
+        print(refusals(met))
+    print(f"{line(met)}; {(time.monotonic() - began) / max(len(met), 1):.1f} s a case")
     return int(any(outcome.what == "failed" for _, outcome in met))
 
 
 def again(seed: int, index: int) -> int:
     simulate()
-    [(case, found)] = outcomes([draw(seed, index)])
-    print(f"{report.described(case)}\n{found.what}: {found.said or ', '.join(found.done)} ({found.seconds:.1f} s)")
+    case = draw(seed, index)
+    print(described(case), flush=True)
+    [(_, found)] = outcomes([case])
+    print(f"{found.what}: {found.said or ', '.join(found.done)} ({found.seconds:.1f} s)")
     return int(found.what == "failed")
+
+
+# What is said of the cases that a walk has met.
+
+Met = Sequence[tuple[Case, Outcome]]
+
+
+def described(case: Case) -> str:
+    other = {name: value for name, value in case.other.items() if case.settings.get(name) != value}
+    told = {"settings": case.dotted, "batch": case.batch, "checks": case.checks, "another mesh": other}
+    told |= {"inference": case.inference, "teacher": case.teacher}
+    return "\n".join(f"  {name}: {value}" for name, value in told.items() if value)
+
+
+def failure(case: Case, outcome: Outcome) -> str:
+    said = outcome.said.replace("\n", "\n  ")
+    return f"\ncase {case.seed}:{case.index} failed: {said}\n{described(case)}\n  again: {case.command}"
+
+
+def line(met: Met) -> str:
+    counts = collections.Counter(outcome.what for _, outcome in met)
+    return f"{len(met)} cases: {', '.join(f'{counts[what]} {what}' for what in ('ran', 'refused', 'failed'))}"
+
+
+def compared(met: Met) -> collections.Counter[str]:
+    """How often each check was made."""
+    return collections.Counter(check for _, outcome in met for check in outcome.done)
+
+
+def refusals(met: Met) -> str:
+    """Each reason, its numbers left out, and how often it was given."""
+    refused = (outcome.said for _, outcome in met if outcome.what == "refused")
+    reasons = collections.Counter(re.sub(r"\d+(\.\d+)?", "N", said) for said in refused)
+    return "\n".join(f"{count:5d} {reason}" for reason, count in reasons.most_common())
 
 
 if __name__ == "__main__":

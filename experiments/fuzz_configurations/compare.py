@@ -248,10 +248,8 @@ class Run:
             restore = self.first.resume(state, frozen, pathlib.Path(folder))
             unbroken, *_ = self.first.advance(state, frozen, self.batch(1))
             resumed, *_ = self.first.advance(*restore(), self.batch(1))
-        same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), unbroken, resumed)
-        if not all(jax.tree.leaves(same)):
-            names = [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(same) if not leaf]
-            raise Beyond(f"resumed: other bits in {', '.join(names[:6])}")
+        if other := [path for path, both in pairs(resumed, unbroken).items() if not np.array_equal(*both)]:
+            raise Beyond(f"resumed: other bits in {', '.join(other[:6])}")
         self.done.append("resumed")
 
     def check_inference(self) -> None:

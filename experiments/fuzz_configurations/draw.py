@@ -317,12 +317,12 @@ def another(dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops
 
 def in_halves(dice: Dice, case: Case) -> Case:
     """Either program perhaps in two halves in turn; prompts likewise."""
-    names = [case.settings["model.residual"], *(case.teacher.get(n) for n in ("model.residual",))]
-    names.append(case.settings.get("distill.residual"))
+    drawn = case.settings
+    names = drawn["model.residual"], case.teacher.get("model.residual"), drawn.get("distill.residual")
     fits = all(reduces(name) and not name.startswith("farskip") for name in names if name)
-    fits = fits and not case.drops and case.settings.get("mesh.experts") != "exchange"
+    fits = fits and not case.drops and drawn.get("mesh.experts") != "exchange"
     programs = []
-    for settings in (case.settings, case.other):
+    for settings in (drawn, case.other):
         shards = settings["mesh.data"] * settings["mesh.fsdp"] * settings["train.accumulate"]
         odd = settings["train.batch"] // shards % 2 == 1
         waits = settings["train.collective_matmul"] != "none" or "conversion.steps" in settings

@@ -15,7 +15,6 @@ import os
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import jax
@@ -77,7 +76,7 @@ def measured(model: str, *, share: int, tokens: int, form: str, product: str, re
     compute = functools.partial(_on_device, _form(form, product), jnp.asarray(sizes), *arrays)
     exact = _exact(product, *arrays, sizes=sizes)
     out = np.asarray(compute(count=1), np.float64)[: len(exact)]  # rows beyond are of no group
-    times = [_seconds(functools.partial(compute, count=COUNT)) / COUNT for _ in range(repeats + 1)][1:]
+    times = [study.seconds(lambda: compute(count=COUNT)) / COUNT for _ in range(repeats + 1)][1:]
     return {
         "rows": int(sizes.sum()),
         "chosen_experts": int(np.count_nonzero(sizes)),
@@ -130,12 +129,6 @@ def _exact(product: str, left: jax.Array, right: jax.Array, *, sizes: np.ndarray
         of_group = [a[group] if a.ndim == 3 else a[stop - size : stop] for a in (left, right)]
         parts.append(np.einsum(spec, *of_group, optimize=True))
     return np.stack(parts) if product == "over-rows" else np.concatenate(parts)
-
-
-def _seconds(run: Callable[[], jax.Array]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import os
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
@@ -157,7 +156,7 @@ def copies(sizes: Sequence[int] = SIZES, *, count: int = 100, repeats: int = 5) 
     found = []
     for size in sizes:
         x = jnp.zeros(size, jnp.int8)
-        samples = [_seconds(run, x) for _ in range(repeats + 1)][1:]
+        samples = [study.seconds(lambda: run(x)) for _ in range(repeats + 1)][1:]
         found.append((size, max([statistics.median(samples) / count, *(seconds for _, seconds in found)])))
     return found
 
@@ -166,12 +165,6 @@ def as_long_as(cost: Callable[[int], float], *, measured: Sequence[tuple[int, fl
     """Copies that take `cost(bytes)` seconds, by the `copies` that were timed; at most the largest of them."""
     sizes, seconds = zip(*measured, strict=True)
     return lambda size: int(np.interp(cost(size), seconds, sizes))
-
-
-def _seconds(run: Callable, x: jax.Array) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run(x))
-    return time.perf_counter() - start
 
 
 def _there_and_back(x: jax.Array, axes: tuple[str, ...], *, copied: Copied) -> jax.Array:

@@ -68,11 +68,13 @@ def asked() -> list[dict]:
     return [row for row in found if row["way"] in ("plain", *WAYS)]
 
 
+@dataclasses.dataclass(frozen=True)
 class Measurement:
     """held_out: by domain, tokens [HELD_OUT + 1]. rest: by domain, rows [n, SEQUENCE] of the text after them."""
 
-    def __init__(self, source: Source, held_out: dict[str, np.ndarray], rest: dict[str, np.ndarray]):
-        self.source, self.held_out, self.rest = source, held_out, rest
+    source: Source
+    held_out: dict[str, np.ndarray]
+    rest: dict[str, np.ndarray]
 
     def of(self, row: dict) -> dict:
         """The row's losses by domain, in nats a token, and what its fits left of the missing input."""
