@@ -47,13 +47,7 @@ START = "train.start=CHECKPOINT"
 TENSOR = "mesh.tensor=4"
 
 FEATURES = (
-    residual("standard"),
-    residual("ladder"),
-    residual("ladder-2"),
-    residual("ladder-fresh"),
-    residual("parallel"),
-    residual("parallel-shared-norm"),
-    residual("parallel-ladder"),
+    *map(residual, "standard ladder ladder-2 ladder-fresh parallel parallel-shared-norm parallel-ladder".split()),
     residual("desync-2"),
     residual("farskip", EXPERTS),
     residual("no-communication"),

@@ -75,6 +75,11 @@ def write(text: str, *, file: pathlib.Path) -> None:
     files.write_atomically(str(file), lambda path: pathlib.Path(path).write_text(text, encoding="utf-8"))
 
 
+def asked(file: pathlib.Path, *, found: Sequence[str]) -> list[dict]:
+    """What the rows of `file` were asked, without what was found."""
+    return [{key: value for key, value in row.items() if key not in found} for row in load(file)["rows"]]
+
+
 def resumed(asked: Sequence[dict], measure: Callable[[dict], dict], *, file: pathlib.Path, about: dict) -> list[dict]:
     """The rows of `file`, after those of `asked` that it lacked were measured; each is kept as soon as it is.
 

@@ -183,7 +183,6 @@ def test_commands_are_understood():
 def test_the_tables_of_the_plans_study_are_its_rows():
     """Of compiled programs; the other studies' tests have theirs."""
     rows, text = study.load(plan_study.HERE / "results.json")["rows"], (plan_study.HERE / "README.md").read_text()
-    assert all(any(case.items() <= row.items() for row in rows) for case in plan_study.CASES)
     assert study.fill(text, plan_study.tables(rows)) == text
 
 

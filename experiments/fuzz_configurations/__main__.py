@@ -27,7 +27,6 @@ def main() -> int:
     parser.add_argument("seed", type=int, nargs="?", default=0, help="of the walk (default: %(default)s)")
     parser.add_argument("count", type=int, nargs="?", help="how many cases (default: as many as the time allows)")
     parser.add_argument("seconds", type=float, nargs="?", help="no case begins later (default: 600 without a count)")
-    parser.add_argument("--verbose", action="store_true", help="list what was refused, and why")
     parser.add_argument("--case", metavar="SEED:INDEX", help="run this case, in this process")
     parser.add_argument("--worker", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -48,9 +47,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nstopped")
     print("\n\n" + "\n".join(f"{count:5} compared: {name}" for name, count in compared(met).most_common()))
-    if args.verbose:
-        print(refusals(met))
-    print(f"{line(met)}; {(time.monotonic() - began) / max(len(met), 1):.1f} s a case")
+    print(f"{refusals(met)}\n{line(met)}; {(time.monotonic() - began) / max(len(met), 1):.1f} s a case")
     return int(any(outcome.what == "failed" for _, outcome in met))
 
 

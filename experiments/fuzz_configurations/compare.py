@@ -20,7 +20,7 @@ from experiments.fuzz_configurations.draw import Case, Outcome, override
 from experiments.fuzz_configurations.expected import Documents, Question, Teacher
 from experiments.fuzz_configurations.program import Program, batch_of, placed
 from ladder_jax import config as configs
-from ladder_jax import decode, nn
+from ladder_jax import decode, nn, train
 from ladder_jax.config import START, Dtype, ExpertParallelism, Loop, ModelConfig, Quantize, RunConfig
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
@@ -116,11 +116,11 @@ class Run:
         return self.program(self.case.settings)
 
     def program(self, settings: dict[str, Any]) -> Program:
-        return Program.of(load(self.case.preset, settings), teacher=self.teacher, seed=self.seed)
+        return Program(train.resolve(load(self.case.preset, settings)), self.teacher, self.seed)
 
     def tokens(self, number: int):
-        train = self.config.train
-        sizes = dict(rows=train.batch, length=train.sequence, vocab=self.config.model.vocab_size)
+        of = self.config.train
+        sizes = dict(rows=of.batch, length=of.sequence, vocab=self.config.model.vocab_size)
         return batch_of(self.case.batch, **sizes, seed=self.seed + 5 + number)
 
     def batch(self, number: int):

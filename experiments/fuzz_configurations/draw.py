@@ -13,13 +13,10 @@ import numpy as np
 
 DEVICES = 8
 DENSE = (
-    "standard", "ladder", "ladder-2", "ladder-3", "ladder-fresh", "parallel", "parallel-shared-norm",
-    "parallel-ladder", "desync-2", "desync-3", "no-communication",
-)  # fmt: skip
-EXPERTS = (
-    "standard", "ladder", "ladder-2", "farskip", "farskip", "farskip", "parallel", "parallel-shared-norm",
-    "parallel-ladder",
-)  # fmt: skip
+    "standard ladder ladder-2 ladder-3 ladder-fresh parallel parallel-shared-norm parallel-ladder desync-2 desync-3"
+    " no-communication"
+).split()
+EXPERTS = "standard ladder ladder-2 farskip farskip farskip parallel parallel-shared-norm parallel-ladder".split()
 CHECKS = {"inference": 0.3, "another mesh": 0.25, "resumed": 0.12, "evaluated": 0.15}
 """And of how many cases each is."""
 

@@ -31,8 +31,7 @@ def shape_of(model: ModelConfig, *, tensor: int) -> reference.Shape:
         ranks=(model.ranks or tensor) if kind in ("fresh", "desync", "none") else 1,
         theta=model.rope_theta,
         eps=model.norm_eps,
-        llama3=scaling
-        and (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context),
+        llama3=scaling and dataclasses.astuple(scaling),
         experts=moe and (moe.top_k, moe.softmax.value),
     )
 

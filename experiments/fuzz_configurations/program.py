@@ -36,10 +36,6 @@ class Program:
     teacher: ModelConfig | None
     seed: int
 
-    @classmethod
-    def of(cls, config: RunConfig, *, teacher: ModelConfig | None, seed: int) -> "Program":
-        return cls(train.resolve(config), teacher, seed)
-
     @functools.cached_property
     def definition(self) -> ModelDef:
         mesh = make_mesh(**self.config.mesh.axes)

@@ -156,8 +156,7 @@ def run(
         if before["survived"] and before.get("given") != given:
             limit = 60 + 3 * sum(executed[test]["seconds"] for test in tests)
             by = killer(mutant, changed, tests, scratch, limit=limit)
-            place = dict(file=mutant.file, line=mutant.lines[0], text=mutant.text)
-            done[name] = place | dict(given=given, survived=by is None, by=by, tests=len(tests))
+            done[name] = dict(given=given, survived=by is None, by=by, tests=len(tests))
             study.keep(done, file=file)
         results[mutant] = done[name]
     return results

@@ -37,10 +37,10 @@ def predictions() -> dict:
     summaries = {}
     for source in ELSEWHERE:
         of_source = {setting: value for one, setting, value in elsewhere if one == source}
-        summaries[source] = published.errors(of_source, tokens).summary()
+        summaries[source] = published.errors(of_source, tokens)
     return {
         "published": [row(setting, value, tokens(setting)) for setting, value in measured.items()],
-        "published_summary": published.errors(measured, tokens).summary(),
+        "published_summary": published.errors(measured, tokens),
         "seconds": [seconds(setting, *times) for setting, times in published.seconds().items()],
         "elsewhere": [
             {"source": source, **row(setting, value, tokens(setting))} for source, setting, value in elsewhere
@@ -129,7 +129,7 @@ def summaries(results: dict) -> str:
     names = [field.name for field in dataclasses.fields(Setting)]
     for kind, rows in results["fit"]["left_out"].items():
         predicted = {Setting(*(one[name] for name in names)): one["tokens_per_second"] for one in rows}
-        found[f"left out: its {kind}"] = published.errors(measured, predicted.__getitem__).summary()
+        found[f"left out: its {kind}"] = published.errors(measured, predicted.__getitem__)
     lines = []
     for name, one in found.items():
         ratios = f"{100 * one['median_ratio_error']:.1f}, {100 * one['worst_ratio_error']:.1f}"

@@ -114,40 +114,21 @@ def _read(name: str) -> list[dict]:
 # How far predictions are from measurements.
 
 
-@dataclasses.dataclass(frozen=True)
-class Errors:
-    """each: predicted / measured - 1; ratios: predicted less measured, of speeds over Standard's; wrong: pairs out of
-    order."""
-
-    each: dict[Setting, float]
-    ratios: dict[Setting, float]
-    wrong: tuple[tuple[Setting, Setting], ...]
-
-    def summary(self) -> dict:
-        absolute, points = [abs(e) for e in self.each.values()], [abs(e) for e in self.ratios.values()]
-        worst = max(self.each, key=lambda setting: abs(self.each[setting]))
-        return {
-            "figures": len(absolute),
-            "median_error": statistics.median(absolute),
-            "worst_error": max(absolute),
-            "worst_at": dataclasses.asdict(worst),
-            "median_ratio_error": statistics.median(points),
-            "worst_ratio_error": max(points),
-            "pairs_out_of_order": len(self.wrong),
-        }
-
-
-def errors(measured: dict[Setting, float], predict: Callable[[Setting], float]) -> Errors:
+def errors(measured: dict[Setting, float], predict: Callable[[Setting], float]) -> dict:
+    """Errors are predicted / measured - 1; a ratio's is that of a speed over Standard's, predicted less measured."""
     found = {setting: predict(setting) for setting in measured}
-    ratios = {
-        s: found[s] / found[standard(s)] - measured[s] / measured[standard(s)]
-        for s in measured
-        if s.residual != "standard" and standard(s) in measured
+    absolute = {setting: abs(found[setting] / value - 1) for setting, value in measured.items()}
+    both = [(s, standard(s)) for s in measured if s.residual != "standard" and standard(s) in measured]
+    points = [abs(found[s] / found[base] - measured[s] / measured[base]) for s, base in both]
+    worst = max(absolute, key=absolute.__getitem__)
+    others = ((s, dataclasses.replace(s, residual=name)) for s in measured for name in RESIDUALS)
+    apart = [(s, other) for s, other in others if measured[s] > MATTERS * measured.get(other, measured[s])]
+    return {
+        "figures": len(absolute),
+        "median_error": statistics.median(absolute.values()),
+        "worst_error": absolute[worst],
+        "worst_at": dataclasses.asdict(worst),
+        "median_ratio_error": statistics.median(points),
+        "worst_ratio_error": max(points),
+        "pairs_out_of_order": sum(found[faster] <= found[slower] for faster, slower in apart),
     }
-    wrong = tuple(
-        (faster, slower)
-        for faster in measured
-        for slower in (dataclasses.replace(faster, residual=name) for name in RESIDUALS)
-        if slower in measured and measured[faster] > MATTERS * measured[slower] and found[faster] <= found[slower]
-    )
-    return Errors({s: found[s] / measured[s] - 1 for s in measured}, ratios, wrong)

@@ -62,10 +62,9 @@ USUAL = {"way": "inputs", "text": DOMAINS[0], "tokens": 12_288, "seed": 0, "ridg
 
 
 def asked() -> list[dict]:
-    """What the rows of results.json were asked; those of other ways are an earlier commit's."""
-    kept = study.load(HERE / "results.json")["rows"]
-    found = [{key: value for key, value in row.items() if key not in ("losses", "fits", "seconds")} for row in kept]
-    return [row for row in found if row["way"] in ("plain", *WAYS)]
+    """The rows to measure, those of results.json; of other ways they are an earlier commit's."""
+    rows = study.asked(HERE / "results.json", found=("losses", "fits", "seconds"))
+    return [row for row in rows if row["way"] in ("plain", *WAYS)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """How many files of the library one command passes through: what a newcomer opens to follow it.
 
-    python -m experiments.walk [train] [generate] [--list] [--out FILE]
+    python -m experiments.walk [--list] [--out FILE]
 
 train: `ladder-jax train tiny` on data x tensor = 2 x 2 simulated devices, from the command line until the first
 training step's program is called, whose tracing is included. generate: `ladder-jax generate CHECKPOINT --prompt TEXT`,
@@ -24,19 +24,15 @@ from experiments import study
 HERE = pathlib.Path(__file__).resolve().parent
 TEXT = "".join(f"line {n}: the ladder has {n % 7} rungs, and {n % 5} of them are new\n" for n in range(4000))
 DEVICES = ("--cpu-devices", "4")
-WALKS = ("train", "generate")
 
 
 def main() -> None:
     parser = study.parser(__doc__, name="walk")
-    parser.add_argument("walks", nargs="*", metavar="train|generate", help="default: both")
     parser.add_argument("--list", action="store_true", help="print the files in order, with their functions")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     args = parser.parse_args()
-    if unknown := set(args.walks) - set(WALKS):
-        parser.error(f"no such walk: {', '.join(sorted(unknown))}")
     rows = []
-    for name in args.walks or WALKS:
+    for name in ("train", "generate"):
         with tempfile.TemporaryDirectory() as folder:
             found = walk(name, folder=pathlib.Path(folder))
         files = found["files"]
