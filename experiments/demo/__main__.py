@@ -46,10 +46,8 @@ def main(arguments: list[str]) -> int:
     rows = {residual: metrics.read(runs / residual) for residual in residuals}
     entropy = results[residuals[0]].bigram_entropy
     for residual, result in results.items():
-        verdict = "below" if result.validation_loss < entropy else "NOT below"
         console.print(
-            f"{residual:<9} held-out loss {result.validation_loss:.3f} nats a byte,"
-            f" {verdict} the text's bigram entropy of {entropy:.3f}"
+            f"{residual:<9} held-out loss {result.validation_loss:.3f} nats a byte; the text's bigrams: {entropy:.3f}"
         )
         last = rows[residual][-1]
         if "expert_load" in last:

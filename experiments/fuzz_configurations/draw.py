@@ -304,9 +304,8 @@ def another(dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops
     if of_ranks:
         changed["model.ranks"] = ranks
     split = split and sequence % tensor == 0
-    whole = settings.get("distill.hidden_weight", 0) or "conversion.steps" in settings
-    whole = whole or not reduces(settings.get("distill.residual", "ladder"))
-    whole = whole or not reduces(teacher.get("model.residual", "ladder"))
+    taught = settings.get("distill.residual", "ladder"), teacher.get("model.residual", "ladder")
+    whole = "distill.hidden_weight" in settings or "conversion.steps" in settings or not all(map(reduces, taught))
     changed |= form(dice, settings, split and not whole)
     changed |= parts(dice, {**settings, **changed}, settings["train.batch"])
     return settings | changed

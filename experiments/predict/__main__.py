@@ -7,15 +7,13 @@ the commit that has the fit; results.json keeps its constants, and its predictio
 """
 
 import dataclasses
-import itertools
 import statistics
 
 from experiments import study
 from experiments.predict import published
-from experiments.predict.published import HERE, RESIDUALS, Setting, speedup, tokens
+from experiments.predict.published import HERE, Setting, speedup, tokens
 
 RESULTS = HERE / "results.json"
-SIZES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "codellama-34b", "llama-3-70b")
 ELSEWHERE = {
     "logs": "Llama-3-8B, NVLink, TP 1 to 8, batch 1 to 64",
     "blog": "Llama-3.2-1B and 3B, NVLink, TP 8, batch 4",
@@ -24,7 +22,7 @@ ELSEWHERE = {
 
 
 def main() -> None:
-    results = {"fit": study.load(RESULTS)["fit"], **predictions()}
+    results = {**study.load(RESULTS), **predictions()}
     study.keep(results, file=RESULTS)
     study.show(tables(results), folder=HERE)
 
@@ -47,8 +45,6 @@ def predictions() -> dict:
         ],
         "elsewhere_summary": summaries,
         "two_nodes": [row(setting, value, speedup(setting)) for setting, value in published.two_nodes().items()],
-        "sizes": [of_size(name) for name in SIZES],
-        "larger": [larger(*place) for place in itertools.product((2, 4, 8), (1, 4, 16))],
     }
 
 
@@ -65,19 +61,6 @@ def seconds(setting: Setting, prefill: float, decode: float) -> dict:
     }
 
 
-def of_size(name: str) -> dict:
-    of = {residual: Setting(name, "nvlink", 8, 4, residual) for residual in RESIDUALS}
-    others = {residual: speedup(of[residual]) for residual in RESIDUALS[1:]}
-    return {"model": name, "standard": tokens(of["standard"]), "speedup": others}
-
-
-def larger(tensor: int, batch: int) -> dict:
-    of = lambda model, residual: tokens(Setting(model, "nvlink", tensor, batch, residual))
-    found = {"standard": of("ladder-1b", "standard"), "ladder": of("ladder-1b", "ladder")}
-    found["larger_ladder"] = of("ladder-1.55b", "ladder")  # the paper's "30 % larger", in time: 52 layers for 40
-    return {"tensor": tensor, "batch": batch, **found}
-
-
 # The README's tables.
 
 
@@ -92,10 +75,6 @@ def tables(results: dict) -> dict[str, str]:
         "seconds": study.table("batch | residual | prefill s | decode s", map(times, results["seconds"])),
         "elsewhere": elsewhere_table(results),
         "two nodes": two_nodes_table(results["two_nodes"]),
-        "sizes": sizes_table(results),
-        "larger": study.table(
-            "TP | batch | Standard 1B, tokens/s | Ladder 1B | Ladder 1.55B", map(larger_cells, results["larger"])
-        ),
     }
 
 
@@ -157,24 +136,6 @@ def two_nodes_table(rows: list[dict]) -> str:
     errors = [100 * abs(one["predicted"] - one["measured"]) for one in rows]
     points = f"median {statistics.median(errors):.1f} points, worst {max(errors):.1f}"
     return study.table("batch | ladder | parallel | no communication", lines.values()) + f"\n\n{points}"
-
-
-def sizes_table(results: dict) -> str:
-    known = {(one["model"], one["residual"]): one["measured"] for one in results["elsewhere"] + results["published"]
-             if (one["link"], one["tensor"], one["batch"]) == ("nvlink", 8, 4)}  # fmt: skip
-    lines = []
-    for one in results["sizes"]:
-        name, cells = one["model"], []
-        for residual, predicted in one["speedup"].items():
-            both = known.get((name, residual)), known.get((name, "standard"))
-            cells.append(f"{both[0] / both[1]:.2f}, {predicted:.2f}" if all(both) else f"-, {predicted:.2f}")
-        lines.append([name, f"{one['standard']:,.0f}", *cells])
-    return study.table("model | Standard, predicted tokens/s | ladder | parallel | no communication", lines)
-
-
-def larger_cells(one: dict) -> list[object]:
-    ratios = [f"{one[name] / one['standard']:.2f}" for name in ("ladder", "larger_ladder")]
-    return [one["tensor"], one["batch"], f"{one['standard']:,.0f}", *ratios]
 
 
 if __name__ == "__main__":

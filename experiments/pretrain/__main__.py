@@ -119,10 +119,11 @@ def measure(args: argparse.Namespace) -> None:
         if not (place / folder.RESULT).is_file():
             train.run(run.config, say=say)
     standard = asked[0].config
+    entropy = json.loads((folder.path_of(standard) / folder.RESULT).read_text())["bigram_entropy"]
     about = {
         **study.environment(),
         "text": pathlib.Path(standard.data.path).name,
-        "bigram_entropy": read(asked[0], folder.RESULT)["bigram_entropy"],
+        "bigram_entropy": entropy,
         "of_standard": standard.train.steps,
         "tokens_a_step": standard.train.batch * standard.train.sequence,
         "model": config.to_dict(standard.model),
@@ -139,22 +140,17 @@ def say(line: str) -> None:
         print(f"    {line}", flush=True)
 
 
-def read(run: Run, name: str) -> dict:
-    from ladder_jax.train import folder
-
-    return json.loads((folder.path_of(run.config) / name).read_text())
-
-
 def row(run: Run) -> dict:
     from ladder_jax.train import folder, metrics
 
-    rows = metrics.read(folder.path_of(run.config))
+    place = folder.path_of(run.config)
+    rows, read = metrics.read(place), lambda name: json.loads((place / name).read_text())
     return {
         "residual": run.residual,
         "seed": run.seed,
         "steps": run.config.train.steps,
-        "parameters": read(run, folder.RESULT)["parameters"],
-        "wall_seconds": read(run, folder.GOODPUT)["wall_seconds"],
+        "parameters": read(folder.RESULT)["parameters"],
+        "wall_seconds": read(folder.GOODPUT)["wall_seconds"],
         "held_out": [[row["step"], row["validation_loss"]] for row in rows if "validation_loss" in row],
         "training": [[row["step"], row["loss"]] for row in rows],
     }

@@ -26,7 +26,7 @@ def made():
 
 
 def test_the_tables_are_what_the_package_predicts(kept, made):
-    assert set(kept) == {"fit", *made}
+    assert set(kept) > {"fit", *made}
     for name, rows in made.items():
         assert _close(kept[name], rows), name
 
