@@ -7,7 +7,6 @@ Each feature is a few settings of a run. A feature needs what it is refused with
 the settings of both are refused, but not because of what one of them needs. Nothing is compiled.
 """
 
-import argparse
 import dataclasses
 import itertools
 import pathlib
@@ -48,13 +47,7 @@ START = "train.start=CHECKPOINT"
 TENSOR = "mesh.tensor=4"
 
 FEATURES = (
-    residual("standard"),
-    residual("ladder"),
-    residual("ladder-2"),
-    residual("ladder-fresh"),
-    residual("parallel"),
-    residual("parallel-shared-norm"),
-    residual("parallel-ladder"),
+    *map(residual, "standard ladder ladder-2 ladder-fresh parallel parallel-shared-norm parallel-ladder".split()),
     residual("desync-2"),
     residual("farskip", EXPERTS),
     residual("no-communication"),
@@ -130,7 +123,7 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.combinations", description=__doc__.partition("\n")[0])
+    parser = study.parser(__doc__, name="combinations")
     parser.add_argument("--write", action="store_true", help="write the table into docs/scope.md")
     parser.add_argument("--reasons", action="store_true", help="print each refused pair with the rule's own words")
     options = parser.parse_args()

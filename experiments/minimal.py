@@ -238,8 +238,7 @@ def audit(config: Config, target: str, *, exposed: int = 1, batch: int = 8, leng
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.minimal",
-        description=__doc__.split("\n\n", 1)[0],
-        epilog=__doc__.split("\n\n", 1)[1],
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("text", type=pathlib.Path, nargs="?", default=pathlib.Path(__file__), help="a file to learn")

@@ -1,12 +1,13 @@
 """What studies share: how one ends and goes on, what is kept of it, and the tables of its README."""
 
-import dataclasses
+import argparse
 import json
 import pathlib
 import platform
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ladder_jax import files
@@ -26,7 +27,22 @@ def ended(work: Callable[[], object], *, name: str) -> int:
     return 0
 
 
+def parser(doc: str, *, name: str) -> argparse.ArgumentParser:
+    """Of the arguments of `python -m experiments.NAME`, whose module says `doc`."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m experiments.{name}", description=doc, formatter_class=form)
+
+
 # Results.
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """What a call takes, with all that it computes on devices."""
+    import jax
+
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
 
 
 def environment() -> dict[str, str]:
@@ -59,6 +75,11 @@ def write(text: str, *, file: pathlib.Path) -> None:
     files.write_atomically(str(file), lambda path: pathlib.Path(path).write_text(text, encoding="utf-8"))
 
 
+def asked(file: pathlib.Path, *, found: Sequence[str]) -> list[dict]:
+    """What the rows of `file` were asked, without what was found."""
+    return [{key: value for key, value in row.items() if key not in found} for row in load(file)["rows"]]
+
+
 def resumed(asked: Sequence[dict], measure: Callable[[dict], dict], *, file: pathlib.Path, about: dict) -> list[dict]:
     """The rows of `file`, after those of `asked` that it lacked were measured; each is kept as soon as it is.
 
@@ -77,32 +98,18 @@ def resumed(asked: Sequence[dict], measure: Callable[[dict], dict], *, file: pat
 # Tables.
 
 
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Values of one thing over seeds."""
+def spread(values: Sequence[float]) -> str:
+    """Mean and, of several, the sample's standard deviation."""
+    mean = f"{statistics.fmean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
 
-    values: tuple[float, ...]
 
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
-
-    def __str__(self) -> str:
-        """Mean and, of several, the sample's standard deviation."""
-        if len(self.values) == 1:
-            return f"{self.mean:.3f}"
-        return f"{self.mean:.3f} ± {statistics.stdev(self.values):.3f}"
-
-    @property
-    def as_difference(self) -> str:
-        """Mean and, of several, the least and the greatest; of none "-"."""
-        if not self.values:
-            return "-"
-        if not any(self.values):
-            return "0"
-        if len(self.values) == 1:
-            return f"{self.mean:+.3f}"
-        return f"{self.mean:+.3f} ({min(self.values):+.3f} to {max(self.values):+.3f})"
+def difference(values: Sequence[float]) -> str:
+    """Mean and, of several, the least and the greatest; of none "-"."""
+    if not any(values):
+        return "0" if values else "-"
+    mean = f"{statistics.fmean(values):+.3f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):+.3f} to {max(values):+.3f})"
 
 
 def table(head: str, rows: Iterable[Iterable[object]]) -> str:

@@ -19,7 +19,6 @@ from flax import nnx
 
 import ladder_jax
 from experiments import study
-from experiments.overlap import __main__ as overlap_study
 from experiments.plan import __main__ as plan_study
 from experiments.refit import __main__ as refit_study
 from ladder_jax import cli
@@ -181,16 +180,9 @@ def test_commands_are_understood():
             pytest.fail(f"{where}: ladder-jax {words}: {error}")
 
 
-def test_the_tables_of_studies_are_their_rows():
+def test_the_tables_of_the_plans_study_are_its_rows():
     """Of compiled programs; the other studies' tests have theirs."""
-    for part in overlap_study.PARTS.values():
-        rows = study.load(overlap_study.HERE / part.file)["rows"]
-        assert all(any(asked.items() <= row.items() for row in rows) for asked in part.rows())
-        text = (overlap_study.HERE / "README.md").read_text()
-        assert study.fill(text, part.tables(rows)) == text
-    rows = study.load(plan_study.HERE / "results.json")["rows"]
-    assert all(any(case.items() <= row.items() for row in rows) for case in plan_study.CASES)
-    text = (plan_study.HERE / "README.md").read_text()
+    rows, text = study.load(plan_study.HERE / "results.json")["rows"], (plan_study.HERE / "README.md").read_text()
     assert study.fill(text, plan_study.tables(rows)) == text
 
 

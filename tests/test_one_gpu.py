@@ -2,8 +2,6 @@
 there, and the arithmetic."""
 
 import json
-import pathlib
-import subprocess
 import sys
 
 import jax
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.one_gpu import __main__ as command
 from experiments.one_gpu import experts, wire
 from experiments.one_gpu.wire import as_long_as, copies, host_wire
 from ladder_jax import decode, nn, parallel
@@ -19,9 +18,6 @@ from ladder_jax.bench import request as requests
 from ladder_jax.bench.measure import Samples
 from ladder_jax.config import Loop
 from ladder_jax.decode import steps
-
-ROOT = pathlib.Path(wire.__file__).parent.parent.parent
-SMALL = "--batch 1 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1 --layers 1".split()
 
 
 def program(name):
@@ -37,7 +33,7 @@ def program(name):
     return loop, (params, caches, seen, tokens, nothing, settings)
 
 
-@pytest.mark.parametrize("name", ["standard", "ladder", "parallel", "ladder-2"])
+@pytest.mark.parametrize("name", ["standard", "parallel", "ladder-2"])
 def test_the_wire_brings_back_what_it_was_given(name):
     def run():
         loop, args = program(name)
@@ -69,7 +65,7 @@ def test_wires_as_long_as_all_reduces():
     assert [size for size, _ in measured] == [1 << 10, 1 << 20] and 0 < measured[0][1] <= measured[1][1]
     copied = as_long_as(lambda size: size * 1e-9, measured=[(1000, 1e-6), (3000, 3e-6)])
     assert [copied(size) for size in (1, 1000, 2000, 9000)] == [1000, 1000, 2000, 3000]
-    found = wire.emulated("h100-nvlink", ranks=8, measured=[(1 << 10, 0.0), (1 << 20, 1e-3)])
+    found = wire.emulated(ranks=8, measured=[(1 << 10, 0.0), (1 << 20, 1e-3)])
     assert list(found) == ["payload", "nccl", "one-kernel"] and found["payload"](7) == 7
     assert found["one-kernel"](1 << 14) < found["nccl"](1 << 14)  # 11 and 23 microseconds
 
@@ -85,16 +81,15 @@ def test_exposed():
     assert standard["prefill_exposed_seconds"] == close(0.6 / 6)
     assert standard["decode_exposed_seconds"] == close(2.9 / 60)
     assert standard["decode_drift_seconds"] == close(0.2 / 60)
-    rows = wire.against_standard([standard, ladder])
-    assert (rows[0]["decode_hidden"], rows[0]["prefill_hidden"]) == (0, 0)
-    assert rows[1]["decode_hidden"] == close(1 - 1.0 / 2.9)
-    assert rows[1]["prefill_hidden"] == close(1 - 0.25 / 0.6)
-    assert wire.against_standard([ladder]) == [ladder]
+    hidden = [wire.hidden(row, [standard, ladder]) for row in (standard, ladder)]
+    assert hidden[0] == {"prefill_hidden": 0, "decode_hidden": 0}
+    assert hidden[1] == {"prefill_hidden": close(1 - 0.25 / 0.6), "decode_hidden": close(1 - 1.0 / 2.9)}
 
 
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "wire.json"
-    words = ["--model", "tiny", "--share", "4", *SMALL, "--out", str(out)]
+    _, *words = command.WIRE.format(**command.SMALL).split()
+    words += ["--out", str(out)]
     assert wire.main([*words, "--wires", "one-kernl"]) == 2
     assert "did you mean 'one-kernel'" in capsys.readouterr().err and not out.exists()
     assert wire.main([*words, "--wires", "one-kernel"]) == 0
@@ -104,52 +99,45 @@ def test_the_command(tmp_path, capsys):
     assert found["hardware"] == "h100-nvlink" and all(one["seconds"] > 0 for one in found["copies"])
 
 
-def run(*words, out):
-    asked = "--dense tiny --split tiny --share 4".split()
-    command = [sys.executable, "-m", "experiments.one_gpu", *asked, *SMALL, *words, "--out", str(out)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-
-
-def test_a_run_goes_on_where_it_stood(tmp_path):
+def test_a_run_goes_on_where_it_stood(monkeypatch, tmp_path, capsys):
+    """Of parts that are there with the same settings, others are measured; what fails is named."""
     out = tmp_path / "results.json"
-    first = run("--parts", "halves", "torch", "--torch-python", "false", out=out)
-    assert first.returncode == 1 and first.stderr.endswith("not measured, for the reasons above: torch\n")
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["one_gpu", "--small", *words, "--out", str(out)])
+        return command.main(), capsys.readouterr().err
+
+    monkeypatch.setitem(command.PARTS, "share", "no.such.module")
+    status, said = run("--parts", "halves", "share")
+    assert status == 1 and said.endswith("not measured, for the reasons above: share\n")
     kept = out.read_text()
-    second = run("--parts", "halves", "wire-no-graphs", "--wires", "one-kernel", out=out)
-    assert second.returncode == 0 and f"halves: stands in {out}" in second.stderr
+    probe = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[-1], 'w'))"
+    (tmp_path / "probe.py").write_text(probe)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(command.PARTS, "wire-no-graphs", "probe {numbers}")
+    status, said = run("--parts", "halves", "wire-no-graphs")
+    assert status == 0 and f"halves: stands in {out}" in said
     found = json.loads(out.read_text())
-    assert found["halves"] == json.loads(kept)["halves"] and [row["interleave"] for row in found["halves"]["rows"]] == [
-        1,
-        2,
-    ]
-    wires = found["wire-no-graphs"]
-    assert wires["command"].startswith("XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m experiments.one_gpu.wire")
-    assert wires["xla_flags"].endswith("--xla_gpu_enable_command_buffer=")
-    other = run("--parts", "halves", "--repeats", "0", out=out)  # other settings are measured, here in vain
-    assert other.returncode == 1 and "--repeats must be positive" in other.stderr
-    assert json.loads(out.read_text()) == found and [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert found["halves"] == json.loads(kept)["halves"]
+    assert [row["interleave"] for row in found["halves"]["rows"]] == [1, 2]
+    other = found["wire-no-graphs"]
+    assert other["command"] == f"XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m probe {command.TINY}"
+    assert other["XLA_FLAGS"].endswith("--xla_gpu_enable_command_buffer=")
+    monkeypatch.setitem(command.PARTS, "halves", f"{command.PARTS['halves']} --repeats 0")
+    assert run("--parts", "halves")[0] == 1  # other settings are measured, here in vain
+    assert json.loads(out.read_text()) == found
 
 
 def test_experts(monkeypatch, tmp_path, capsys):
     """Of tiny rows on a CPU, where the kernel is interpreted; a form that fails hides no other."""
     out = tmp_path / "experts.json"
-    words = ["--model", "tiny-moe", "--share", "4", "--tokens", "4", "--repeats", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["experts", *words])
-    monkeypatch.setattr(experts, "PRODUCTS", ("of-rows",))
+    words = command.EXPERTS.format(**command.SMALL).split()
+    monkeypatch.setattr(sys, "argv", [*words, "--out", str(out)])
+    for product in ("forward", "over-rows"):
+        monkeypatch.delitem(experts.PRODUCTS, product)
     monkeypatch.setattr(experts, "COUNT", 2)
     monkeypatch.setattr(experts.lax, "ragged_dot", lambda *args: 1 / 0)
     assert experts.main() == 1 and capsys.readouterr().err == "failed or wrong: xla of-rows 4\n"
     kernel, xla, batched = json.loads(out.read_text())["rows"]
     assert kernel["error"] < 2.0**-8 and batched["error"] < 2.0**-8 and xla["failed"] == "division by zero"
     assert kernel["rows"] <= 8 and kernel["flops"] == 2 * kernel["rows"] * 128 * 256 and kernel["seconds"] > 0
-
-
-@pytest.mark.hf
-@pytest.mark.filterwarnings("ignore")
-def test_pytorch_beside_it(tmp_path):
-    out = tmp_path / "torch.json"
-    command = [sys.executable, "-m", "experiments.one_gpu.torch_generation", "--model", "tiny", *SMALL]
-    subprocess.run([*command, "--out", str(out)], check=True, timeout=600)
-    [row] = json.loads(out.read_text())["rows"]
-    assert 0 < row["prefill_seconds_min"] <= row["prefill_seconds"] <= row["prefill_seconds_max"]
-    assert row["tokens_per_second"] > 0 and (row["batch"], row["new_tokens"]) == (1, 3)

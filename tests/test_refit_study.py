@@ -8,13 +8,21 @@ import pytest
 
 from experiments import study
 from experiments.refit import __main__ as command
-from experiments.refit.__main__ import DOMAINS, HERE, MIXTURE, Measurement, plain, refitted
+from experiments.refit.__main__ import DOMAINS, HERE, MIXTURE, USUAL, Measurement
 from ladder_jax import nn, parallel, pretrained
 from ladder_jax.errors import UserError
 from ladder_jax.pretrained.refit import FittedProjections, Refit, refit
 from tests.pretrained import gguf_files
 
 SEQUENCE = 32
+
+
+def row(layers="15", *, scored=DOMAINS[:1], **fitted):
+    return {"layers": layers, "residual": "ladder", "way": "plain", "scored": list(scored), **fitted}
+
+
+def refitted(layers="15", *, scored=DOMAINS[:1], **changes):
+    return row(layers, scored=scored, **{**USUAL, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +46,15 @@ def short_rows(monkeypatch):
 )
 def test_rows_are_the_librarys_refit(measurement, way, projections):
     """And its losses those of the compiled model, in every domain; worse than the original's, where nothing is late."""
-    row = refitted("2", way=way, text=MIXTURE, tokens=128, scored=DOMAINS)
-    rows = measurement.calibration(row)
+    asked = refitted("2", way=way, text=MIXTURE, tokens=128, scored=DOMAINS)
+    rows = measurement.calibration(asked)
     assert rows.shape == (4, SEQUENCE)
     model = dataclasses.replace(measurement.source.model, residual="ladder", ladder_layers="2")
     settings = Refit(projections=projections)
     expected = refit(measurement.source, model=model, rows=rows, mesh=parallel.make_mesh(), settings=settings)
-    result = measurement.of(row)
+    result = measurement.of(asked)
     assert result["fits"] == [dataclasses.asdict(fit) for fit in expected.fits]
-    original = measurement.of(plain("0", scored=DOMAINS))["losses"]
+    original = measurement.of(row("0", scored=DOMAINS))["losses"]
     for domain, loss in result["losses"].items():
         tokens = measurement.held_out[domain][None]
         assert loss == pytest.approx(loss_of(expected.source, model, tokens), rel=1e-5)
@@ -75,29 +83,27 @@ def test_rows_are_drawn_by_their_seed(measurement):
 def test_texts_are_cut_in_two(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "HELD_OUT", 50)
     tokenizer = type("Tokenizer", (), {"encode": lambda self, text: [ord(letter) for letter in text]})()
-    (tmp_path / "a.txt").write_text("a" * 51 + "xy" * 100)
     (tmp_path / "c.jsonl").write_text(json.dumps({"question": "q" * 150, "answer": "4" * 150}))
-    held_out, rest = command.cut("wikitext", str(tmp_path / "a.txt"), tokenizer=tokenizer)
+    held_out, rest = command.cut("wikitext", "a" * 51 + "xy" * 100, tokenizer=tokenizer)
     assert set(held_out) == {ord("a")} and rest.shape == (6, SEQUENCE) and not (rest == ord("a")).any()
-    held_out, rest = command.cut("gsm8k", str(tmp_path / "c.jsonl"), tokenizer=tokenizer)
+    held_out, rest = command.cut("gsm8k", command.read("gsm8k", str(tmp_path / "c.jsonl")), tokenizer=tokenizer)
     assert set(held_out) == {ord("q")} and set(rest.ravel()) == {ord("q"), ord("\n"), ord("4")}
-    (tmp_path / "short.txt").write_text("a" * 80)
     with pytest.raises(UserError, match="--wikitext: 80 tokens are too few"):
-        command.cut("wikitext", str(tmp_path / "short.txt"), tokenizer=tokenizer)
+        command.cut("wikitext", "a" * 80, tokenizer=tokenizer)
+    with pytest.raises(UserError, match="cannot read --gsm8k '.*none': No such file"):
+        command.read("gsm8k", str(tmp_path / "none"))
 
 
-def test_every_row_is_there_once_and_the_readme_says_what_was_measured():
-    asked, done = command.rows(), study.load(HERE / "results.json")["rows"]
-    assert len({json.dumps(row) for row in asked}) == len(asked)
-    assert all(any(row.items() <= one.items() for one in done) for row in asked)
-    text = (HERE / "README.md").read_text()
-    assert study.fill(text, command.tables(done)) == text
+def test_the_readme_says_what_was_measured():
+    asked, text = command.asked(), (HERE / "README.md").read_text()
+    assert len({json.dumps(one) for one in asked}) == len(asked) == 50
+    assert study.fill(text, command.tables(study.load(HERE / "results.json")["rows"])) == text
 
 
 def test_tables(tmp_path, capsys):
     rows = [
-        {**plain("0", scored=DOMAINS), "losses": dict(zip(DOMAINS, (2.0, 1.0, 1.0, 1.0)))},
-        {**plain(scored=DOMAINS), "losses": dict(zip(DOMAINS, (4.0, 3.0, 3.0, 3.0)))},
+        {**row("0", scored=DOMAINS), "losses": dict(zip(DOMAINS, (2.0, 1.0, 1.0, 1.0)))},
+        {**row(scored=DOMAINS), "losses": dict(zip(DOMAINS, (4.0, 3.0, 3.0, 3.0)))},
         {**refitted(), "losses": {"wikitext": 2.4}},
         {**refitted(seed=1), "losses": {"wikitext": 2.5}},
     ]

@@ -7,7 +7,6 @@ A second call goes on where a killed one stopped; a finished one shows its resul
 runs/demo (runs/moe-demo); another text or shape needs that folder out of the way.
 """
 
-import dataclasses
 import os
 import pathlib
 import sys
@@ -18,65 +17,66 @@ from rich.console import Console
 from experiments import study
 
 HERE = pathlib.Path(__file__).parent
-PROMPT = "def "
-
-
-@dataclasses.dataclass(frozen=True)
-class Demo:
-    """residuals: the topologies to train; the first one writes."""
-
-    recipe: str
-    runs: pathlib.Path
-    residuals: tuple[str, ...]
-
-
-DENSE = Demo("tiny.yaml", pathlib.Path("runs/demo"), ("ladder", "standard"))
-EXPERTS = Demo("experts.yaml", pathlib.Path("runs/moe-demo"), ("farskip", "ladder", "standard"))
+DENSE = "tiny.yaml", pathlib.Path("runs/demo"), ("ladder", "standard")
+EXPERTS = "experts.yaml", pathlib.Path("runs/moe-demo"), ("farskip", "ladder", "standard")
 
 
 def main(arguments: list[str]) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-    from experiments.demo import curves
     from ladder_jax import cli, config, train
+    from ladder_jax.train import metrics
 
     cli.prepare_devices(None)
-    demo = EXPERTS if "--experts" in arguments else DENSE
+    recipe, runs, residuals = EXPERTS if "--experts" in arguments else DENSE
     overrides = [argument for argument in arguments if argument != "--experts"]
     console, began = Console(), time.perf_counter()
-    folders, results = {}, {}
+    results = {}
 
     def train_all() -> None:
-        for residual in demo.residuals:
-            folders[residual] = demo.runs / residual
-            settings = config.load(
-                str(HERE / demo.recipe),
-                overrides=[*overrides, f"model.residual={residual}", f"run.dir={folders[residual]}"],
-            )
+        for residual in residuals:
+            own = [f"model.residual={residual}", f"run.dir={runs / residual}"]
+            settings = config.load(str(HERE / recipe), overrides=[*overrides, *own])
             mesh = settings.mesh
             console.rule(f"{residual}: training on data {mesh.data} x tensor {mesh.tensor} simulated devices")
             results[residual] = train.run(settings, say=console.print)
 
     if status := study.ended(train_all, name="demo"):
         return status
-    writer = demo.residuals[0]
-    entropy = results[writer].bigram_entropy
-    console.print(curves.table(folders, baseline=entropy))
-    if demo is EXPERTS:
-        console.print(curves.experts(folders))
-    curves.plot(folders, demo.runs / "loss.png", baseline=entropy)
+    rows = {residual: metrics.read(runs / residual) for residual in residuals}
+    entropy = results[residuals[0]].bigram_entropy
     for residual, result in results.items():
-        verdict = "below" if result.validation_loss < entropy else "NOT below"
         console.print(
-            f"{residual:<9} held-out loss {result.validation_loss:.3f} nats a byte,"
-            f" {verdict} the text's bigram entropy of {entropy:.3f}"
+            f"{residual:<9} held-out loss {result.validation_loss:.3f} nats a byte; the text's bigrams: {entropy:.3f}"
         )
-    console.print(f"curves: {demo.runs / 'loss.png'}   checkpoints: {demo.runs}/*/checkpoints")
+        last = rows[residual][-1]
+        if "expert_load" in last:
+            console.print(f"{'':9} largest load {last['expert_load']:.1f} x mean, {last['dead_experts']:.0f} unused")
+    plot(rows, file=runs / "loss.png", entropy=entropy)
+    console.print(f"curves: {runs / 'loss.png'}   checkpoints: {runs}/*/checkpoints")
+    writer = residuals[0]  # the first one writes
     console.rule(f"a sample from the {writer} model")
-    arguments = ["--prompt", PROMPT, "--max-new-tokens", "240", "--temperature", "0.7", "--seed", "1"]
-    status = cli.main(["generate", str(folders[writer]), *arguments])
+    words = ["--prompt", "def ", "--max-new-tokens", "240", "--temperature", "0.7", "--seed", "1"]
+    status = cli.main(["generate", str(runs / writer), *words])
     console.rule(f"{time.perf_counter() - began:.0f} seconds")
     return status
+
+
+def plot(runs: dict[str, list[dict]], *, file: pathlib.Path, entropy: float) -> None:
+    """Each run's training loss over its steps."""
+    from ladder_jax import pyplot
+
+    plt = pyplot.load()
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, rows in runs.items():
+        steps, losses = zip(*((row["step"], row["loss"]) for row in rows if row["loss"] is not None))
+        axes.plot(steps, losses, label=name)
+    axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="bigram entropy")
+    axes.set(xlabel="step", ylabel="training loss (nats a byte)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

