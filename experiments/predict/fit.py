@@ -12,8 +12,8 @@ from scipy.optimize import least_squares
 
 from experiments.predict import published
 from experiments.predict.published import Setting
-from ladder_jax.predict.implementation import AUTHORS, Implementation
 from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.work import AUTHORS, Implementation
 
 # Where a fit starts: plausible, and the same for every fit.
 START = {

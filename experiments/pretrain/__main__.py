@@ -19,7 +19,8 @@ from experiments.study import Spread
 from ladder_jax import config, files, pyplot
 from ladder_jax.config import RunConfig
 from ladder_jax.errors import UserError, unknown
-from ladder_jax.predict import machine, training
+from ladder_jax.predict import machine
+from ladder_jax.predict import model as speeds
 from ladder_jax.predict.picture import COLOURS
 
 HERE = pathlib.Path(__file__).parent
@@ -103,7 +104,7 @@ def predicted(residual: str) -> float:
     """
     changes = {"ranks": RANKS} if residual == "ladder-fresh" else {}
     model = config.preset(SHAPE, residual=residual, **changes)
-    return training.step(model, machine=machine.load(MACHINE), tensor=RANKS, rows=4, sequence=2048).seconds
+    return speeds.training_step(model, machine=machine.load(MACHINE), tensor=RANKS, rows=4, sequence=2048).seconds
 
 
 def measure(args: argparse.Namespace) -> None:

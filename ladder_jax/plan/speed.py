@@ -17,6 +17,7 @@ import dataclasses
 
 from ladder_jax import residual
 from ladder_jax.config import ExpertParallelism, ModelConfig, Remat
+from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.experts import CHUNK
 from ladder_jax.plan import exchange
 from ladder_jax.plan.candidate import Candidate
@@ -29,7 +30,6 @@ from ladder_jax.predict.link import Ring
 from ladder_jax.predict.machine import Machine
 from ladder_jax.schedule import shards
 
-MACHINES = {"h100": "h100-2-nodes", "b200": "b200-nvlink"}  # by target, if their names differ
 # GPUs per node, and bytes a second of each GPU between nodes: NVIDIA DGX H100 and B200 data sheets.
 NODE, NETWORK = 8, 50e9
 # Bytes a second between a device and its host, one way: https://jax-ml.github.io/scaling-book (tpus); PCIe 5.0 x16.
@@ -78,7 +78,7 @@ def rates(request: Request) -> Rates:
     if target.platform == "cpu":
         slow = NOMINAL["link"]
         return Rates(NOMINAL["flops"], NOMINAL["flops"], NOMINAL["bandwidth"], slow, slow, target.count, host, 0.0)
-    machine: Machine = machines.load(MACHINES.get(target.kind, target.kind))
+    machine: Machine = machines.load(HARDWARE[target.kind].machine)
     gpu = target.platform == "cuda"
     return Rates(
         flops=machine.flops * machine.flops_share,

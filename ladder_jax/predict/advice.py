@@ -62,7 +62,7 @@ def read(*, rows: Sequence[Candidate], opponent: Opponent, tensor: int) -> Advic
 
 def lengths(baseline: Speed) -> tuple[float, float] | None:
     """Seconds of an all-reduce and of the shortest sublayer in a decode step; None without a timeline."""
-    timeline = baseline.step.sublayers
+    timeline = baseline.step.forward
     if timeline is None or not timeline.all_reduces:
         return None
     computes = [bar.stop - bar.start for bar in timeline.bars if not bar.wire]

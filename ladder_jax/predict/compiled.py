@@ -20,7 +20,7 @@ from ladder_jax.predict import result
 from ladder_jax.predict.link import FITTED, Algorithm
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.model import Pass, Speed
-from ladder_jax.predict.program import Opponents, programs
+from ladder_jax.predict.program import Choice, Opponents, programs
 from ladder_jax.predict.request import BASELINE, Request
 from ladder_jax.predict.work import Model
 from ladder_jax.schedule import hlo, shards, targets, timeline
@@ -29,7 +29,6 @@ from ladder_jax.schedule.grouped import Experts
 
 DEPTHS = (2, 4)
 RESIDUALS = "standard,ladder,no-communication"
-MACHINES = {"h100": "h100-nvlink", "b200": "b200-nvlink"}  # by target, if their names differ
 
 
 def with_defaults(options: dict, target: str) -> dict:
@@ -41,7 +40,7 @@ def with_defaults(options: dict, target: str) -> dict:
         raise UserError("--from-schedule compiles this library's programs: --implementation must be ours")
     return {
         **options,
-        "hardware": options["hardware"] or MACHINES.get(parsed.kind, parsed.kind),
+        "hardware": options["hardware"] or HARDWARE[parsed.kind].machine,
         "tensor": options["tensor"] or parsed.count,
         "residual": options["residual"] or RESIDUALS,
     }
@@ -78,17 +77,9 @@ def _pass(request: Request, residual: str, compile_: Compile, phase: Phase, oppo
     alike = request.ladder_layers is None and len(shards.kinds(request.shape)) == 1
     depths = DEPTHS if layers > DEPTHS[1] and alike else (layers,)
     # The first program has the whole stream on every rank, and the launch that is compiled.
-    program = programs(
-        request.config(residual),
-        machine=request.machine,
-        ranks=request.tensor,
-        phase=phase,
-        rows=request.batch,
-        tokens=request.prompt_length,
-        implementation=request.implementation,
-        opponents=opponents,
-        launches=request.launches,
-    )[0]
+    shard = Model(request.config(residual), request.tensor, request.implementation)
+    block = shard.prefill(rows=request.batch, prompt_length=request.prompt_length)
+    program = programs(shard, request.machine, block, phase=phase, choice=Choice(opponents, request.launches))[0]
     compiled = [compile_(residual, phase, depth) for depth in depths]
     moe = request.shape.moe
     experts = (

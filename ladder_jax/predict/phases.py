@@ -9,14 +9,14 @@ import dataclasses
 import itertools
 
 from ladder_jax.config import ExpertParallelism, Phase
-from ladder_jax.predict import advice, model, result, training, without_tensor, work
+from ladder_jax.predict import advice, model, result, without_tensor
 from ladder_jax.predict.advice import Advice, Opponent
 from ladder_jax.predict.link import FITTED
 from ladder_jax.predict.model import Pass, fastest
-from ladder_jax.predict.program import Opponents
+from ladder_jax.predict.program import Choice, Opponents
 from ladder_jax.predict.request import BASELINE, Request
 from ladder_jax.predict.result import Baseline
-from ladder_jax.predict.work import Model
+from ladder_jax.predict.work import TRAINING, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,26 +114,17 @@ def _passes(
     experts: ExpertParallelism = ExpertParallelism.REDUCE,
     interleaves: tuple[int, ...] = (1, 2),
 ) -> list[Pass]:
-    config, machine = request.config(residual), request.machine
-    among = dict(opponents=opponents, experts=experts, interleaves=interleaves)
-    if request.phase is Phase.TRAIN:
-        shape = dict(tensor=request.tensor, rows=request.batch, sequence=request.tokens)
-        return training.passes(config, machine=machine, **shape, **among)
-    implementation = request.implementation
-    block = work.prefill(rows=request.batch, prompt_length=request.tokens, new_tokens=0, implementation=implementation)
-    shard = Model(config, request.tensor, implementation)
-    return model.passes(shard, block, machine=machine, phase=Phase.PREFILL, launches=request.launches, **among)
+    choice = Choice(opponents, request.launches, interleaves, experts)
+    implementation = TRAINING if request.phase is Phase.TRAIN else request.implementation
+    shard = Model(request.config(residual), request.tensor, implementation)
+    block = shard.prefill(rows=request.batch, prompt_length=request.tokens)
+    return model.passes(shard, request.machine, block, phase=request.phase, choice=choice)
 
 
 def _without_tensor(request: Request) -> list[Pass]:
-    if request.implementation.algorithms == FITTED:
+    implementation = TRAINING if request.phase is Phase.TRAIN else request.implementation
+    if implementation.algorithms == FITTED:
         return []  # the authors' programs have tensor parallelism
-    return without_tensor.passes(
-        request.config(BASELINE),
-        machine=request.machine,
-        devices=request.tensor,
-        rows=request.batch,
-        tokens=request.tokens,
-        phase=request.phase,
-        implementation=training.TRAINING if request.phase is Phase.TRAIN else request.implementation,
-    )
+    whole = Model(request.config(BASELINE), 1, implementation)
+    shape = dict(devices=request.tensor, rows=request.batch, tokens=request.tokens)
+    return without_tensor.passes(whole, request.machine, **shape, phase=request.phase)

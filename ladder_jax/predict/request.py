@@ -17,10 +17,9 @@ from ladder_jax.config import (
 )
 from ladder_jax.errors import UserError, member, unknown
 from ladder_jax.overlap.request import exchange_capacity
-from ladder_jax.predict import implementation as implementations
 from ladder_jax.predict import machine as machines
-from ladder_jax.predict.implementation import Implementation
 from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.work import IMPLEMENTATIONS, OURS, Implementation
 from ladder_jax.schedule import models
 from ladder_jax.splits import check_divides, divisors
 from ladder_jax.words import positive, words
@@ -55,7 +54,7 @@ class Request:
     residuals: tuple[str, ...] = RESIDUALS
     ladder_layers: str | None = None
     layers: int | None = None
-    implementation: Implementation = implementations.OURS
+    implementation: Implementation = OURS
     phase: Phase | None = None
     sequence: int = 2048
     launches: tuple[Launch, ...] = tuple(Launch)
@@ -125,8 +124,8 @@ def make(
             raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
     if new_tokens == 1:
         raise UserError("--new-tokens must be at least 2, not 1: the first one is the prefill's")
-    if implementation is not None and implementation not in implementations.ALL:
-        raise unknown("implementation", implementation, implementations.ALL)
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise unknown("implementation", implementation, IMPLEMENTATIONS)
     if implementation not in (None, "ours") and shape.moe is not None:
         raise UserError(f"--implementation {implementation} has no experts (model.moe): it must be ours")
     settings = {name: value for name, value in numbers.items() if value is not None}
@@ -150,7 +149,7 @@ def make(
         shape=shape,
         machine=machine,
         ladder_layers=ladder_layers,
-        implementation=implementations.ALL[implementation or "ours"],
+        implementation=IMPLEMENTATIONS[implementation or "ours"],
         experts=form,
         **{"tensor": machine.devices, "batch": 1, **settings},
     )

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from ladder_jax.predict import advice, model, work
+from ladder_jax.config import Phase
+from ladder_jax.predict import advice, model
 from ladder_jax.predict.advice import Advice, Opponent
 from ladder_jax.predict.link import Kernel, Network
 from ladder_jax.predict.model import Pass, Speed
@@ -132,12 +133,13 @@ def of_speeds(request: Request, speeds: dict[str, Speed], *, nccl: Speed, fideli
 
 def opponent_of(request: Request, standard: Speed) -> Speed:
     """Standard at its fastest: of other frameworks also with a decode step in two halves."""
+    ours = Model(request.config(BASELINE), request.tensor, request.implementation)
     shape = dict(rows=request.batch, prompt_length=request.prompt_length, new_tokens=request.new_tokens)
-    implementation = request.implementation
-    ours = Model(request.config(BASELINE), request.tensor, implementation)
-    block = work.decode_step(**shape, implementation=implementation)
-    programs = decoding_in_halves(rows=request.batch, ranks=request.tensor, implementation=implementation)
-    halves = [model.run_by(ours, request.machine, block, program) for program in programs]
+    programs = decoding_in_halves(rows=request.batch, ranks=request.tensor, implementation=request.implementation)
+    halves = [
+        model.run_by(ours, request.machine, ours.decode_step(**shape), program, phase=Phase.DECODE)
+        for program in programs
+    ]
     return dataclasses.replace(standard, step=model.fastest([standard.step, *halves]))
 
 

@@ -14,12 +14,11 @@ from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual
-from ladder_jax.config import ExpertParallelism, preset
-from ladder_jax.predict import layers, link, machine, phases, request, training, work
-from ladder_jax.predict.implementation import OURS
+from ladder_jax.config import ExpertParallelism, Phase, preset
+from ladder_jax.predict import layers, link, machine, model, phases, request
 from ladder_jax.predict.link import Link, Network, Ring
-from ladder_jax.predict.program import Form, Program
-from ladder_jax.predict.work import Model
+from ladder_jax.predict.program import Choice, Form, Program
+from ladder_jax.predict.work import TRAINING, Model
 from ladder_jax.residual.wires import exchange as wire
 from ladder_jax.residual.wires.exchange import Exchange
 from tests.predict.asked import H100, run
@@ -49,9 +48,9 @@ def device(*, flops=math.inf, bandwidth=math.inf, **changes):
 
 
 def timeline(one, on, *, times=1):
-    block = work.prefill(rows=1, prompt_length=TOKENS, new_tokens=0, implementation=OURS)
-    model = Model(one, RANKS, OURS)
-    return layers.layers(model, on, block, program=Program(Form.EXCHANGE), times=times).timeline
+    shard = Model(one, RANKS)
+    block = shard.prefill(rows=1, prompt_length=TOKENS)
+    return layers.layers(shard, on, block, program=Program(Form.EXCHANGE), times=times).timeline
 
 
 HALF = 3 / 4 * TOKENS * D * 2 / BANDWIDTH  # a gather or a reduce-scatter
@@ -206,9 +205,10 @@ def test_an_all_to_all_through_switches():
 def test_a_training_step_goes_back_the_same_way():
     """Forward, backward with twice the work, and what is alike for all."""
     on, seconds = device(flops=3e10), {}
-    settings = dict(machine=on, tensor=RANKS, rows=1, sequence=TOKENS, experts=ExpertParallelism.EXCHANGE)
+    settings = dict(phase=Phase.TRAIN, choice=Choice(experts=ExpertParallelism.EXCHANGE))
     for name, shared in (("standard", SHARED), ("ladder", SHARED), ("farskip", SHARED)):
-        (found,) = training.passes(config(name, shared=shared), **settings)
+        shard = Model(config(name, shared=shared), RANKS, TRAINING)
+        (found,) = model.passes(shard, on, shard.prefill(rows=1, prompt_length=TOKENS), **settings)
         both = [expected(name, shared=shared, scale=times / 3e10) for times in (1, 2)]
         assert found.program.form is Form.EXCHANGE
         seconds[name] = found.seconds - sum(both)

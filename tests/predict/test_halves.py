@@ -13,8 +13,7 @@ import pytest
 from ladder_jax import config, residual, train
 from ladder_jax.config import preset
 from ladder_jax.errors import UserError
-from ladder_jax.predict import halves, layers, machine, phases, request, result, work
-from ladder_jax.predict.implementation import OURS
+from ladder_jax.predict import halves, layers, machine, phases, request, result
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Work, play_in_turn
 from ladder_jax.predict.work import Model
@@ -50,7 +49,7 @@ def test_a_window_and_contention_take_from_what_is_hidden():
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 @pytest.mark.parametrize("tokens", [1, 2, 4096])
 def test_halves_of_a_block_are_the_block(rows, tokens):
-    whole = work.prefill(rows=rows, prompt_length=tokens, new_tokens=0, implementation=OURS)
+    whole = Model(preset("tiny"), 1).prefill(rows=rows, prompt_length=tokens)
     if whole.size == 1:
         return
     first, second = whole.halves
@@ -63,10 +62,10 @@ def test_halves_of_a_block_are_the_block(rows, tokens):
 
 
 def compute(*, on, rows, tokens, interleave):
-    model = preset("llama-3-70b", residual="standard", num_layers=4)
-    block = work.prefill(rows=rows, prompt_length=tokens, new_tokens=0, implementation=OURS)
+    shard = Model(preset("llama-3-70b", residual="standard", num_layers=4), 8)
+    block = shard.prefill(rows=rows, prompt_length=tokens)
     program = Program(interleave=interleave)
-    return layers.layers(Model(model, 8, OURS), on, block, program=program).timeline.compute
+    return layers.layers(shard, on, block, program=program).timeline.compute
 
 
 def test_the_price_at_few_rows_is_near_what_compilers_estimate():

@@ -8,11 +8,10 @@ import pathlib
 import pytest
 
 from ladder_jax.config import Launch, Phase, preset
-from ladder_jax.predict import advice, compiled, layers, link, machine, model, phases, request, result, training, work
-from ladder_jax.predict.implementation import AUTHORS, OURS
+from ladder_jax.predict import advice, compiled, layers, link, machine, model, phases, request, result, work
 from ladder_jax.predict.link import Algorithm, Kernel, Kernels, Link, Network
-from ladder_jax.predict.program import Form, Opponents, Program, programs
-from ladder_jax.predict.work import Model
+from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
+from ladder_jax.predict.work import AUTHORS, OURS, Model
 from ladder_jax.schedule import hlo
 from tests.predict.asked import H100, NOTHING, OFF, run
 
@@ -73,8 +72,11 @@ def test_several_nodes_have_a_tree_and_at_most_a_two_shot():
 
 
 def test_a_ladder_uses_what_its_launch_overlaps():
-    at = dict(machine=H100, ranks=8, phase=Phase.DECODE, rows=1, tokens=1, interleaves=(1,), implementation=OURS)
-    of = lambda name, **more: programs(preset("llama-3-8b", residual=name), **{**at, **more})
+    def of(name, *, machine=H100, ranks=8, phase=Phase.DECODE, tokens=1, implementation=OURS, **choice):
+        model = Model(preset("llama-3-8b", residual=name), ranks, implementation)
+        block = model.prefill(rows=1, prompt_length=tokens)
+        return programs(model, machine, block, phase=phase, choice=Choice(**{"interleaves": (1,), **choice}))
+
     (standard,) = of("standard")
     assert standard == Program(algorithms=link.ANY)
     explicit, chained = of("ladder")  # the default first
@@ -105,8 +107,9 @@ def test_windows_are_those_of_compiled_programs():
     names = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x", "h100": "h100-nvlink", "b200": "b200-nvlink"}
     for row in rows:
         on = machine.load(names[row["target"].partition(":")[0]])
-        config, at = preset("llama-3-70b", residual="ladder"), dict(machine=on, ranks=8, rows=1, implementation=OURS)
-        of = {one.launch: one.window for one in programs(config, phase=Phase(row["phase"]), tokens=1, **at)}
+        shard = Model(preset("llama-3-70b", residual="ladder"), 8)
+        block = shard.prefill(rows=1, prompt_length=1)
+        of = {one.launch: one.window for one in programs(shard, on, block, phase=Phase(row["phase"]))}
         least = round(row["chained"]["window_flops_fraction"]["least"], 2)
         assert of.pop(Launch.CHAINED) == min(least, 1.0) and row["hidden"] == row["chained"]["hidden"] == 7
         assert of == ({} if row["launch"] == "chained" else {Launch.EXPLICIT: 1.0})
@@ -114,11 +117,12 @@ def test_windows_are_those_of_compiled_programs():
 
 
 def test_forms_of_many_tokens():
-    at = dict(machine=H100, ranks=8, phase=Phase.PREFILL, rows=1, implementation=OURS)
+    def found(name, tokens, **ranks):
+        shard = Model(preset("llama-3-8b", residual=name, **ranks), 8)
+        return programs(shard, H100, shard.prefill(rows=1, prompt_length=tokens), phase=Phase.PREFILL)
 
     def forms(name, tokens, *, interleave=1):
-        found = programs(preset("llama-3-8b", residual=name), tokens=tokens, **at)
-        return {one.form for one in found if one.interleave == interleave}
+        return {one.form for one in found(name, tokens) if one.interleave == interleave}
 
     whole, split, ring = Form.ALL_REDUCE, Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL
     assert forms("standard", 1024) == {whole, split, ring} and forms("standard", 1023) == {whole}
@@ -126,8 +130,7 @@ def test_forms_of_many_tokens():
     for name in ("standard", "ladder", "parallel"):  # but a ring's gathers and scatters are hidden already
         assert forms(name, 1024, interleave=2) == {whole, split} and forms(name, 1023, interleave=2) == {whole}
     assert not forms("no-communication", 1024, interleave=2) and not forms("standard", 1, interleave=2)
-    desync = preset("llama-3-8b", residual="desync-2", ranks=8)
-    assert len(programs(desync, tokens=1024, **at)) == 1
+    assert len(found("desync-2", 1024, ranks=8)) == 1
 
 
 def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
@@ -208,9 +211,8 @@ def seconds(speed):
 
 
 def split_layers(form, *, on=V5P, rows=4, tokens=2048, residual="standard"):
-    shard = Model(preset("llama-3-8b", residual=residual, num_layers=4), 8, OURS)
-    block = work.prefill(rows=rows, prompt_length=tokens, new_tokens=0, implementation=OURS)
-    return layers.layers(shard, on, block, program=Program(form))
+    shard = Model(preset("llama-3-8b", residual=residual, num_layers=4), 8)
+    return layers.layers(shard, on, shard.prefill(rows=rows, prompt_length=tokens), program=Program(form))
 
 
 def test_a_ring_hides_what_its_matmuls_are_long_enough_for():
@@ -237,9 +239,9 @@ def test_a_ring_step_by_hand():
 
 
 def test_norms_of_a_split_stream_read_their_own_positions():
-    shard = Model(preset("llama-3-8b"), 8, OURS)
-    block = work.prefill(rows=1, prompt_length=1024, new_tokens=0, implementation=OURS)
-    whole, split = (shard.step((0,), block, shared_norm=False, split=ranks) for ranks in (1, 8))
+    shard = Model(preset("llama-3-8b"), 8)
+    block = shard.prefill(rows=1, prompt_length=1024)
+    whole, split = (shard.step((0,), block, split=ranks) for ranks in (1, 8))
     assert [k.name for k in whole] == [k.name for k in split] and whole[1:] == split[1:]
     assert split[0].activations == whole[0].activations / 8 and split[0].weights == whole[0].weights
 
@@ -284,7 +286,7 @@ def test_a_training_step_and_meshes_without_tensor_parallelism():
     # The plain form is the study's.
     standard = next(one for one in few.opponents if (one.form, one.interleave) == ("all-reduce", 1))
     shape = dict(machine=V5P, tensor=8, rows=4, sequence=2048)
-    seconds = training.step(preset("llama-3-70b", residual="standard"), **shape).seconds
+    seconds = model.training_step(preset("llama-3-70b", residual="standard"), **shape).seconds
     assert standard.tokens_per_second == pytest.approx(4 * 2048 / seconds)
 
 
@@ -365,27 +367,3 @@ def test_no_is_said_plainly(capsys):
 def test_mistakes_are_one_line(words, said, capsys):
     status, out, err = run(capsys, "--model", "llama-3-70b", "--hardware", "h100-nvlink", *words.split())
     assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
-
-
-@pytest.mark.parametrize(
-    ("over", "said"),
-    [
-        ("link: {one_shot: {bandwidth: null}}", "lacks the constant link.one_shot.bandwidth"),
-        ("link: {one_shot: {speed: 1}}", "unknown constant of hardware"),
-        ("link: {kernels: theirs}", "unknown value for link.kernels of hardware"),
-        ("link: {two_shot: {latency: -1e-6}}", "link.two_shot.latency of hardware"),
-    ],
-)
-def test_a_wrong_kernel_in_a_file_is_one_line(over, said, tmp_path, capsys):
-    file = tmp_path / "mine.yaml"
-    file.write_text(f"based_on: h100-nvlink\n{over}\n")
-    status, out, err = run(capsys, "--model", "tiny", "--hardware", file)
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
-
-
-def test_a_file_may_take_a_kernel_away(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("based_on: h100-nvlink\nlink: {one_shot: null, two_shot: {latency: 9e-6}}\n")
-    found = machine.load(str(file)).link
-    assert found.one_shot is None and found.in_network == H100.link.in_network
-    assert found.two_shot == dataclasses.replace(H100.link.two_shot, latency=9e-6)

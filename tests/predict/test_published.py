@@ -9,7 +9,7 @@ from experiments import study
 from experiments.predict import __main__ as command
 from experiments.predict import published
 from ladder_jax.predict import machine
-from ladder_jax.predict.implementation import AUTHORS
+from ladder_jax.predict.work import AUTHORS
 
 EXPERIMENT = pathlib.Path(published.__file__).parent
 

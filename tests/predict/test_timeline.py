@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from ladder_jax import parallel, residual
 from ladder_jax.config import preset
 from ladder_jax.predict import work
-from ladder_jax.predict.implementation import AUTHORS, OURS
 from ladder_jax.predict.timeline import Work, play
+from ladder_jax.predict.work import AUTHORS, OURS
 from tests.predict.asked import H100, JOINT, MANY, NOTHING, seconds, speed, with_link
 
 
@@ -53,10 +53,9 @@ def _kernels(name, implementation):
     """Of one layer of a decode step."""
     config = preset("llama-3-8b", residual=name, num_layers=1)
     ours = work.Model(config, 1, implementation)
-    block = work.decode_step(rows=4, prompt_length=1024, new_tokens=512, implementation=implementation)
-    shared = residual.of_model(config).shared_norm
+    block = ours.decode_step(rows=4, prompt_length=1024, new_tokens=512)
     (layer,) = residual.of_model(config).layers
-    return sum(kernel.launches for step in layer for kernel in ours.step(step.sublayers, block, shared_norm=shared))
+    return sum(kernel.launches for step in layer for kernel in ours.step(step.sublayers, block))
 
 
 def uniform(name, *, lengths=(1.0, 1.0), all_reduce, layers=8, contention=0.0):
