@@ -244,13 +244,13 @@ def test_plan_holds_all_and_computes_the_active():
     shard = shards.shard(QWEN, ranks=4)
     held = 48 * (shard.attention + D * E + 32 * 3 * D * M) + 2 * shard.vocabulary * D
     assert memory.estimate(one, request=request).state == 12 * (held // 16)
-    forward, recomputed = plan_speed._flops(one, request=request)
+    forward, recomputed = plan_speed.flops(one, request=request)
     active = 48 * (shard.attention + D * E + K / 4 * 3 * D * M) + shard.vocabulary * D
     scores = 48 * 2 * 8 * 128 * 4096 * 4097
     assert forward == 2 * 4096 * active + scores and recomputed == 0
     # Of more tokens than a chunk no rows are kept; the experts are computed again.
     large = dataclasses.replace(one, rows=4, accumulate=1)
-    assert plan_speed._flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M
+    assert plan_speed.flops(large, request=request)[1] == 48 * 2 * 16384 * K / 4 * 3 * D * M
     kept = [memory.kept_activations(each, request=request) for each in (one, large)]
     assert kept[1] < 4 * kept[0]
 

@@ -12,9 +12,10 @@ import pytest
 from ladder_jax import cli, nn, parallel, residual
 from ladder_jax.config import ExpertParallelism, MeshConfig, Remat, from_dict, load, preset
 from ladder_jax.errors import UserError
-from ladder_jax.plan import candidate, confirm, exchange, memory, plans, request, speed, text, worker
+from ladder_jax.plan import candidate, confirm, memory, plans, request, speed, text, worker
 from ladder_jax.plan.candidate import Candidate
 from ladder_jax.plan.confirm import Confirmed
+from ladder_jax.predict.work import Model
 from ladder_jax.schedule import shards
 from ladder_jax.train import out_of_memory
 from ladder_jax.train.run import _memory_explained
@@ -138,10 +139,10 @@ def test_what_exchanged_experts_take_by_hand():
     attention = 2 * tokens * layer.attention + 2 * 2 * 4 * 128 * 4096 * 4097
     experts = 2 * 3 * rows * d * m + 2 * own * d * 60 + 2 * 3 * tokens * d * w
     head = 2 * tokens * layer.vocabulary * d
-    assert speed._flops(one, request=wanted) == (pytest.approx(4 * (attention + experts) + head), 0)
+    assert speed.flops(one, request=wanted) == (pytest.approx(4 * (attention + experts) + head), 0)
     full = dataclasses.replace(one, remat=Remat.FULL)  # all but the sums that attention and the shared expert reduce
     again = 4 * (attention - 2 * tokens * d * 512 + experts - 2 * tokens * d * w)
-    assert speed._flops(full, request=wanted)[1] == pytest.approx(again)
+    assert speed.flops(full, request=wanted)[1] == pytest.approx(again)
     # One layer more keeps so many rows more: [E S, D] before and after the experts, [E S, M] between.
     kept = {}
     for name, remat in itertools.product(("ladder", "standard"), Remat):
@@ -160,35 +161,35 @@ def test_what_exchanged_experts_take_by_hand():
     assert kept["standard", Remat.SAVE_MATMULS] == 2 * stream + 2 * width - reduced
     # The rows that return, which a token adds up in float32, are kept without recomputation.
     returning = own * 4 * d * 4
-    assert exchange.kept(one, request=wanted) == stream + 5 * width + returning
-    assert exchange.working(one, request=wanted) == 3 * stream + 5 * width + returning
+    step, microbatch = residual.of_model(wanted.config).layers[0][0], one.microbatch(wanted)
+    assert memory._kept_rows(step, one, *microbatch) == stream + 5 * width + returning
+    assert memory._working_rows(*microbatch) == 3 * stream + 5 * width + returning
     # Two halves of a reduction each: attention's, and a shared expert's.
-    of_steps = lambda config: [exchange.reductions(step, config) for step in residual.of_model(config).layers[0]]
-    assert of_steps(preset(MOE["model"], residual="ladder")) == [1, 1]
-    assert of_steps(preset(MOE["model"], residual="farskip")) == [1, 0.5]
-    assert of_steps(preset("qwen3-30b-a3b")) == [1, 0]
+    halves = lambda model, name: speed._halves(one, Model(preset(model, residual=name, num_layers=1), 4))
+    assert halves(MOE["model"], "ladder") == (4 * 2, 0) and halves(MOE["model"], "farskip") == (4 * 1.5, 0)
+    assert halves("qwen3-30b-a3b", "standard") == (0, 4 * 1)
 
 
 def test_the_time_of_exchanged_experts_by_hand():
     """A layer's all-to-alls: two forward, two backward, and two where they are repeated; beside the shared expert."""
     wanted = lambda name: request.make(**MOE, capacity=1.25, residual=name)
-    mesh, flops = MeshConfig(fsdp=2, tensor=4, experts="exchange"), 1e15
-    shared = 2 * 8192 * 3 * 2048 * 1408 / flops
+    mesh, shared = MeshConfig(fsdp=2, tensor=4, experts="exchange"), 1e-3
     for remat, count, passes in ((Remat.NONE, 4, 3), (Remat.SAVE_MATMULS, 4, 3), (Remat.FULL, 6, 4)):
         one = Candidate(mesh, remat, True, 2, 4)
         for sent in (0.1 * shared, 10 * shared):
-            of = lambda name: exchange.seconds(one, request=wanted(name), all_to_all=sent, flops=flops)  # noqa: B023
+            model = lambda name: Model(wanted(name).config, 4)
+            of = lambda name: speed._all_to_alls(one, model(name), seconds=sent, shared=shared)  # noqa: B023
             assert of("ladder") == of("farskip") == (pytest.approx(4 * count * sent), 0)
             assert of("standard") == (0, pytest.approx(4 * max(0, count * sent - passes * shared)))
             assert of("no-communication") == (0, 0)
     # The link: v5p's ring of four carries each byte once, 180 GB/s; of attention and the shared expert two halves each.
-    one, rate = Candidate(mesh, Remat.NONE, True, 2, 4), speed.rates(wanted("standard"))
+    one, rate = Candidate(mesh, Remat.NONE, True, 2, 4), speed.machine_of(wanted("standard").target)
     slow = dataclasses.replace(rate, flops=1e30)
     half, rows = 3 / 4 * 8192 * 2048 * 2 / 180e9, 60 * math.ceil(1.25 * 2048 * 4 / 60) * 2048 * 2 / 180e9
     found = {}
     for name in ("standard", "farskip"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(speed, "rates", lambda request: slow)
+            patch.setattr(speed, "machine_of", lambda target: slow)
             found[name] = speed.speed(one, request=wanted(name)).exposed
     assert found["standard"] - found["farskip"] == pytest.approx(4 * 4 * 4 * 0.5 * half, rel=1e-6)
     assert found["standard"] > 4 * 4 * (4 * 2 * half + 4 * rows)
@@ -272,7 +273,7 @@ def test_speed_orders_what_is_known():
     assert of(Remat.SAVE_MATMULS).seconds < of(Remat.FULL).seconds <= of(Remat.OFFLOAD).seconds
     assert of(Remat.FULL).exposed == 0 < of(Remat.FULL, "standard").exposed
     assert of(Remat.NONE).recomputed == 0
-    assert 0 < of(Remat.NONE).mfu <= speed.rates(wanted).flops / speed.rates(wanted).peak
+    assert 0 < of(Remat.NONE).mfu <= speed.machine_of(wanted.target).flops_share
 
 
 def test_what_the_compiler_refuses_gives_way_to_the_next(monkeypatch):

@@ -19,6 +19,7 @@ from ladder_jax.config import (
 )
 from ladder_jax.errors import UserError
 from ladder_jax.plan.request import Request
+from ladder_jax.predict.work import TRAINING, Block, Model
 from ladder_jax.schedule.targets import Target
 
 
@@ -46,6 +47,11 @@ class Candidate:
     def exchanges(self) -> bool:
         """Whether the ranks exchange the rows of experts."""
         return self.mesh.experts is ExpertParallelism.EXCHANGE
+
+    def microbatch(self, request: Request) -> tuple[Model, Block]:
+        """One device's shard, and the tokens that it computes at once."""
+        model = Model(request.config, self.mesh.tensor, TRAINING)
+        return model, model.prefill(rows=self.rows, prompt_length=request.sequence)
 
     def train(self, request: Request) -> TrainConfig:
         return TrainConfig(

@@ -3,13 +3,11 @@
 import dataclasses
 import math
 
-from ladder_jax.config import Dtype, ModelConfig, parse_residual
+from ladder_jax.config import ModelConfig, parse_residual
 from ladder_jax.config.fields import check
 from ladder_jax.errors import UserError
 from ladder_jax.schedule import models, targets
 from ladder_jax.schedule.targets import Target
-
-FLOAT32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,3 @@ def make(
         raise UserError(f"{config.residual} is a function of the number of ranks: give model.ranks in a file")
     settings = tuple((f"model.{name}", value) for name, value in changes.items())
     return Request(model, config, parsed, tokens, sequence, settings)
-
-
-def size_of(dtype: Dtype) -> int:
-    return {Dtype.BFLOAT16: 2, Dtype.FLOAT32: FLOAT32}[dtype]

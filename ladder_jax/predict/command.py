@@ -33,12 +33,7 @@ def run(args: dict) -> None:
     request = requests.make(**options)
     axes = requests.sweep(request, args["sweep"]) if args["sweep"] else None
 
-    from ladder_jax.predict import phases, picture, result, sweep, text
-
-    if request.phase:
-        answer = phases.predict(request)
-        _print(answer.as_dict() if args["json"] else text.phase_lines(answer))
-        return
+    from ladder_jax.predict import picture, result, sweep, text
 
     if axes:
         points = sweep.run(request, axes)
@@ -52,7 +47,8 @@ def run(args: dict) -> None:
     answer = compiled.predict(request, target=target) if target else result.predict(request)
     if args["plot"]:
         picture.plot(answer, file=args["plot"])
-    _print(answer.as_dict() if args["json"] else text.lines(answer))
+    lines = text.phase_lines if request.phase else text.lines
+    _print(answer.as_dict() if args["json"] else lines(answer))
 
 
 def _print(answer: dict | list) -> None:

@@ -79,11 +79,11 @@ class Speed:
         return self.prefill_seconds + self.decode_seconds
 
     @property
-    def exposed_seconds(self) -> float:
+    def exposed(self) -> float:
         return self.prefill.exposed + (self.new_tokens - 1) * self.step.exposed
 
     @property
-    def wire_seconds(self) -> float:
+    def wire(self) -> float:
         return self.prefill.wire + (self.new_tokens - 1) * self.step.wire
 
     @property

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Collection
 
 from ladder_jax.config import ExpertParallelism, Launch, ModelConfig, Phase, parse_residual
@@ -116,14 +117,18 @@ def programs(
 
 
 @functools.lru_cache(maxsize=64)  # a sweep predicts the same configuration many times
-def steps_of(config: ModelConfig) -> tuple[Step, ...]:
-    """The topology's steps, in order; first layers without experts have `DENSE` for `MLP`."""
+def layers_of(config: ModelConfig) -> tuple[tuple[Step, ...], ...]:
+    """Each layer's steps; first layers without experts have `DENSE` for `MLP`."""
     dense = 0 if config.moe is None else config.moe.dense_layers
-    of_dense = lambda step: tuple(DENSE if one == MLP else one for one in step.sublayers)
-    steps = []
-    for layer, of_layer in enumerate(of_model(config).layers):
-        steps += [dataclasses.replace(one, sublayers=of_dense(one)) for one in of_layer] if layer < dense else of_layer
-    return tuple(steps)
+    in_dense = lambda step: tuple(DENSE if one == MLP else one for one in step.sublayers)
+    of_dense = lambda steps: tuple(dataclasses.replace(one, sublayers=in_dense(one)) for one in steps)
+    layers = of_model(config).layers
+    return (*map(of_dense, layers[:dense]), *layers[dense:])
+
+
+def steps_of(config: ModelConfig) -> tuple[Step, ...]:
+    """The topology's steps, in order."""
+    return tuple(itertools.chain.from_iterable(layers_of(config)))
 
 
 def decoding_in_halves(*, rows: int, ranks: int, implementation: Implementation) -> list[Program]:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from ladder_jax.config import ExpertParallelism, Launch, Phase
-from ladder_jax.predict import phases
 from ladder_jax.predict.advice import SAME, WORTH
 from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.request import BASELINE, Request, Sweep
@@ -47,15 +46,12 @@ def lines(answer: Result) -> list:
     ]
 
 
-def phase_lines(answer: phases.Result) -> list:
+def phase_lines(answer: Result) -> list:
     """Lines and a table of `--phase prefill` and `--phase train`, for `terminal.show`."""
     request, machine = answer.request, answer.request.machine
     what = "forward and backward" if request.phase is Phase.TRAIN else "prefill"
     title = f"{request.model}, {what} of {request.batch} x {request.tokens} tokens, {request.tensor} devices"
-    opponents = [
-        f"{described(one.form, one.all_reduce)}{in_turn(one.interleave)} {number(one.tokens_per_second)}"
-        for one in answer.opponents
-    ]
+    opponents = [f"{one.described} {number(one.tokens_per_second)}" for one in answer.opponents]
     return [
         *verdict(answer),
         f"{title} of {machine.name}; {answer.fidelity}",
@@ -73,7 +69,7 @@ def _exchanged(request: Request) -> list[str]:
     return [f"exchange  with capacity {request.capacity:g}: whole buffers are sent and computed, full or not"]
 
 
-def verdict(answer: Result | phases.Result) -> list[str]:
+def verdict(answer: Result) -> list[str]:
     """What to take, and why; where that is not the fastest, the rule."""
     advice = answer.advice
     if advice.residual == BASELINE:
@@ -151,7 +147,7 @@ def _table(answer: Result) -> Table:
     return Table(COLUMNS, rows, left=WORDS)
 
 
-def _phase_table(answer: phases.Result) -> Table:
+def _phase_table(answer: Result) -> Table:
     rows = []
     for row in answer.rows:
         speed, how = row.speed, executed(row.speed)

@@ -24,10 +24,10 @@ from ladder_jax.predict.machine import Machine
 from ladder_jax.predict.model import Pass
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Slot, Timeline, Work, play_slots
-from ladder_jax.predict.work import ATTENTION, MLP, Block, Model
+from ladder_jax.predict.work import ATTENTION, FLOAT32, MLP, Block, Model
 from ladder_jax.schedule import shards
 
-FLOAT32, STATE = 4, 16  # bytes an element, and a parameter in training
+STATE = 16  # bytes a parameter in training
 
 
 def passes(model: Model, machine: Machine, *, devices: int, rows: int, tokens: int, phase: Phase) -> list[Pass]:

@@ -20,6 +20,7 @@ from ladder_jax.schedule.shards import Shard
 
 ATTENTION, MLP, SHARED = 0, 1, 2  # as a topology's steps name them; of farskip, MLP is the routed experts alone
 DENSE = 3  # the MLP of a first layer without experts, which a topology's steps do not tell from experts
+FLOAT32 = 4  # bytes
 AFTER_GATHER, BEFORE_SCATTER = ("query, key, value", "gate, up"), ("out", "down")  # kernels, by name
 
 
@@ -152,6 +153,10 @@ class Kernel:
     launches: float = 0.0
 
 
+def size_of(dtype: Dtype) -> int:
+    return {Dtype.BFLOAT16: 2, Dtype.FLOAT32: FLOAT32}[dtype]
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model's shard on one of `ranks` devices, in a program of kind `implementation`."""
@@ -166,7 +171,7 @@ class Model:
 
     @property
     def element_bytes(self) -> int:
-        return 2 if self.config.dtype is Dtype.BFLOAT16 else 4
+        return size_of(self.config.dtype)
 
     def prefill(self, *, rows: int, prompt_length: int, new_tokens: int = 0) -> Block:
         """A prompt's block. Query t of 0 .. T - 1 attends to t + 1 positions: (T + 1) / 2 in the mean."""

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual
 from ladder_jax.config import ExpertParallelism, Phase, preset
-from ladder_jax.predict import layers, link, machine, model, phases, request
+from ladder_jax.predict import layers, link, machine, model, request, result
 from ladder_jax.predict.link import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.work import TRAINING, Model
@@ -270,11 +270,11 @@ def test_the_guide_has_what_is_predicted():
         for name, form in itertools.product(("standard", "ladder"), ("reduce", "exchange")):
             words = dict(model="qwen3-30b-a3b", tensor=8, phase="prefill", prompt_length=32768, residual=name)
             asked = dict(words, hardware=hardware, experts=form)
-            (row,) = phases.predict(request.make(**asked, interleave="1")).rows
+            (row,) = result.predict(request.make(**asked, interleave="1")).rows
             milliseconds = f" ({row.speed.exposed * 1e3:.0f} of {row.speed.seconds * 1e3:.0f} ms)"
             cells.append(f"{row.tokens_per_second:,.0f}" + (milliseconds if form == "exchange" else ""))
             if (name, form) == ("standard", "reduce"):
-                (halved,) = phases.predict(request.make(**asked)).rows
+                (halved,) = result.predict(request.make(**asked)).rows
         assert f"| `{hardware}` | {' | '.join(cells)} |" in page
         assert halved.speed.program.interleave == 2 and f"{halved.tokens_per_second:,.0f}" in page
 

@@ -13,7 +13,7 @@ import pytest
 from ladder_jax import config, residual, train
 from ladder_jax.config import preset
 from ladder_jax.errors import UserError
-from ladder_jax.predict import halves, layers, machine, phases, request, result
+from ladder_jax.predict import halves, layers, machine, request, result
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Work, play_in_turn
 from ladder_jax.predict.work import Model
@@ -92,7 +92,7 @@ def test_halves_cost_nothing_where_rows_are_many_and_everything_where_weights_ar
 def test_what_a_compilers_halves_reach_is_named_and_none_is_faster_than_no_communication(phase):
     for on, batch in itertools.product(("v5p", "h100-nvlink", "h100-no-nvlink"), (1, 2, 8)):
         asked = dict(model="llama-3-70b", hardware=on, tensor=8, batch=batch, phase=phase)
-        answer = phases.predict(request.make(**asked, residual="standard,ladder,no-communication"))
+        answer = result.predict(request.make(**asked, residual="standard,ladder,no-communication"))
         of = {row.residual: row.speed.seconds for row in answer.rows}
         assert of["no-communication"] < min(of["standard"], of["ladder"])
         forms = {(one.form, one.interleave) for one in answer.opponents}
@@ -103,7 +103,7 @@ def test_what_a_compilers_halves_reach_is_named_and_none_is_faster_than_no_commu
 def test_a_link_without_time_makes_halves_no_better():
     on = dataclasses.replace(H100, link=NOTHING)
     asked = request.make(model="llama-3-8b", hardware="h100-nvlink", tensor=8, batch=4, phase="prefill")
-    answer = phases.predict(dataclasses.replace(asked, machine=on))
+    answer = result.predict(dataclasses.replace(asked, machine=on))
     assert answer.baseline.interleave == 1 and all(row.speed.program.interleave == 1 for row in answer.rows)
 
 
@@ -148,7 +148,7 @@ def test_interleave_chooses_the_rows(phase, capsys):
 
 def test_halves_may_be_split():
     asked = request.make(model="llama-3-70b", hardware="v5p", tensor=8, batch=2, phase="train", residual="standard")
-    found = phases.predict(asked).rows[0].speed.program
+    found = result.predict(asked).rows[0].speed.program
     assert (found.form, found.interleave) == (Form.SEQUENCE_PARALLEL, 2)
 
 

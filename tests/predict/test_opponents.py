@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from ladder_jax.config import Launch, Phase, preset
-from ladder_jax.predict import advice, compiled, layers, link, machine, model, phases, request, result, work
+from ladder_jax.predict import advice, compiled, layers, link, machine, model, request, result, work
 from ladder_jax.predict.link import Algorithm, Kernel, Kernels, Link, Network
 from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
 from ladder_jax.predict.work import AUTHORS, OURS, Model
@@ -273,7 +273,7 @@ def test_a_prefill_and_its_opponents(capsys):
 
 
 def test_a_training_step_and_meshes_without_tensor_parallelism():
-    few, many = (phases.predict(ask(hardware="v5p", phase="train", batch=batch)) for batch in (4, 32))
+    few, many = (result.predict(ask(hardware="v5p", phase="train", batch=batch)) for batch in (4, 32))
     forms = lambda answer: [one.form for one in answer.opponents]
     assert "fsdp" not in forms(few)  # fewer sequences than devices: tensor parallelism is forced
     assert forms(many)[0] == many.baseline.form == "fsdp" and many.baseline.all_reduce is None
@@ -281,7 +281,7 @@ def test_a_training_step_and_meshes_without_tensor_parallelism():
     assert many.advice.ladder_helps is False and "Standard (fsdp)" in many.advice.reason
     # llama-3-70b's 16 bytes a parameter are more than a device has; a small model needs no collective at all.
     assert "data-parallel" not in forms(many)
-    small = phases.predict(ask(model="smollm2-135m", tensor=3, hardware="v5p", phase="train", batch=3))
+    small = result.predict(ask(model="smollm2-135m", tensor=3, hardware="v5p", phase="train", batch=3))
     assert small.baseline.form == "data-parallel" and rows(small)["ladder"].speedup < 1
     # The plain form is the study's.
     standard = next(one for one in few.opponents if (one.form, one.interleave) == ("all-reduce", 1))
@@ -294,7 +294,7 @@ def test_fsdp_by_hand():
     """Whatever is computed, transfers that outlast it are what the step takes: two gathers and a scatter a layer."""
     slow = dataclasses.replace(V5P, flops=1e60, bandwidth=1e60, launch=0.0)
     asked = dataclasses.replace(ask(model="llama-3-8b", hardware="v5p", phase="train", batch=8, layers=4), machine=slow)
-    (fsdp,) = (one for one in phases.predict(asked).opponents if one.form == "fsdp")
+    (fsdp,) = (one for one in result.predict(asked).opponents if one.form == "fsdp")
     layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
     tables = 2 * 4096 * 128256
     half = lambda size: V5P.link.half(size, ranks=8)

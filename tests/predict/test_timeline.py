@@ -21,7 +21,7 @@ from tests.predict.asked import H100, JOINT, MANY, NOTHING, seconds, speed, with
 def test_a_link_without_time_is_no_communication(name):
     fast = dataclasses.replace(H100, link=NOTHING)
     found = speed(name, on=fast)
-    assert found.exposed_seconds == found.wire_seconds == 0
+    assert found.exposed == found.wire == 0
     if name not in JOINT:
         assert seconds(found) == pytest.approx(seconds(speed("no-communication", on=fast)), rel=1e-12)
 
@@ -30,8 +30,8 @@ def test_a_link_without_time_is_no_communication(name):
 def test_without_compute_everything_is_exposed(name):
     idle = dataclasses.replace(H100, flops=1e60, bandwidth=1e60, launch=0.0)
     found = speed(name, on=idle)
-    assert found.exposed_seconds == pytest.approx(found.wire_seconds, rel=1e-9)
-    assert seconds(found) == pytest.approx(found.wire_seconds, rel=1e-9) and found.step.hidden == 0
+    assert found.exposed == pytest.approx(found.wire, rel=1e-9)
+    assert seconds(found) == pytest.approx(found.wire, rel=1e-9) and found.step.hidden == 0
 
 
 @pytest.mark.parametrize("implementation", [OURS, AUTHORS], ids=lambda one: one.name)
@@ -40,7 +40,7 @@ def test_on_one_device(implementation):
     found = {name: speed(name, tensor=1, implementation=implementation) for name in MANY}
     standard = seconds(found["standard"])
     for name, one in found.items():
-        assert one.wire_seconds == 0 and one.exposed_seconds == pytest.approx(0, abs=1e-15)
+        assert one.wire == 0 and one.exposed == pytest.approx(0, abs=1e-15)
         assert (seconds(one) == standard) == (name not in JOINT)
     # Launches, and what a kernel that is launched more or less moves, which is little.
     started = {name: _kernels(name, implementation) for name in ("standard", *JOINT)}
