@@ -19,7 +19,7 @@ from ladder_jax.overlap import request as requests
 from ladder_jax.plan import memory
 from ladder_jax.plan import request as plan_requests
 from ladder_jax.plan import speed as plan_speed
-from ladder_jax.plan.candidate import Candidate
+from ladder_jax.plan.request import Candidate
 from ladder_jax.predict import machine, work
 from ladder_jax.predict import model as speeds
 from ladder_jax.predict import request as predict_requests

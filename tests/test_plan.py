@@ -12,9 +12,9 @@ import pytest
 from ladder_jax import cli, nn, parallel, residual
 from ladder_jax.config import ExpertParallelism, MeshConfig, Remat, from_dict, load, preset
 from ladder_jax.errors import UserError
-from ladder_jax.plan import candidate, confirm, memory, plans, request, speed, text, worker
-from ladder_jax.plan.candidate import Candidate
+from ladder_jax.plan import confirm, memory, plans, request, speed, text
 from ladder_jax.plan.confirm import Confirmed
+from ladder_jax.plan.request import Candidate
 from ladder_jax.predict.work import Model
 from ladder_jax.schedule import shards
 from ladder_jax.train import out_of_memory
@@ -63,13 +63,13 @@ def test_every_plan_can_be_run(asked):
 
 
 def test_halves_are_a_candidate_where_they_have_something_to_hide():
-    of = lambda **more: candidate.candidates(request.make(**LARGE | more))
+    of = lambda **more: request.candidates(request.make(**LARGE | more))
     halved = {one for one in of(residual="standard") if one.interleave == 2}
     assert halved and all(one.mesh.tensor > 1 and one.rows % 2 == 0 for one in halved)
     whole = {dataclasses.replace(one, interleave=1) for one in halved}
     assert whole < set(of(residual="standard"))
     assert not any(one.interleave == 2 for one in of(residual="no-communication"))
-    exchanged = candidate.candidates(request.make(**MOE, capacity=1.25))
+    exchanged = request.candidates(request.make(**MOE, capacity=1.25))
     assert any(one.interleave == 2 for one in exchanged)
     assert not any(one.interleave == 2 and one.exchanges for one in exchanged)
 
@@ -108,7 +108,7 @@ MOE = dict(model="qwen1.5-moe-a2.7b", target="v5p:2x2x2", tokens=65_536, sequenc
 def test_plans_that_exchange_experts(tmp_path):
     """Of a model with a capacity, each sequence-parallel plan has one; its overrides make a training configuration."""
     wanted = request.make(**MOE, capacity=1.25, residual="farskip")
-    every = candidate.candidates(wanted)
+    every = request.candidates(wanted)
     exchanged = [one for one in every if one.exchanges]
     reduced = dataclasses.replace(exchanged[0].mesh, experts=ExpertParallelism.REDUCE)
     assert dataclasses.replace(exchanged[0], mesh=reduced) in every
@@ -121,7 +121,7 @@ def test_plans_that_exchange_experts(tmp_path):
     dense = dict(model=str(tmp_path / "dense.yaml"))
     without = dict(capacity=None), dict(residual="parallel"), dict(model="tiny", capacity=None), dense
     for change in without:
-        others = candidate.candidates(request.make(**{**MOE, "capacity": 1.25, **change}))
+        others = request.candidates(request.make(**{**MOE, "capacity": 1.25, **change}))
         assert others and not any(one.exchanges for one in others)
 
 
@@ -221,7 +221,7 @@ def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
         confirm.confirm(Candidate(MeshConfig(tensor=2, experts=form), Remat.NONE, True, 4, 1), request=wanted)
         config = from_dict({name: steps[-1][name] for name in ("model", "mesh", "train")})
         with pytest.raises(ZeroDivisionError):
-            worker.measure(wanted.target, config=config)
+            confirm.measure(wanted.target, config=config)
     assert defined == [(wanted.config, form) for form in ExpertParallelism]
 
 
@@ -239,7 +239,7 @@ def test_an_exchange_is_confirmed_by_its_own_program(tmp_path, monkeypatch):
 
 def test_meshes_lie_along_the_torus():
     wanted = request.make(**LARGE)
-    sizes = {(mesh.data, mesh.fsdp, mesh.tensor) for mesh in candidate.meshes_of(wanted)}
+    sizes = {(mesh.data, mesh.fsdp, mesh.tensor) for mesh in request.meshes_of(wanted)}
     assert (1, 16, 4) in sizes and (4, 4, 4) in sizes and (1, 64, 1) in sizes
     assert (1, 8, 8) not in sizes and (2, 8, 4) not in sizes and (1, 1, 64) in sizes
 
@@ -331,7 +331,7 @@ def test_mistakes(change, said):
 
 def test_tokens_that_no_mesh_shares_out():
     with pytest.raises(UserError, match="takes a multiple of 7 sequences"):
-        candidate.candidates(request.make(model="tiny", target="cpu:7", tokens=2048, sequence=512))
+        request.candidates(request.make(model="tiny", target="cpu:7", tokens=2048, sequence=512))
 
 
 def test_running_out_of_memory_names_the_planner():

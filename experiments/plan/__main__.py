@@ -12,7 +12,7 @@ import sys
 from experiments import study
 from ladder_jax.config import MeshConfig, Remat
 from ladder_jax.plan import confirm, memory, request
-from ladder_jax.plan.candidate import Candidate
+from ladder_jax.plan.request import Candidate
 
 MODEL = dict(model="llama-3-70b", target="v5p:4x4x4", sequence=8192)
 STEP = dict(MODEL, tokens=4_194_304, mesh=[1, 16, 4], accumulate=32)

@@ -21,8 +21,7 @@ import dataclasses
 
 from ladder_jax.config import ModelConfig, Remat
 from ladder_jax.nn.experts import CHUNK
-from ladder_jax.plan.candidate import Candidate
-from ladder_jax.plan.request import Request
+from ladder_jax.plan.request import Candidate, Request
 from ladder_jax.predict.program import layers_of
 from ladder_jax.predict.work import FLOAT32, Block, Model, size_of
 from ladder_jax.residual import Step

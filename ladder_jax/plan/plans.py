@@ -3,10 +3,9 @@
 import dataclasses
 
 from ladder_jax.plan import memory, speed
-from ladder_jax.plan.candidate import Candidate, candidates
 from ladder_jax.plan.confirm import Confirmed, confirm
 from ladder_jax.plan.memory import Memory
-from ladder_jax.plan.request import Request
+from ladder_jax.plan.request import Candidate, Request, candidates
 from ladder_jax.plan.speed import Speed
 from ladder_jax.schedule import shards
 

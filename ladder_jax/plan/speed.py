@@ -21,14 +21,11 @@ from collections.abc import Iterable
 from ladder_jax.config import ExpertParallelism, Remat
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.nn.experts import CHUNK
-from ladder_jax.plan.candidate import Candidate
 from ladder_jax.plan.memory import estimate
-from ladder_jax.plan.request import Request
-from ladder_jax.predict import link
+from ladder_jax.plan.request import Candidate, Request
 from ladder_jax.predict import machine as machines
 from ladder_jax.predict.layers import together
-from ladder_jax.predict.link import Link, Network
-from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.machine import Link, Machine, Network
 from ladder_jax.predict.program import steps_of
 from ladder_jax.predict.work import ATTENTION, FLOAT32, MLP, Kernel, Model
 from ladder_jax.schedule import shards
@@ -88,7 +85,7 @@ def speed(candidate: Candidate, *, request: Request) -> Speed:
     output = half(model.payload(block), mesh.tensor, within=mesh.tensor)
     hiding, waiting = (count * output for count in _halves(candidate, model))
     if candidate.exchanges:
-        sent = link.crossings(mesh.tensor, ring=machine.link.ring) * model.buffer_bytes(block)
+        sent = machines.crossings(mesh.tensor, ring=machine.link.ring) * model.buffer_bytes(block)
         shared = machine.seconds(flops=_total(model.shared_expert(block)), size=0)
         of_rows = _all_to_alls(candidate, model, seconds=sent / bandwidth(mesh.tensor), shared=shared)
         hiding, waiting = hiding + of_rows[0], waiting + of_rows[1]

@@ -3,8 +3,8 @@
 import dataclasses
 
 from ladder_jax.config import PRESETS
-from ladder_jax.plan.candidate import Candidate, can_exchange
 from ladder_jax.plan.plans import Answer, Plan
+from ladder_jax.plan.request import Candidate, can_exchange
 from ladder_jax.schedule import shards
 from ladder_jax.terminal import Table
 

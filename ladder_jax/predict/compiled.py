@@ -16,8 +16,7 @@ from ladder_jax.errors import UserError
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.overlap import compile as compiling
 from ladder_jax.overlap import request as overlaps
-from ladder_jax.predict.link import FITTED, Algorithm
-from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.machine import FITTED, Algorithm, Machine
 from ladder_jax.predict.model import Pass, Speed
 from ladder_jax.predict.program import Choice, Opponents, programs
 from ladder_jax.predict.request import BASELINE, Request

@@ -20,8 +20,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ladder_jax.predict.link import Algorithm, Halves, Ring
-from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.machine import Algorithm, Halves, Machine, Ring
 from ladder_jax.predict.program import Form, Program, steps_of
 from ladder_jax.predict.timeline import (
     NAMES,

@@ -23,8 +23,7 @@ from collections.abc import Collection, Iterable
 
 from ladder_jax.config import Launch, ModelConfig, Phase
 from ladder_jax.predict.layers import layers, work
-from ladder_jax.predict.link import Algorithm
-from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.machine import Algorithm, Machine
 from ladder_jax.predict.program import ANY_PROGRAM, PLAIN, Choice, Form, Opponents, Program, programs, steps_of
 from ladder_jax.predict.timeline import Timeline
 from ladder_jax.predict.work import OURS, TRAINING, Block, Implementation, Model

@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Collection
 
 from ladder_jax.config import ExpertParallelism, Launch, ModelConfig, Phase, parse_residual
-from ladder_jax.predict.link import FITTED, NCCL, Algorithm, Halves, Kernels, Ring
-from ladder_jax.predict.machine import Machine
+from ladder_jax.predict.machine import FITTED, NCCL, Algorithm, Halves, Kernels, Machine, Ring
 from ladder_jax.predict.work import DENSE, MLP, Block, Implementation, Model
 from ladder_jax.residual import Step, of_model
 

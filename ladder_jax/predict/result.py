@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ladder_jax.config import Phase
 from ladder_jax.predict import advice, model, without_tensor
 from ladder_jax.predict.advice import Advice, Opponent
-from ladder_jax.predict.link import FITTED, Kernel, Link, Network
+from ladder_jax.predict.machine import FITTED, Kernel, Link, Network
 from ladder_jax.predict.model import Pass, Speed, fastest
 from ladder_jax.predict.program import Choice, Form, Opponents, decoding_in_halves
 from ladder_jax.predict.request import BASELINE, Request

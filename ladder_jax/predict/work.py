@@ -14,7 +14,7 @@ import dataclasses
 import functools
 
 from ladder_jax.config import Dtype, ModelConfig
-from ladder_jax.predict.link import ANY, FITTED, Algorithm
+from ladder_jax.predict.machine import ANY, FITTED, Algorithm
 from ladder_jax.schedule import shards
 from ladder_jax.schedule.shards import Shard
 

@@ -6,7 +6,7 @@ import math
 from ladder_jax import cli
 from ladder_jax.config import RESIDUALS, parse_residual, preset
 from ladder_jax.predict import machine, model
-from ladder_jax.predict.link import Link
+from ladder_jax.predict.machine import Link
 
 H100, OFF = machine.load("h100-nvlink"), machine.load("h100-no-nvlink")
 MANY = (*RESIDUALS, "ladder-3", "desync-3")

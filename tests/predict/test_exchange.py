@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from ladder_jax import parallel, residual
 from ladder_jax.config import ExpertParallelism, Phase, preset
-from ladder_jax.predict import layers, link, machine, model, request, result
-from ladder_jax.predict.link import Link, Network, Ring
+from ladder_jax.predict import layers, machine, model, request, result
+from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.work import TRAINING, Model
 from ladder_jax.residual.wires import exchange as wire
@@ -187,7 +187,7 @@ def test_bytes_round_a_torus(ranks):
                 loads[at, way] += 1 / ranks / len(ways)
                 at = (at + way) % ranks
     heaviest, directions = max(loads.values()), 2  # of the link's bandwidth each has half
-    assert link.crossings(ranks, ring=Ring.TWO_WAY) == pytest.approx(directions * heaviest)
+    assert machine.crossings(ranks, ring=Ring.TWO_WAY) == pytest.approx(directions * heaviest)
     torus = Link(latency=3.0, step=0.5, bandwidth=8.0, ring=Ring.TWO_WAY)
     assert torus.all_to_all(16.0, ranks=ranks) == pytest.approx(3 + ranks // 2 * 0.5 + 2 * heaviest * 16 / 8)
 

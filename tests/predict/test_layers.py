@@ -9,7 +9,7 @@ import pytest
 
 from ladder_jax.config import Phase, preset
 from ladder_jax.predict import layers, machine, model, program, timeline, without_tensor
-from ladder_jax.predict.link import Link
+from ladder_jax.predict.machine import Link
 from ladder_jax.predict.program import PLAIN, Form
 from ladder_jax.predict.timeline import Work
 from ladder_jax.predict.work import TRAINING, Model

@@ -11,7 +11,7 @@ from ladder_jax.bench import work as counted
 from ladder_jax.config import preset
 from ladder_jax.hardware import HARDWARE
 from ladder_jax.predict import compiled, machine, request, result, work
-from ladder_jax.predict.link import Link, Network, Ring
+from ladder_jax.predict.machine import Link, Network, Ring
 from ladder_jax.schedule import hlo
 from tests.predict.asked import H100, NOTHING, OFF, run
 

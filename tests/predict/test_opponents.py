@@ -8,8 +8,8 @@ import pathlib
 import pytest
 
 from ladder_jax.config import Launch, Phase, preset
-from ladder_jax.predict import advice, compiled, layers, link, machine, model, request, result, work
-from ladder_jax.predict.link import Algorithm, Kernel, Kernels, Link, Network
+from ladder_jax.predict import advice, compiled, layers, machine, model, request, result, work
+from ladder_jax.predict.machine import Algorithm, Kernel, Kernels, Link, Network
 from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
 from ladder_jax.predict.work import AUTHORS, OURS, Model
 from ladder_jax.schedule import hlo
@@ -48,8 +48,8 @@ def test_each_algorithm_has_its_formula():
         Algorithm.NCCL_IN_NETWORK: pytest.approx(40e-6 + 4.5e6 / 16e9),
     }
     fastest = lambda size, among: EIGHT.fastest(size, ranks=8, among=among)[0]
-    assert fastest(100, link.ANY) is Algorithm.ONE_SHOT and fastest(4e6, link.ANY) is Algorithm.NCCL_IN_NETWORK
-    assert fastest(1e3, link.NCCL) is fastest(1e3, link.FITTED) is fastest(4e6, link.FITTED) is Algorithm.RING
+    assert fastest(100, machine.ANY) is Algorithm.ONE_SHOT and fastest(4e6, machine.ANY) is Algorithm.NCCL_IN_NETWORK
+    assert fastest(1e3, machine.NCCL) is fastest(1e3, machine.FITTED) is fastest(4e6, machine.FITTED) is Algorithm.RING
     # A reduce-scatter and an all-gather move as much as an all-reduce, with one latency more.
     assert 2 * EIGHT.half(4e6, ranks=8) == pytest.approx(EIGHT.all_reduce(4e6, ranks=8) + 10e-6)
     assert EIGHT.faster(2).times(4e6, ranks=8) == {
@@ -78,16 +78,16 @@ def test_a_ladder_uses_what_its_launch_overlaps():
         return programs(model, machine, block, phase=phase, choice=Choice(**{"interleaves": (1,), **choice}))
 
     (standard,) = of("standard")
-    assert standard == Program(algorithms=link.ANY)
+    assert standard == Program(algorithms=machine.ANY)
     explicit, chained = of("ladder")  # the default first
-    assert (explicit.launch, explicit.algorithms, explicit.window) == (Launch.EXPLICIT, link.ANY, 1.0)
-    assert (chained.launch, chained.algorithms, chained.window) == (Launch.CHAINED, link.NCCL, 0.33)
+    assert (explicit.launch, explicit.algorithms, explicit.window) == (Launch.EXPLICIT, machine.ANY, 1.0)
+    assert (chained.launch, chained.algorithms, chained.window) == (Launch.CHAINED, machine.NCCL, 0.33)
     assert of("ladder", launches=(Launch.EXPLICIT,)) == (explicit,) and of("ladder", launches=(Launch.CHAINED,)) == (
         chained,
     )
     # No kernel that is XLA's: without peers' memory, between nodes, on TPUs, and where only others have one.
     others = dataclasses.replace(H100, link=dataclasses.replace(H100.link, kernels=Kernels.OTHERS))
-    nccl = dataclasses.replace(explicit, algorithms=link.NCCL)
+    nccl = dataclasses.replace(explicit, algorithms=machine.NCCL)
     for where in (OFF, V5P, others, machine.load("a800-pcie")):
         assert of("ladder", machine=where)[0] == nccl, where.name
     assert of("ladder", machine=machine.load("h100-2-nodes"), ranks=16) == (nccl, chained)
@@ -169,7 +169,7 @@ def test_halves_are_the_best_launch_at_every_size_and_number_of_ranks(name):
     for ranks in (2, 4, 8):
         for size in (2**power for power in range(13, 23)):
             times = offered.times(size, ranks=ranks)
-            nccl = min(times[one] for one in link.NCCL if one in times)
+            nccl = min(times[one] for one in machine.NCCL if one in times)
             kernel = times[Algorithm.ONE_SHOT if size <= 2**18 else Algorithm.TWO_SHOT]
             assert kernel < 1.1 * nccl, (ranks, size)
             assert size > 2**18 or kernel < nccl, (ranks, size)
