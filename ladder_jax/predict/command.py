@@ -31,11 +31,11 @@ def run(args: dict) -> None:
     if options["hardware"] is None:
         raise UserError(f"--hardware is needed (allowed: {', '.join(requests.machines.NAMES)}, or a .yaml file)")
     request = requests.make(**options)
-    axes = requests.sweep(request, args["sweep"]) if args["sweep"] else None
 
     from ladder_jax.predict import picture, result, sweep, text
 
-    if axes:
+    if args["sweep"]:
+        axes = sweep.parse(request, args["sweep"])
         points = sweep.run(request, axes)
         if args["plot"]:
             if not sweep.front(points):

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from ladder_jax.config import ExpertParallelism, Launch, Phase
 from ladder_jax.predict.advice import SAME, WORTH
 from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.request import BASELINE, Request, Sweep
+from ladder_jax.predict.request import BASELINE, Request
 from ladder_jax.predict.result import Result, algorithm, described, executed, in_turn
-from ladder_jax.predict.sweep import Point
+from ladder_jax.predict.sweep import Point, Sweep
 from ladder_jax.terminal import Table
 
 COLUMNS = (

@@ -107,7 +107,7 @@ def test_sweep(capsys, tmp_path):
 
 def test_nothing_beats_the_front():
     asked = request.make(model="llama-3-8b", hardware="h100-nvlink", layers=4)
-    points = sweep.run(asked, request.sweep(asked, ["tensor=1,2,8", "batch=1,16", "link=0.5,1"]))
+    points = sweep.run(asked, sweep.parse(asked, ["tensor=1,2,8", "batch=1,16", "link=0.5,1"]))
     front = sweep.front(points)
     key = lambda point, row: (sweep.latency(row), sweep.throughput(point, row))
     for point in points:
