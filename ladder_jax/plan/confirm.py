@@ -55,18 +55,10 @@ def confirm(candidate: Candidate, *, request: Request) -> Confirmed:
     with files.cache("plans") as folder:
         path = folder / f"{_key(step)}.json"
         if (confirmed := _read(path)) is None:
-            settings = _summary(candidate)
-            label = f"{settings}, {request.config.num_layers} layers of {request.name} for {request.target.name}"
+            label = f"{candidate}; {request.config.num_layers} layers of {request.name} for {request.target.name}"
             compiling.run_worker("ladder_jax.plan.confirm", step, path, target=request.target, label=label)
             confirmed = _read(path)
         return confirmed
-
-
-def _summary(candidate: Candidate) -> str:
-    sizes = " x ".join(str(size) for size in candidate.mesh.axes.values())
-    exchanged = ", experts exchanged" if candidate.exchanges else ""
-    exchanged += ", two halves in turn" if candidate.interleave == 2 else ""
-    return f"mesh {sizes}{exchanged}, remat {candidate.remat.value}"
 
 
 def _key(step: dict) -> str:

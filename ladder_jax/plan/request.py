@@ -94,6 +94,14 @@ class Candidate:
     accumulate: int
     interleave: int = 1
 
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in self.mesh.axes.items() if size > 1) or "one device"
+        split = ", sequence-parallel" if self.sequence_parallel else ""
+        split += ", experts exchanged" if self.exchanges else ""
+        split += ", two halves in turn" if self.interleave == 2 else ""
+        rows = "1 sequence" if self.rows == 1 else f"{self.rows} sequences"
+        return f"{sizes}{split}, remat {self.remat.value}, {rows} at a time"
+
     @property
     def shards(self) -> int:
         """Number of shards of the batch."""

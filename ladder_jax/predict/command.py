@@ -47,8 +47,7 @@ def run(args: dict) -> None:
     answer = compiled.predict(request, target=target) if target else result.predict(request)
     if args["plot"]:
         picture.plot(answer, file=args["plot"])
-    lines = text.phase_lines if request.phase else text.lines
-    _print(answer.as_dict() if args["json"] else lines(answer))
+    _print(answer.as_dict() if args["json"] else text.lines(answer))
 
 
 def _print(answer: dict | list) -> None:

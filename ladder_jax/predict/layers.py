@@ -31,8 +31,8 @@ from ladder_jax.predict.timeline import (
     Work,
     beside,
     play,
-    play_in_turn,
     play_slots,
+    turns,
 )
 from ladder_jax.predict.work import AFTER_GATHER, ATTENTION, BEFORE_SCATTER, Block, Kernel, Model
 from ladder_jax.residual import Step
@@ -75,17 +75,17 @@ def layers(
         return sum((work_of([one]).slower(few_rows(one, other, machine=machine)) for one, other in pairs), Work())
 
     if program.form is Form.EXCHANGE:
-        exchanged = _Exchange.of(model, machine, block, work_of)
+        slots = _exchange_slots(steps, model, machine, block, work_of=work_of)
         waits = machine.link.halves is Halves.NONE  # on a v5e (but for gathers, which is left out)
-        timeline = play_slots(exchanged.slots(steps), contention=machine.contention, waits=waits)
+        timeline = play_slots(slots, contention=machine.contention, waits=waits)
     elif program.form is Form.COLLECTIVE_MATMUL:
         ring = RingProduct(machine, model.ranks, payload=model.payload(block), times=times)
         timeline = _in_rings(steps, kernels=lambda step: kernels(step.sublayers, block), work_of=work_of, ring=ring)
     elif program.interleave == 2:
         halves = block.halves
         each = tuple(reduction(model, machine, half, program=program)[1] for half in halves)
-        of_turn = lambda step, half: of_half(step.sublayers, halves[half])
-        timeline = play_in_turn(steps, work=of_turn, all_reduces=each, **settings)
+        slots = turns(steps, work=lambda step, half: of_half(step.sublayers, halves[half]), all_reduces=each)
+        timeline = play_slots(slots, **settings)
     else:
         timeline = play(steps, work=lambda step: of_sublayers(step.sublayers), all_reduce=all_reduce, **settings)
     return Layers(timeline, algorithm if timeline.all_reduces else None, all_reduce)
@@ -186,112 +186,78 @@ def _in_rings(
     return dataclasses.replace(device.timeline(), compute=plain, wire=wire, all_reduces=len(steps))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Exchange:
-    """A layer's work, in parts beside which a transfer may stand, and its transfers.
+def _exchange_slots(
+    steps: Sequence[Step], model: Model, machine: Machine, block: Block, *, work_of: WorkOf
+) -> Iterator[Slot]:
+    """The slots of a topology's steps, in their order, if ranks exchange the rows of experts."""
+    shared_kernels = model.shared_expert(block)
+    norm, into, *out = model.step((ATTENTION,), block, split=model.ranks)
+    router, sort, first, *last, collect = model.routed(block, exchanged=True)
+    parts = [norm], [into], out, [router, sort], [first], last, [collect], shared_kernels, shared_kernels[:1]
+    norm, into, out, route, first, last, collect, shared, shared_first = map(work_of, parts)
+    shared_last = work_of(shared_kernels[1:])
+    half = machine.link.half(model.payload(block), ranks=model.ranks)
+    rows = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
+    gather, scatter = ("gather", half), ("reduce-scatter", half)
+    dispatch, combine = ("dispatch", rows), ("combine", rows)
+    none = Work()
 
-    shared, shared_last: of a shared expert's first and its other products; nothing without one.
-    """
-
-    norm: Work
-    into: Work
-    out: Work
-    route: Work
-    first: Work
-    last: Work
-    collect: Work
-    shared: Work
-    shared_last: Work
-    has_shared: bool
-    gather: Transfer
-    scatter: Transfer
-    dispatch: Transfer
-    combine: Transfer
-
-    @classmethod
-    def of(cls, model: Model, machine: Machine, block: Block, work_of: WorkOf) -> "_Exchange":
-        norm, into, *out = model.step((ATTENTION,), block, split=model.ranks)
-        router, sort, first, *last, collect = model.routed(block, exchanged=True)
-        shared = model.shared_expert(block)
-        parts = [norm], [into], out, [router, sort], [first], last, [collect], shared[:1], shared[1:]
-        half = machine.link.half(model.payload(block), ranks=model.ranks)
-        rows = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
-        transfers = ("gather", half), ("reduce-scatter", half), ("dispatch", rows), ("combine", rows)
-        return cls(*map(work_of, parts), bool(shared), *transfers)
-
-    def slots(self, steps: Sequence[Step]) -> Iterator[Slot]:
-        """The slots of a topology's steps, in their order."""
-        pending: tuple[Transfer, ...] = ()  # of the newest output, which none has launched yet
-        prepared = False  # whether the step before has made the next one's input, beside its own second half
-        for step, following in zip(steps, (*steps[1:], None)):
-            attends = step.sublayers == (ATTENTION,)
-            if not step.reduces:
-                yield Slot(self.norm + (self.into + self.out if attends else self._experts))
-                continue
-            prepares = following is not None and following.reads_added
-            of_step = self._attend if attends else self._compute
-            yield from of_step(step, pending, prepared=prepared, prepares=prepares)
-            pending, prepared = self._pending(step), prepares
-        if pending:
-            yield Slot(transfers=pending)
-            yield Slot(self.collect)
-
-    @property
-    def _experts(self) -> Work:
-        return self.route + self.shared + self.shared_last + self.first + self.last + self.collect
-
-    def _pending(self, step: Step) -> tuple[Transfer, ...]:
-        """The transfers of a step's output that the next step launches."""
-        if step.pending_after == 0:
-            return ()
-        if step.sublayers == (ATTENTION,):
-            return (self.scatter,)
-        return (self.combine, self.scatter) if self.has_shared and not step.early else (self.combine,)
-
-    def _attend(self, step: Step, arriving: tuple[Transfer, ...], *, prepared: bool, prepares: bool) -> Iterator[Slot]:
-        """arriving: the transfers of the output before. prepared, prepares: this and the next step's input."""
-        collect = self.collect if arriving else Work()
-        if arriving and step.delay == 0:
+    def attend(step: Step) -> Iterator[Slot]:
+        waits = bool(arriving) and step.delay == 0
+        if waits:
             yield Slot(transfers=arriving)
             yield Slot(collect)
-            arriving, collect = (), Work()
         if not prepared:
-            yield Slot(self.norm)
-            yield Slot(transfers=(self.gather,))
-        yield Slot(self.into, arriving)
+            yield Slot(norm)
+            yield Slot(transfers=(gather,))
+        yield Slot(into, () if waits else arriving)
+        collected = collect if arriving and not waits else none
         if prepares:
-            yield Slot(collect + self.norm + self.route)
-            yield Slot(self.out, (self.gather, self.dispatch) if self.has_shared else (self.dispatch,))
+            yield Slot(collected + norm + route)
+            yield Slot(out, (gather, dispatch) if shared_kernels else (dispatch,))
         else:
-            yield Slot(collect + self.out)
+            yield Slot(collected + out)
         if step.pending_after == 0:
-            yield Slot(transfers=(self.scatter,))
+            yield Slot(transfers=(scatter,))
 
-    def _compute(self, step: Step, arriving: tuple[Transfer, ...], *, prepared: bool, prepares: bool) -> Iterator[Slot]:
-        """As `_attend`, of the experts."""
-        with_dispatch, with_combine, with_first = self.shared, self.shared_last, Work()
+    def compute(step: Step) -> Iterator[Slot]:
+        waits = not prepared and step.delay < step.pending_before
         if step.early:
-            yield Slot(self.shared + self.shared_last)
-        if step.delay:
-            with_first = Work() if step.early else self.shared + self.shared_last
-            with_dispatch = with_combine = Work()
+            yield Slot(shared)
+        if waits:
+            yield Slot(transfers=arriving)
         if not prepared:
-            if step.delay < step.pending_before:
-                yield Slot(transfers=arriving)
-                arriving = ()
-            yield Slot(self.norm + self.route)
-            if self.has_shared:
-                yield Slot(transfers=(self.gather,))
-            yield Slot(with_dispatch, (self.dispatch,))
-        yield Slot(with_first + self.first, arriving)
+            yield Slot(norm + route)
+            if shared_kernels:
+                yield Slot(transfers=(gather,))
+            yield Slot(none if step.delay else shared_first, (dispatch,))
+        beside_scatter = shared if step.delay and not step.early else none
+        yield Slot(beside_scatter + first, () if waits else arriving)
+        beside_combine = none if step.delay else shared_last
         if step.pending_after == 0:
-            yield Slot(self.last)
-            yield Slot(with_combine, (self.combine,))
-            if self.has_shared and not step.early:
-                yield Slot(transfers=(self.scatter,))
-            yield Slot(self.collect)
+            yield Slot(last)
+            yield Slot(beside_combine, (combine,))
+            if shared_kernels and not step.early:
+                yield Slot(transfers=(scatter,))
+            yield Slot(collect)
         elif prepares:
-            yield Slot(self.norm)
-            yield Slot(self.last + with_combine, (self.gather,))
+            yield Slot(norm)
+            yield Slot(last + beside_combine, (gather,))
         else:
-            yield Slot(self.last + with_combine)
+            yield Slot(last + beside_combine)
+
+    arriving: tuple[Transfer, ...] = ()  # of the newest output, which none has launched yet
+    prepared = False  # whether the step before has made this one's input, beside its own second half
+    for step, following in zip(steps, (*steps[1:], None)):
+        attends = step.sublayers == (ATTENTION,)
+        if not step.reduces:
+            yield Slot(norm + (into + out if attends else route + shared + first + last + collect))
+            continue
+        prepares = following is not None and following.reads_added
+        yield from attend(step) if attends else compute(step)
+        with_shared = (combine, scatter) if shared_kernels and not step.early else (combine,)
+        arriving = () if step.pending_after == 0 else (scatter,) if attends else with_shared
+        prepared = prepares
+    if arriving:
+        yield Slot(transfers=arriving)
+        yield Slot(collect)

@@ -5,14 +5,15 @@ time that it overlaps with compute; compute is slower meanwhile. The forms diffe
 
     `play`           the order of `residual.Topology.layers`. A step leaves the newest outputs out of its input
                      (`Step.delay`), and so waits for the all-reduces of the others only
-    `play_in_turn`   two halves of a batch (`residual.interleave`). While the newest output of one half is reduced, the
-                     other half computes its step; the next turn waits for both, so delays make no difference
-    `play_slots`     compute and transfers that begin together and are awaited together: exchanged experts, FSDP
+    `play_slots`     compute and transfers that begin together and are awaited together: of exchanged experts, of FSDP,
+                     and of two halves of a batch (`residual.interleave`). While the newest output of one half is
+                     reduced, the other half computes its step; the next turn waits for both, so delays make no
+                     difference
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ladder_jax.residual import Step
 
@@ -159,38 +160,32 @@ def play(
     return device.timeline()
 
 
-def play_in_turn(
-    steps: Iterable[Step],
-    *,
-    work: Callable[[Step, int], Work],
-    all_reduces: tuple[float, float],
-    contention: float,
-    window: float = 1.0,
-) -> Timeline:
-    """work(step, half): as in `play`, of half 0 or 1. all_reduces: seconds of each half's."""
-    device, newest = Device(contention), []
-    for step, half in itertools.product(steps, (0, 1)):
-        device.compute(NAMES[step.sublayers], work(step, half), beside=newest, window=window)
-        device.wait(device.free)
-        newest = [("all-reduce", all_reduces[half])]
-    device.send(*newest)
-    return device.timeline()
-
-
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """Compute, and transfers one after another, that begin together and are awaited together."""
 
     work: Work = Work()
-    transfers: tuple[Transfer, ...] = ()
+    transfers: Sequence[Transfer] = ()
 
 
-def play_slots(slots: Iterable[Slot], *, contention: float, waits: bool = False) -> Timeline:
-    """waits: a compiler cannot launch the transfers apart, so that each is awaited before the slot's compute."""
+def play_slots(slots: Iterable[Slot], *, contention: float, window: float = 1.0, waits: bool = False) -> Timeline:
+    """window: as in `play`. waits: a compiler cannot launch transfers apart, so that each is awaited before compute."""
     device = Device(contention)
     for slot in slots:
         if waits:
             device.wait(*map(device.send, slot.transfers))
-        device.compute("slot", slot.work, beside=() if waits else slot.transfers)
+        device.compute("slot", slot.work, beside=() if waits else slot.transfers, window=window)
         device.wait(device.free)
     return device.timeline()
+
+
+def turns(
+    steps: Iterable[Step], *, work: Callable[[Step, int], Work], all_reduces: tuple[float, float]
+) -> Iterator[Slot]:
+    """The slots of two halves of a batch in turn. work(step, half): as in `play`, of half 0 or 1. all_reduces: seconds
+    of each half's."""
+    newest: Sequence[Transfer] = ()
+    for step, half in itertools.product(steps, (0, 1)):
+        yield Slot(work(step, half), newest)
+        newest = [("all-reduce", all_reduces[half])]
+    yield Slot(transfers=newest)

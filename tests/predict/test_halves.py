@@ -15,7 +15,7 @@ from ladder_jax.config import preset
 from ladder_jax.errors import UserError
 from ladder_jax.predict import halves, layers, machine, request, result
 from ladder_jax.predict.program import Form, Program
-from ladder_jax.predict.timeline import Work, play_in_turn
+from ladder_jax.predict.timeline import Work, play_slots, turns
 from ladder_jax.predict.work import Model
 from tests import cases
 from tests.predict.asked import H100, NOTHING, run
@@ -26,8 +26,8 @@ GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "halves.md"
 def in_turn(name, *, length, all_reduce, num_layers=2, contention=0.0, window=1.0):
     """Every half of a sublayer takes `length` busy seconds, its all-reduce `all_reduce`."""
     steps = itertools.chain.from_iterable(residual.topology(name, num_layers=num_layers).layers)
-    settings = dict(all_reduces=(all_reduce, all_reduce), contention=contention, window=window)
-    return play_in_turn(steps, work=lambda step, half: Work(length, 0.0), **settings)
+    slots = turns(steps, work=lambda step, half: Work(length, 0.0), all_reduces=(all_reduce, all_reduce))
+    return play_slots(slots, contention=contention, window=window)
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder", "ladder-2"])
