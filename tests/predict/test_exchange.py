@@ -277,26 +277,3 @@ def test_the_guide_has_what_is_predicted():
                 (halved,) = result.predict(request.make(**asked)).rows
         assert f"| `{hardware}` | {' | '.join(cells)} |" in page
         assert halved.speed.program.interleave == 2 and f"{halved.tokens_per_second:,.0f}" in page
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--experts exchang --phase train", "unknown --experts 'exchang'; did you mean 'exchange'?"),
-        ("--experts exchange", "--experts exchange is for --phase prefill and train, not generate: decoding always"),
-        ("--experts exchange --model tiny --phase train", "--experts exchange needs experts (model.moe)"),
-        ("--experts exchange --model dense.yaml --phase train", "experts in all layers, not model.moe.dense_layers=1"),
-        ("--experts exchange --phase train --residual ladder,parallel", "not with the residual 'parallel' (allowed:"),
-        ("--experts exchange --phase train --tensor 1", "--tensor must be at least 2, not 1"),
-        ("--experts exchange --phase prefill --prompt-length 1022", "splits --prompt-length 1022 over --tensor 4"),
-        ("--experts exchange --phase train --sequence 1022", "splits --sequence 1022 over --tensor 4"),
-        ("--experts exchange --phase train --capacity 0", "--capacity must be positive, not 0.0"),
-        ("--experts exchange --phase train --capacity nan", "--capacity must be positive, not nan"),
-        ("--capacity 1.25 --phase train", "--capacity 1.25 is for --experts exchange"),
-    ],
-)
-def test_mistakes_are_one_line(words, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "dense.yaml").write_text("model: {preset: qwen1.5-moe-a2.7b, d_ff: 64, moe: {dense_layers: 1}}")
-    status, out, err = run(capsys, *WORDS[:-2], *words.split())
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err

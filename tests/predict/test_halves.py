@@ -14,7 +14,7 @@ from ladder_jax import config, residual, train
 from ladder_jax.config import preset
 from ladder_jax.errors import UserError
 from ladder_jax.predict import halves, layers, machine, request, result
-from ladder_jax.predict.program import Form, Program
+from ladder_jax.predict.program import Program
 from ladder_jax.predict.timeline import Work, play_slots, turns
 from ladder_jax.predict.work import Model
 from tests import cases
@@ -144,25 +144,6 @@ def test_interleave_chooses_the_rows(phase, capsys):
     _, out, _ = run(capsys, *words, "--interleave", "2", "--json")
     of = {row["residual"]: row["interleave"] for row in json.loads(out)["rows"]}
     assert of.pop("no-communication") == 1 and of.pop("desync-2", 1) == 1 and set(of.values()) == {2}
-
-
-def test_halves_may_be_split():
-    asked = request.make(model="llama-3-70b", hardware="v5p", tensor=8, batch=2, phase="train", residual="standard")
-    found = result.predict(asked).rows[0].speed.program
-    assert (found.form, found.interleave) == (Form.SEQUENCE_PARALLEL, 2)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--interleave 3", "--interleave must be one of 1, 2, auto, not '3'"),
-        ("--interleave 2 --phase prefill --residual desync-2", "--interleave 2 is for a residual that reduces every"),
-        ("--interleave 2 --residual no-communication", "--interleave 2 is for a residual that reduces every"),
-    ],
-)
-def test_mistakes_are_one_line(words, said, capsys):
-    status, out, err = run(capsys, "--model", "llama-3-70b", "--hardware", "h100-nvlink", *words.split())
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
 
 
 def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):

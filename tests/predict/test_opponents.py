@@ -347,23 +347,3 @@ def test_no_is_said_plainly(capsys):
         found = advice.read(rows=[Row("standard", 1.0), Row("ladder", speedup)], opponent=opponent, tensor=8)
         assert (found.residual, found.ladder_helps) == (said, said == "ladder")
     assert math.isclose(advice.WORTH, 1.03)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--phase trian", "unknown phase 'trian'; did you mean 'train'?"),
-        ("--phase train --prompt-length 9", "--prompt-length belongs to --phase generate and prefill, not train"),
-        ("--phase prefill --new-tokens 9", "--new-tokens belongs to --phase generate, not prefill"),
-        ("--sequence 9", "--sequence belongs to --phase train, not generate"),
-        ("--phase train --sequence 0", "--sequence must be positive, not 0"),
-        ("--phase train --sweep batch=1", "--sweep belongs to --phase generate, not train"),
-        ("--phase prefill --plot a.png", "--plot belongs to --phase generate, not prefill"),
-        ("--phase train --implementation authors", "--implementation must be ours"),
-        ("--phase train --residual desync-2", "has no prediction of desync-2's backward pass"),
-        ("--launch explicitly", "unknown launch 'explicitly'; did you mean 'explicit'?"),
-    ],
-)
-def test_mistakes_are_one_line(words, said, capsys):
-    status, out, err = run(capsys, "--model", "llama-3-70b", "--hardware", "h100-nvlink", *words.split())
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1 and said in err, err
