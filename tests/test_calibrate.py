@@ -87,7 +87,8 @@ def test_the_fit_finds_a_links_constants(ring):
 
 def test_a_gpus_own_kernels_are_measured_apart_from_nccl(monkeypatch, tmp_path):
     """As on sixteen GPUs, with made-up times: NCCL's with the options that hide, a kernel's with those that wait."""
-    nccl, kernel = Link(latency=12e-6, step=0.8e-6, bandwidth=250e9), Kernel(latency=8e-6, bandwidth=200e9)
+    nccl = Link(latency=12e-6, step=0.8e-6, bandwidth=250e9)
+    kernel = Kernel(latency=8e-6, bandwidth=200e9)
     ceiling = roofline.Ceiling((90e9, 100e9), "an array")
     monkeypatch.setattr(roofline, "copy_bandwidth", lambda *_, **__: ceiling)
     monkeypatch.setattr(roofline, "matmul_peak", lambda *_, **__: ceiling)

@@ -1,7 +1,6 @@
 """`ladder-jax plan`: what it proposes can be run, its estimates are near the compilers' figures."""
 
 import dataclasses
-import itertools
 import json
 import math
 import pathlib
@@ -143,27 +142,28 @@ def test_what_exchanged_experts_take_by_hand():
     full = dataclasses.replace(one, remat=Remat.FULL)  # all but the sums that attention and the shared expert reduce
     again = 4 * (attention - 2 * tokens * d * 512 + experts - 2 * tokens * d * w)
     assert speed.flops(full, request=wanted)[1] == pytest.approx(again)
-    # One layer more keeps so many rows more: [E S, D] before and after the experts, [E S, M] between.
-    kept = {}
-    for name, remat in itertools.product(("ladder", "standard"), Remat):
-        estimates = []
-        for layers in (4, 5):
-            asked, found = of(name, remat, layers)
-            less = dataclasses.replace(found, mesh=MeshConfig(fsdp=2, tensor=4))
-            held = [memory.kept_activations(candidate, request=asked) for candidate in (found, less)]
-            estimates.append(held[0] - held[1])
-        kept[name, remat] = estimates[1] - estimates[0]
-    stream, width = rows * d * 2, rows * m * 2
-    assert kept["standard", Remat.FULL] == kept["standard", Remat.OFFLOAD] == 0
-    assert kept["ladder", Remat.FULL] == kept["ladder", Remat.OFFLOAD] == stream
-    reduced = tokens * 4 * (2 * m + d) * 2  # which the other form keeps of all ranks' rows, as they fit into one chunk
-    assert kept["ladder", Remat.SAVE_MATMULS] == kept["standard", Remat.SAVE_MATMULS]
-    assert kept["standard", Remat.SAVE_MATMULS] == 2 * stream + 2 * width - reduced
     # The rows that return, which a token adds up in float32, are kept without recomputation.
+    stream = rows * d * 2
+    width = rows * m * 2
     returning = own * 4 * d * 4
-    step, microbatch = residual.of_model(wanted.config).layers[0][0], one.microbatch(wanted)
-    assert memory._kept_rows(step, one, *microbatch) == stream + 5 * width + returning
-    assert memory._working_rows(*microbatch) == 3 * stream + 5 * width + returning
+    for name, first in (("standard", 0), ("ladder", stream)):
+        step = residual.of_model(of(name, Remat.NONE)[0].config).layers[1][0]
+        kept = {}
+        for remat in Remat:
+            asked, held = of(name, remat)
+            kept[remat] = memory._kept_rows(step, held, *held.microbatch(asked))
+        assert kept[Remat.FULL] == kept[Remat.OFFLOAD] == first
+        assert kept[Remat.SAVE_MATMULS] == 2 * stream + 2 * width
+        assert kept[Remat.NONE] == stream + 5 * width + returning
+    # A layer more keeps so many more; the other form keeps all ranks' rows, as they fit into one chunk.
+    held = []
+    for layers in (4, 5):
+        asked, exchanged = of("standard", Remat.SAVE_MATMULS, layers)
+        both = exchanged, dataclasses.replace(exchanged, mesh=MeshConfig(fsdp=2, tensor=4))
+        with_rows, without = (memory.kept_activations(candidate, request=asked) for candidate in both)
+        held.append(with_rows - without)
+    assert held[1] - held[0] == 2 * stream + 2 * width - tokens * 4 * (2 * m + d) * 2
+    assert memory._working_rows(*one.microbatch(wanted)) == 3 * stream + 5 * width + returning
     # Two halves of a reduction each: attention's, and a shared expert's.
     halves = lambda model, name: speed._halves(one, Model(preset(model, residual=name, num_layers=1), 4))
     assert halves(MOE["model"], "ladder") == (4 * 2, 0) and halves(MOE["model"], "farskip") == (4 * 1.5, 0)
@@ -173,7 +173,8 @@ def test_what_exchanged_experts_take_by_hand():
 def test_the_time_of_exchanged_experts_by_hand():
     """A layer's all-to-alls: two forward, two backward, and two where they are repeated; beside the shared expert."""
     wanted = lambda name: request.make(**MOE, capacity=1.25, residual=name)
-    mesh, shared = MeshConfig(fsdp=2, tensor=4, experts="exchange"), 1e-3
+    mesh = MeshConfig(fsdp=2, tensor=4, experts="exchange")
+    shared = 1e-3
     for remat, count, passes in ((Remat.NONE, 4, 3), (Remat.SAVE_MATMULS, 4, 3), (Remat.FULL, 6, 4)):
         one = Candidate(mesh, remat, True, 2, 4)
         for sent in (0.1 * shared, 10 * shared):
@@ -183,9 +184,11 @@ def test_the_time_of_exchanged_experts_by_hand():
             assert of("standard") == (0, pytest.approx(4 * max(0, count * sent - passes * shared)))
             assert of("no-communication") == (0, 0)
     # The link: v5p's ring of four carries each byte once, 180 GB/s; of attention and the shared expert two halves each.
-    one, rate = Candidate(mesh, Remat.NONE, True, 2, 4), speed.machine_of(wanted("standard").target)
+    one = Candidate(mesh, Remat.NONE, True, 2, 4)
+    rate = speed.machine_of(wanted("standard").target)
     slow = dataclasses.replace(rate, flops=1e30)
-    half, rows = 3 / 4 * 8192 * 2048 * 2 / 180e9, 60 * math.ceil(1.25 * 2048 * 4 / 60) * 2048 * 2 / 180e9
+    half = 3 / 4 * 8192 * 2048 * 2 / 180e9
+    rows = 60 * math.ceil(1.25 * 2048 * 4 / 60) * 2048 * 2 / 180e9
     found = {}
     for name in ("standard", "farskip"):
         with pytest.MonkeyPatch.context() as patch:
@@ -212,7 +215,8 @@ def test_the_answer_names_the_fastest_exchange(capsys):
 
 def test_an_exchange_is_confirmed_as_such(tmp_path, monkeypatch):
     """What `confirm` writes for the compiling process, that process makes a definition of."""
-    steps, defined = [], []
+    steps = []
+    defined = []
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(confirm.compiling, "run_worker", lambda module, step, *_, **__: steps.append(step))
     monkeypatch.setattr(nn, "define", lambda config, **more: defined.append((config, more["experts"])) or 1 / 0)
@@ -230,7 +234,8 @@ def test_an_exchange_is_confirmed_by_its_own_program(tmp_path, monkeypatch):
     """The step that `confirm` compiles has the buffers: of four times the capacity, larger ones."""
     monkeypatch.setenv("LADDER_JAX_CACHE", str(tmp_path))
     of = dict(model="tiny-moe", target="cpu:2", tokens=256, sequence=64, layers=1)
-    mesh, sizes = MeshConfig(tensor=2, experts="exchange"), []
+    mesh = MeshConfig(tensor=2, experts="exchange")
+    sizes = []
     for capacity in (1.0, 4.0):
         one = confirm.confirm(Candidate(mesh, Remat.NONE, True, 4, 1), request=request.make(**of, capacity=capacity))
         sizes.append(one.device)
@@ -257,7 +262,8 @@ def test_a_mesh_that_cuts_across_the_torus_is_made_with_a_warning(monkeypatch, c
 
 
 def test_the_recipe_is_the_recommended_plan():
-    config, wanted = load(str(ROOT / "experiments/pretrain/recipes/llama-3-70b.yaml")), request.make(**LARGE)
+    config = load(str(ROOT / "experiments/pretrain/recipes/llama-3-70b.yaml"))
+    wanted = request.make(**LARGE)
     best = plans.answer(wanted, compiled=0).plans[0]
     assert (config.mesh, config.train.remat) == (best.candidate.mesh, best.candidate.remat)
     assert config.train.accumulate == best.candidate.accumulate and config.model == wanted.config
@@ -336,7 +342,8 @@ def test_tokens_that_no_mesh_shares_out():
 
 def test_running_out_of_memory_names_the_planner():
     definition = cases.define("ladder", data=2, tensor=4)
-    config, mesh = load("tiny", overrides=["train.remat=none", "mesh.data=2", "mesh.tensor=4"]), definition.layout.mesh
+    config = load("tiny", overrides=["train.remat=none", "mesh.data=2", "mesh.tensor=4"])
+    mesh = definition.layout.mesh
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
     said = str(out_of_memory.explanation(error, config=config, mesh=mesh))
     assert "\n" not in said and "Out of memory allocating 9 bytes)" in said

@@ -98,7 +98,8 @@ def measure(target: targets.Target, *, config: RunConfig) -> dict:
     settings = dict(config=config.train)
     arguments = train.abstract_state(definition, **settings), train.abstract_batch(definition, **settings)
     versions = {"jax": jax.__version__, "compiler": programs.compiler(target)}
-    started, cpu_started = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu_started = time.process_time()
     elapsed = lambda: {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
     try:
         memory = train.train_step(definition, **settings).compile(*arguments).memory_analysis()

@@ -45,13 +45,17 @@ class Memory:
 
 
 def estimate(candidate: Candidate, *, request: Request) -> Memory:
-    config, mesh = request.config, candidate.mesh
+    config = request.config
+    mesh = candidate.mesh
     model, block = candidate.microbatch(request)
-    table, tables = model.shard.vocabulary * config.d_model, 1 if config.tie_embeddings else 2
+    table = model.shard.vocabulary * config.d_model
+    tables = 1 if config.tie_embeddings else 2
     parameters = (shards.layers(config, ranks=mesh.tensor) + tables * table) // mesh.fsdp
-    kept, several = kept_activations(candidate, request=request), candidate.accumulate > 1
+    kept = kept_activations(candidate, request=request)
+    several = candidate.accumulate > 1
     offloaded = candidate.remat is Remat.OFFLOAD
-    layer, size = shards.largest_layer(config, ranks=mesh.tensor), model.element_bytes
+    layer = shards.largest_layer(config, ranks=mesh.tensor)
+    size = model.element_bytes
     weights = layer * (size + FLOAT32) + tables * table * size
     if mesh.fsdp > 1:  # with several microbatches, float32 gradients of the whole tables: the current one's, their sum
         weights += layer * (size + FLOAT32) + several * table * 2 * tables * FLOAT32
@@ -67,9 +71,13 @@ def estimate(candidate: Candidate, *, request: Request) -> Memory:
 
 def kept_activations(candidate: Candidate, *, request: Request) -> int:
     """Bytes of the activations that all layers keep for the backward pass."""
-    config, remat = request.config, candidate.remat
+    config = request.config
+    remat = candidate.remat
     model, block = candidate.microbatch(request)
-    shard, size, width, layers = model.shard, model.element_bytes, config.d_model, config.num_layers
+    shard = model.shard
+    size = model.element_bytes
+    width = config.d_model
+    layers = config.num_layers
     matmuls = layers * (shard.queries + 2 * shard.keys) * size
     # Per norm: the stream and its normalised value in float32, and the sublayer's input. Then other activations.
     norms = 2 * width * (2 * FLOAT32 + size)
@@ -78,7 +86,8 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
     others = layers * (norms + 2 * shard.queries * size)
     for count, kind in shards.kinds(config):
         products, rest = _mlp_activations(candidate, kind, routed=block.size <= CHUNK)
-        matmuls, others = matmuls + count * products * size, others + count * rest * size
+        matmuls = matmuls + count * products * size
+        others = others + count * rest * size
     per_token = {Remat.NONE: matmuls + others, Remat.SAVE_MATMULS: matmuls}.get(remat, 0)
     scores = _scores(candidate, request) if remat is Remat.NONE else 0
     tables = FLOAT32 * block.tokens * config.head_dim  # the positions' cosines and sines
@@ -90,8 +99,10 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
 
 def _kept_rows(first: Step, candidate: Candidate, model: Model, block: Block) -> int:
     """Bytes of a layer's exchanged rows that are kept, without the layer's input. first: its first step."""
-    rows, size = model.buffer_rows(block), model.element_bytes
-    stream, width = model.config.d_model * size, model.config.moe.expert_width * size
+    rows = model.buffer_rows(block)
+    size = model.element_bytes
+    stream = model.config.d_model * size
+    width = model.config.moe.expert_width * size
     if candidate.remat is Remat.NONE:
         return rows * (stream + 5 * width) + _returning(model, block)
     if candidate.remat is Remat.SAVE_MATMULS:
@@ -110,19 +121,22 @@ def _mlp_activations(candidate: Candidate, config: ModelConfig, *, routed: bool)
     A device sorts the (token, choice) rows of all ranks' experts, so they do not become fewer with more ranks. If there
     are more tokens than a chunk, it keeps no rows, and computes each chunk again.
     """
-    moe, ranks = config.moe, candidate.mesh.tensor
+    moe = config.moe
+    ranks = candidate.mesh.tensor
     if moe is None:
         return 2 * config.d_ff // ranks, 3 * config.d_ff // ranks
     shared = moe.shared_width // ranks
     if not routed or candidate.exchanges:
         return 2 * shared, 3 * shared
-    rows, stream = moe.top_k * moe.expert_width, moe.top_k * config.d_model
+    rows = moe.top_k * moe.expert_width
+    stream = moe.top_k * config.d_model
     return 2 * (rows + shared) + stream, 3 * (rows + shared) + 2 * stream
 
 
 def _input(steps: tuple[Step, ...], candidate: Candidate, config: ModelConfig) -> float:
     """Bytes per token of a layer's input and of the reduced sums that its sublayers read."""
-    width, ranks = config.d_model * size_of(config.dtype), candidate.mesh.tensor if candidate.sequence_parallel else 1
+    width = config.d_model * size_of(config.dtype)
+    ranks = candidate.mesh.tensor if candidate.sequence_parallel else 1
     kept = config.d_model * size_of(config.residual_dtype) / ranks + (len(steps) - 1) * width / ranks
     if any(step.fresh for step in steps):
         kept += width  # the partial sum that a fresh step reads
@@ -133,7 +147,9 @@ def _input(steps: tuple[Step, ...], candidate: Candidate, config: ModelConfig) -
 
 def _working(candidate: Candidate, model: Model, block: Block) -> int:
     """Bytes of a layer's temporaries, without attention scores; of experts, of one chunk of tokens."""
-    shard, size, tokens = model.shard, model.element_bytes, block.size
+    shard = model.shard
+    size = model.element_bytes
+    tokens = block.size
     attention = 6 * model.config.d_model * FLOAT32 + (4 * shard.queries + 4 * shard.keys) * size
     logits = 3 * FLOAT32 * min(tokens, 2048) * shard.vocabulary
     elements = []

@@ -72,7 +72,8 @@ def answer(request: Request, *, compiled: int) -> Answer:
     """
     every = ranked(request)
     fitting = [plan for plan in every if plan.limit is None or plan.memory.device <= plan.limit]
-    confirmed, refused = [], []
+    confirmed = []
+    refused = []
     while fitting and len(confirmed) < compiled:
         plan = fitting.pop(0)
         plan = dataclasses.replace(plan, confirmed=confirm(plan.candidate, request=request))

@@ -70,7 +70,8 @@ def make(
         if value < 1:
             raise UserError(f"--{name} must be positive, not {value}")
     if tokens % sequence:
-        below, above = tokens // sequence * sequence, (tokens // sequence + 1) * sequence
+        below = tokens // sequence * sequence
+        above = (tokens // sequence + 1) * sequence
         near = f"{below} or {above}" if below else f"{above}"
         raise UserError(f"--tokens {tokens} are not a multiple of --sequence {sequence}: {near} would be")
     if parse_residual(config.residual).depends_on_ranks and config.ranks is None:

@@ -65,10 +65,13 @@ def machine_of(target: Target) -> Machine:
 
 
 def speed(candidate: Candidate, *, request: Request) -> Speed:
-    machine, mesh, config = machine_of(request.target), candidate.mesh, request.config
+    machine = machine_of(request.target)
+    mesh = candidate.mesh
+    config = request.config
     model, block = candidate.microbatch(request)
     forward, recomputed = flops(candidate, request=request)
-    memory, size = estimate(candidate, request=request), model.element_bytes
+    memory = estimate(candidate, request=request)
+    size = model.element_bytes
 
     def bandwidth(within: int) -> float:
         """Of the link, or of the network, for a group of `within` devices."""
@@ -88,9 +91,11 @@ def speed(candidate: Candidate, *, request: Request) -> Speed:
         sent = machines.crossings(mesh.tensor, ring=machine.link.ring) * model.buffer_bytes(block)
         shared = machine.seconds(flops=_total(model.shared_expert(block)), size=0)
         of_rows = _all_to_alls(candidate, model, seconds=sent / bandwidth(mesh.tensor), shared=shared)
-        hiding, waiting = hiding + of_rows[0], waiting + of_rows[1]
+        hiding = hiding + of_rows[0]
+        waiting = waiting + of_rows[1]
     if candidate.interleave == 2:  # each beside the other half's sublayer
-        hiding, waiting = hiding + waiting, 0.0
+        hiding = hiding + waiting
+        waiting = 0.0
     transfers = max(weights + hiding, 2 * memory.host / HOST[request.target.platform])
 
     compute = machine.seconds(flops=3 * forward + recomputed, size=0)
@@ -129,7 +134,8 @@ def _all_to_alls(candidate: Candidate, model: Model, *, seconds: float, shared: 
     """
     repeats = candidate.remat in (Remat.FULL, Remat.OFFLOAD)
     delays = [step.delay for step in steps_of(model.config) if ATTENTION not in step.sublayers and step.reduces]
-    each, hiding = (6 if repeats else 4) * seconds, sum(delay > 0 for delay in delays)
+    each = (6 if repeats else 4) * seconds
+    hiding = sum(delay > 0 for delay in delays)
     return hiding * each, (len(delays) - hiding) * max(0.0, each - (4 if repeats else 3) * shared)
 
 
@@ -140,7 +146,8 @@ def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
     routed experts no rows are kept if there are more tokens than a chunk.
     """
     model, block = candidate.microbatch(request)
-    forward, recomputed = _total(model.ends(block)), 0.0
+    forward = _total(model.ends(block))
+    recomputed = 0.0
     for count, config in shards.kinds(request.config):
         layer = dataclasses.replace(model, config=config)
         routed = layer.routed(block, exchanged=candidate.exchanges) if config.moe else []
@@ -153,7 +160,8 @@ def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
             chunks = block.size > CHUNK and not candidate.exchanges
             again = _total(routed, "gate, up", "down") if chunks else 0.0
             again += _total(every, "attend") if candidate.remat is Remat.SAVE_MATMULS else 0.0
-        forward, recomputed = forward + count * _total(every), recomputed + count * again
+        forward = forward + count * _total(every)
+        recomputed = recomputed + count * again
     return forward, recomputed
 
 

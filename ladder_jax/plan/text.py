@@ -52,7 +52,8 @@ def lines(answer: Answer) -> list:
 
 def _exchange(answer: Answer) -> list[str]:
     """The fastest plan whose ranks exchange the rows of experts, or how to have such plans."""
-    config, moe = answer.request.config, answer.request.config.moe
+    config = answer.request.config
+    moe = answer.request.config.moe
     if can_exchange(config):
         best = next((plan for plan in answer.plans if plan.candidate.exchanges), None)
         found = "none fits" if best is None else f"{best.candidate}: {best.speed.seconds:.3g} s a step"
@@ -76,7 +77,8 @@ def _why(answer: Answer) -> str:
 
 
 def _smallest(answer: Answer) -> str:
-    smallest, request = answer.smallest, answer.request
+    smallest = answer.smallest
+    request = answer.request
     return (
         f"of {answer.considered} candidates the smallest, {smallest.candidate}, is estimated at"
         f" {smallest.memory.device / GIB:.1f} GiB of a device's {request.target.memory / GIB:.0f}"
@@ -85,7 +87,8 @@ def _smallest(answer: Answer) -> str:
 
 def _shown(answer: Answer) -> list[Plan]:
     """All compiled plans, and of plans that differ only in the microbatch and its halves the first; at most SHOWN."""
-    seen, shown = set(), []
+    seen = set()
+    shown = []
     for plan in answer.plans:
         key = plan.candidate.mesh, plan.candidate.remat, plan.candidate.sequence_parallel
         if plan.confirmed is not None or key not in seen:
@@ -109,7 +112,9 @@ def _stream(candidate: Candidate) -> str:
 def _table(answer: Answer) -> Table:
     rows = []
     for plan in _shown(answer):
-        candidate, speed, mesh = plan.candidate, plan.speed, plan.candidate.mesh
+        candidate = plan.candidate
+        speed = plan.speed
+        mesh = plan.candidate.mesh
         rows.append((
             f"{mesh.data}x{mesh.fsdp}x{mesh.tensor}",
             candidate.remat.value,

@@ -9,7 +9,8 @@ from ladder_jax import files
 from ladder_jax.errors import UserError
 from ladder_jax.predict import machine
 
-WARMUP, REPEATS = 3, 10
+WARMUP = 3
+REPEATS = 10
 UNSTEADY = 0.5  # spread (interquartile range over median) from which a timing gets a note
 SIMULATED = "Simulated devices share one processor: these constants describe it and no accelerator."
 
@@ -26,7 +27,8 @@ def run(args: dict) -> None:
 
     import jax  # after the arguments are checked, because it takes seconds
 
-    device, count = jax.devices()[0], jax.device_count()
+    device = jax.devices()[0]
+    count = jax.device_count()
     tensor = args["tensor"] or count
     if tensor > count:
         raise UserError(f"--tensor {tensor} is more than this machine's {count} devices")
@@ -84,7 +86,9 @@ def _print(calibrated: machine.Machine, out: str, samples: list[dict], *, simula
     print(f"  memory bandwidth  {calibrated.bandwidth / 1e9:,.1f} GB/s, matmul {calibrated.flops / 1e12:,.2f} TFLOP/s")
     print(f"  a kernel's start  {calibrated.launch * 1e6:.2f} µs; contention {calibrated.contention:.2f}")
     if link := calibrated.link:
-        latency, step, bandwidth = link.latency * 1e6, link.step * 1e6, link.bandwidth / 1e9
+        latency = link.latency * 1e6
+        step = link.step * 1e6
+        bandwidth = link.bandwidth / 1e9
         print(f"  all-reduce        {latency:.1f} µs, {step:.2f} µs a step, {bandwidth:,.2f} GB/s")
         if kernel := link.one_shot:
             print(f"  in one kernel     {kernel.latency * 1e6:.1f} µs, {kernel.bandwidth / 1e9:,.2f} GB/s (one-shot)")

@@ -120,7 +120,8 @@ def play(
     """
     # Operations without the compiler's cycles run at the rates that programs reach.
     reached = dict(flops=machine.flops * machine.flops_share, bandwidth=machine.bandwidth * machine.bandwidth_share)
-    hardware, used = dataclasses.replace(HARDWARE[kind], **reached), collections.Counter()
+    hardware = dataclasses.replace(HARDWARE[kind], **reached)
+    used = collections.Counter()
 
     def wire(collective: Collective) -> float:
         algorithm, seconds = machine.fastest_all_reduce(collective.bytes, ranks=ranks, among=among)

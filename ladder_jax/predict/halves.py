@@ -16,7 +16,8 @@ from ladder_jax.predict.work import TRAINING, Block, Model
 
 def of_training(config: RunConfig, *, kind: str, say: Callable[[str], None]) -> RunConfig:
     """`config` with `train.interleave` decided for devices of `kind` (`jax.Device.device_kind`)."""
-    train, mesh = config.train, config.mesh
+    train = config.train
+    mesh = config.mesh
     if train.interleave is not Interleave.AUTO:
         return config
     decided = lambda choice: dataclasses.replace(config, train=dataclasses.replace(train, interleave=choice))

@@ -125,7 +125,8 @@ def together(compute: float, memory: float) -> float:
 
 def reduction(model: Model, machine: Machine, block: Block, *, program: Program) -> tuple[Algorithm | None, float]:
     """How a sublayer's output is reduced, and its seconds: an all-reduce, or a reduce-scatter and an all-gather."""
-    payload, ranks = model.payload(block), model.ranks
+    payload = model.payload(block)
+    ranks = model.ranks
     algorithm, seconds = machine.fastest_all_reduce(payload, ranks=ranks, among=program.algorithms)
     if program.form is not Form.ALL_REDUCE and machine.link:
         seconds = 2 * machine.link.half(payload, ranks=ranks)
@@ -157,9 +158,11 @@ class RingProduct:
     def message(self) -> float:
         """Seconds of a round's message; from node to node at the network's pace."""
         link = self.machine.link
-        step, bandwidth = link.step, link.bandwidth
+        step = link.step
+        bandwidth = link.bandwidth
         if link.nodes(self.ranks) > 1:
-            step, bandwidth = max(step, link.network.step), min(bandwidth, link.network.bandwidth)
+            step = max(step, link.network.step)
+            bandwidth = min(bandwidth, link.network.bandwidth)
         return step + (self.ranks - 1) / self.rounds * self.payload / self.ranks / bandwidth
 
     def seconds(self, kernel: Kernel) -> float:
@@ -177,7 +180,8 @@ def _in_rings(
     ringed = (*AFTER_GATHER, *BEFORE_SCATTER)
     seconds = lambda kernel: ring.seconds(kernel) if kernel.name in ringed else work_of([kernel]).seconds
     of_step = functools.cache(lambda kernels: (sum(map(seconds, kernels)), work_of(kernels).seconds))
-    device, plain = Device(contention=0.0), 0.0
+    device = Device(contention=0.0)
+    plain = 0.0
     for step in steps:
         in_ring, alone = of_step(kernels(step))
         device.compute(NAMES[step.sublayers], Work(in_ring, 0.0))
@@ -198,8 +202,10 @@ def _exchange_slots(
     shared_last = work_of(shared_kernels[1:])
     half = machine.link.half(model.payload(block), ranks=model.ranks)
     rows = machine.link.all_to_all(model.buffer_bytes(block), ranks=model.ranks)
-    gather, scatter = ("gather", half), ("reduce-scatter", half)
-    dispatch, combine = ("dispatch", rows), ("combine", rows)
+    gather = ("gather", half)
+    scatter = ("reduce-scatter", half)
+    dispatch = ("dispatch", rows)
+    combine = ("combine", rows)
     none = Work()
 
     def attend(step: Step) -> Iterator[Slot]:

@@ -310,7 +310,8 @@ def _merge(base: dict, over: dict) -> dict:
 
 def _apart(tree: dict, path: str = "") -> tuple[dict, dict[str, str]]:
     """The constants without their sources, and the sources by dotted name."""
-    values, sources = {}, {}
+    values = {}
+    sources = {}
     for key, value in tree.items():
         if not isinstance(value, dict):
             values[key] = value

@@ -31,7 +31,8 @@ from ladder_jax.schedule import roofline
 ASSUMED = "h100-nvlink"  # the machine whose contention is taken if none can be measured
 MOST_READ = 8  # ranks: XLA's all-reduce kernels read the memory of so many
 CHAIN = 32
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
+MIB = 2**20
 SIZES = (4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB)
 SIMULATED = (4 * KIB, 64 * KIB, MIB)  # smaller: all simulated devices share one memory's bandwidth
 KERNELS = (4 * KIB, 32 * KIB, 256 * KIB)  # up to these XLA's all-reduce on NVIDIA GPUs is one-shot
@@ -75,7 +76,8 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
     device = jax.devices()[0]
     simulated = device.platform == "cpu"
     ranks = [size for size in (2, 4, 8, 16, 32) if size < tensor] + [tensor] if tensor > 1 else []
-    sizes, timing = SIMULATED if simulated else SIZES, dict(warmup=warmup, repeats=repeats)
+    sizes = SIMULATED if simulated else SIZES
+    timing = dict(warmup=warmup, repeats=repeats)
     room = memory.room(device, devices=jax.device_count())
     done = itertools.count()  # the number of finished measurements
     kernel_ranks = [count for count in ranks if count <= MOST_READ] if device.platform == "gpu" else []
@@ -242,7 +244,8 @@ def _chain_of_all_reduces(mesh: Mesh, size: int, *, overlap: Overlap | None = No
 
 def _beside(mesh: Mesh, *, products: int, reduce: bool) -> Callable[[], object]:
     """A program of matrix products and an independent all-reduce of 16 MiB."""
-    count, width = mesh.shape[AXIS], 4096
+    count = mesh.shape[AXIS]
+    width = 4096
 
     def local(x, a, z):
         summed = lax.psum(z, AXIS) if reduce else z
@@ -273,7 +276,8 @@ def fit_link(measured: Sequence[Reduced], *, ring: Ring) -> Link:
     rows = [(1.0, steps(m.ranks) * several, 2 * (m.ranks - 1) / m.ranks * m.size) for m in measured]
     latency, step, per_byte = _non_negative(rows, measured)
     widest = [one for one in measured if one.ranks == measured[-1].ranks]
-    small, large = min(widest, key=lambda one: one.size), max(widest, key=lambda one: one.size)
+    small = min(widest, key=lambda one: one.size)
+    large = max(widest, key=lambda one: one.size)
     if per_byte == 0 or large.timing.median < GROWS * small.timing.median:
         raise UserError(
             f"all-reduces do not take longer with more bytes ({small.size // KIB} KiB:"

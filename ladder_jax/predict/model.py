@@ -19,7 +19,7 @@ many microbatches), and recomputation. Nothing of this has been measured on seve
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from ladder_jax.config import Launch, ModelConfig, Phase
 from ladder_jax.predict.layers import layers, work
@@ -107,7 +107,8 @@ def speed(
 
     opponents, launches, interleaves: the programs among which prefill and decode step each take the fastest.
     """
-    model, choice = Model(config, tensor, implementation), Choice(opponents, launches, interleaves)
+    model = Model(config, tensor, implementation)
+    choice = Choice(opponents, launches, interleaves)
     shape = dict(rows=rows, prompt_length=prompt_length, new_tokens=new_tokens)
     blocks = {Phase.PREFILL: model.prefill(**shape), Phase.DECODE: model.decode_step(**shape)}
     found = [fastest(passes(model, machine, block, phase=phase, choice=choice)) for phase, block in blocks.items()]
@@ -137,7 +138,8 @@ def fastest(candidates: Iterable[Pass]) -> Pass:
 
 def run_by(model: Model, machine: Machine, block: Block, program: Program, *, phase: Phase) -> Pass:
     """A prefill, decode step or training step by `program`."""
-    trains, implementation = phase is Phase.TRAIN, model.implementation
+    trains = phase is Phase.TRAIN
+    implementation = model.implementation
     forward = layers(model, machine, block, program=program)
     timelines = [forward.timeline]
     if trains:
@@ -149,14 +151,17 @@ def run_by(model: Model, machine: Machine, block: Block, program: Program, *, ph
     small = machine.all_reduce(4 * model.scored(block), ranks=model.ranks, among=program.algorithms)
     of_stream = 0 if implementation.replicated_head else 2 if trains else 1
     bare = of_stream * forward.all_reduce + implementation.small_all_reduces * small
-    return Pass(
-        sum(one.seconds for one in timelines) + ends + bare,
-        sum(one.wire for one in timelines) + bare,
-        sum(one.exposed for one in timelines) + bare,
-        program,
-        forward.algorithm,
-        *timelines,
-    )
+    return pass_of(timelines, ends=ends, bare=bare, program=program, all_reduce=forward.algorithm)
+
+
+def pass_of(
+    timelines: Sequence[Timeline], *, ends: float, bare: float, program: Program, all_reduce: Algorithm | None = None
+) -> Pass:
+    """timelines: of the layers forward, and backward. ends: seconds of the compute outside of them. bare: of the
+    transfers there, which nothing hides."""
+    total = lambda name: sum(getattr(one, name) for one in timelines)
+    times = total("seconds") + ends + bare, total("wire") + bare, total("exposed") + bare
+    return Pass(*times, program, all_reduce, *timelines)
 
 
 def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -172,7 +177,8 @@ def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         raise ValueError("the backward pass of desync has no prediction")
     delays = [one.delay for one in steps]
     after = lambda place: delays[min(place, len(steps) - 1)]  # behind the last layer as in it: nothing is pending there
-    found, pending = [], 0
+    found = []
+    pending = 0
     for place, step in enumerate(steps):  # from the backward pass's last step
         left_out = next(d for d in itertools.count() if after(place + 1 + d) <= d)
         before = max(left_out, pending - 1)

@@ -10,7 +10,8 @@ from ladder_jax.predict.result import Result
 from ladder_jax.predict.sweep import Point
 from ladder_jax.predict.text import number
 
-COMPUTE, EXPOSED = "#4c78a8", "#e45756"
+COMPUTE = "#4c78a8"
+EXPOSED = "#e45756"
 COLOURS = {
     "standard": "#b8b8b8",
     "ladder": "#4c78a8",
@@ -30,7 +31,8 @@ def colour(residual: str, names: Sequence[str]) -> str:
 
 def plot(answer: Result, *, file: str) -> None:
     """One bar per topology, for a decode step and for the prefill: compute, and exposed communication."""
-    request, rows = answer.request, answer.rows
+    request = answer.request
+    rows = answer.rows
     figure, axes = pyplot.load().subplots(1, 2, figsize=(11, 1.7 + 0.38 * len(rows)), sharey=True, layout="constrained")
     for axis, (panel, name) in zip(axes, (("decode step", "step"), ("prefill", "prefill"))):
         passes = [getattr(row.speed, name) for row in rows]
@@ -81,7 +83,8 @@ def plot_sweep(points: Sequence[Point], *, file: str) -> None:
 def _front(axis, points: Sequence[Point]) -> None:
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-    names, best = points[0].result.request.residuals, sweeps.front(points)
+    names = points[0].result.request.residuals
+    best = sweeps.front(points)
     place = lambda point, row: (sweeps.latency(row) * 1e3, sweeps.throughput(point, row))
     for point, row in sweeps.communicating(points):
         fill = colour(row.residual, names)
@@ -89,7 +92,8 @@ def _front(axis, points: Sequence[Point]) -> None:
     axis.plot(*zip(*(place(*one) for one in best)), color="#333333", lw=1.1, zorder=3)
     for point, row in best:
         axis.plot(*place(point, row), "o", color=colour(row.residual, names), ms=9, mec="#333333", zorder=4)
-        label, offset = f"TP {point.tensor}, batch {point.batch}", dict(xytext=(-7, 6), textcoords="offset points")
+        label = f"TP {point.tensor}, batch {point.batch}"
+        offset = dict(xytext=(-7, 6), textcoords="offset points")
         axis.annotate(label, place(point, row), **offset, fontsize=7.5, ha="right")
     axis.set_xscale("log")
     axis.set_yscale("log")
@@ -110,7 +114,9 @@ def _map(axis, points: Sequence[Point], *, first: bool) -> None:
     batches, links = (sorted({getattr(point, name) for point in points}) for name in ("batch", "link"))
     names = points[0].result.request.residuals
     for point in points:
-        x, y, row = batches.index(point.batch), links.index(point.link), point.chosen
+        x = batches.index(point.batch)
+        y = links.index(point.link)
+        row = point.chosen
         text = "too\nlarge"
         if point.fits:
             axis.bar(x, 1, 1, y - 0.5, color=colour(row.residual, names), ec="w", lw=2, label=row.residual)

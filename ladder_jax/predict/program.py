@@ -80,8 +80,12 @@ def programs(
     too, where XLA has them: within a node. The default launch comes first. Two halves in turn are for every topology
     that reduces each output by itself.
     """
-    config, ranks, link, implementation = model.config, model.ranks, machine.link, model.implementation
-    steps, kind = steps_of(config), parse_residual(config.residual).kind
+    config = model.config
+    ranks = model.ranks
+    link = machine.link
+    implementation = model.implementation
+    steps = steps_of(config)
+    kind = parse_residual(config.residual).kind
     hides = any(step.delay for step in steps)
     if choice.experts is ExpertParallelism.EXCHANGE:
         return (Program(Form.EXCHANGE, launch=Launch.CHAINED if hides else None),)

@@ -77,7 +77,8 @@ class Request:
 
     def config(self, residual: str) -> ModelConfig:
         """The model's configuration with one of the residuals."""
-        name, moe = parse_residual(residual), self.shape.moe
+        name = parse_residual(residual)
+        moe = self.shape.moe
         return dataclasses.replace(
             self.shape,
             moe=moe if self.capacity is None else dataclasses.replace(moe, capacity=self.capacity),
@@ -96,7 +97,8 @@ def make(*, model: str, hardware: str, **options: object) -> Request:
     row, all residuals.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    shape, machine = models.by_name(model), machines.load(hardware)
+    shape = models.by_name(model)
+    machine = machines.load(hardware)
     models.check_alone(shape, verb="predict")
     phase = given.pop("phase", GENERATE)
     if phase not in PHASES:
@@ -150,7 +152,8 @@ def _possible(shape: ModelConfig, *, phase: str, experts: ExpertParallelism) -> 
     """
 
     def can(residual: str) -> bool:
-        name, moe = parse_residual(residual), shape.moe
+        name = parse_residual(residual)
+        moe = shape.moe
         if moe is not None and name.depends_on_ranks:
             return False
         if phase == Phase.TRAIN.value and name.kind == "desync":
@@ -170,9 +173,11 @@ def _possible(shape: ModelConfig, *, phase: str, experts: ExpertParallelism) -> 
 def _check(request: Request, *, halved: bool) -> None:
     """halved: whether the user asks for two halves of named residuals."""
     check_tensor(request)
-    exchanges, any_ladder = request.experts is ExpertParallelism.EXCHANGE, False
+    exchanges = request.experts is ExpertParallelism.EXCHANGE
+    any_ladder = False
     for name in request.residuals:
-        config, parsed = request.config(name), parse_residual(name)
+        config = request.config(name)
+        parsed = parse_residual(name)
         any_ladder = any_ladder or parsed.is_ladder
         predicted = request.phase is not Phase.TRAIN or parsed.kind != "desync"
         check(predicted, f"--phase train has no prediction of {name}'s backward pass")

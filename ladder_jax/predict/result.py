@@ -57,7 +57,8 @@ class Row:
             "interleave": interleave(speed),
         }
         if isinstance(speed, Pass):
-            form, seconds = speed.program.form.value, speed.seconds
+            form = speed.program.form.value
+            seconds = speed.seconds
             return {**row, **executed(speed), "form": form, "seconds": seconds, "hidden_fraction": speed.hidden}
         return {
             **row,
@@ -116,7 +117,8 @@ class Result:
 
     def as_dict(self) -> dict:
         """The JSON object: seconds and bytes are those of one device."""
-        request, opponents = self.request, [dataclasses.asdict(one) for one in self.opponents]
+        request = self.request
+        opponents = [dataclasses.asdict(one) for one in self.opponents]
         names = ("prompt_length", "new_tokens", "ladder_layers")
         asked = {name: getattr(request, name) for name in names}
         if request.phase:
@@ -142,7 +144,8 @@ def predict(request: Request) -> Result:
     if request.phase:
         return _of_one_pass(request)
     speeds = {name: _speed(request, name, Opponents.STRONGEST) for name in {*request.residuals, BASELINE}}
-    standard, nccl = _in_halves(request, speeds[BASELINE]), _speed(request, BASELINE, Opponents.NCCL)
+    standard = _in_halves(request, speeds[BASELINE])
+    nccl = _speed(request, BASELINE, Opponents.NCCL)
     return of_speeds(request, speeds, standard=standard, nccl=nccl)
 
 
@@ -153,7 +156,8 @@ def of_speeds(
     forms = dict.fromkeys((standard.step.program.form, standard.prefill.program.form))
     form = Form.ALL_REDUCE.value if len(forms) == 1 else f"all-reduce; prefill: {standard.prefill.program.form.value}"
     baseline = Baseline(form, algorithm(standard.step), standard.tokens_per_second, interleave(standard))
-    lengths, tokens = advice.lengths(standard), request.batch * request.new_tokens
+    lengths = advice.lengths(standard)
+    tokens = request.batch * request.new_tokens
     opponents = [(standard, baseline)]
     return _result(request, speeds, tokens, opponents=opponents, nccl=nccl, lengths=lengths, fidelity=fidelity)
 

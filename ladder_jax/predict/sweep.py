@@ -110,7 +110,8 @@ def communicating(points: Sequence[Point]) -> list[tuple[Point, Row]]:
 
 def front(points: Sequence[Point]) -> list[tuple[Point, Row]]:
     """The Pareto front of latency and throughput, sorted by latency."""
-    best, pareto = 0.0, []
+    best = 0.0
+    pareto = []
     for point, row in sorted(communicating(points), key=lambda pair: (latency(pair[1]), -throughput(*pair))):
         if throughput(point, row) > best:
             pareto.append((point, row))

@@ -26,8 +26,11 @@ def lines(answer: Result) -> list:
 
 
 def _of_generation(answer: Result) -> list:
-    request, machine, rows = answer.request, answer.request.machine, answer.rows
-    program, most = PROGRAMS[request.implementation.name], max(row.speed.memory for row in rows)
+    request = answer.request
+    machine = answer.request.machine
+    rows = answer.rows
+    program = PROGRAMS[request.implementation.name]
+    most = max(row.speed.memory for row in rows)
     tail = []
     if request.tensor > 1 and "no-communication" in request.residuals:
         tail.append("note      no-communication: what the embedding and the choice of each token communicate is left")
@@ -49,7 +52,8 @@ def _of_generation(answer: Result) -> list:
 
 
 def _of_one_pass(answer: Result) -> list:
-    request, machine = answer.request, answer.request.machine
+    request = answer.request
+    machine = answer.request.machine
     what = "forward and backward" if request.phase is Phase.TRAIN else "prefill"
     title = f"{request.model}, {what} of {request.batch} x {request.tokens} tokens, {request.tensor} devices"
     opponents = [f"{one.described} {number(one.tokens_per_second)}" for one in answer.opponents]
@@ -124,7 +128,8 @@ def number(value: float) -> str:
 
 
 def _generated(row: Row) -> tuple[str, ...]:
-    speed, step = row.speed, row.speed.step
+    speed = row.speed
+    step = row.speed.step
     return (
         *_speeds(row),
         f"{speed.prefill_seconds * 1e3:.1f}",
@@ -137,7 +142,8 @@ def _generated(row: Row) -> tuple[str, ...]:
 
 
 def _passed(row: Row) -> tuple[str, ...]:
-    one, how = row.speed, executed(row.speed)
+    one = row.speed
+    how = executed(row.speed)
     return (
         *_speeds(row),
         f"{one.seconds * 1e3:.1f}",

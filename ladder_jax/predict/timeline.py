@@ -85,7 +85,8 @@ class Device:
     """
 
     def __init__(self, contention: float):
-        self.contention, self.bars = contention, []
+        self.contention = contention
+        self.bars = []
         self.now = self.free = self.computed = 0.0
 
     def send(self, transfer: Transfer) -> float:
@@ -101,7 +102,8 @@ class Device:
 
     def compute(self, name: str, work: Work, *, beside: Sequence[Transfer] = (), window: float = 1.0) -> list[float]:
         """Compute, and issue transfers where the last share `window` of `work` begins. Returns when they arrive."""
-        start, hides = self.now, window if beside else 1.0
+        start = self.now
+        hides = window if beside else 1.0
         self._work(work.share(1 - hides))
         arrivals = [self.send(one) for one in beside]
         self._work(work.share(hides))
@@ -136,8 +138,11 @@ def play(
     The loop is that of `residual.State`, with the time at which a sum is reduced in place of each array. A sum that is
     zero, before the first layers, has no place in `sums`, so there may be fewer than `Step.pending_before`.
     """
-    device, transfer = Device(contention), ("all-reduce", all_reduce)
-    sums, pending = [], False  # pending: whether the newest output is not launched yet
+    device = Device(contention)
+    transfer = ("all-reduce", all_reduce)
+    # pending: whether the newest output is not launched yet
+    sums = []
+    pending = False
     for step in steps:
         if step.early:
             device.compute(NAMES[step.early], work(dataclasses.replace(step, sublayers=step.early)))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from ladder_jax.config import Phase
 from ladder_jax.predict.layers import work
 from ladder_jax.predict.machine import Machine
-from ladder_jax.predict.model import Pass
+from ladder_jax.predict.model import Pass, pass_of
 from ladder_jax.predict.program import Form, Program
 from ladder_jax.predict.timeline import Slot, Timeline, Work, play_slots
 from ladder_jax.predict.work import ATTENTION, FLOAT32, MLP, Block, Model
@@ -37,27 +37,32 @@ def passes(model: Model, machine: Machine, *, devices: int, rows: int, tokens: i
     """
     if devices == 1 or rows % devices:
         return []
-    config, size, trains = model.config, model.element_bytes, phase is Phase.TRAIN
+    config = model.config
+    size = model.element_bytes
+    trains = phase is Phase.TRAIN
     block = model.prefill(rows=rows // devices, prompt_length=tokens)
     tables = (1 if config.tie_embeddings else 2) * model.shard.vocabulary * config.d_model
-    parameters, largest = shards.layers(config, ranks=1) + tables, 2 * shards.largest_layer(config, ranks=1)
+    parameters = shards.layers(config, ranks=1) + tables
+    largest = 2 * shards.largest_layer(config, ranks=1)
     half = lambda size: machine.link.half(size, ranks=devices)
+    forward = _forward(model, machine, block, half)
+    bare = half(tables * size)
     if trains:
-        timelines, times = [_forward(model, machine, block, half), _backward(model, machine, block, half)], 3
-        bare = 2 * half(tables * size) + half(tables * FLOAT32)
-        alone, split = parameters * STATE, largest * (size + FLOAT32)
+        timelines = [forward, _backward(model, machine, block, half)]
+        bare = 2 * bare + half(tables * FLOAT32)
+        alone = parameters * STATE
+        split = largest * (size + FLOAT32)
     else:
-        timelines, times = [_forward(model, machine, block, half)], 1
-        bare = half(tables * size)
-        alone, split = parameters * size, largest * size + parameters * size / devices
-    ends = work(machine, model.ends(block), times=times).seconds
-    total = lambda name: sum(getattr(one, name) for one in timelines)
+        timelines = [forward]
+        alone = parameters * size
+        split = largest * size + parameters * size / devices
+    ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
     possible = []
     if alone <= machine.memory:
-        possible.append(Pass(total("compute") + ends, 0.0, 0.0, Program(Form.DATA_PARALLEL)))
+        computed = sum(one.compute for one in timelines)
+        possible.append(Pass(computed + ends, 0.0, 0.0, Program(Form.DATA_PARALLEL)))
     if split <= machine.memory:
-        times = total("seconds") + ends + bare, total("wire") + bare, total("exposed") + bare
-        possible.append(Pass(*times, Program(Form.FSDP)))
+        possible.append(pass_of(timelines, ends=ends, bare=bare, program=Program(Form.FSDP)))
     return possible
 
 

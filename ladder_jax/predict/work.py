@@ -18,10 +18,15 @@ from ladder_jax.predict.machine import ANY, FITTED, Algorithm
 from ladder_jax.schedule import shards
 from ladder_jax.schedule.shards import Shard
 
-ATTENTION, MLP, SHARED = 0, 1, 2  # as a topology's steps name them; of farskip, MLP is the routed experts alone
+# as a topology's steps name them; of farskip, MLP is the routed experts alone
+ATTENTION = 0
+MLP = 1
+SHARED = 2
 DENSE = 3  # the MLP of a first layer without experts, which a topology's steps do not tell from experts
 FLOAT32 = 4  # bytes
-AFTER_GATHER, BEFORE_SCATTER = ("query, key, value", "gate, up"), ("out", "down")  # kernels, by name
+# kernels, by name
+AFTER_GATHER = ("query, key, value", "gate, up")
+BEFORE_SCATTER = ("out", "down")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +140,8 @@ class Block:
             first = (self.rows + 1) // 2
             return dataclasses.replace(self, rows=first), dataclasses.replace(self, rows=self.rows - first)
         first = self.tokens // 2
-        rest, share = self.tokens - first, first / self.tokens
+        rest = self.tokens - first
+        share = first / self.tokens
         shorter = Block(self.rows, first, self.attended * share, self.cached * share)
         attended = (self.attended * self.tokens - shorter.attended * first) / rest
         return shorter, Block(self.rows, rest, attended, self.cached)
@@ -199,7 +205,8 @@ class Model:
         split: ranks over which sequence parallelism splits the stream, and so the norms' positions.
         """
         own = dataclasses.replace(block, tokens=block.tokens / split) if split > 1 else block
-        launches, joint = self._launches(block), ATTENTION in sublayers and len(sublayers) > 1
+        launches = self._launches(block)
+        joint = ATTENTION in sublayers and len(sublayers) > 1
         one_product = joint and self.implementation.fused
         one_norm = one_product or (joint and self.config.residual == "parallel-shared-norm")
         kernels: list[Kernel] = []
@@ -230,19 +237,26 @@ class Model:
         Otherwise sorting, activating and adding up pass the rows of all ranks, as no array may be shorter; the products
         only this device's.
         """
-        moe, d_model, size, launches = self.config.moe, self.config.d_model, self.element_bytes, self._launches(block)
+        moe = self.config.moe
+        d_model = self.config.d_model
+        size = self.element_bytes
+        launches = self._launches(block)
         tokens = block.size / self.ranks if exchanged else block.size
-        rows, stream, router = tokens * moe.top_k, tokens * d_model * size, d_model * moe.experts
+        rows = tokens * moe.top_k
+        stream = tokens * d_model * size
+        router = d_model * moe.experts
         if exchanged:
             passed = computed = self.buffer_rows(block)
             read = moe.padded(self.ranks) / self.ranks
         else:
-            passed, computed = rows, rows / self.ranks
+            passed = rows
+            computed = rows / self.ranks
             read = moe.experts / self.ranks * shards.chosen(moe, tokens=tokens)
 
         def product(name: str, inputs: int, outputs: int) -> Kernel:
             """Of this device's rows with their experts' matrices."""
-            weights, moved = read * inputs * outputs * size, computed * (inputs + outputs) * size
+            weights = read * inputs * outputs * size
+            moved = computed * (inputs + outputs) * size
             return Kernel(name, 2 * computed * inputs * outputs, weights, activations=moved, launches=launches.matmul)
 
         activated = 3 * passed * moe.expert_width * size
@@ -275,7 +289,8 @@ class Model:
 
     def memory(self, *, rows: int, capacity: int) -> float:
         """Bytes of weights and of a cache of `capacity` positions per row, without activations."""
-        config, tables = self.config, 1 if self.config.tie_embeddings else 2
+        config = self.config
+        tables = 1 if self.config.tie_embeddings else 2
         matrices = shards.layers(config, ranks=self.ranks) + tables * self._vocabulary * config.d_model
         gains = 4 * config.d_model * (2 * config.num_layers + 1)
         cache = 2 * config.num_layers * rows * capacity * self.shard.keys * self.element_bytes
@@ -299,8 +314,11 @@ class Model:
         return Kernel("norm", weights=4 * self.config.d_model * gains, activations=moved, launches=launches)
 
     def _attention(self, block: Block) -> list[Kernel]:
-        shard, size, launches = self.shard, self.element_bytes, self._launches(block)
-        columns, heads = shard.queries + 2 * shard.keys, shard.queries // self.config.head_dim
+        shard = self.shard
+        size = self.element_bytes
+        launches = self._launches(block)
+        columns = shard.queries + 2 * shard.keys
+        heads = shard.queries // self.config.head_dim
         read = shard.queries if self.implementation.repeats_cache else shard.keys
         scores = 0 if block.tokens == 1 else self.implementation.score_bytes * block.size * heads * block.cached
         return [
@@ -318,7 +336,9 @@ class Model:
 
     def _mlp(self, block: Block, width: int, *, first: float) -> list[Kernel]:
         """width: hidden features of all ranks. first: launches of the first product."""
-        features, d_model, launches = width // self.ranks, self.config.d_model, self._launches(block)
+        features = width // self.ranks
+        d_model = self.config.d_model
+        launches = self._launches(block)
         moved = 3 * block.size * features * self.element_bytes
         return [
             self._product("gate, up", block, d_model, 2 * features, first),

@@ -8,7 +8,8 @@ from ladder_jax.config import RESIDUALS, parse_residual, preset
 from ladder_jax.predict import machine, model
 from ladder_jax.predict.machine import Link
 
-H100, OFF = machine.load("h100-nvlink"), machine.load("h100-no-nvlink")
+H100 = machine.load("h100-nvlink")
+OFF = machine.load("h100-no-nvlink")
 MANY = (*RESIDUALS, "ladder-3", "desync-3")
 JOINT = ("parallel", "parallel-shared-norm", "parallel-ladder")
 NOTHING = Link(latency=0.0, step=0.0, bandwidth=math.inf)

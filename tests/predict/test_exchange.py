@@ -23,7 +23,10 @@ from ladder_jax.residual.wires import exchange as wire
 from ladder_jax.residual.wires.exchange import Exchange
 from tests.predict.asked import H100, run
 
-RANKS, TOKENS, LAYERS = 4, 256, 3  # tokens of all ranks
+# tokens of all ranks
+RANKS = 4
+TOKENS = 256
+LAYERS = 3
 D, HEADS, KEYS, HEAD, VOCABULARY = 64, 8, 4, 16, 512
 E, K, M, SHARED, CAPACITY = 6, 2, 48, 32, 1.5  # experts, of which two fill up: 8
 PER_RANK = TOKENS // RANKS
@@ -55,7 +58,9 @@ def timeline(one, on, *, times=1):
 
 HALF = 3 / 4 * TOKENS * D * 2 / BANDWIDTH  # a gather or a reduce-scatter
 SENT = 3 / 4 * ROWS * D * 2 / BANDWIDTH  # an all-to-all
-QUERIES, CACHED = HEADS // RANKS * HEAD, KEYS // RANKS * HEAD  # columns of a rank
+# columns of a rank
+QUERIES = HEADS // RANKS * HEAD
+CACHED = KEYS // RANKS * HEAD
 FLOPS = dict(
     into=2 * TOKENS * D * (QUERIES + 2 * CACHED),
     out=4 * TOKENS * QUERIES * (TOKENS + 1) / 2 + 2 * TOKENS * QUERIES * D,
@@ -186,7 +191,9 @@ def test_bytes_round_a_torus(ranks):
             for _ in range(min(distance, ranks - distance)):
                 loads[at, way] += 1 / ranks / len(ways)
                 at = (at + way) % ranks
-    heaviest, directions = max(loads.values()), 2  # of the link's bandwidth each has half
+    # of the link's bandwidth each has half
+    heaviest = max(loads.values())
+    directions = 2
     assert machine.crossings(ranks, ring=Ring.TWO_WAY) == pytest.approx(directions * heaviest)
     torus = Link(latency=3.0, step=0.5, bandwidth=8.0, ring=Ring.TWO_WAY)
     assert torus.all_to_all(16.0, ranks=ranks) == pytest.approx(3 + ranks // 2 * 0.5 + 2 * heaviest * 16 / 8)
@@ -204,7 +211,8 @@ def test_an_all_to_all_through_switches():
 
 def test_a_training_step_goes_back_the_same_way():
     """Forward, backward with twice the work, and what is alike for all."""
-    on, seconds = device(flops=3e10), {}
+    on = device(flops=3e10)
+    seconds = {}
     settings = dict(phase=Phase.TRAIN, choice=Choice(experts=ExpertParallelism.EXCHANGE))
     for name, shared in (("standard", SHARED), ("ladder", SHARED), ("farskip", SHARED)):
         shard = Model(config(name, shared=shared), RANKS, TRAINING)
@@ -226,7 +234,8 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
         status, out, _ = run(capsys, *words, "--experts", form, "--json")
         found[form] = json.loads(out)
         assert status == 0 and found[form]["experts"] == form
-    reduced, exchanged = found["reduce"], found["exchange"]
+    reduced = found["reduce"]
+    exchanged = found["exchange"]
     assert (reduced["capacity"], exchanged["capacity"]) == (None, 1.25)
     assert {row["form"] for row in exchanged["rows"]} == {"exchange"}
     assert [row["residual"] for row in exchanged["rows"]] == [
@@ -255,7 +264,8 @@ def test_a_model_with_a_capacity_has_both_forms_as_opponents(tmp_path):
     of = lambda **more: request.make(
         **{"model": str(tmp_path / "a.yaml"), "hardware": "v5p", "tensor": 4, "phase": "prefill", **more}
     )
-    both, reduced = tuple(ExpertParallelism), (ExpertParallelism.REDUCE,)
+    both = tuple(ExpertParallelism)
+    reduced = (ExpertParallelism.REDUCE,)
     assert of().forms == both and of().capacity is None
     assert of(experts="exchange").capacity == 2.0 and of(experts="exchange", capacity=1.0).capacity == 1.0
     assert of(tensor=1).forms == of(prompt_length=1022).forms == reduced

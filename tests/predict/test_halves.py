@@ -207,7 +207,8 @@ class Devices:
     """A mesh of devices of a kind."""
 
     def __init__(self, kind):
-        self.shape, self.devices = {"tensor": 8}, np.array([types.SimpleNamespace(device_kind=kind)])
+        self.shape = {"tensor": 8}
+        self.devices = np.array([types.SimpleNamespace(device_kind=kind)])
 
 
 @pytest.mark.parametrize("verb", ["train", "decode"])

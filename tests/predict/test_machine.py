@@ -48,7 +48,8 @@ def test_work_is_what_the_shards_hold(shape, tensor):
     """Bytes and FLOPs from the configuration alone are those that `bench` counts from the arrays' shards."""
     config = preset(shape, residual="standard", num_layers=2)
     definition = nn.define(config, mesh=parallel.make_mesh(tensor=tensor))
-    ours, shape = work.Model(config, tensor), dict(rows=3, prompt_length=8)
+    ours = work.Model(config, tensor)
+    shape = dict(rows=3, prompt_length=8)
     kernels = lambda block: [
         *itertools.chain.from_iterable(ours.step((i % 2,), block) for i in range(4)),
         *ours.ends(block),
@@ -138,7 +139,8 @@ def test_files_of_the_users_own(tmp_path):
     assert (found.name, found.devices, found.flops, found.link.bandwidth) == ("mine", 4, 1e15, 100e9)
     assert found.sources == {"bandwidth": "a data sheet"} and found.link.network is None
     file.write_text("based_on: h100-2-nodes\nlink:\n  network: {step: {value: 9e-6, source: measured}}\nlaunch: 1e-6\n")
-    found, base = machine.load(str(file)), machine.load("h100-2-nodes")
+    found = machine.load(str(file))
+    base = machine.load("h100-2-nodes")
     assert found.link.network == dataclasses.replace(base.link.network, step=9e-6)
     assert found.launch == 1e-6 and found.flops_share == base.flops_share and "launch" not in found.sources
     assert found.sources["link.network.step"] == "measured"

@@ -124,7 +124,9 @@ def test_forms_of_many_tokens():
     def forms(name, tokens, *, interleave=1):
         return {one.form for one in found(name, tokens) if one.interleave == interleave}
 
-    whole, split, ring = Form.ALL_REDUCE, Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL
+    whole = Form.ALL_REDUCE
+    split = Form.SEQUENCE_PARALLEL
+    ring = Form.COLLECTIVE_MATMUL
     assert forms("standard", 1024) == {whole, split, ring} and forms("standard", 1023) == {whole}
     assert forms("ladder", 1024) == forms("parallel", 1024) == {whole, split}
     for name in ("standard", "ladder", "parallel"):  # but a ring's gathers and scatters are hidden already
@@ -139,7 +141,9 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     status, out, _ = run(capsys, *words, "--json")
     answer = json.loads(out)
     found = {row["residual"]: row for row in answer["rows"]}
-    baseline, standard, ladder = answer["baseline"], found["standard"], found["ladder"]
+    baseline = answer["baseline"]
+    standard = found["standard"]
+    ladder = found["ladder"]
     assert status == 0 and set(baseline) == {"residual", "form", "interleave", "all_reduce", "tokens_per_second"}
     assert (baseline["residual"], baseline["all_reduce"]) == ("standard", "one-shot")
     assert 83 < baseline["tokens_per_second"] < 95
@@ -197,7 +201,8 @@ def test_the_authors_programs_have_ring_all_reduces():
 def test_nobody_loses_by_a_choice(name):
     """The strongest program is at least as fast as NCCL's, and that at least as fast as the fitted one, which counts
     whole windows: a v5e's are smaller."""
-    on, tensor = machine.load(name), machine.load(name).devices
+    on = machine.load(name)
+    tensor = machine.load(name).devices
     for residual in ("standard", "ladder", "parallel"):
         config = preset("llama-3-8b", residual=residual, num_layers=4, num_kv_heads=16 if tensor == 16 else 8)
         speed = lambda opponents: model.speed(config, machine=on, tensor=tensor, rows=4, opponents=opponents)

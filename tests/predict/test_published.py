@@ -39,8 +39,11 @@ def test_the_readme_holds_them(kept):
 
 
 def test_the_package_has_the_fitted_constants(kept):
-    constants, machines = kept["fit"]["constants"], published.shipped()
-    nvlink, off, nodes = machines["nvlink"], machines["off"], machines["two nodes"]
+    constants = kept["fit"]["constants"]
+    machines = published.shipped()
+    nvlink = machines["nvlink"]
+    off = machines["off"]
+    nodes = machines["two nodes"]
     shipped = {
         **{name: getattr(nvlink, name) for name in ("flops_share", "bandwidth_share", "launch", "contention")},
         "cache_speed": AUTHORS.cache_speed,

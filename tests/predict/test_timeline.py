@@ -45,7 +45,8 @@ def test_on_one_device(implementation):
     # Launches, and what a kernel that is launched more or less moves, which is little.
     started = {name: _kernels(name, implementation) for name in ("standard", *JOINT)}
     for name in JOINT:
-        more, step = H100.launch * 6 * (started[name] - started["standard"]), found["standard"].step.seconds
+        more = H100.launch * 6 * (started[name] - started["standard"])
+        step = found["standard"].step.seconds
         assert found[name].step.seconds - step == pytest.approx(more, rel=0.02, abs=1e-3 * step)
 
 
@@ -103,8 +104,10 @@ def test_events_follow_the_recurrence(name, which):
     topology = residual.topology(name, num_layers=6, ladder_layers=which)
     rng = random.Random(0)
     for window in [1.0] * 20 + [0.6] * 10 + [0.1] * 10:
-        lengths, wire = [rng.uniform(0.2, 2) for _ in topology.delays], rng.choice((0.1, 0.7, 1.3, 3))
-        ended, whole = [], []
+        lengths = [rng.uniform(0.2, 2) for _ in topology.delays]
+        wire = rng.choice((0.1, 0.7, 1.3, 3))
+        ended = []
+        whole = []
         reduce = lambda ready: whole.append(max([ready, *whole[-1:]]) + wire)  # noqa: B023
         for index, (delay, length) in enumerate(zip(topology.delays, lengths)):
             if index and not delay:
