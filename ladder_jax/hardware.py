@@ -54,7 +54,7 @@ PEAKS = {
     "NVIDIA B200": HARDWARE["b200"].flops,
 }
 
-MACHINES = {  # likewise
+MACHINES = {  # names of predict/hardware, likewise
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
     "TPU v5": "v5p",

@@ -86,8 +86,8 @@ def kept_activations(candidate: Candidate, *, request: Request) -> int:
     others = layers * (norms + 2 * shard.queries * size)
     for count, kind in shards.kinds(config):
         products, rest = _mlp_activations(candidate, kind, routed=block.size <= CHUNK)
-        matmuls = matmuls + count * products * size
-        others = others + count * rest * size
+        matmuls += count * products * size
+        others += count * rest * size
     per_token = {Remat.NONE: matmuls + others, Remat.SAVE_MATMULS: matmuls}.get(remat, 0)
     scores = _scores(candidate, request) if remat is Remat.NONE else 0
     tables = FLOAT32 * block.tokens * config.head_dim  # the positions' cosines and sines

@@ -91,10 +91,10 @@ def speed(candidate: Candidate, *, request: Request) -> Speed:
         sent = machines.crossings(mesh.tensor, ring=machine.link.ring) * model.buffer_bytes(block)
         shared = machine.seconds(flops=_total(model.shared_expert(block)), size=0)
         of_rows = _all_to_alls(candidate, model, seconds=sent / bandwidth(mesh.tensor), shared=shared)
-        hiding = hiding + of_rows[0]
-        waiting = waiting + of_rows[1]
+        hiding += of_rows[0]
+        waiting += of_rows[1]
     if candidate.interleave == 2:  # each beside the other half's sublayer
-        hiding = hiding + waiting
+        hiding += waiting
         waiting = 0.0
     transfers = max(weights + hiding, 2 * memory.host / HOST[request.target.platform])
 
@@ -160,8 +160,8 @@ def flops(candidate: Candidate, *, request: Request) -> tuple[float, float]:
             chunks = block.size > CHUNK and not candidate.exchanges
             again = _total(routed, "gate, up", "down") if chunks else 0.0
             again += _total(every, "attend") if candidate.remat is Remat.SAVE_MATMULS else 0.0
-        forward = forward + count * _total(every)
-        recomputed = recomputed + count * again
+        forward += count * _total(every)
+        recomputed += count * again
     return forward, recomputed
 
 
