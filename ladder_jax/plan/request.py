@@ -6,7 +6,7 @@ A candidate is a mesh, a form of expert parallelism, a remat policy, sequence pa
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from ladder_jax.config import (
     ExpertParallelism,
@@ -184,7 +184,7 @@ def meshes_of(request: Request) -> Iterator[MeshConfig]:
     for tensor in _divisors(count):
         for fsdp in _divisors(count // tensor):
             mesh = MeshConfig(data=count // tensor // fsdp, fsdp=fsdp, tensor=tensor)
-            if _fits(request.config, mesh) and uses_whole_torus_axes(request.target, mesh):
+            if _passes(check_fits_mesh, request.config, mesh) and uses_whole_torus_axes(request.target, mesh):
                 yield mesh
 
 
@@ -197,27 +197,10 @@ def uses_whole_torus_axes(target: Target, mesh: MeshConfig) -> bool:
         return True
     torus = [int(size) for size in target.shape.split("x")]
     torus.append(target.count // math.prod(torus))  # devices per chip
-    return _is_product_of_axes([mesh.data, mesh.fsdp, mesh.tensor], tuple(size for size in torus if size > 1))
-
-
-def _is_product_of_axes(sizes: Sequence[int], torus: tuple[int, ...]) -> bool:
-    if not sizes:
-        return not torus
-    first, *rest = sizes
-    subsets = itertools.chain.from_iterable(itertools.combinations(range(len(torus)), n) for n in range(len(torus) + 1))
-    return any(
-        math.prod(torus[i] for i in subset) == first
-        and _is_product_of_axes(rest, tuple(size for i, size in enumerate(torus) if i not in subset))
-        for subset in subsets
-    )
-
-
-def _fits(config: ModelConfig, mesh: MeshConfig) -> bool:
-    try:
-        check_fits_mesh(config, mesh)
-    except UserError:
-        return False
-    return True
+    sizes = [mesh.data, mesh.fsdp, mesh.tensor]
+    product = lambda axis, places: math.prod(size for size, place in zip(torus, places) if place == axis)
+    assignments = itertools.product(range(3), repeat=len(torus))  # of each side of the torus, a mesh axis
+    return any([product(axis, places) for axis in range(3)] == sizes for places in assignments)
 
 
 def _allows_sequence_parallel(request: Request, mesh: MeshConfig) -> bool:
@@ -227,21 +210,22 @@ def _allows_sequence_parallel(request: Request, mesh: MeshConfig) -> bool:
 
 def _has_halves(candidate: Candidate, config: ModelConfig) -> bool:
     """Whether halves of the rows, in turn, have something to hide. (Of an odd number, `train` halves the sequence.)"""
-    if candidate.mesh.tensor == 1 or candidate.rows % 2:
-        return False
     form = dict(sequence_parallel=candidate.sequence_parallel, experts=candidate.mesh.experts)
-    try:
-        check_halves(2, model=config, rows=candidate.rows, names=("train.interleave", "rows"), **form)
-    except UserError:
-        return False
-    return True
+    names = ("train.interleave", "rows")
+    allowed = _passes(check_halves, 2, model=config, rows=candidate.rows, names=names, **form)
+    return candidate.mesh.tensor > 1 and candidate.rows % 2 == 0 and allowed
 
 
 def can_exchange(config: ModelConfig) -> bool:
     """Whether ranks can exchange the rows of the model's experts: they need a capacity."""
     names = "mesh.experts=exchange", "model.moe.capacity", "train.sequence_parallel=true"
+    return _passes(check_exchange, config.moe, residual=config.residual, sequence_parallel=True, names=names)
+
+
+def _passes(check: Callable[..., None], *args: object, **settings: object) -> bool:
+    """Whether a check of the configuration raises nothing."""
     try:
-        check_exchange(config.moe, residual=config.residual, sequence_parallel=True, names=names)
+        check(*args, **settings)
     except UserError:
         return False
     return True
