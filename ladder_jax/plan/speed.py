@@ -67,50 +67,60 @@ def machine_of(target: Target) -> Machine:
 def speed(candidate: Candidate, *, request: Request) -> Speed:
     machine = machine_of(request.target)
     mesh = candidate.mesh
-    config = request.config
-    model, block = candidate.microbatch(request)
     forward, recomputed = flops(candidate, request=request)
     memory = estimate(candidate, request=request)
-    size = model.element_bytes
-
-    def bandwidth(within: int) -> float:
-        """Of the link, or of the network, for a group of `within` devices."""
-        link = machine.link
-        return link.bandwidth if link.nodes(within) == 1 else link.network.bandwidth
-
-    def half(bytes_: float, ranks: int, *, within: int) -> float:
-        """Seconds of an all-gather or a reduce-scatter over `ranks` ranks within a group of `within` devices."""
-        return (ranks - 1) / ranks * bytes_ / bandwidth(within)
-
-    # Two gathers in the compute dtype (forward, backward) and one reduce-scatter in float32.
-    matrices = shards.layers(config, ranks=mesh.tensor)
-    weights = half(matrices * (2 * size + FLOAT32), mesh.fsdp, within=mesh.fsdp * mesh.tensor)
-    output = half(model.payload(block), mesh.tensor, within=mesh.tensor)
-    hiding, waiting = (count * output for count in _halves(candidate, model))
-    if candidate.exchanges:
-        sent = machines.crossings(mesh.tensor, ring=machine.link.ring) * model.buffer_bytes(block)
-        shared = machine.seconds(flops=_total(model.shared_expert(block)), size=0)
-        of_rows = _all_to_alls(candidate, model, seconds=sent / bandwidth(mesh.tensor), shared=shared)
-        hiding += of_rows[0]
-        waiting += of_rows[1]
-    if candidate.interleave == 2:  # each beside the other half's sublayer
-        hiding += waiting
-        waiting = 0.0
-    transfers = max(weights + hiding, 2 * memory.host / HOST[request.target.platform])
+    transfers, waiting = _transfers(candidate, request=request)
+    transfers = max(transfers, 2 * memory.host / HOST[request.target.platform])
 
     compute = machine.seconds(flops=3 * forward + recomputed, size=0)
     if candidate.interleave == 2:
-        reading = machine.seconds(flops=0, size=(3 + recomputed / forward) * matrices * size)
+        model, _ = candidate.microbatch(request)
+        weights = shards.layers(request.config, ranks=mesh.tensor) * model.element_bytes
+        reading = machine.seconds(flops=0, size=(3 + recomputed / forward) * weights)
         compute *= 2 * together(compute / 2, reading) / together(compute, reading)
     slowed = machine.contention * min(transfers, compute)
     exposed = max(0.0, transfers - compute) + waiting
-    gradients = 2 * half(memory.state / 3, mesh.data, within=request.target.count)
+    gradients = 2 * _half(memory.state / 3, mesh.data, machine=machine, within=request.target.count)
     optimizer = machine.seconds(flops=0, size=2 * memory.state)
     seconds = candidate.accumulate * (compute + slowed + exposed) + gradients + optimizer
     reducing = dataclasses.replace(mesh, experts=ExpertParallelism.REDUCE)  # without the empty slots of buffers
     used, _ = flops(dataclasses.replace(candidate, mesh=reducing), request=request)
     mfu = candidate.accumulate * 3 * used / machine.flops / seconds
     return Speed(seconds, candidate.accumulate * exposed + gradients, recomputed / (3 * forward), mfu)
+
+
+def _transfers(candidate: Candidate, *, request: Request) -> tuple[float, float]:
+    """Seconds of a microbatch's transfers that compute can hide, and of those that a sublayer waits for."""
+    machine = machine_of(request.target)
+    mesh = candidate.mesh
+    model, block = candidate.microbatch(request)
+    # Two gathers in the compute dtype (forward, backward) and one reduce-scatter in float32.
+    gathered = shards.layers(request.config, ranks=mesh.tensor) * (2 * model.element_bytes + FLOAT32)
+    weights = _half(gathered, mesh.fsdp, machine=machine, within=mesh.fsdp * mesh.tensor)
+    output = _half(model.payload(block), mesh.tensor, machine=machine, within=mesh.tensor)
+    hiding, waiting = (count * output for count in _halves(candidate, model))
+    if candidate.exchanges:
+        sent = machines.crossings(mesh.tensor, ring=machine.link.ring) * model.buffer_bytes(block)
+        one = sent / _bandwidth(machine, within=mesh.tensor)
+        shared = machine.seconds(flops=_total(model.shared_expert(block)), size=0)
+        of_rows = _all_to_alls(candidate, model, seconds=one, shared=shared)
+        hiding += of_rows[0]
+        waiting += of_rows[1]
+    if candidate.interleave == 2:  # each beside the other half's sublayer
+        hiding += waiting
+        waiting = 0.0
+    return weights + hiding, waiting
+
+
+def _half(size: float, ranks: int, *, machine: Machine, within: int) -> float:
+    """Seconds of an all-gather or a reduce-scatter over `ranks` ranks within a group of `within` devices."""
+    return (ranks - 1) / ranks * size / _bandwidth(machine, within=within)
+
+
+def _bandwidth(machine: Machine, *, within: int) -> float:
+    """Of the link, or of the network, for a group of `within` devices."""
+    link = machine.link
+    return link.bandwidth if link.nodes(within) == 1 else link.network.bandwidth
 
 
 def _halves(candidate: Candidate, model: Model) -> tuple[float, float]:

@@ -196,14 +196,14 @@ def contention(*, ranks: int, warmup: int, repeats: int) -> tuple[float, float] 
     both together take W + A c / (1 + c) (`predict.timeline`).
     """
     mesh = parallel.make_mesh(tensor=ranks, devices=jax.devices()[:ranks])
-    wire = timed(_beside(mesh, products=0, reduce=True), of=1, warmup=warmup, repeats=repeats)
+    timing = dict(warmup=warmup, repeats=repeats)
+    time_of = lambda products, reduce, **timing: timed(_beside(mesh, products=products, reduce=reduce), of=1, **timing)
+    wire = time_of(0, True, **timing)
     products = 8
-    while (compute := timed(_beside(mesh, products=products, reduce=False), of=1, warmup=1, repeats=3)).median < (
-        3 * wire.median
-    ):
+    while time_of(products, False, warmup=1, repeats=3).median < 3 * wire.median:
         products *= 2
-    compute = timed(_beside(mesh, products=products, reduce=False), of=1, warmup=warmup, repeats=repeats)
-    both = timed(_beside(mesh, products=products, reduce=True), of=1, warmup=warmup, repeats=repeats)
+    compute = time_of(products, False, **timing)
+    both = time_of(products, True, **timing)
     lost = max(0.0, (both.median - compute.median) / wire.median)
     if lost > 0.95:
         return None

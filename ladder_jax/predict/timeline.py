@@ -103,10 +103,11 @@ class Device:
     def compute(self, name: str, work: Work, *, beside: Sequence[Transfer] = (), window: float = 1.0) -> list[float]:
         """Compute, and issue transfers where the last share `window` of `work` begins. Returns when they arrive."""
         start = self.now
-        hides = window if beside else 1.0
-        self._work(work.share(1 - hides))
+        late = beside and window < 1
+        if late:
+            self._work(work.share(1 - window))
         arrivals = [self.send(one) for one in beside]
-        self._work(work.share(hides))
+        self._work(work.share(window) if late else work)
         self.computed += work.seconds
         self.bars.append(Bar(name, start, self.now, wire=False))
         return arrivals
