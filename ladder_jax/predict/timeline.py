@@ -109,7 +109,8 @@ class Device:
         arrivals = [self.send(one) for one in beside]
         self._work(work.share(window) if late else work)
         self.computed += work.seconds
-        self.bars.append(Bar(name, start, self.now, wire=False))
+        if work.seconds:
+            self.bars.append(Bar(name, start, self.now, wire=False))
         return arrivals
 
     def _work(self, work: Work) -> None:
