@@ -1,6 +1,7 @@
 """What the tests of the speed model ask it, and of which machines."""
 
 import dataclasses
+import json
 import math
 
 from ladder_jax import cli
@@ -33,3 +34,10 @@ def run(capsys, *words):
     """`ladder-jax predict`'s exit status, output and errors."""
     status = cli.main(["predict", *map(str, words)])
     return status, *capsys.readouterr()
+
+
+def answered(capsys, *words):
+    """Its answer as JSON."""
+    status, out, err = run(capsys, *words, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)

@@ -9,7 +9,7 @@ import pytest
 
 from ladder_jax.config import EXPERT_RESIDUALS, RESIDUALS
 from ladder_jax.predict import advice, request, result, sweep
-from tests.predict.asked import run, seconds
+from tests.predict.asked import answered, run, seconds
 
 
 def advise(**words):
@@ -89,9 +89,8 @@ def test_sweep(capsys, tmp_path):
     picture = tmp_path / "a.svg"
     words = ("--model", "llama-3-8b", "--hardware", "h100-nvlink", "--layers", 4, "--plot", picture)
     axes = ("--sweep", "tensor=1,3,8", "batch=1,16", "link=0.25,1")
-    status, out, err = run(capsys, *words, *axes, "--json")
-    assert status == 0 and picture.read_text().lstrip().startswith("<?xml")
-    points = json.loads(out)["sweep"]
+    points = answered(capsys, *words, *axes)["sweep"]
+    assert picture.read_text().lstrip().startswith("<?xml")
     assert [(p["tensor"], p["batch"], p["link"]) for p in points][:3] == [(1, 1, 0.25), (1, 1, 1.0), (1, 16, 0.25)]
     assert {p["tensor"] for p in points} == {1, 8}
     slow, own = (p["rows"][0]["step_seconds"] for p in points[4:6])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 import types
@@ -21,7 +20,7 @@ from ladder_jax.predict.program import Choice, Form, Program
 from ladder_jax.predict.work import TRAINING, Model
 from ladder_jax.residual.wires import exchange as wire
 from ladder_jax.residual.wires.exchange import Exchange
-from tests.predict.asked import H100, run
+from tests.predict.asked import H100, answered, run
 
 # tokens of all ranks
 RANKS = 4
@@ -231,9 +230,8 @@ def test_the_opponent_is_the_strongest_standard_of_both_forms(phase, capsys):
     words = (*WORDS, "--phase", phase, "--batch", 3, "--sequence" if phase == "train" else "--prompt-length", 8192)
     found = {}
     for form in ("reduce", "exchange"):
-        status, out, _ = run(capsys, *words, "--experts", form, "--json")
-        found[form] = json.loads(out)
-        assert status == 0 and found[form]["experts"] == form
+        found[form] = answered(capsys, *words, "--experts", form)
+        assert found[form]["experts"] == form
     reduced = found["reduce"]
     exchanged = found["exchange"]
     assert (reduced["capacity"], exchanged["capacity"]) == (None, 1.25)

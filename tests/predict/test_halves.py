@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import re
 import types
@@ -18,7 +17,7 @@ from ladder_jax.predict.program import Program
 from ladder_jax.predict.timeline import Work, play_slots, turns
 from ladder_jax.predict.work import Model
 from tests import cases
-from tests.predict.asked import H100, NOTHING, run
+from tests.predict.asked import H100, NOTHING, answered, run
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "halves.md"
 
@@ -122,9 +121,8 @@ def test_halves_of_a_decode_step_are_an_opponent_at_large_batches():
 
 def test_a_row_has_no_halves_in_decoding(capsys):
     words = ("--model", "llama-3-70b", "--hardware", "a800-pcie", "--batch", 64, "--residual", "standard,ladder")
-    status, out, _ = run(capsys, *words, "--json")
-    answer = json.loads(out)
-    assert status == 0 and answer["baseline"]["interleave"]["step"] == 2
+    answer = answered(capsys, *words)
+    assert answer["baseline"]["interleave"]["step"] == 2
     assert [row["interleave"]["step"] for row in answer["rows"]] == [1, 1]
     assert answer["rows"][0]["speedup"] < 1  # of this library's Standard, which decodes whole batches
     _, out, _ = run(capsys, *words)
@@ -136,13 +134,11 @@ def test_interleave_chooses_the_rows(phase, capsys):
     words = ("--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--phase", phase, "--batch", 2)
     found = {}
     for value in ("1", "2", "auto"):
-        status, out, _ = run(capsys, *words, "--interleave", value, "--residual", "standard,ladder", "--json")
-        answer = json.loads(out)
+        answer = answered(capsys, *words, "--interleave", value, "--residual", "standard,ladder")
         found[value] = {row["residual"]: row["interleave"] for row in answer["rows"]}
-        assert status == 0 and answer["baseline"] == answer["opponents"][0]
+        assert answer["baseline"] == answer["opponents"][0]
     assert set(found["1"].values()) == {1} and set(found["2"].values()) == {2} and found["auto"]["standard"] == 2
-    _, out, _ = run(capsys, *words, "--interleave", "2", "--json")
-    of = {row["residual"]: row["interleave"] for row in json.loads(out)["rows"]}
+    of = {row["residual"]: row["interleave"] for row in answered(capsys, *words, "--interleave", "2")["rows"]}
     assert of.pop("no-communication") == 1 and of.pop("desync-2", 1) == 1 and set(of.values()) == {2}
 
 
@@ -155,9 +151,7 @@ def test_the_guides_table_of_what_to_take_is_what_is_predicted(capsys):
         found = {}
         for parts in ("1", "2"):
             asked = ("--model", "llama-3-70b", "--tensor", 8, *words.split(), "--interleave", parts)
-            status, out, _ = run(capsys, *asked, "--residual", "standard,ladder", "--json")
-            assert status == 0
-            for row in json.loads(out)["rows"]:
+            for row in answered(capsys, *asked, "--residual", "standard,ladder")["rows"]:
                 found[row["residual"], parts] = f"{row['tokens_per_second']:,.0f}"
         assert [found["standard", "1"], found["standard", "2"], found["ladder", "1"]] == shown
         assert found["ladder", "2"] == found["standard", "2"]

@@ -1,7 +1,6 @@
 """Layers that are not all alike, in the speed model: hybrids' backward passes, and first layers without experts."""
 
 import dataclasses
-import json
 import math
 import random
 
@@ -13,7 +12,7 @@ from ladder_jax.predict.machine import Link
 from ladder_jax.predict.program import PLAIN, Form
 from ladder_jax.predict.timeline import Work
 from ladder_jax.predict.work import TRAINING, Model
-from tests.predict.asked import H100, run
+from tests.predict.asked import H100, answered
 
 V5P = machine.load("v5p")
 # width of a shared expert; first layers without experts, of 5
@@ -59,12 +58,8 @@ def test_a_gradient_waits_for_the_inputs_that_hold_its_output(name, which):
 
 def test_a_hybrids_training_step_lies_between(capsys):
     def ladder(*more):
-        words = (
-            "--model llama-3-8b --hardware v5p --tensor 4 --phase train --residual ladder --interleave 1 --json".split()
-        )
-        status, out, _ = run(capsys, *words, *more)
-        assert status == 0
-        (row,) = (one for one in json.loads(out)["rows"] if one["residual"] == "ladder")
+        words = "--model llama-3-8b --hardware v5p --tensor 4 --phase train --residual ladder --interleave 1"
+        (row,) = answered(capsys, *words.split(), *more)["rows"]
         return row["hidden_fraction"]
 
     none, few, half, all_ = (ladder("--ladder-layers", count) for count in ("1", "4", "16", "32"))

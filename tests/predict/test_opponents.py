@@ -13,7 +13,7 @@ from ladder_jax.predict.machine import Algorithm, Kernel, Kernels, Link, Network
 from ladder_jax.predict.program import Choice, Form, Opponents, Program, programs
 from ladder_jax.predict.work import AUTHORS, OURS, Model
 from ladder_jax.schedule import hlo
-from tests.predict.asked import H100, NOTHING, OFF, run
+from tests.predict.asked import H100, NOTHING, OFF, answered, run
 
 EIGHT = Link(
     latency=10e-6,
@@ -138,13 +138,12 @@ def test_forms_of_many_tokens():
 def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     """The row says which launch it assumes; the ratios say over whom."""
     words = ("--model", "llama-3-70b", "--hardware", "h100-nvlink", "--tensor", 8, "--residual", "standard,ladder")
-    status, out, _ = run(capsys, *words, "--json")
-    answer = json.loads(out)
+    answer = answered(capsys, *words)
     found = {row["residual"]: row for row in answer["rows"]}
     baseline = answer["baseline"]
     standard = found["standard"]
     ladder = found["ladder"]
-    assert status == 0 and set(baseline) == {"residual", "form", "interleave", "all_reduce", "tokens_per_second"}
+    assert set(baseline) == {"residual", "form", "interleave", "all_reduce", "tokens_per_second"}
     assert (baseline["residual"], baseline["all_reduce"]) == ("standard", "one-shot")
     assert 83 < baseline["tokens_per_second"] < 95
     assert standard["launch"] is None and standard["all_reduce"] == "one-shot"
@@ -159,8 +158,7 @@ def test_70b_on_nvlink_must_beat_one_shot_all_reduces(capsys):
     status, out, _ = run(capsys, *words)
     assert "speed-up: over Standard (one-shot all-reduce)" in out and "explicit" in out and "…" not in out
     assert "figures of threads, not verified" in out and "have never run" in out
-    status, out, _ = run(capsys, *words, "--launch", "chained", "--json")
-    chained = json.loads(out)["rows"][1]
+    chained = answered(capsys, *words, "--launch", "chained")["rows"][1]
     assert (chained["launch"], chained["all_reduce"]) == ("chained", "ring")
     assert 1.0 < chained["speedup"] < ladder["speedup"]
 
@@ -253,9 +251,8 @@ def test_norms_of_a_split_stream_read_their_own_positions():
 
 def test_a_prefill_and_its_opponents(capsys):
     words = ("--model", "llama-3-70b", "--hardware", "v5p", "--tensor", 8, "--phase", "prefill", "--batch", 1)
-    status, out, _ = run(capsys, *words, "--prompt-length", 4096, "--interleave", 1, "--json")
-    found = json.loads(out)
-    assert status == 0 and (found["phase"], found["tokens"]) == ("prefill", 4096)
+    found = answered(capsys, *words, "--prompt-length", 4096, "--interleave", 1)
+    assert (found["phase"], found["tokens"]) == ("prefill", 4096)
     assert found["baseline"] == found["opponents"][0] and found["baseline"]["interleave"] == 2
     assert {one["form"] for one in found["opponents"]} == {"all-reduce", "sequence-parallel", "ring collective matmul"}
     speeds = [one["tokens_per_second"] for one in found["opponents"]]
