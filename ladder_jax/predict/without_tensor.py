@@ -16,7 +16,7 @@ parallelism.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ladder_jax.config import Phase
 from ladder_jax.predict.layers import work
@@ -45,15 +45,14 @@ def passes(model: Model, machine: Machine, *, devices: int, rows: int, tokens: i
     parameters = shards.layers(config, ranks=1) + tables
     largest = 2 * shards.largest_layer(config, ranks=1)
     half = lambda size: machine.link.half(size, ranks=devices)
-    forward = _forward(model, machine, block, half)
+    timelines = [_beside_gathers(model, machine, block, half)]
     bare = half(tables * size)
     if trains:
-        timelines = [forward, _backward(model, machine, block, half)]
+        timelines.append(_beside_gathers(model, machine, block, half, gradients=True))
         bare = 2 * bare + half(tables * FLOAT32)
         alone = parameters * STATE
         split = largest * (size + FLOAT32)
     else:
-        timelines = [forward]
         alone = parameters * size
         split = largest * size + parameters * size / devices
     ends = work(machine, model.ends(block), times=3 if trains else 1).seconds
@@ -66,24 +65,20 @@ def passes(model: Model, machine: Machine, *, devices: int, rows: int, tokens: i
     return possible
 
 
-def _forward(model: Model, machine: Machine, block: Block, half: Callable[[float], float]) -> Timeline:
-    layers = _layers(model, machine, block, times=1)
+def _beside_gathers(
+    model: Model, machine: Machine, block: Block, half: Callable[[float], float], *, gradients: bool = False
+) -> Timeline:
+    """Each layer beside the next one's gather. gradients: backward, from the last layer, whose gradients are scattered
+    beside that too."""
+    layers = _layers(model, machine, block, times=2 if gradients else 1)
+    if gradients:
+        layers.reverse()
     gathers = [half(matrices * model.element_bytes) for _, matrices in layers]
-    return _beside([Work(), *(layer for layer, _ in layers)], [*gathers, 0.0], machine=machine)
-
-
-def _backward(model: Model, machine: Machine, block: Block, half: Callable[[float], float]) -> Timeline:
-    """The last layer comes first; its gradients are scattered beside the next one's gather."""
-    layers = _layers(model, machine, block, times=2)[::-1]
-    gathers = [half(matrices * model.element_bytes) for _, matrices in layers]
-    scatters = [half(matrices * FLOAT32) for _, matrices in layers]
+    scatters = [half(matrices * FLOAT32) if gradients else 0.0 for _, matrices in layers]
     both = [gather + scatter for gather, scatter in zip(gathers[1:], scatters)]
+    transfers = [gathers[0], *both, 0.0, scatters[-1]]
     works = [Work(), *(layer for layer, _ in layers), Work()]
-    return _beside(works, [gathers[0], *both, 0.0, scatters[-1]], machine=machine)
-
-
-def _beside(works: Iterable[Work], transfers: Iterable[float], *, machine: Machine) -> Timeline:
-    slots = (Slot(work, (("weights", seconds),)) for work, seconds in zip(works, transfers, strict=True))
+    slots = (Slot(work, [("weights", seconds)]) for work, seconds in zip(works, transfers, strict=True))
     return play_slots(slots, contention=machine.contention)
 
 
