@@ -18,7 +18,7 @@ its last one beside the combine.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ladder_jax.predict.machine import Algorithm, Halves, Machine, Ring
 from ladder_jax.predict.program import Form, Program, steps_of
@@ -37,7 +37,7 @@ from ladder_jax.predict.timeline import (
 from ladder_jax.predict.work import AFTER_GATHER, ATTENTION, BEFORE_SCATTER, Block, Kernel, Model
 from ladder_jax.residual import Step
 
-WorkOf = Callable[[Iterable[Kernel]], Work]
+WorkOf = Callable[[Sequence[Kernel]], Work]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def layers(
     split = model.ranks if program.form in (Form.SEQUENCE_PARALLEL, Form.COLLECTIVE_MATMUL) else 1
     steps = steps_of(model.config) if steps is None else steps
     kernels = functools.cache(lambda sublayers, block: model.step(sublayers, block, split=split))
-    work_of = functools.partial(work, machine, cache_speed=model.implementation.cache_speed, times=times)
+    work_of = functools.partial(work, machine, times=times)
     of_sublayers = functools.cache(lambda sublayers: work_of(kernels(sublayers, block)))
     algorithm, all_reduce = reduction(model, machine, block, program=program)
     settings = dict(contention=machine.contention, window=program.window)
@@ -91,13 +91,12 @@ def layers(
     return Layers(timeline, algorithm if timeline.all_reduces else None, all_reduce)
 
 
-def work(machine: Machine, kernels: Iterable[Kernel], *, cache_speed: float = 1.0, times: int = 1) -> Work:
+def work(machine: Machine, kernels: Sequence[Kernel], *, times: int = 1) -> Work:
     """The sum of the kernels' times: the compute of one kernel cannot hide the memory traffic of another.
 
     times: how often each runs.
     """
-    size = lambda kernel: kernel.weights + kernel.activations + kernel.cache / cache_speed
-    busy = sum(machine.seconds(flops=kernel.flops, size=size(kernel)) for kernel in kernels)
+    busy = sum(machine.seconds(flops=kernel.flops, size=kernel.size) for kernel in kernels)
     return Work(busy=times * busy, idle=times * machine.launch * sum(kernel.launches for kernel in kernels))
 
 
@@ -112,7 +111,7 @@ def few_rows(kernel: Kernel, whole: Kernel, *, machine: Machine) -> float:
 
     def share(one: Kernel) -> float:
         compute = machine.seconds(flops=one.flops, size=0)
-        memory = machine.seconds(flops=0, size=one.weights + one.activations + one.cache)
+        memory = machine.seconds(flops=0, size=one.size)
         return together(compute, memory) / max(compute, memory) if one.flops else 1.0
 
     return share(kernel) / share(whole)

@@ -234,10 +234,9 @@ class Machine:
     link: Link | None = None
     sources: dict = dataclasses.field(default_factory=dict, repr=False)
 
-    def seconds(self, *, flops: float, size: float, launches: float = 0.0) -> float:
-        """Time of kernels that compute `flops` and move `size` bytes: the longer of the two, plus the launches."""
-        work = max(flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share))
-        return work + launches * self.launch
+    def seconds(self, *, flops: float, size: float) -> float:
+        """Time of a kernel that computes `flops` and moves `size` bytes: the longer of the two."""
+        return max(flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share))
 
     def all_reduce(self, size: float, *, ranks: int, among: Iterable[Algorithm] = FITTED) -> float:
         return self.fastest_all_reduce(size, ranks=ranks, among=among)[1]

@@ -149,7 +149,8 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """flops: of matrix products. weights, cache, activations: bytes moved. launches: number of device kernels."""
+    """flops: of matrix products. weights, activations, cache: bytes moved; of the cache as many as take its time.
+    launches: number of device kernels."""
 
     name: str
     flops: float = 0.0
@@ -157,6 +158,11 @@ class Kernel:
     cache: float = 0.0
     activations: float = 0.0
     launches: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """Bytes moved."""
+        return self.weights + self.activations + self.cache
 
 
 def size_of(dtype: Dtype) -> int:
@@ -327,7 +333,7 @@ class Model:
             Kernel(
                 "attend",
                 flops=4 * block.size * shard.queries * block.attended,
-                cache=2 * block.rows * block.cached * read * size,
+                cache=2 * block.rows * block.cached * read * size / self.implementation.cache_speed,
                 activations=scores,
                 launches=launches.attend,
             ),

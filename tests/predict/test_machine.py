@@ -18,10 +18,9 @@ from tests.predict.asked import H100, NOTHING, OFF, run
 
 
 def test_seconds_of_kernels():
-    one = dataclasses.replace(H100, flops=1e12, flops_share=0.5, bandwidth=1e9, bandwidth_share=0.25, launch=1e-6)
+    one = dataclasses.replace(H100, flops=1e12, flops_share=0.5, bandwidth=1e9, bandwidth_share=0.25)
     assert one.seconds(flops=1e12, size=0) == 2
     assert one.seconds(flops=1e12, size=1e9) == 4  # the longer of both
-    assert one.seconds(flops=0, size=0, launches=3) == pytest.approx(3e-6)
 
 
 def test_seconds_of_an_all_reduce():
