@@ -72,16 +72,16 @@ def speed(candidate: Candidate, *, request: Request) -> Speed:
     transfers, waiting = _transfers(candidate, request=request)
     transfers = max(transfers, 2 * memory.host / HOST[request.target.platform])
 
-    compute = machine.seconds(flops=3 * forward + recomputed, size=0)
+    compute = machine.seconds(flops=3 * forward + recomputed)
     if candidate.interleave == 2:
         model, _ = candidate.microbatch(request)
         weights = shards.layers(request.config, ranks=mesh.tensor) * model.element_bytes
-        reading = machine.seconds(flops=0, size=(3 + recomputed / forward) * weights)
+        reading = machine.seconds(size=(3 + recomputed / forward) * weights)
         compute *= 2 * together(compute / 2, reading) / together(compute, reading)
     slowed = machine.contention * min(transfers, compute)
     exposed = max(0.0, transfers - compute) + waiting
     gradients = 2 * _half(memory.state / 3, mesh.data, machine=machine, within=request.target.count)
-    optimizer = machine.seconds(flops=0, size=2 * memory.state)
+    optimizer = machine.seconds(size=2 * memory.state)
     seconds = candidate.accumulate * (compute + slowed + exposed) + gradients + optimizer
     reducing = dataclasses.replace(mesh, experts=ExpertParallelism.REDUCE)  # without the empty slots of buffers
     used, _ = flops(dataclasses.replace(candidate, mesh=reducing), request=request)
@@ -102,7 +102,7 @@ def _transfers(candidate: Candidate, *, request: Request) -> tuple[float, float]
     if candidate.exchanges:
         sent = machines.crossings(mesh.tensor, ring=machine.link.ring) * model.buffer_bytes(block)
         one = sent / _bandwidth(machine, within=mesh.tensor)
-        shared = machine.seconds(flops=_total(model.shared_expert(block)), size=0)
+        shared = machine.seconds(flops=_total(model.shared_expert(block)))
         of_rows = _all_to_alls(candidate, model, seconds=one, shared=shared)
         hiding += of_rows[0]
         waiting += of_rows[1]

@@ -110,8 +110,8 @@ def few_rows(kernel: Kernel, whole: Kernel, *, machine: Machine) -> float:
     constants say; a product of fewer rows reaches a smaller share of both rates."""
 
     def share(one: Kernel) -> float:
-        compute = machine.seconds(flops=one.flops, size=0)
-        memory = machine.seconds(flops=0, size=one.size)
+        compute = machine.seconds(flops=one.flops)
+        memory = machine.seconds(size=one.size)
         return together(compute, memory) / max(compute, memory) if one.flops else 1.0
 
     return share(kernel) / share(whole)

@@ -234,7 +234,7 @@ class Machine:
     link: Link | None = None
     sources: dict = dataclasses.field(default_factory=dict, repr=False)
 
-    def seconds(self, *, flops: float, size: float) -> float:
+    def seconds(self, *, flops: float = 0.0, size: float = 0.0) -> float:
         """Time of a kernel that computes `flops` and moves `size` bytes: the longer of the two."""
         return max(flops / (self.flops * self.flops_share), size / (self.bandwidth * self.bandwidth_share))
 

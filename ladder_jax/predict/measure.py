@@ -113,19 +113,8 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
             raise UserError(f"{name} could not be measured on this machine (the result is {value})")
     if not reduced:
         return {**sections, "link": None}, []
-    fitted = fit_link(reduced, ring=Ring.TWO_WAY if device.platform == "tpu" else Ring.ONE_WAY)
-    worst = max(one.timing.spread for one in reduced)
-    source = (
-        f"fitted to {len(reduced)} all-reduces of {sizes[0] // 1024} KiB to {sizes[-1] // 1024} KiB over"
-        f" {', '.join(map(str, ranks))} devices, medians {of}, spread up to {worst:.0%},"
-        f" off by {fit_error(reduced, fitted):.0%} in the median"
-    )
-    link: dict = {name: _entry(getattr(fitted, name), source) for name in ("latency", "step", "bandwidth")}
-    link["ring"] = fitted.ring.value
-    if kernels:
-        source = f"fitted to {len(kernels)} all-reduces by XLA's kernel of 4 KiB to 256 KiB, medians {of}"
-        of_kernel = dataclasses.asdict(fit_one_shot(kernels))
-        link["one_shot"] = {name: _entry(value, source) for name, value in of_kernel.items()}
+    ring = Ring.TWO_WAY if device.platform == "tpu" else Ring.ONE_WAY
+    link = _link(reduced, kernels, ring=ring, of=of)
     if is_v5e(device.device_kind):
         link["halves"] = Halves.NONE.value
     samples = [
@@ -133,6 +122,26 @@ def constants(tensor: int, *, warmup: int, repeats: int) -> tuple[dict, list[dic
         for one in reduced
     ]
     return {**sections, "link": link}, samples
+
+
+def _link(reduced: Sequence[Reduced], kernels: Sequence[Reduced], *, ring: Ring, of: str) -> dict:
+    """The link's section. kernels: all-reduces by XLA's kernel, where it has one. of: the number of runs, in words."""
+    fitted = fit_link(reduced, ring=ring)
+    sizes = [one.size // KIB for one in reduced]
+    ranks = dict.fromkeys(one.ranks for one in reduced)
+    spread = max(one.timing.spread for one in reduced)
+    source = (
+        f"fitted to {len(reduced)} all-reduces of {min(sizes)} KiB to {max(sizes)} KiB over"
+        f" {', '.join(map(str, ranks))} devices, medians {of}, spread up to {spread:.0%},"
+        f" off by {fit_error(reduced, fitted):.0%} in the median"
+    )
+    link: dict = {name: _entry(getattr(fitted, name), source) for name in ("latency", "step", "bandwidth")}
+    link["ring"] = ring.value
+    if kernels:
+        source = f"fitted to {len(kernels)} all-reduces by XLA's kernel of 4 KiB to 256 KiB, medians {of}"
+        of_kernel = dataclasses.asdict(fit_one_shot(kernels))
+        link["one_shot"] = {name: _entry(value, source) for name, value in of_kernel.items()}
+    return link
 
 
 def _entry(value: float, source: str) -> dict:
